@@ -1,0 +1,1 @@
+"""What every process needs: configuration, errors, RPC, metrics, logs and a daemon's life cycle."""

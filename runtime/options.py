@@ -1,0 +1,210 @@
+"""Every option of Moonpool: one default, one unit, one check, one sentence.
+
+``runtime.config`` maps a TOML file and ``--set section.key=value`` onto these frozen dataclasses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.errors import ConfigError
+
+
+def option(default: Any, unit: str, meaning: str) -> Any:
+    """A dataclass field with what ``moonpool config --explain`` prints beside its default."""
+    return field(default=default, metadata={"unit": unit, "meaning": meaning})
+
+
+def _section(cls: type) -> Any:
+    return field(default_factory=cls)
+
+
+def _require(condition: bool, key: str, must: str, value: object) -> None:
+    if not condition:
+        raise ConfigError(f"{key} must be {must}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    path: str = option(
+        "", "path", "Hugging Face checkpoint directory; empty: the model that ships with Moonpool"
+    )
+    name: str = option("", "text", "name in the API; empty: the directory's name")
+    dtype: str = option(
+        "auto", "name", "auto, float32, bfloat16 or float16; auto: the fastest measured for the device"
+    )
+    device: str = option("auto", "name", "auto, cpu or cuda")
+    max_model_len: int = option(0, "tokens", "longest prompt plus output; 0: the checkpoint's own limit")
+
+    def __post_init__(self) -> None:
+        _require(
+            self.dtype in ("auto", "float32", "bfloat16", "float16"),
+            "model.dtype",
+            "auto, float32, bfloat16 or float16",
+            self.dtype,
+        )
+        _require(self.device in ("auto", "cpu", "cuda"), "model.device", "auto, cpu or cuda", self.device)
+        _require(self.max_model_len >= 0, "model.max_model_len", "0 or more", self.max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    block_size: int = option(16, "tokens", "tokens a KV block")
+    pool_nbytes: int = option(256 << 20, "bytes", "memory for the paged KV pool of one node")
+    max_batch_size: int = option(64, "sequences", "most sequences in one step")
+    max_batch_tokens: int = option(
+        512, "tokens", "most tokens in one step; longer prompts are computed in chunks"
+    )
+    threads: int = option(1, "threads", "compute threads of a node process")
+
+    def __post_init__(self) -> None:
+        _require(
+            self.block_size in (8, 16, 32, 64, 128, 256, 512),
+            "engine.block_size",
+            "a power of two from 8 to 512",
+            self.block_size,
+        )
+        for name in ("pool_nbytes", "max_batch_size", "max_batch_tokens", "threads"):
+            _require(getattr(self, name) > 0, f"engine.{name}", "positive", getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierOptions:
+    capacity_nbytes: int = option(0, "bytes", "host memory for blocks evicted from the pool; 0: none")
+
+    def __post_init__(self) -> None:
+        _require(self.capacity_nbytes >= 0, "store.host.capacity_nbytes", "0 or more", self.capacity_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    lease_ttl_s: float = option(10.0, "seconds", "longest a peer may keep blocks pinned without asking again")
+    host: HostTierOptions = _section(HostTierOptions)
+
+    def __post_init__(self) -> None:
+        _require(self.lease_ttl_s > 0, "store.lease_ttl_s", "positive", self.lease_ttl_s)
+
+
+@dataclass(frozen=True, slots=True)
+class TcpOptions:
+    streams: int = option(2, "connections", "parallel connections to one peer")
+    slice_nbytes: int = option(512 << 10, "bytes", "most bytes handed to the kernel in one call")
+    host: str = option("127.0.0.1", "address", "address to listen on and to announce")
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.streams <= 64, "transfer.tcp.streams", "from 1 to 64", self.streams)
+        _require(self.slice_nbytes >= 4096, "transfer.tcp.slice_nbytes", "4096 or more", self.slice_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    transports: tuple[str, ...] = option(("local", "shm", "tcp"), "names", "transports to offer, best first")
+    checksum: bool = option(True, "flag", "verify every block's checksum where it arrives")
+    deadline_s: float = option(10.0, "seconds", "longest a batch may take")
+    secret: str = option("", "text", "shared secret a peer must prove to know; empty: none")
+    tcp: TcpOptions = _section(TcpOptions)
+
+    def __post_init__(self) -> None:
+        known = ("local", "shm", "tcp", "ucx")
+        for name in self.transports:
+            _require(name in known, "transfer.transports", f"names out of {', '.join(known)}", name)
+        _require(self.deadline_s > 0, "transfer.deadline_s", "positive", self.deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexOptions:
+    redis_url: str = option(
+        "", "URL", "redis:// or unix:// of the index; empty: `moonpool up` starts its own"
+    )
+    namespace: str = option(
+        "moonpool", "text", "prefix of every Redis key; clusters on one Redis need different ones"
+    )
+    lease_ttl_s: float = option(3.0, "seconds", "a node silent for this long is dropped from the index")
+    publish_interval_s: float = option(
+        0.005, "seconds", "how long block changes are gathered before they are published"
+    )
+
+    def __post_init__(self) -> None:
+        _require(bool(self.namespace), "index.namespace", "a non-empty text", self.namespace)
+        _require(self.lease_ttl_s >= 0.5, "index.lease_ttl_s", "0.5 or more", self.lease_ttl_s)
+        _require(
+            self.publish_interval_s >= 0, "index.publish_interval_s", "0 or more", self.publish_interval_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    id: str = option("", "text", "name of this node; empty: its role, host and port")
+    host: str = option("127.0.0.1", "address", "address to listen on and to announce to the cluster")
+    port: int = option(0, "port", "gRPC port; 0: a free one")
+    metrics_port: int = option(0, "port", "HTTP port of /metrics; 0: a free one")
+    orphan_s: float = option(
+        5.0, "seconds", "how long a decode node keeps the requests of a conductor that went away"
+    )
+    drain_s: float = option(30.0, "seconds", "how long SIGTERM waits for running requests")
+
+    def __post_init__(self) -> None:
+        for name in ("port", "metrics_port"):
+            _require(0 <= getattr(self, name) < 65536, f"node.{name}", "from 0 to 65535", getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorOptions:
+    host: str = option("127.0.0.1", "address", "address of the API")
+    port: int = option(8000, "port", "port of the API; 0: a free one")
+    max_body_nbytes: int = option(8 << 20, "bytes", "largest request body")
+    request_timeout_s: float = option(300.0, "seconds", "deadline of a request that sets none")
+    max_requests: int = option(1024, "requests", "requests in flight; more are answered 429")
+    max_attempts: int = option(4, "times", "how often a request is placed before it fails")
+    policy: str = option(
+        "least-ttft", "name", "placement policy: least-ttft, least-loaded, round-robin or random"
+    )
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 65536, "conductor.port", "from 0 to 65535", self.port)
+        _require(
+            self.request_timeout_s > 0, "conductor.request_timeout_s", "positive", self.request_timeout_s
+        )
+        for name in ("max_body_nbytes", "max_requests", "max_attempts"):
+            _require(getattr(self, name) > 0, f"conductor.{name}", "positive", getattr(self, name))
+        policies = ("least-ttft", "least-loaded", "round-robin", "random")
+        _require(self.policy in policies, "conductor.policy", f"one of {', '.join(policies)}", self.policy)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    prefill: int = option(2, "nodes", "prefill nodes `moonpool up` starts")
+    decode: int = option(2, "nodes", "decode nodes `moonpool up` starts")
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            _require(getattr(self, name) >= 1, f"cluster.{name}", "1 or more", getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    level: str = option("info", "name", "debug, info, warning or error")
+    format: str = option("text", "name", "text or json")
+
+    def __post_init__(self) -> None:
+        _require(
+            self.level in ("debug", "info", "warning", "error"),
+            "log.level",
+            "debug, info, warning or error",
+            self.level,
+        )
+        _require(self.format in ("text", "json"), "log.format", "text or json", self.format)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    model: ModelOptions = _section(ModelOptions)
+    engine: EngineOptions = _section(EngineOptions)
+    store: StoreOptions = _section(StoreOptions)
+    transfer: TransferOptions = _section(TransferOptions)
+    index: IndexOptions = _section(IndexOptions)
+    node: NodeOptions = _section(NodeOptions)
+    conductor: ConductorOptions = _section(ConductorOptions)
+    cluster: ClusterOptions = _section(ClusterOptions)
+    log: LogOptions = _section(LogOptions)
