@@ -6,19 +6,58 @@ facts as attributes; it is turned into a gRPC status or an HTTP answer once, at 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class MoonpoolError(Exception):
-    """Base of all. ``str(error)`` is a sentence for a person: what happened, where, and what to do."""
+    """Base of all. ``str(error)`` is a sentence for a person: what happened, where, and what to do.
+
+    ``code`` is the gRPC status (by name) a server answers with when this error leaves a call.
+    """
+
+    code: ClassVar[str] = "INTERNAL"
 
 
 class ConfigError(MoonpoolError):
     """A configuration value is unknown, of the wrong type, or impossible. Nothing has been started."""
 
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class PortInUse(MoonpoolError):
+    """Another process listens on the address already. Nothing has been started."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, host: str, port: int, option: str) -> None:
+        super().__init__(
+            f"port {port} on {host} is in use: stop what listens there, or choose another {option}"
+        )
+        self.host = host
+        self.port = port
+
 
 class NodeUnavailable(MoonpoolError):
     """A node did not answer, or went away during a call. The call may have had an effect there."""
+
+    code = "UNAVAILABLE"
 
     def __init__(self, node_id: str, reason: str) -> None:
         super().__init__(f"node {node_id} is unavailable: {reason}")
         self.node_id = node_id
         self.reason = reason
+
+
+class RemoteError(MoonpoolError):
+    """A node answered a call with an error: ``kind`` names its exception, ``status`` is the gRPC status."""
+
+    def __init__(self, node_id: str, kind: str, status: str, details: str) -> None:
+        super().__init__(f"node {node_id}: {details}")
+        self.node_id = node_id
+        self.kind = kind
+        self.status = status
+        self.details = details

@@ -22,7 +22,7 @@ def _section(cls: type) -> Any:
 
 def _require(condition: bool, key: str, must: str, value: object) -> None:
     if not condition:
-        raise ConfigError(f"{key} must be {must}, got {value!r}")
+        raise ConfigError(f"{key} must be {must}, got {value!r}", key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,159 @@
+"""gRPC as every process uses it: limits, keepalive, the request's id, and errors mapped once, here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from runtime.errors import MoonpoolError, NodeUnavailable, PortInUse, RemoteError
+from runtime.log import request_id
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_NBYTES = 64 << 20
+_REQUEST_ID = "moonpool-request-id"
+_ERROR_KIND = "moonpool-error"
+
+_COMMON_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
+    # A peer whose host vanished is noticed after keepalive time + timeout; one whose process died, at once.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    *_COMMON_OPTIONS,
+    # A node that comes back on the same address is found within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Our addresses are our own: never through a proxy of the environment.
+    ("grpc.enable_http_proxy", 0),
+]
+_SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *_COMMON_OPTIONS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Without this a second process on a port in use is accepted silently.
+    ("grpc.so_reuseport", 0),
+]
+
+Servicer = tuple[Callable[[Any, Any], None], object]
+
+
+async def serve(servicers: Sequence[Servicer], host: str, port: int) -> tuple[grpc.aio.Server, int]:
+    """Start a server for pairs of ``(add_XServicer_to_server, servicer)``; returns it and its port (0: any).
+
+    A ``MoonpoolError`` that leaves a method becomes its ``code`` with its sentence as details; any other
+    exception is logged and becomes INTERNAL.
+
+    Raises:
+        PortInUse: somebody else listens there.
+    """
+    server = grpc.aio.server(interceptors=[_Boundary()], options=_SERVER_OPTIONS)
+    for add, servicer in servicers:
+        add(servicer, server)
+    try:
+        bound_port = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise PortInUse(host, port, "node.port") from error
+    await server.start()
+    return server, bound_port
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    """A channel to ``host:port``; connects on first use, and again whenever the connection broke."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+def request_metadata() -> tuple[tuple[str, str], ...]:
+    """``metadata=`` of a call made for a request: carries ``log.request_id`` into the other process's log.
+
+    An argument rather than an interceptor, because grpc.aio runs an intercepted call in a task of its own.
+    """
+    about = request_id.get()
+    return ((_REQUEST_ID, about),) if about else ()
+
+
+@contextmanager
+def calling(node_id: str) -> Iterator[None]:
+    """Around a call to ``node_id``: gRPC's errors become ``NodeUnavailable`` or ``RemoteError``."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        status, details = error.code().name, error.details() or ""
+        kind = _value(error.trailing_metadata(), _ERROR_KIND)
+        # Without a kind the status is gRPC's own: no connection, or it broke, or the deadline passed.
+        if not kind and status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"):
+            raise NodeUnavailable(node_id, f"{status.lower()}: {details}") from error
+        raise RemoteError(node_id, kind, status, details) from error
+
+
+def _value(metadata: Any, key: str) -> str:
+    return next((str(value) for name, value in metadata or () if name == key), "")
+
+
+class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Restores the request's id and maps errors, around every method a server offers."""
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None  # no such method: gRPC answers UNIMPLEMENTED
+        about = _value(details.invocation_metadata, _REQUEST_ID)
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                _unary(handler.unary_unary, details.method, about),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(
+                _stream(handler.unary_stream, details.method, about),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        raise NotImplementedError(f"{details.method}: client streams are not used in Moonpool")
+
+
+def _unary(behaviour: Any, method: str, about: str) -> Callable[[Any, Any], Any]:
+    async def call(request: Any, context: Any) -> Any:
+        request_id.set(about)
+        try:
+            return await behaviour(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+def _stream(behaviour: Any, method: str, about: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+        request_id.set(about)
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+async def _abort(context: Any, error: Exception, method: str) -> None:
+    if isinstance(error, MoonpoolError):
+        code, sentence = grpc.StatusCode[error.code], str(error)
+    else:
+        log.exception("%s failed", method)
+        code, sentence = grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
+    await context.abort(code, sentence, ((_ERROR_KIND, type(error).__name__),))

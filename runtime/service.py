@@ -1,0 +1,96 @@
+"""A daemon's life: options, logs, the ready line its parent waits for, signals, exit code."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import uvloop
+
+from runtime.config import load_config
+from runtime.errors import ConfigError, MoonpoolError
+from runtime.log import setup_logging
+from runtime.options import Config
+
+log = logging.getLogger(__name__)
+
+# The event loop must get the interpreter back quickly from the thread that runs tensor work between two calls
+# that release the lock; the default is ten times this.
+SWITCH_INTERVAL_S = 0.0005
+
+
+class ServiceContext:
+    """What a daemon's main function gets besides its configuration."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.draining = asyncio.Event()  # set by the first SIGTERM or SIGINT: finish what runs, then return
+
+    def ready(self, **facts: object) -> None:
+        """Tell whoever started us that we serve: one JSON line on stdout, with where to reach us."""
+        line = {"ready": True, "role": self.role, "pid": os.getpid(), **facts}
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+ServiceMain = Callable[[Config, ServiceContext], Awaitable[None]]
+
+
+def run_service(main: ServiceMain, argv: Sequence[str] | None = None, *, role: str) -> int:
+    """Run ``main`` to its end and return the exit code: 0 done, 1 failed, 2 wrong configuration.
+
+    The first SIGTERM or SIGINT sets ``context.draining``, the second cancels ``main``, the third ends the
+    process. SIGUSR1 prints every thread's stack on stderr.
+    """
+    parser = argparse.ArgumentParser(prog=f"moonpool {role}", allow_abbrev=False)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
+    arguments = parser.parse_args(argv)
+    try:
+        config = load_config(arguments.config, arguments.set)
+    except ConfigError as error:
+        print(f"moonpool {role}: {error}", file=sys.stderr)
+        return 2
+    setup_logging(config.log, config.node.id or role)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        uvloop.run(_supervise(main, config, role))
+    except MoonpoolError as error:
+        log.error("%s", error)
+        return 1
+    except asyncio.CancelledError:
+        log.warning("stopped before it was drained")
+        return 1
+    return 0
+
+
+async def _supervise(main: ServiceMain, config: Config, role: str) -> None:
+    context = ServiceContext(role)
+    task = asyncio.ensure_future(main(config, context))
+    signals_seen = 0
+
+    def on_signal(name: str) -> None:
+        nonlocal signals_seen
+        signals_seen += 1
+        log.info("%s: %s", name, ("draining", "stopping", "ending")[min(signals_seen, 3) - 1])
+        if signals_seen == 1:
+            context.draining.set()
+        elif signals_seen == 2:
+            task.cancel()
+        else:
+            os._exit(1)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number.name)
+    await task

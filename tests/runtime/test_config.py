@@ -1,0 +1,86 @@
+"""A configuration is exactly what was written, or an error that says where and what was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runtime.config import explain, load_config, to_toml
+from runtime.errors import ConfigError
+from runtime.options import Config
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert load_config() == Config()
+
+
+def test_file_then_sets_win(tmp_path: Path) -> None:
+    file = tmp_path / "m.toml"
+    file.write_text('[engine]\nblock_size = 32\npool_nbytes = "1GiB"\n[transfer.tcp]\nstreams = 8\n')
+    config = load_config(file, ["transfer.tcp.streams=4", "transfer.transports=local, tcp", "node.id=7"])
+    assert config.engine.block_size == 32
+    assert config.engine.pool_nbytes == 1 << 30
+    assert config.transfer.tcp.streams == 4
+    assert config.transfer.transports == ("local", "tcp")
+    assert config.node.id == "7"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[engine]\nblock_sise = 16", ["m.toml:2", "engine.block_sise", "engine.block_size"]),
+        ("[tcp]\nstreams = 4", ["m.toml:2", "tcp.streams", "transfer.tcp.streams"]),
+        ("engine = 4", ["m.toml:1", "engine is a section", "engine.block_size"]),
+        ('[engine]\n\nthreads = "many"', ["m.toml:3", "engine.threads", "whole number", "many"]),
+        ("[engine]\nthreads = true", ["m.toml:2", "engine.threads", "whole number"]),
+        ("[engine]\nthreads = 0", ["m.toml:2", "engine.threads", "positive", "0"]),
+        ('[engine]\npool_nbytes = "1 cow"', ["m.toml:2", "engine.pool_nbytes", "4MiB"]),
+        ("[transfer]\ntransports = [1]", ["m.toml:2", "transfer.transports", "list of texts"]),
+        ('[transfer]\ntransports = ["pigeon"]', ["m.toml:2", "transfer.transports", "pigeon"]),
+        ("[engine", ["m.toml", "not valid TOML"]),
+    ],
+)
+def test_wrong_file_is_explained(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = tmp_path / "m.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("engine.threads", ["section.key=value"]),
+        ("engine.threads=two", ["--set engine.threads=two", "whole number"]),
+        ("conductor.polcy=random", ["conductor.policy"]),
+        ("streams=2", ["transfer.tcp.streams"]),
+        ("conductor.port=70000", ["--set conductor.port=70000", "from 0 to 65535"]),
+    ],
+)
+def test_wrong_set_is_explained(item: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [item])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_file_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        load_config(tmp_path / "absent.toml")
+
+
+def test_toml_round_trip(tmp_path: Path) -> None:
+    config = load_config(None, ['model.path=/a "b"/ü', "transfer.transports=tcp", "node.drain_s=1.5"])
+    file = tmp_path / "m.toml"
+    file.write_text(to_toml(config))
+    assert load_config(file) == config
+    assert to_toml(Config()) == ""
+
+
+def test_every_option_is_explained() -> None:
+    rows = {row.key: row for row in explain()}
+    assert rows["transfer.tcp.streams"].default == 2
+    assert all(row.unit and row.meaning for row in rows.values())

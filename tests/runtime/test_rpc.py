@@ -1,0 +1,98 @@
+"""Errors, ids and ports at the gRPC boundary, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from runtime.errors import ConfigError, NodeUnavailable, PortInUse, RemoteError
+from runtime.log import request_id
+
+
+class Node(node_pb2_grpc.NodeServicer):
+    async def Status(self, request: Any, context: Any) -> Any:
+        return node_pb2.NodeStatus(node_id=request_id.get())
+
+    async def Drain(self, request: Any, context: Any) -> Any:
+        raise ConfigError("the sentence")
+
+    async def Release(self, request: Any, context: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+
+class Decode(node_pb2_grpc.DecodeNodeServicer):
+    async def Tokens(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield node_pb2.StepTokens(num_running=1)
+        raise ConfigError("after the first")
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[grpc.aio.Server, int, grpc.aio.Channel]]:
+    pairs: list[rpc.Servicer] = [
+        (node_pb2_grpc.add_NodeServicer_to_server, Node()),
+        (node_pb2_grpc.add_DecodeNodeServicer_to_server, Decode()),
+    ]
+    server, port = await rpc.serve(pairs, "127.0.0.1", 0)
+    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        yield server, port, channel
+    await server.stop(None)
+
+
+async def test_request_id_travels() -> None:
+    async with served() as (_, _, channel):
+        stub: Any = node_pb2_grpc.NodeStub(channel)
+        token = request_id.set("r-1")
+        try:
+            reply = await stub.Status(node_pb2.StatusRequest(), metadata=rpc.request_metadata())
+        finally:
+            request_id.reset(token)
+        assert reply.node_id == "r-1"
+        assert (await stub.Status(node_pb2.StatusRequest())).node_id == ""
+
+
+async def test_our_error_arrives_with_its_sentence() -> None:
+    async with served() as (_, _, channel):
+        stub: Any = node_pb2_grpc.NodeStub(channel)
+        with pytest.raises(RemoteError, match="node n: the sentence") as caught, rpc.calling("n"):
+            await stub.Drain(node_pb2.DrainRequest())
+        assert (caught.value.kind, caught.value.status) == ("ConfigError", "INVALID_ARGUMENT")
+
+
+async def test_a_bug_arrives_as_internal() -> None:
+    async with served() as (_, _, channel):
+        stub: Any = node_pb2_grpc.NodeStub(channel)
+        with pytest.raises(RemoteError) as caught, rpc.calling("n"):
+            await stub.Release(node_pb2.ReleaseRequest())
+        assert (caught.value.kind, caught.value.status) == ("ZeroDivisionError", "INTERNAL")
+
+
+async def test_a_stream_fails_after_its_messages() -> None:
+    async with served() as (_, _, channel):
+        stub: Any = node_pb2_grpc.DecodeNodeStub(channel)
+        seen = []
+        with pytest.raises(RemoteError, match="after the first"), rpc.calling("n"):
+            async for step in stub.Tokens(node_pb2.TokensRequest()):
+                seen.append(step.num_running)
+        assert seen == [1]
+
+
+async def test_a_dead_node_is_unavailable() -> None:
+    async with served() as (server, _, channel):
+        await server.stop(None)
+        stub: Any = node_pb2_grpc.NodeStub(channel)
+        with pytest.raises(NodeUnavailable, match="node n is unavailable"), rpc.calling("n"):
+            await asyncio.wait_for(stub.Status(node_pb2.StatusRequest()), 10)
+
+
+async def test_a_port_in_use_is_a_sentence() -> None:
+    async with served() as (_, port, _):
+        with pytest.raises(PortInUse, match=rf"port {port} .* in use.*node\.port"):
+            await rpc.serve([], "127.0.0.1", port)

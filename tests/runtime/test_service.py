@@ -1,0 +1,108 @@
+"""A daemon says when it is ready, drains on the first signal, and cannot outlive its parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runtime.child import tied_command
+from runtime.errors import PortInUse
+from runtime.metrics import serve_metrics
+
+ROOT = Path(__file__).parents[2]
+
+DAEMON = """
+import asyncio, sys
+from runtime.service import run_service
+async def main(config, context):
+    context.ready(node_id=config.node.id)
+    await context.draining.wait()
+    print("drained", flush=True)
+    if config.node.id == "stuck":
+        await asyncio.Event().wait()
+sys.exit(run_service(main, role="test-node"))
+"""
+
+PARENT = """
+import subprocess, sys
+from runtime.child import tied_command
+child = subprocess.Popen(tied_command([sys.executable, "-c", "print('up', flush=True); input()"]),
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+input()
+"""
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_ready_then_drain() -> None:
+    with start(DAEMON, "--set", "node.id=a") as daemon:
+        ready = json.loads(line(daemon))
+        assert ready == {"ready": True, "role": "test-node", "pid": daemon.pid, "node_id": "a"}
+        daemon.send_signal(signal.SIGTERM)
+        assert line(daemon) == "drained"
+        assert daemon.wait(10) == 0
+
+
+def test_second_signal_stops_what_does_not_drain() -> None:
+    with start(DAEMON, "--set", "node.id=stuck") as daemon:
+        line(daemon)
+        daemon.send_signal(signal.SIGTERM)
+        assert line(daemon) == "drained"
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(10) == 1
+
+
+def test_wrong_option_ends_with_a_sentence() -> None:
+    with start(DAEMON, "--set", "node.prot=1") as daemon:
+        _, stderr = daemon.communicate(timeout=10)
+    assert daemon.returncode == 2
+    assert stderr.strip() == (
+        "moonpool test-node: --set node.prot=1: unknown option node.prot; the nearest is node.port"
+    )
+
+
+def test_a_tied_child_dies_with_a_killed_parent() -> None:
+    with start(PARENT) as parent:
+        child = psutil.Process(int(line(parent)))
+        parent.kill()
+        parent.wait(10)
+        psutil.wait_procs([child], timeout=10)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_tied_command_whose_parent_is_gone_does_not_start() -> None:
+    command = tied_command(["/bin/true"])
+    command[command.index(str(os.getpid()))] = "1999999999"
+    assert subprocess.run(command, check=False).returncode == 1
+
+
+def test_metrics_page() -> None:
+    port = serve_metrics("127.0.0.1", 0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        assert b"process_resident_memory_bytes" in page.read()
+    with pytest.raises(PortInUse, match=r"node\.metrics_port"):
+        serve_metrics("127.0.0.1", port)
