@@ -1,0 +1,56 @@
+"""Why a request could not be served; mapped once, at the HTTP boundary, to a status and a sentence."""
+
+from __future__ import annotations
+
+from runtime.errors import MoonpoolError
+
+
+class ConductorError(MoonpoolError):
+    """Base of everything ``conductor`` raises on purpose."""
+
+
+class RequestRejected(ConductorError):
+    """Nothing was computed: the cluster is full, or could not meet what was asked. Try again later."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(f"{reason}; try again in {max(retry_after_s, 0.1):.1f} s")
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class NoNodes(ConductorError):
+    """No node of ``role`` is up, and none came while the request could wait for one."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, role: str, waited_s: float) -> None:
+        super().__init__(
+            f"no {role} node is available (waited {waited_s:.1f} s): start one, or see /v1/cluster"
+        )
+        self.role = role
+        self.waited_s = waited_s
+
+
+class DeadlineExceeded(ConductorError):
+    """The request's deadline passed. What was streamed until then stays valid."""
+
+    code = "DEADLINE_EXCEEDED"
+
+    def __init__(self, deadline_s: float, num_tokens: int) -> None:
+        super().__init__(f"the request's deadline of {deadline_s:g} s passed after {num_tokens} tokens")
+        self.deadline_s = deadline_s
+        self.num_tokens = num_tokens
+
+
+class RequestFailed(ConductorError):
+    """The request was placed ``attempts`` times and failed each time; ``cause`` is the last failure."""
+
+    def __init__(self, cause: str, attempts: int, num_tokens: int) -> None:
+        super().__init__(
+            f"gave up after {attempts} placements and {num_tokens} tokens; the last failed with: {cause}"
+        )
+        self.cause = cause
+        self.attempts = attempts
+        self.num_tokens = num_tokens
