@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +39,8 @@ class TokenLogprobs:
         )
 
 
-class TokenEvent(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
     """One token of the output.
 
     ``finish_reason`` is "stop" (end of sequence or one of ``stop_token_ids``, which is then this token) or
