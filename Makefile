@@ -1,0 +1,103 @@
+# `make up` runs a cluster on this machine, `make test` tests it. Both make .venv first.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+NEEDED_GB := 4
+
+# Which torch. Without an NVIDIA GPU: the CPU build, because the other one brings gigabytes of CUDA, and triton at
+# the version the kernels are tested with (there only its interpreter is used). With one: the CUDA build, which
+# requires the triton that fits it. Where pip looks for them is pip's own configuration (PIP_INDEX_URL,
+# PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf). `make env TORCH='torch==2.13.0'` decides by hand.
+TORCH_CPU := torch==2.13.0+cpu triton==3.6.0
+TORCH_CUDA := torch==2.13.0,!=2.13.0+cpu
+TORCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),$(TORCH_CUDA),$(TORCH_CPU))
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+.PHONY: up
+up: env ## run a cluster here and talk to it; ONCE=1 stops after the first conversation; ARGS='--decode 1 …'
+	@exec $(BIN)/moonpool up $(if $(ONCE),--once) $(ARGS)
+
+.PHONY: test
+test: env ## run the tests; ARGS='tests/kvstore -k lease'
+	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+.PHONY: test-slow
+test-slow: env ## run the tests that `make test` leaves out
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+.PHONY: lint
+lint: env ## ruff, mypy --strict, and whether the generated protobuf code is fresh
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m protos.generate --check
+
+.PHONY: protos
+protos: env ## generate protos/*_pb2*.py from protos/*.proto
+	@$(BIN)/python -m protos.generate
+
+.PHONY: env
+env: $(VENV)/.installed $(VENV)/.kernels
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@say() { printf '\n== %s\n' "$$*"; }
+	fail() { printf '\nmoonpool: %s\n' "$$*" >&2; exit 1; }
+	python=
+	for candidate in $(PYTHON) python3 python3.12 python3.11; do
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+	    python=$$candidate; break
+	  fi
+	done
+	[[ -n $$python ]] || fail "Python 3.11 or newer is needed. On Debian and Ubuntu: apt install python3 python3-venv; \
+	or name yours: make env PYTHON=/path/to/python3.12"
+	free_gb=$$(( $$(df -Pk . | awk 'NR == 2 { print $$4 }') / 1048576 ))
+	(( free_gb >= $(NEEDED_GB) )) || [[ -x $(BIN)/torchrun ]] || fail "the environment needs $(NEEDED_GB) GB here and \
+	only $$free_gb GB are free on the disk of $$PWD: make room, or clone to another disk"
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then
+	  say "making $(VENV) with $$($$python --version)"
+	  rm -rf $(VENV)
+	  if ! $$python -m venv $(VENV); then
+	    rm -rf $(VENV)
+	    fail "$$python cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"
+	  fi
+	fi
+	pip() {
+	  $(BIN)/python -m pip install --disable-pip-version-check --no-warn-script-location "$$@" || \
+	    fail "pip could not install what is needed (the reason is above). Without a network, or behind a proxy, tell pip \
+	where packages are: pip config set global.index-url URL, or PIP_FIND_LINKS=DIRECTORY. Then run the same command again."
+	}
+	say "installing $(TORCH)"
+	if [[ '$(TORCH)' == '$(TORCH_CPU)' ]] && \
+	   ! $(BIN)/python -m pip install --dry-run --quiet --no-deps --disable-pip-version-check $(TORCH) >/dev/null 2>&1; then
+	  say "pip is offered no CPU-only build of torch 2.13.0, so it takes the default one, which may bring several GB of
+	   CUDA. To avoid that, stop here, add PyTorch's own index of CPU builds (PIP_EXTRA_INDEX_URL), and begin again."
+	  pip -c constraints.txt torch==2.13.0
+	else
+	  pip -c constraints.txt $(foreach word,$(TORCH),'$(word)')
+	fi
+	say "installing everything else, at the versions of constraints.txt"
+	pip -c constraints.txt 'setuptools>=77'
+	pip -c constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+# Compiled for this machine's CPU; without a compiler Moonpool runs all the same, more slowly.
+$(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/build.py)
+	@if $(BIN)/python -m kernels.cpu.build; then
+	  touch $@
+	else
+	  echo "moonpool: the CPU kernels are not compiled, so torch's own forms are used, which are slower. \
+	On Debian and Ubuntu: apt install g++" >&2
+	fi
+
+.PHONY: clean
+clean: ## remove the environment and everything made here
+	rm -rf $(VENV) build run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
