@@ -1,0 +1,361 @@
+"""The engine of a node: sequences in, events out, one step after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from bisect import insort
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.block_pool import BlockPool
+from engine.config import ModelConfig
+from engine.dtype import choose_device, choose_dtype
+from engine.errors import DuplicateSequence, EngineClosed, PoolTooSmall, SequenceTooLong
+from engine.events import StepEvent
+from engine.profile import CostProfile
+from engine.runner import ModelRunner
+from engine.scheduler import Plan, Scheduler
+from engine.sequence import FinishReason, Sequence, State
+from engine.weights import Progress, fingerprint
+from kvstore.layout import KVLayout
+from runtime.options import EngineOptions, ModelOptions
+
+log = logging.getLogger(__name__)
+
+# A step predicted to take less runs on the loop's own thread: handing it to the worker costs more than it frees.
+INLINE_STEP_S = 0.004
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts at one moment; totals are since the start."""
+
+    num_running: int
+    num_waiting: int  # queued, and waiting for blocks to be reserved
+    num_queued_tokens: int  # prompt tokens still to compute
+    num_blocks: int
+    num_free_blocks: int  # cached ones included: they can be evicted
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_steps: int
+    num_failed_steps: int
+    num_preemptions: int
+    step_s: float  # the last step
+
+
+class Engine:
+    """Continuous batching of one model over one paged pool, inside an asyncio loop.
+
+    All bookkeeping happens on the loop's thread; a worker thread only ever runs the tensors of one step. Set
+    ``on_step`` before ``start``: it is called on the loop after each step with all its events, in order, and must
+    not block. An exception it raises stops the engine (``wait`` raises it): its owner can no longer be told anything.
+
+    A sequence's life: ``add`` → events … → an event with a finish_reason, after which its blocks are released.
+    A ``prefill_only`` sequence ends with its first token instead, and holds its blocks until ``release``. A decode
+    node first takes blocks by ``reserve``, fills them from a peer, tells so by ``seal_received``, appends the token
+    that came with them, and then adds the sequence.
+    """
+
+    def __init__(
+        self,
+        model: Path | ModelConfig,
+        options: EngineOptions,
+        model_options: ModelOptions | None = None,
+        *,
+        pool_memory: npt.NDArray[np.uint8] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Reads the checkpoint's configuration, not yet its weights.
+
+        ``pool_memory``: uint8, the memory the KV pool lives in (on a CPU; rounded down to whole blocks); None:
+        ``options.pool_nbytes`` of the engine's own.
+
+        Raises CheckpointError, UnsupportedModel or PoolTooSmall.
+        """
+        self.config = model if isinstance(model, ModelConfig) else ModelConfig.from_checkpoint(model)
+        self.options = options
+        model_options = model_options or ModelOptions()
+        self.device = choose_device(model_options.device)
+        self.dtype = choose_dtype(model_options.dtype, self.config, self.device)
+        self.layout = KVLayout(
+            num_layers=self.config.num_layers,
+            num_kv_heads=self.config.num_kv_heads,
+            block_size=options.block_size,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+        )
+        self.model_fingerprint = fingerprint(self.config.path)
+        pool_nbytes = options.pool_nbytes if pool_memory is None else pool_memory.nbytes
+        num_blocks = pool_nbytes // self.layout.block_nbytes
+        if num_blocks == 0:
+            raise PoolTooSmall(pool_nbytes, self.layout.block_nbytes)
+        self.max_model_len = min(
+            model_options.max_model_len or self.config.max_position,
+            self.config.max_position,
+            num_blocks * options.block_size,
+        )
+        self.pool = BlockPool(num_blocks, options.block_size, on_freed=self._wake_up)
+        self.on_step: Callable[[list[StepEvent]], None] | None = None
+        self._pool_memory = pool_memory
+        self._clock = clock
+        self._scheduler = Scheduler(
+            self.pool,
+            max_batch_size=options.max_batch_size,
+            max_batch_tokens=options.max_batch_tokens,
+            max_len=self.max_model_len,
+        )
+        self._sequences: dict[tuple[str, int], Sequence] = {}
+        self._reservations: list[tuple[Sequence, asyncio.Future[None]]] = []
+        self._outbox: list[StepEvent] = []
+        self._wake = asyncio.Event()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="moonpool-step")
+        self._runner: ModelRunner | None = None
+        self._costs = CostProfile()
+        self._task: asyncio.Task[None] | None = None
+        self._in_step: frozenset[tuple[str, int]] | Plan | None = None
+        self._closing = False
+        self._num_steps = 0
+        self._num_failed_steps = 0
+        self._step_s = 0.0
+
+    async def start(self, progress: Progress | None = None) -> None:
+        """Load the weights, measure the cost profile, begin stepping.
+
+        ``progress(nbytes_done, nbytes_total, tensor_name)`` is called on the loop's thread while loading.
+        Raises CheckpointError naming the tensor that is missing, truncated or of the wrong shape; the engine can
+        then only be closed.
+        """
+        loop = asyncio.get_running_loop()
+
+        def report(done: int, total: int, name: str) -> None:
+            if progress is not None:
+                loop.call_soon_threadsafe(progress, done, total, name)
+
+        def load() -> tuple[ModelRunner, CostProfile]:
+            runner = ModelRunner(
+                self.config,
+                self.options,
+                dtype=self.dtype,
+                device=self.device,
+                num_blocks=self.pool.num_blocks,
+                max_len=self.max_model_len,
+                pool_memory=self._pool_memory,
+                progress=report,
+            )
+            return runner, runner.measure_costs(self._clock)
+
+        self._runner, self._costs = await loop.run_in_executor(self._worker, load)
+        self._task = loop.create_task(self._run(), name="engine")
+
+    async def close(self) -> None:
+        """Let the step in flight end, finish every sequence as CANCELLED, stop. Idempotent."""
+        self._closing = True
+        self._wake_up()
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+        self._worker.shutdown(wait=False)
+        for _, granted in self._reservations:
+            granted.cancel()
+        self._reservations.clear()
+
+    async def wait(self) -> None:
+        """Return when the engine was closed; raise what stopped it otherwise."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    def add(self, sequence: Sequence, *, prefill_only: bool = False) -> None:
+        """Queue the sequence; its events begin with the next step.
+
+        Blocks in its ``block_table`` (from ``reserve``, or acquired and allocated from ``pool``) become the engine's
+        to release. With ``num_computed_tokens == num_tokens - 1`` it joins the decode batch at once; with less, the
+        rest is computed, after whatever more of its prefix the pool holds.
+
+        Raises SequenceTooLong, DuplicateSequence or EngineClosed; the sequence, and its blocks, are then untouched.
+        """
+        if self._task is None or self._task.done() or self._closing:
+            raise EngineClosed("the engine is not running")
+        if sequence.key in self._sequences:
+            raise DuplicateSequence(*sequence.key)
+        if sequence.num_tokens >= self.max_model_len:
+            raise SequenceTooLong(sequence.num_tokens, self.max_model_len)
+        sequence.prefill_only = prefill_only
+        if not sequence.sampling.ignore_eos:
+            sequence.stop_ids = sequence.sampling.stop_token_ids | self.config.eos_token_ids
+        self._sequences[sequence.key] = sequence
+        self._scheduler.add(sequence)
+        self._wake_up()
+
+    def cancel(self, request_id: str, attempt: int) -> bool:
+        """Stop a sequence wherever it is; its blocks are released at once, or after the step it is in.
+
+        The next ``on_step`` reports it as CANCELLED. False when the engine does not know it (any more).
+        """
+        sequence = self._sequences.get((request_id, attempt))
+        if sequence is None or sequence.cancelled:
+            return False
+        if self._in_step is not None and sequence in self._in_step:
+            sequence.cancelled = True
+        else:
+            self._scheduler.finish(sequence, FinishReason.CANCELLED, self._outbox)
+            del self._sequences[sequence.key]
+            self._wake_up()
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Let go of the blocks of a sequence that was reserved and not added, or was prefilled only. Idempotent."""
+        if sequence.state in (State.NEW, State.HELD):
+            self._scheduler.let_go(sequence)
+            self._sequences.pop(sequence.key, None)
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Take blocks for the sequence's tokens and one more, cached ones first, without queueing it.
+
+        Afterwards ``num_computed_tokens`` counts what the pool had already; the blocks after that are to be filled.
+        False, and nothing changed, when there is no room now or others wait for room (see ``reserved``).
+        """
+        if self._reservations or self._scheduler.waiting:
+            return False
+        return self._take_for(sequence)
+
+    async def reserved(self, sequence: Sequence) -> None:
+        """Wait until ``reserve`` succeeds, in order of (priority, arrival). Cancelling takes it out of the queue.
+
+        Raises SequenceTooLong, or EngineClosed when the engine stops meanwhile; nothing is held then.
+        """
+        if sequence.num_tokens >= self.max_model_len:
+            raise SequenceTooLong(sequence.num_tokens, self.max_model_len)
+        if self.reserve(sequence):
+            return
+        if self._closing:
+            raise EngineClosed("the engine is closing")
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (sequence, granted)
+        insort(self._reservations, entry, key=lambda e: e[0].order)
+        self._wake_up()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if self._closing:
+                raise EngineClosed("the engine closed while a sequence waited for blocks") from None
+            if entry in self._reservations:
+                self._reservations.remove(entry)
+            elif granted.done() and not granted.cancelled():
+                self.release(sequence)
+            raise
+
+    def seal_received(self, sequence: Sequence, num_tokens: int) -> None:
+        """The KV of the first ``num_tokens`` tokens has arrived in the blocks of a reserved sequence.
+
+        Full blocks become findable; where an equal block was in the pool already, the table names that one now.
+        """
+        assert sequence.state is State.NEW and num_tokens <= sequence.num_tokens
+        sequence.num_computed_tokens = max(num_tokens, sequence.num_computed_tokens)
+        self._scheduler.seal_computed(sequence)
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self._scheduler, self.pool
+        queued = sum(s.num_tokens - s.num_computed_tokens for s in scheduler.waiting + scheduler.prefilling)
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + len(self._reservations),
+            num_queued_tokens=queued,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_used_blocks=pool.num_used,
+            num_cached_blocks=pool.num_cached,
+            num_steps=self._num_steps,
+            num_failed_steps=self._num_failed_steps,
+            num_preemptions=scheduler.num_preemptions,
+            step_s=self._step_s,
+        )
+
+    def profile(self) -> dict[str, float]:
+        """The fields of ``protos.Profile``: measured at the start, corrected by every step since."""
+        return self._costs.coefficients()
+
+    # ------------------------------------------------------------------ the loop
+
+    async def _run(self) -> None:
+        while not self._closing:
+            self._wake.clear()
+            self._grant_reservations()
+            plan = self._scheduler.schedule()
+            if plan is not None:
+                self._outbox += await self._step(plan)
+            self._deliver()
+            if plan is None:
+                await self._wake.wait()
+            else:
+                # Let the loop serve its sockets between two steps.
+                await asyncio.sleep(0)
+        for sequence in list(self._sequences.values()):
+            self._scheduler.finish(sequence, FinishReason.CANCELLED, self._outbox)
+        self._deliver()
+
+    async def _step(self, plan: Plan) -> list[StepEvent]:
+        """Run the plan and take its results in; a failure ends the sequences of this step, no others."""
+        assert self._runner is not None
+        begun_s = self._clock()
+        predicted_s = self._costs.predict_s(plan)
+        for chunk in plan.chunks:
+            chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
+        try:
+            if predicted_s <= INLINE_STEP_S:
+                output = self._runner.execute(plan)
+            else:
+                self._in_step = plan
+                loop = asyncio.get_running_loop()
+                output = await loop.run_in_executor(self._worker, self._runner.execute, plan)
+            ended_s = self._clock()
+            events = self._scheduler.postprocess(plan, output, ended_s)
+        except Exception as error:
+            log.exception("a step of %d sequences failed", len(plan.decodes) + len(plan.chunks))
+            self._num_failed_steps += 1
+            return self._fail(plan, error)
+        finally:
+            self._in_step = None
+        self._num_steps += 1
+        self._step_s = ended_s - begun_s
+        self._costs.correct(plan, predicted_s, self._step_s)
+        return events
+
+    def _fail(self, plan: Plan, error: Exception) -> list[StepEvent]:
+        events: list[StepEvent] = []
+        for sequence in plan.sequences():
+            if sequence.state is not State.FINISHED:
+                message = f"{type(error).__name__}: {error}"
+                self._scheduler.finish(sequence, FinishReason.ERROR, events, message)
+        return events
+
+    def _deliver(self) -> None:
+        if not self._outbox:
+            return
+        events, self._outbox = self._outbox, []
+        for event in events:
+            if event.finish_reason and event.sequence.state is State.FINISHED:
+                self._sequences.pop(event.sequence.key, None)
+        if self.on_step is not None:
+            self.on_step(events)
+
+    def _grant_reservations(self) -> None:
+        # Sequences that ran before and were preempted come before those that have not started.
+        while self._reservations and not self._scheduler.waiting:
+            sequence, granted = self._reservations[0]
+            if not granted.done():
+                if not self._take_for(sequence):
+                    return
+                granted.set_result(None)
+            self._reservations.pop(0)
+
+    def _take_for(self, sequence: Sequence) -> bool:
+        return self._scheduler.take_blocks(sequence, sequence.num_tokens + 1, sequence.num_tokens)
+
+    def _wake_up(self) -> None:
+        self._wake.set()

@@ -1,0 +1,72 @@
+"""What can go wrong in the engine, as nouns a caller can act on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runtime.errors import MoonpoolError
+
+
+class EngineError(MoonpoolError):
+    """Base of the engine's errors."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint directory cannot be used: a file or a tensor is missing, truncated or of the wrong shape."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"checkpoint {path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+class UnsupportedModel(EngineError):
+    """The checkpoint asks for something the engine does not compute; ``feature`` names it."""
+
+    def __init__(self, path: Path, feature: str) -> None:
+        super().__init__(f"checkpoint {path} cannot be served: {feature}")
+        self.path = path
+        self.feature = feature
+
+
+class PoolTooSmall(EngineError):
+    """The memory given for the KV pool does not hold even one block."""
+
+    def __init__(self, pool_nbytes: int, block_nbytes: int) -> None:
+        super().__init__(
+            f"the KV pool has {pool_nbytes:,} bytes but one block of this model needs {block_nbytes:,}: "
+            "raise engine.pool_nbytes or lower engine.block_size"
+        )
+        self.pool_nbytes = pool_nbytes
+        self.block_nbytes = block_nbytes
+
+
+class OutOfBlocks(EngineError):
+    """More blocks were asked for than are free or can be evicted. Nothing was allocated."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} KV blocks needed, {free} free")
+        self.needed = needed
+        self.free = free
+
+
+class SequenceTooLong(EngineError):
+    """The sequence can never run here: it leaves no room for a token within the longest length served."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(f"the sequence has {num_tokens} tokens; this node serves at most {limit}, output included")
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
+class DuplicateSequence(EngineError):
+    """A sequence of the same request id and attempt is in the engine already."""
+
+    def __init__(self, request_id: str, attempt: int) -> None:
+        super().__init__(f"request {request_id} (attempt {attempt}) is already in the engine")
+        self.request_id = request_id
+        self.attempt = attempt
+
+
+class EngineClosed(EngineError):
+    """The engine is not running: it was not started, was closed, or stopped for an error it could not contain."""
