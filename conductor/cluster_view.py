@@ -1,0 +1,57 @@
+"""What placement looks at: nodes as they are now, and who holds how much of a request's prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from conductor.cost_model import NodeCost
+from conductor.link import LinkModel
+
+
+@dataclass(slots=True)
+class NodeView:
+    """One live node. Kept current by whoever owns the view; ``place`` only reads it."""
+
+    node_id: str
+    cost: NodeCost
+    queue_s: float = 0.0  # prefill: predicted seconds of work ahead of a new request
+    num_running: int = 0  # decode: sequences in its batch
+    num_waiting: int = 0  # decode: sequences that wait for blocks
+    num_context_tokens: int = 0  # decode: tokens of KV those sequences attend over
+    num_free_blocks: int = 0  # decode: free or evictable
+    num_placed: int = 0  # requests given to it so far, for spreading among equals
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRequest:
+    """What placement must know of a request. Placed again, its tokens already streamed count as prompt."""
+
+    num_tokens: int
+    remaining_tokens: int  # it may still produce
+    expected_tokens: int  # it will probably produce
+    deadline_s: float  # seconds from now
+    reads_cache: bool = True  # False: every prompt token must be computed
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Latency a request must keep; infinite: any."""
+
+    ttft_s: float = float("inf")
+    tbt_s: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """``prefix_blocks`` says how many leading blocks of the request each node holds, in whatever tier."""
+
+    prefill: Sequence[NodeView]
+    decode: Sequence[NodeView]
+    prefix_blocks: Mapping[str, int]
+    links: LinkModel
+    block_size: int  # tokens
+    block_nbytes: int
+    now_s: float
+    turn: int = 0  # how many placements were made before: what round-robin counts by
+    draw: float = field(default=0.0)  # uniform in [0, 1): what random draws by

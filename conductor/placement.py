@@ -1,0 +1,110 @@
+"""The outcome of placing a request, with the estimates it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Reason(StrEnum):
+    """What decided."""
+
+    LOCALITY = "locality"  # the node holds more of the prefix than others
+    LOAD = "load"  # nothing to choose between prefixes, or the holder is too busy
+    DEADLINE = "deadline"  # the otherwise better node would have been too late
+    TRANSFER = "transfer-beats-recompute"  # a prefix is fetched from another node
+    ONLY = "only-candidate"
+    TURN = "turn"  # round-robin
+    CHANCE = "chance"  # random
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEstimate:
+    """What prefilling on one node would cost. ``ttft_s`` is the sum of the three parts before it."""
+
+    node_id: str
+    queue_s: float
+    fetch_s: float
+    compute_s: float
+    ttft_s: float
+    local_tokens: int  # of the prefix, held by the node itself
+    fetched_tokens: int = 0  # further ones it would read from ``fetch_from``
+    fetch_from: str = ""
+    recompute_s: float = 0.0  # with a fetch: what computing would take without it
+    num_placed: int = 0
+
+    @property
+    def prefix_tokens(self) -> int:
+        return self.local_tokens + self.fetched_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEstimate:
+    """What decoding on one node would cost. ``total_s`` is from the first token to the probable last one."""
+
+    node_id: str
+    transfer_s: float  # of the blocks it lacks
+    wait_s: float  # for blocks to become free
+    step_s: float  # a token
+    total_s: float
+    local_tokens: int  # of the prefix, held by the node itself
+    num_running: int = 0
+    num_placed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request goes, why, and the best candidates of each role, best first."""
+
+    prefill: PrefillEstimate
+    decode: DecodeEstimate | None  # None: the prefill's token is the last one
+    reason: Reason
+    detail: str  # a sentence
+    prefill_candidates: Sequence[PrefillEstimate]
+    decode_candidates: Sequence[DecodeEstimate]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "reason": self.reason.value,
+            "detail": self.detail,
+            "prefill": self.prefill.node_id,
+            "decode": self.decode.node_id if self.decode else None,
+            "prefill_candidates": [asdict(estimate) for estimate in self.prefill_candidates],
+            "decode_candidates": [asdict(estimate) for estimate in self.decode_candidates],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Nowhere to go. ``role`` names the role without nodes; empty when ``retry_after_s`` may help."""
+
+    reason: str  # a sentence
+    role: str = ""
+    retry_after_s: float = 0.0
+
+
+def describe(chosen: PrefillEstimate, reason: Reason, candidates: Sequence[PrefillEstimate]) -> str:
+    """The reason as a sentence, for people."""
+    first = f"first token in {_ms(chosen.ttft_s)}"
+    others = [candidate.ttft_s for candidate in candidates if candidate is not chosen]
+    if others:
+        first += f", {_ms(min(others))} on the next best"
+    match reason:
+        case Reason.TRANSFER:
+            return (
+                f"fetches {chosen.fetched_tokens} tokens from {chosen.fetch_from} in {_ms(chosen.fetch_s)} "
+                f"and computes for {_ms(chosen.compute_s)} instead of {_ms(chosen.recompute_s)}; {first}"
+            )
+        case Reason.LOCALITY:
+            return f"holds {chosen.local_tokens} tokens of the prefix; {first}"
+        case Reason.DEADLINE:
+            return f"another would have been too late; {first}"
+        case _:
+            return first
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,28 @@
+"""How wrong predictions were."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class PredictionErrors:
+    """The absolute percentage errors of the latest predictions of one kind."""
+
+    def __init__(self, window: int = 256) -> None:
+        self._percents: deque[float] = deque(maxlen=window)
+        self.count = 0
+
+    def add(self, predicted: float, actual: float) -> None:
+        if actual > 0:
+            self._percents.append(100 * abs(predicted - actual) / actual)
+            self.count += 1
+
+    def quantile(self, q: float) -> float | None:
+        """The ``q`` quantile (0 … 1) in percent; None before the first prediction was checked."""
+        if not self._percents:
+            return None
+        ordered = sorted(self._percents)
+        return ordered[min(int(q * len(ordered)), len(ordered) - 1)]
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        return {"count": self.count, "p50_percent": self.quantile(0.5), "p90_percent": self.quantile(0.9)}

@@ -1,0 +1,101 @@
+"""Estimates: what they start from, and how they follow what happens."""
+
+from __future__ import annotations
+
+import pytest
+
+from conductor.breaker import Breaker
+from conductor.cost_model import CostModel, NodeCost, Profile
+from conductor.link import LinkModel
+from conductor.prediction import PredictionErrors
+
+PROFILE = Profile(1e-3, 1e-5, 1e-9, 1e-3, 1e-4, 1e-8)
+
+
+def test_attention_is_charged_for_the_context_each_token_sees() -> None:
+    assert PROFILE.prefill_s(100, 0) == pytest.approx(1e-3 + 100 * 1e-5 + 100 * 50 * 1e-9)
+    assert PROFILE.prefill_s(100, 1000) == pytest.approx(1e-3 + 100 * 1e-5 + 100 * 1050 * 1e-9)
+    assert PROFILE.step_s(4, 1000) == pytest.approx(1e-3 + 4e-4 + 1e-5)
+
+
+def test_a_profile_ignores_what_it_does_not_know_and_a_node_without_one_gets_defaults() -> None:
+    profile = Profile.from_record({"prefill_token_s": 3e-5, "later_field": 1.0})
+    assert profile.prefill_token_s == 3e-5
+    assert profile.prefill_base_s == 0.0
+    assert Profile.from_record({}) == Profile.from_record({"prefill_token_s": 0.0}) == Profile()
+
+
+def test_the_correction_reaches_a_node_twice_as_slow_and_forgets_it() -> None:
+    model, node = CostModel(), NodeCost(PROFILE)
+    plain_s = PROFILE.prefill_s(100, 0)
+    for i in range(40):
+        model.observe_prefill(node, uncached_tokens=100, cached_tokens=0, actual_s=2 * plain_s, now_s=i / 100)
+    assert node.prefill_s(100, 0, now_s=0.4) == pytest.approx(2 * plain_s, rel=0.03)
+    assert node.step_s(1, 0, now_s=0.4) == PROFILE.step_s(1, 0)
+    assert node.prefill_s(100, 0, now_s=600.0) == pytest.approx(plain_s, rel=0.01)
+    assert model.errors["prefill"].quantile(0.0) < 3  # type: ignore[operator]
+
+
+def test_one_absurd_measurement_moves_an_estimate_by_little() -> None:
+    model, node = CostModel(), NodeCost(PROFILE)
+    model.observe_step(node, num_sequences=1, context_tokens=10, actual_s=100.0, now_s=0.0)
+    assert node.step_s(1, 10, now_s=0.0) < 1.5 * PROFILE.step_s(1, 10)
+
+
+def test_a_link_learns_latency_and_rate() -> None:
+    links = LinkModel()
+    for i in range(100):
+        nbytes = (i % 10 + 1) * 1_000_000
+        links.observe("p", "d", nbytes, 2e-3 + nbytes / 500e6)
+    assert links.seconds("p", "d", 20_000_000) == pytest.approx(2e-3 + 0.04, rel=0.05)
+    assert links.seconds("p", "d", 0) == 0.0
+    # A pair that never moved anything is taken to be like those that did.
+    assert links.seconds("a", "b", 10_000_000) == pytest.approx(2e-3 + 0.02, rel=0.1)
+
+
+def test_a_link_of_one_size_only_is_right_for_that_size() -> None:
+    links = LinkModel()
+    for _ in range(50):
+        links.observe("p", "d", 100_000, 1e-3)
+    assert links.seconds("p", "d", 100_000) == pytest.approx(1e-3, rel=0.15)
+    assert links.seconds("p", "d", 1) >= 0
+
+
+def test_the_number_of_remembered_links_is_bounded() -> None:
+    links = LinkModel(capacity=4)
+    for i in range(100):
+        links.observe(f"p{i}", "d", 1000, 1e-3)
+    assert len(links._pairs) == 4
+
+
+def test_expected_output_follows_what_ended_and_never_exceeds_what_is_allowed() -> None:
+    model = CostModel()
+    for _ in range(60):
+        model.observe_output(40)
+    assert model.expected_output_tokens(1000) == 40
+    assert model.expected_output_tokens(7) == 7
+
+
+def test_prediction_errors_report_quantiles_of_the_latest() -> None:
+    errors = PredictionErrors(window=10)
+    assert errors.to_dict() == {"count": 0, "p50_percent": None, "p90_percent": None}
+    for actual in range(1, 21):
+        errors.add(predicted=0.0, actual=actual)
+    errors.add(predicted=1.0, actual=2.0)
+    assert errors.quantile(0.0) == 50.0
+    assert errors.quantile(0.9) == 100.0
+    assert errors.count == 21
+
+
+def test_a_breaker_opens_longer_each_time_and_one_success_closes_it() -> None:
+    breaker = Breaker()
+    assert breaker.closed(0.0)
+    breaker.fail(0.0)
+    breaker.fail(0.1)  # the same trouble
+    assert not breaker.closed(0.2)
+    assert breaker.closed(0.25)
+    breaker.fail(0.25)
+    assert breaker.closes_in_s(0.25) == pytest.approx(0.5)
+    breaker.succeed()
+    assert breaker.closed(0.25)
+    assert breaker.failures == 0
