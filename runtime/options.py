@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from runtime.errors import ConfigError
@@ -46,6 +47,11 @@ class ModelOptions:
         )
         _require(self.device in ("auto", "cpu", "cuda"), "model.device", "auto, cpu or cuda", self.device)
         _require(self.max_model_len >= 0, "model.max_model_len", "0 or more", self.max_model_len)
+
+    @property
+    def directory(self) -> Path:
+        """The checkpoint directory: ``path``, or the model in this installation. Its existence is not checked."""
+        return Path(self.path) if self.path else Path(__file__).parent.parent / "moonpool" / "demo" / "model"
 
 
 @dataclass(frozen=True, slots=True)
