@@ -1,0 +1,1 @@
+"""Benchmarks: each drives the product from outside and reports in the shape of ``bench.report``."""

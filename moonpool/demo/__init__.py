@@ -1,0 +1,1 @@
+"""The model that ships with Moonpool, and how it is trained."""

@@ -1,0 +1,148 @@
+"""Train the model that ships with Moonpool, on one CPU core, from public-domain text.
+
+    apt-get install bible-kjv bible-kjv-text dict-devil
+    GLIBC_TUNABLES=glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184 \\
+        python -m moonpool.demo.train --out moonpool/demo/model --minutes 60
+
+(The tunables keep freed memory, which saves a third of the time.) Muon trains the matrices, AdamW the rest.
+The context grows with time, from 512 tokens to 8,192. A checkpoint is written every three minutes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+
+from moonpool.demo.checkpoint import load_tokenizer, load_weights, save, train_tokenizer
+from moonpool.demo.corpus import Chapter, Conversations, Entry, documents, read_chapters, read_entries
+from moonpool.demo.net import DemoModel, NextTokenLoss
+
+# From which fraction of the time on: context, sequences a step.
+STAGES = ((0.0, 512, 8), (0.5, 2048, 2), (0.74, 4096, 1), (0.9, 8192, 1))
+MATRIX_LR, OTHER_LR = 3e-3, 2e-3
+WARMUP, DECAY_FROM = 0.01, 0.3
+CHECKPOINT_S = 180.0
+
+
+def windows(
+    chapters: list[Chapter], entries: list[Entry], tokenizer: Tokenizer, context: int, rng: random.Random
+) -> Iterator[Tensor]:
+    """Endless int64 [context + 1] windows of a shuffled stream: three parts documents, two of talk."""
+    talk = Conversations(chapters, entries, rng)
+    most_turns = max(4, context // 256)
+    while True:
+        texts = documents(chapters, entries, rng, whole_books=context >= 2048)
+        wanted = 0.67 * sum(map(len, texts))
+        while wanted > 0:
+            texts.append(talk.draw(rng.randint(1, rng.choice((2, 4, most_turns)))))
+            wanted -= len(texts[-1])
+        rng.shuffle(texts)
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        stream = torch.tensor([token for item in encoded for token in item.ids], dtype=torch.int64)
+        for start in range(rng.randrange(context), len(stream) - context - 1, context):
+            yield stream[start : start + context + 1]
+
+
+def learning_rate(done: float) -> float:
+    """The factor on the learning rates at the fraction ``done`` of the time."""
+    return min(1.0, (done + 1e-4) / WARMUP, max(0.0, (1.0 - done) / (1.0 - DECAY_FROM)))
+
+
+@torch.no_grad()
+def validate(model: DemoModel, texts: list[str], tokenizer: Tokenizer, context: int) -> float:
+    """Nats a token over ``texts`` laid end to end in windows of ``context`` tokens."""
+    ids = torch.tensor([token for text in texts for token in tokenizer.encode(text).ids])
+    total, count = 0.0, 0
+    for start in range(0, len(ids) - 1, context):
+        part = ids[start : start + context + 1]
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(part[None, :-1])
+        total += F.cross_entropy(logits[0].float(), part[1:], reduction="sum").item()
+        count += len(part) - 1
+    return total / count
+
+
+class Trainer:
+    """Holds the model, its two optimizers and the clock of one training run."""
+
+    def __init__(self, model: DemoModel) -> None:
+        matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+        self.model = model
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=OTHER_LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True),
+        )
+
+    def step(self, batch: Tensor, factor: float) -> float:
+        """One step over ``batch`` [sequences, context + 1]; the loss in nats a token."""
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.model(batch[:, :-1])
+        loss: Tensor
+        loss = NextTokenLoss.apply(logits.flatten(0, 1), batch[:, 1:].flatten())  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, rate in zip(self._optimizers, (MATRIX_LR, OTHER_LR), strict=True):
+            optimizer.param_groups[0]["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="directory of the checkpoint")
+@click.option("--init", type=click.Path(path_type=Path, exists=True), help="checkpoint to start from")
+@click.option("--minutes", default=60.0, help="wall-clock time of the whole run")
+@click.option("--threads", default=1)
+@click.option("--seed", default=1)
+def main(out: Path, init: Path | None, minutes: float, threads: int, seed: int) -> None:
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    everything, entries = read_chapters(), read_entries()
+    held_out = documents(everything[7::60], [], random.Random(0), whole_books=False)
+    chapters = [chapter for number, chapter in enumerate(everything) if number % 60 != 7]
+    model = DemoModel()
+    tokenizer = load_tokenizer(init) if init else train_tokenizer(documents(chapters, entries, rng, False))
+    if init:
+        load_weights(init, model)
+    trainer = Trainer(model)
+    start = saved = time.monotonic()
+    save(out, model, tokenizer)
+    tokens, step, running = 0, 0, 0.0
+    for number, (since, context, sequences) in enumerate(STAGES):
+        until = STAGES[number + 1][0] if number + 1 < len(STAGES) else 1.0
+        source = windows(chapters, entries, tokenizer, context, rng)
+        done = since
+        while done < until:
+            batch = torch.stack([next(source) for _ in range(sequences)])
+            loss = trainer.step(batch, learning_rate(done))
+            now = time.monotonic()
+            done = max(since, (now - start) / (60 * minutes))
+            tokens, step = tokens + batch.shape[0] * context, step + 1
+            running = loss if step == 1 else 0.98 * running + 0.02 * loss
+            if step % 50 == 0:
+                rate = tokens / (now - start)
+                say(f"{done:6.1%} step {step} context {context} loss {running:.3f} {rate:.0f} tokens/s")
+            if now - saved > CHECKPOINT_S:
+                save(out, model, tokenizer)
+                say(f"saved; held-out chapters {validate(model, held_out, tokenizer, context):.3f}")
+                saved = time.monotonic()
+    save(out, model, tokenizer)
+    say(f"done: {tokens} tokens; held-out chapters {validate(model, held_out, tokenizer, 2048):.3f}")
+
+
+def say(line: str) -> None:
+    click.echo(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The report's shape: what ``bench.report`` documents is what it writes and what it checks."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bench import report
+from bench.report import Environment, Report, ReportInvalid, Row
+
+ENVIRONMENT = Environment("a machine", {"python": "3.11"}, "abc1234", "2026-11-21T03:00:00+00:00")
+FULL = Row("case", "throughput", 20.0, "tokens/s", 20.0, 21.0, "at least", 2.0, 2.5, "other", 8.0)
+
+
+def content(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {"environment": Report(ENVIRONMENT, ()).as_json()["environment"], "rows": list(rows)}
+
+
+def test_documented_example_is_valid() -> None:
+    assert report.__doc__ is not None
+    block = report.__doc__.split("writes::")[1].split("All numbers")[0]
+    example = json.loads(re.sub(r"#.*", "", block))
+    report.validate(example)
+    documented = set(example["rows"][0])
+    assert documented == set(Row.__dataclass_fields__)
+
+
+def test_written_report_is_read_back(tmp_path: Path) -> None:
+    written = Report(ENVIRONMENT, [FULL, Row("case", "ttft", 0.01, "s")])
+    report.write(written, tmp_path / "report.json")
+    read = json.loads((tmp_path / "report.json").read_text())
+    report.validate(read)
+    assert read == written.as_json()
+    assert read["rows"][1] == {"case": "case", "metric": "ttft", "value": 0.01, "unit": "s"}
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"value": None}, "rows[0].value"),
+        ({"value": math.nan}, "rows[0].value"),
+        ({"value": True}, "rows[0].value"),
+        ({"unit": 3}, "rows[0].unit"),
+        ({"p95": 1.0}, "rows[0].p95"),
+        ({"limit": "at least"}, "rows[0]"),
+        ({"limit": "about", "limit_value": 1.0}, "rows[0].limit"),
+        ({"ratio": 2.0}, "rows[0].ratio"),
+    ],
+)
+def test_wrong_row_is_named(change: dict[str, Any], where: str) -> None:
+    row = {"case": "c", "metric": "m", "value": 1.0, "unit": "s", **change}
+    with pytest.raises(ReportInvalid) as caught:
+        report.validate(content(row))
+    assert caught.value.where == where
+
+
+def test_repeated_measurement_is_refused() -> None:
+    row = {"case": "c", "metric": "m", "value": 1.0, "unit": "s"}
+    with pytest.raises(ReportInvalid, match="repeats"):
+        report.validate(content(row, row))
+    report.validate(content(row, {**row, "peer": "p", "peer_value": 2.0}))
+
+
+def test_invalid_report_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ReportInvalid):
+        report.write(Report(ENVIRONMENT, [Row("c", "m", math.inf, "s")]), tmp_path / "report.json")
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_limit_is_of_the_ratio_where_there_is_a_peer() -> None:
+    assert FULL.reached
+    assert not Row("c", "m", 11.0, "ms", limit="at most", limit_value=10.0).reached
+    assert Row("c", "m", 11.0, "ms").reached is None
+
+
+def test_this_machine_is_described() -> None:
+    environment = report.measure_environment(
+        ["rich", "no-such-package"], lambda: datetime(2026, 11, 21, tzinfo=UTC)
+    )
+    report.validate(Report(environment, ()).as_json())
+    assert "rich" in environment.versions
+    assert "no-such-package" not in environment.versions
+
+
+def test_table_shows_figures_and_verdicts() -> None:
+    out = io.StringIO()
+    report.show(Report(ENVIRONMENT, [FULL]), Console(file=out, width=160))
+    for text in ("2.5", "reached", "other 8"):
+        assert text in out.getvalue()
