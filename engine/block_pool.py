@@ -14,13 +14,14 @@ BlockCallback = Callable[[int, BlockKey], None]
 class BlockPool:
     """Bookkeeping of ``num_blocks`` blocks; the bytes are elsewhere. One thread only.
 
-    A block is *free* (no content), *used* (held by at least one user), or *idle*: it carries a key, nobody holds
-    it, and it stays as cache until its place is needed. Whoever holds a block holds the blocks before it in its
-    chain too (users acquire and seal prefixes), so idle blocks have no used children and eviction can always go
-    leaf first: what the pool holds of a chain is a prefix of it at any time.
+    A block is *free* (no content), *used* (held by at least one user), or *idle*: it carries a key, nobody
+    holds it, and it stays as cache until its place is needed. Whoever holds a block holds the blocks before
+    it in its chain too (users acquire and seal prefixes), so idle blocks have no used children and eviction
+    can always go leaf first: what the pool holds of a chain is a prefix of it at any time.
 
-    ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` just before its
-    block is given to somebody else, while its bytes are still there. ``on_freed()`` is called after a release.
+    ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` just before
+    its block is given to somebody else, while its bytes are still there. ``on_freed()`` is called after a
+    release.
     """
 
     def __init__(
@@ -102,11 +103,11 @@ class BlockPool:
         return blocks
 
     def seal(self, block_id: int, key: BlockKey, parent: BlockKey | None = None) -> int:
-        """Give the held block its key: its content is complete and will not change. ``parent`` is the key before
-        it in the chain, None for the first.
+        """Give the held block its key: its content is complete and will not change. ``parent`` is the key
+        before it in the chain, None for the first.
 
-        Returns the block that carries the key now. Where another one did already, the caller's hold moves to that
-        one and ``block_id`` goes free: put the returned id in its place in the block table.
+        Returns the block that carries the key now. Where another one did already, the caller's hold moves to
+        that one and ``block_id`` goes free: put the returned id in its place in the block table.
         """
         assert self._refs[block_id] > 0, f"block {block_id} is sealed by nobody who holds it"
         first = self._block_of.get(key)

@@ -29,7 +29,8 @@ from runtime.options import EngineOptions, ModelOptions
 
 log = logging.getLogger(__name__)
 
-# A step predicted to take less runs on the loop's own thread: handing it to the worker costs more than it frees.
+# A step predicted to take less runs on the loop's own thread: handing it to the worker costs more than it
+# frees.
 INLINE_STEP_S = 0.004
 
 
@@ -54,13 +55,14 @@ class Engine:
     """Continuous batching of one model over one paged pool, inside an asyncio loop.
 
     All bookkeeping happens on the loop's thread; a worker thread only ever runs the tensors of one step. Set
-    ``on_step`` before ``start``: it is called on the loop after each step with all its events, in order, and must
-    not block. An exception it raises stops the engine (``wait`` raises it): its owner can no longer be told anything.
+    ``on_step`` before ``start``: it is called on the loop after each step with all its events, in order, and
+    must not block. An exception it raises stops the engine (``wait`` raises it): its owner can no longer be
+    told anything.
 
-    A sequence's life: ``add`` → events … → an event with a finish_reason, after which its blocks are released.
-    A ``prefill_only`` sequence ends with its first token instead, and holds its blocks until ``release``. A decode
-    node first takes blocks by ``reserve``, fills them from a peer, tells so by ``seal_received``, appends the token
-    that came with them, and then adds the sequence.
+    A sequence's life: ``add`` → events … → an event with a finish_reason, after which its blocks are
+    released. A ``prefill_only`` sequence ends with its first token instead, and holds its blocks until
+    ``release``. A decode node first takes blocks by ``reserve``, fills them from a peer, tells so by
+    ``seal_received``, appends the token that came with them, and then adds the sequence.
     """
 
     def __init__(
@@ -74,8 +76,8 @@ class Engine:
     ) -> None:
         """Reads the checkpoint's configuration, not yet its weights.
 
-        ``pool_memory``: uint8, the memory the KV pool lives in (on a CPU; rounded down to whole blocks); None:
-        ``options.pool_nbytes`` of the engine's own.
+        ``pool_memory``: uint8, the memory the KV pool lives in (on a CPU; rounded down to whole blocks);
+        None: ``options.pool_nbytes`` of the engine's own.
 
         Raises CheckpointError, UnsupportedModel or PoolTooSmall.
         """
@@ -119,7 +121,7 @@ class Engine:
         self._runner: ModelRunner | None = None
         self._costs = CostProfile()
         self._task: asyncio.Task[None] | None = None
-        self._in_step: frozenset[tuple[str, int]] | Plan | None = None
+        self._in_step: Plan | None = None  # what the worker thread is at
         self._closing = False
         self._num_steps = 0
         self._num_failed_steps = 0
@@ -129,8 +131,8 @@ class Engine:
         """Load the weights, measure the cost profile, begin stepping.
 
         ``progress(nbytes_done, nbytes_total, tensor_name)`` is called on the loop's thread while loading.
-        Raises CheckpointError naming the tensor that is missing, truncated or of the wrong shape; the engine can
-        then only be closed.
+        Raises CheckpointError naming the tensor that is missing, truncated or of the wrong shape; the engine
+        can then only be closed.
         """
         loop = asyncio.get_running_loop()
 
@@ -173,11 +175,12 @@ class Engine:
     def add(self, sequence: Sequence, *, prefill_only: bool = False) -> None:
         """Queue the sequence; its events begin with the next step.
 
-        Blocks in its ``block_table`` (from ``reserve``, or acquired and allocated from ``pool``) become the engine's
-        to release. With ``num_computed_tokens == num_tokens - 1`` it joins the decode batch at once; with less, the
-        rest is computed, after whatever more of its prefix the pool holds.
+        Blocks in its ``block_table`` (from ``reserve``, or acquired and allocated from ``pool``) become the
+        engine's to release. With ``num_computed_tokens == num_tokens - 1`` it joins the decode batch at once;
+        with less, the rest is computed, after whatever more of its prefix the pool holds.
 
-        Raises SequenceTooLong, DuplicateSequence or EngineClosed; the sequence, and its blocks, are then untouched.
+        Raises SequenceTooLong, DuplicateSequence or EngineClosed; the sequence, and its blocks, are then
+        untouched.
         """
         if self._task is None or self._task.done() or self._closing:
             raise EngineClosed("the engine is not running")
@@ -200,7 +203,7 @@ class Engine:
         sequence = self._sequences.get((request_id, attempt))
         if sequence is None or sequence.cancelled:
             return False
-        if self._in_step is not None and sequence in self._in_step:
+        if self._in_step is not None and sequence in self._in_step.sequences():
             sequence.cancelled = True
         else:
             self._scheduler.finish(sequence, FinishReason.CANCELLED, self._outbox)
@@ -209,7 +212,9 @@ class Engine:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Let go of the blocks of a sequence that was reserved and not added, or was prefilled only. Idempotent."""
+        """Let go of the blocks of a sequence that was reserved and not added, or was prefilled only.
+        Idempotent.
+        """
         if sequence.state in (State.NEW, State.HELD):
             self._scheduler.let_go(sequence)
             self._sequences.pop(sequence.key, None)
@@ -217,15 +222,17 @@ class Engine:
     def reserve(self, sequence: Sequence) -> bool:
         """Take blocks for the sequence's tokens and one more, cached ones first, without queueing it.
 
-        Afterwards ``num_computed_tokens`` counts what the pool had already; the blocks after that are to be filled.
-        False, and nothing changed, when there is no room now or others wait for room (see ``reserved``).
+        Afterwards ``num_computed_tokens`` counts what the pool had already; the blocks after that are to be
+        filled. False, and nothing changed, when there is no room now or others wait for room (see
+        ``reserved``).
         """
         if self._reservations or self._scheduler.waiting:
             return False
         return self._take_for(sequence)
 
     async def reserved(self, sequence: Sequence) -> None:
-        """Wait until ``reserve`` succeeds, in order of (priority, arrival). Cancelling takes it out of the queue.
+        """Wait until ``reserve`` succeeds, in order of (priority, arrival). Cancelling takes it out of the
+        queue.
 
         Raises SequenceTooLong, or EngineClosed when the engine stops meanwhile; nothing is held then.
         """
@@ -253,9 +260,11 @@ class Engine:
     def seal_received(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of the first ``num_tokens`` tokens has arrived in the blocks of a reserved sequence.
 
-        Full blocks become findable; where an equal block was in the pool already, the table names that one now.
+        Full blocks become findable; where an equal block was in the pool already, the table names that one
+        now.
         """
-        assert sequence.state is State.NEW and num_tokens <= sequence.num_tokens
+        assert sequence.state is State.NEW
+        assert num_tokens <= sequence.num_tokens
         sequence.num_computed_tokens = max(num_tokens, sequence.num_computed_tokens)
         self._scheduler.seal_computed(sequence)
 

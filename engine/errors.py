@@ -12,7 +12,7 @@ class EngineError(MoonpoolError):
 
 
 class CheckpointError(EngineError):
-    """A checkpoint directory cannot be used: a file or a tensor is missing, truncated or of the wrong shape."""
+    """A checkpoint cannot be used: a file or a tensor is missing, truncated or of the wrong shape."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"checkpoint {path}: {reason}")
@@ -54,7 +54,9 @@ class SequenceTooLong(EngineError):
     """The sequence can never run here: it leaves no room for a token within the longest length served."""
 
     def __init__(self, num_tokens: int, limit: int) -> None:
-        super().__init__(f"the sequence has {num_tokens} tokens; this node serves at most {limit}, output included")
+        super().__init__(
+            f"the sequence has {num_tokens} tokens; this node serves at most {limit}, output included"
+        )
         self.num_tokens = num_tokens
         self.limit = limit
 
@@ -69,4 +71,6 @@ class DuplicateSequence(EngineError):
 
 
 class EngineClosed(EngineError):
-    """The engine is not running: it was not started, was closed, or stopped for an error it could not contain."""
+    """The engine is not running: it was not started, was closed, or stopped for an error it could not
+    contain.
+    """

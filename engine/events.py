@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from engine.sequence import FinishReason, Sequence, TokenLogprobs
 
+__all__ = ["StepEvent", "TokenLogprobs"]
+
 
 @dataclass(slots=True)
 class StepEvent:
     """What a step did to one sequence. Fields without news hold their defaults.
 
-    The KV of the sequence's first ``num_computed_tokens`` tokens is in the pool, in the blocks its table names at
-    this moment (a table entry may be replaced by an equal block later, never during ``on_step``).
+    The KV of the sequence's first ``num_computed_tokens`` tokens is in the pool, in the blocks its table
+    names at this moment (a table entry may be replaced by an equal block later, never during ``on_step``).
     """
 
     sequence: Sequence
@@ -23,4 +25,6 @@ class StepEvent:
     logprobs: TokenLogprobs | None = None  # where asked for
     preempted: bool = False  # its blocks were taken for others and are computed again; nothing is lost
     error: str = ""  # with FinishReason.ERROR: what happened
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of tokens 1 … n-1, with the first token, where asked for
+    prompt_logprobs: list[TokenLogprobs] | None = (
+        None  # of tokens 1 … n-1, with the first token, where asked for
+    )

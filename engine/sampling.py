@@ -51,9 +51,7 @@ class Sampling:
 
     @property
     def penalized(self) -> bool:
-        return (
-            self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
-        )
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @classmethod
     def from_proto(cls, message: node_pb2.Sampling) -> Sampling:

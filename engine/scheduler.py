@@ -56,10 +56,10 @@ class StepOutput:
 class Scheduler:
     """Continuous batching with chunked prefill, over a BlockPool. Pure bookkeeping, one thread.
 
-    Every decoding sequence is in every step; what the token budget leaves goes to prompts, oldest first. A prompt
-    is admitted with all its blocks at once, so a running prefill never waits for one. When a decoding sequence
-    needs a block and there is none, the last sequence by (priority, arrival) gives its blocks up and is computed
-    again later; sealed ones stay cached, so that usually costs little. Nothing is ever dropped.
+    Every decoding sequence is in every step; what the token budget leaves goes to prompts, oldest first. A
+    prompt is admitted with all its blocks at once, so a running prefill never waits for one. When a decoding
+    sequence needs a block and there is none, the last sequence by (priority, arrival) gives its blocks up and
+    is computed again later; sealed ones stay cached, so that usually costs little. Nothing is ever dropped.
     """
 
     def __init__(self, pool: BlockPool, *, max_batch_size: int, max_batch_tokens: int, max_len: int) -> None:
@@ -86,7 +86,9 @@ class Scheduler:
         return len(self.waiting) + len(self.ready)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue the sequence. Blocks in its table, held by the caller so far, are the scheduler's from now on."""
+        """Queue the sequence. Blocks in its table, held by the caller so far, are the scheduler's from now
+        on.
+        """
         if sequence.block_table and sequence.num_computed_tokens >= sequence.num_tokens:
             self._uncover_last_block(sequence)
         if sequence.block_table and sequence.num_computed_tokens == sequence.num_tokens - 1:
@@ -97,7 +99,8 @@ class Scheduler:
         insort(queue, sequence, key=_order)
 
     def take_blocks(self, sequence: Sequence, num_tokens: int, max_hit_tokens: int) -> bool:
-        """Give the sequence blocks for ``num_tokens`` tokens, cached ones first, at most ``max_hit_tokens`` so.
+        """Give the sequence blocks for ``num_tokens`` tokens, cached ones first, at most ``max_hit_tokens``
+        so.
 
         False, and nothing changed, when there is not enough room: besides the blocks themselves, one for each
         running sequence is left, so that newcomers do not preempt those who run.
@@ -118,7 +121,9 @@ class Scheduler:
         return True
 
     def schedule(self) -> Plan | None:
-        """The next step, or None when nothing can run now. Every sequence of the plan has the blocks it needs."""
+        """The next step, or None when nothing can run now. Every sequence of the plan has the blocks it
+        needs.
+        """
         while self.ready and self.num_running < self.max_running:
             self._start_decoding(self.ready.pop(0))
         preempted = self._grow_tables()
@@ -169,7 +174,9 @@ class Scheduler:
                 sequence.state = State.HELD
             else:
                 self._start_decoding(sequence)
-            self._take_token(sequence, output.token_ids[sampled], logprobs[sampled] if logprobs else None, events)
+            self._take_token(
+                sequence, output.token_ids[sampled], logprobs[sampled] if logprobs else None, events
+            )
             if sequence.prompt_logprobs:
                 events[-1].prompt_logprobs = sequence.prompt_rows
                 sequence.prompt_logprobs = False  # told once, also if it is computed again
@@ -197,9 +204,7 @@ class Scheduler:
         self._remove(sequence)
         sequence.finish_reason = reason
         self.let_go(sequence)
-        events.append(
-            StepEvent(sequence, sequence.num_computed_tokens, finish_reason=reason, error=error)
-        )
+        events.append(StepEvent(sequence, sequence.num_computed_tokens, finish_reason=reason, error=error))
 
     def let_go(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence that is in no queue."""
@@ -216,9 +221,7 @@ class Scheduler:
         sequence.append(token_id)
         index = sequence.num_tokens - sequence.num_prompt_tokens - 1
         reason = self._finish_reason(sequence, token_id, index)
-        events.append(
-            StepEvent(sequence, sequence.num_computed_tokens, token_id, index, reason, logprobs)
-        )
+        events.append(StepEvent(sequence, sequence.num_computed_tokens, token_id, index, reason, logprobs))
         if reason:
             sequence.finish_reason = reason
             if sequence.state is not State.HELD:
@@ -269,13 +272,11 @@ class Scheduler:
         remaining = sequence.num_tokens - sequence.num_computed_tokens
         num_tokens = min(remaining, budget)
         if num_tokens > 0:
-            chunks.append(
-                Chunk(sequence, sequence.num_computed_tokens, num_tokens, num_tokens == remaining)
-            )
+            chunks.append(Chunk(sequence, sequence.num_computed_tokens, num_tokens, num_tokens == remaining))
         return num_tokens
 
     def _grow_tables(self) -> list[Sequence]:
-        """A block for every decoding sequence whose next token starts one; returns who was preempted for it."""
+        """A block for every decoding sequence whose next token starts one; returns who gave theirs for it."""
         pool, block_size = self.pool, self.pool.block_size
         short = [s for s in self.decoding if s.num_tokens > len(s.block_table) * block_size]
         preempted: list[Sequence] = []

@@ -47,11 +47,11 @@ class State(Enum):
 class Sequence:
     """One request: its lineage and its place in the pool.
 
-    token_ids: int32 [num_tokens], the prompt and then what was generated. keys[i] names block i for every full
-    block of token_ids that has been hashed; it grows as blocks are filled. block_table[i] is the pool block of
-    tokens [i * block_size, (i + 1) * block_size). The KV of the first num_computed_tokens tokens lies in the
-    pool. num_cached_tokens counts the tokens that were found instead of computed when the sequence was first
-    admitted.
+    token_ids: int32 [num_tokens], the prompt and then what was generated. keys[i] names block i for every
+    full block of token_ids that has been hashed; it grows as blocks are filled. block_table[i] is the pool
+    block of tokens [i * block_size, (i + 1) * block_size). The KV of the first num_computed_tokens tokens
+    lies in the pool. num_cached_tokens counts the tokens that were found instead of computed when the
+    sequence was first admitted.
 
     Sequences are ordered by (priority, arrived_s): the last one is the first to be preempted.
     """
@@ -67,6 +67,7 @@ class Sequence:
         "finish_reason",
         "key",
         "keys",
+        "last_token_id",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -108,7 +109,8 @@ class Sequence:
         sequence (every prompt token must be computed to have a logprob), though its blocks are still sealed.
         """
         tokens = np.asarray(token_ids, dtype=np.int32)
-        assert tokens.ndim == 1 and 0 < num_prompt_tokens <= len(tokens)
+        assert tokens.ndim == 1
+        assert 0 < num_prompt_tokens <= len(tokens)
         self.request_id = request_id
         self.attempt = attempt
         self.key = (request_id, attempt)
@@ -116,6 +118,7 @@ class Sequence:
         self.num_prompt_tokens = num_prompt_tokens
         self._tokens = np.empty(len(tokens) + 64, dtype=np.int32)
         self._tokens[: len(tokens)] = tokens
+        self.last_token_id = int(tokens[-1])
         self.sampling = sampling
         self.root_key = root_key
         self.keys: list[BlockKey] = list(keys or ())
@@ -154,10 +157,6 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
-    @property
-    def last_token_id(self) -> int:
-        return int(self._tokens[self.num_tokens - 1])
-
     def append(self, token_id: int) -> None:
         n = self.num_tokens
         if n == len(self._tokens):
@@ -166,6 +165,7 @@ class Sequence:
             self._tokens = grown
         self._tokens[n] = token_id
         self.num_tokens = n + 1
+        self.last_token_id = token_id
 
     def hash_blocks(self, block_size: int, num_blocks: int) -> None:
         """Make ``keys`` name at least the first ``num_blocks`` blocks, which must be full."""

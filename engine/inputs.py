@@ -1,0 +1,132 @@
+"""The input tensors of a step, kept between steps and changed only where a step changes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.model import StepInputs
+from engine.scheduler import Chunk, Plan
+from engine.sequence import Sequence
+
+
+class BatchInputs:
+    """Builds ``StepInputs`` from plans.
+
+    On a CPU the tensors handed out are the persistent arrays themselves; on a GPU they are copied. A step of
+    the same decoding sequences as the step before costs a few vector operations however long the contexts
+    are.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        max_len: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._block_size = block_size
+        self._shift = block_size.bit_length() - 1
+        assert block_size == 1 << self._shift
+        self._device = device
+        rows = min(max_batch_size, max_batch_tokens)
+        max_blocks = -(-max_len // block_size)
+        self._tokens = np.zeros(max_batch_tokens, np.int64)
+        self._positions = np.zeros(max_batch_tokens, np.int64)
+        self._slots = np.zeros(max_batch_tokens, np.int64)
+        self._lens = np.zeros(rows, np.int32)
+        self._table = np.full((rows, max_blocks), -1, np.int32)
+        self._row_numbers = np.arange(rows)
+        self._sequences: list[Sequence] = []  # whose values the rows hold
+        self._version = -1
+        self._decode_only: StepInputs | None = None  # reused while the batch is the same
+        self._device_table: Tensor | None = None
+
+    def prepare(self, plan: Plan) -> StepInputs:
+        """The tensors of the plan; valid until the next call."""
+        n = len(plan.decodes)
+        same = plan.version == self._version
+        if not same:
+            self._load_rows(plan)
+        for sequence, column, block in plan.moved_blocks:
+            if sequence.row >= 0:
+                self._table[sequence.row, column] = block
+        self._fill_decodes(plan.decodes, n)
+        table_changed = not same or bool(plan.moved_blocks)
+        if plan.chunks:
+            return self._with_chunks(plan, n, table_changed)
+        if not same or self._decode_only is None or self._device.type != "cpu":
+            self._decode_only = self._decode_inputs(n, n, table_changed)
+        return self._decode_only
+
+    def _load_rows(self, plan: Plan) -> None:
+        """The batch changed: write the block tables of the rows that hold another sequence than before."""
+        before = self._sequences
+        for i, sequence in enumerate(plan.decodes):
+            if i >= len(before) or before[i] is not sequence:
+                blocks = sequence.block_table
+                self._table[i, : len(blocks)] = blocks
+                self._table[i, len(blocks) :] = -1
+        self._sequences = list(plan.decodes)
+        self._version = plan.version
+
+    def _fill_decodes(self, decodes: list[Sequence], n: int) -> None:
+        """The newest token of each: the one whose KV is not in the pool yet."""
+        self._tokens[:n] = [sequence.last_token_id for sequence in decodes]
+        lens = self._lens[:n]
+        lens[:] = [sequence.num_tokens for sequence in decodes]
+        positions = np.subtract(lens, 1, out=self._positions[:n])
+        blocks = self._table[self._row_numbers[:n], positions >> self._shift].astype(np.int64)
+        np.add(blocks * self._block_size, positions & (self._block_size - 1), out=self._slots[:n])
+
+    def _decode_inputs(self, num_tokens: int, n: int, table_changed: bool) -> StepInputs:
+        if self._device.type != "cpu":
+            return self._on_device(num_tokens, n, table_changed)
+        return StepInputs(
+            token_ids=torch.from_numpy(self._tokens[:num_tokens]),
+            positions=torch.from_numpy(self._positions[:num_tokens]),
+            slots=torch.from_numpy(self._slots[:num_tokens]),
+            num_decodes=n,
+            decode_table=torch.from_numpy(self._table[:n]),
+            decode_lens=torch.from_numpy(self._lens[:n]),
+        )
+
+    def _on_device(self, num_tokens: int, n: int, table_changed: bool) -> StepInputs:
+        if table_changed or self._device_table is None:
+            width = int(self._lens[:n].max(initial=1) - 1 >> self._shift) + 1
+            self._device_table = torch.from_numpy(self._table[:n, :width]).to(self._device)
+        packed = np.stack((self._tokens[:num_tokens], self._positions[:num_tokens], self._slots[:num_tokens]))
+        token_ids, positions, slots = torch.from_numpy(packed).to(self._device)
+        lens = torch.from_numpy(self._lens[:n]).to(self._device)
+        return StepInputs(token_ids, positions, slots, n, self._device_table, lens)
+
+    def _with_chunks(self, plan: Plan, n: int, table_changed: bool) -> StepInputs:
+        starts = np.zeros(len(plan.chunks) + 1, np.int32)
+        lens = np.zeros(len(plan.chunks), np.int32)
+        width = max(len(chunk.sequence.block_table) for chunk in plan.chunks)
+        table = np.full((len(plan.chunks), width), -1, np.int32)
+        first = n
+        for i, chunk in enumerate(plan.chunks):
+            end = first + chunk.num_tokens
+            blocks = chunk.sequence.block_table
+            table[i, : len(blocks)] = blocks
+            self._fill_chunk(chunk, first, end, table[i])
+            first = end
+            starts[i + 1] = end - n
+            lens[i] = chunk.start + chunk.num_tokens
+        inputs = self._decode_inputs(first, n, table_changed)
+        inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens = (
+            torch.from_numpy(array).to(self._device) for array in (table, starts, lens)
+        )
+        return inputs
+
+    def _fill_chunk(self, chunk: Chunk, first: int, end: int, table_row: npt.NDArray[np.int32]) -> None:
+        at = np.arange(chunk.start, chunk.start + chunk.num_tokens)
+        self._tokens[first:end] = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+        self._positions[first:end] = at
+        blocks = table_row[at >> self._shift].astype(np.int64)
+        self._slots[first:end] = blocks * self._block_size + (at & (self._block_size - 1))

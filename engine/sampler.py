@@ -1,0 +1,192 @@
+"""From logits to tokens. Stateless: the same lineage and seed draw the same token on any node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.sequence import Sequence, TokenLogprobs
+from kernels import argmax_rows
+
+_NO_LOGPROBS: list[TokenLogprobs | None] = []
+
+
+class SamplingBatch:
+    """The sampling parameters of a list of sequences as tensors, made once while the list stays the same."""
+
+    def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
+        self.plain = all(sequence.sampling.plain_greedy for sequence in sequences)
+        if self.plain:
+            return
+        self._sequences = sequences
+        self._device = device
+        params = [sequence.sampling for sequence in sequences]
+        self.drawn_rows = self._rows([i for i, p in enumerate(params) if not p.greedy])
+        drawn = [p for p in params if not p.greedy]
+        self.temperature = self._column([p.temperature for p in drawn])
+        self.min_p = self._column([p.min_p for p in drawn])
+        self.has_min_p = any(p.min_p > 0 for p in drawn)
+        # Rows that cut the tail of the distribution need it sorted; the others do not pay for that.
+        cut = [i for i, p in enumerate(drawn) if 0 < p.top_k < vocab_size or p.top_p < 1]
+        self.cut_rows = self._rows(cut)
+        self.top_k = self._column([drawn[i].top_k or vocab_size for i in cut]).long().clamp_(max=vocab_size)
+        self.top_p = self._column([drawn[i].top_p for i in cut])
+        self._seeds = np.array([p.seed for p in drawn], np.uint64)
+        self._drawn = [s for s in sequences if not s.sampling.greedy]
+        self.logprob_rows = [i for i, p in enumerate(params) if p.num_logprobs >= 0]
+        self.num_logprobs = [p.num_logprobs for p in params]
+        self._edited = [i for i, p in enumerate(params) if p.logit_bias]
+        self._min_tokens = [i for i, p in enumerate(params) if p.min_tokens > 0]
+        self._penalized = [i for i, p in enumerate(params) if p.penalized]
+        if self._penalized:
+            self._count_tokens(vocab_size)
+
+    def uniforms(self) -> Tensor:
+        """A number in [0, 1) for each drawn row: float64 [num_drawn, 1], a hash of (seed, output index)."""
+        index = np.array([s.num_output_tokens for s in self._drawn], np.uint64)
+        return torch.from_numpy(uniform(self._seeds, index)[:, None]).to(self._device)
+
+    def adjust(self, logits: Tensor) -> Tensor:
+        """logits: float32 [n, vocab]. Returns them with min_tokens, bias and penalties applied, the original
+        kept.
+        """
+        if not (self._edited or self._min_tokens or self._penalized):
+            return logits
+        scores = logits.clone()
+        for i in self._min_tokens:
+            sequence = self._sequences[i]
+            if sequence.num_output_tokens < sequence.sampling.min_tokens and sequence.stop_ids:
+                scores[i, list(sequence.stop_ids)] = float("-inf")
+        for i in self._edited:
+            bias = self._sequences[i].sampling.logit_bias
+            scores[i, list(bias)] += torch.tensor(list(bias.values()), device=self._device)
+        if self._penalized:
+            self._penalize(scores)
+        return scores
+
+    def _count_tokens(self, vocab_size: int) -> None:
+        params = [self._sequences[i].sampling for i in self._penalized]
+        self._repetition = self._column([p.repetition_penalty for p in params])
+        self._frequency = self._column([p.frequency_penalty for p in params])
+        self._presence = self._column([p.presence_penalty for p in params])
+        counts, in_prompt = [], []
+        for i in self._penalized:
+            sequence = self._sequences[i]
+            prompt, output = np.split(sequence.token_ids, [sequence.num_prompt_tokens])
+            counts.append(np.bincount(output, minlength=vocab_size))
+            in_prompt.append(np.bincount(prompt, minlength=vocab_size) > 0)
+        self._counts = torch.from_numpy(np.stack(counts)).float().to(self._device)
+        self._in_prompt = torch.from_numpy(np.stack(in_prompt)).to(self._device)
+        self._counted = [self._sequences[i].num_tokens for i in self._penalized]
+
+    def _penalize(self, scores: Tensor) -> None:
+        """Repetition counts prompt and output tokens, frequency and presence the output only, as OpenAI and
+        vLLM.
+        """
+        for k, i in enumerate(self._penalized):
+            sequence = self._sequences[i]
+            for token_id in sequence.token_ids[self._counted[k] :]:
+                self._counts[k, int(token_id)] += 1
+            self._counted[k] = sequence.num_tokens
+        rows = scores[self._penalized]
+        seen = self._in_prompt | (self._counts > 0)
+        repetition = torch.where(seen, self._repetition, 1.0)
+        rows = torch.where(rows > 0, rows / repetition, rows * repetition)
+        rows -= self._frequency * self._counts + self._presence * (self._counts > 0)
+        scores[self._penalized] = rows
+
+    def _rows(self, rows: list[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.long, device=self._device)
+
+    def _column(self, values: list[float] | list[int]) -> Tensor:
+        """float32 [n, 1]"""
+        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """logits: [n, vocab], row i of the batch's sequence i. Returns n tokens, and n logprobs (or an empty list
+    where no sequence asked for any).
+    """
+    if batch.plain:
+        return argmax_rows(logits).tolist(), _NO_LOGPROBS
+    raw = logits.float()
+    scores = batch.adjust(raw)
+    tokens = argmax_rows(scores)
+    if len(batch.drawn_rows):
+        tokens[batch.drawn_rows] = draw(scores[batch.drawn_rows], batch)
+    token_ids: list[int] = tokens.tolist()
+    if not batch.logprob_rows:
+        return token_ids, _NO_LOGPROBS
+    rows = batch.logprob_rows
+    described = describe(raw[rows], tokens[rows], [batch.num_logprobs[i] for i in rows])
+    logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+    for i, row in zip(rows, described, strict=True):
+        logprobs[i] = row
+    return token_ids, logprobs
+
+
+def draw(scores: Tensor, batch: SamplingBatch) -> Tensor:
+    """scores: float32 [num_drawn, vocab]. Returns int64 [num_drawn].
+
+    Temperature, min_p, top_k, top_p, in that order. What is cut off depends on a row's own parameters only
+    and tokens are drawn in the order of their ids, so a row's token does not depend on who else is in the
+    batch.
+    """
+    scores = scores / batch.temperature
+    if batch.has_min_p:
+        floor = scores.amax(-1, keepdim=True) + batch.min_p.log()
+        scores = scores.masked_fill(scores < floor, float("-inf"))
+    if len(batch.cut_rows):
+        rows = scores[batch.cut_rows]
+        least = _least_kept(rows, batch.top_k, batch.top_p)
+        scores[batch.cut_rows] = rows.masked_fill(rows < least, float("-inf"))
+    cumulative = scores.double().softmax(-1).cumsum(-1)
+    target = batch.uniforms() * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=scores.shape[-1] - 1)[:, 0]
+
+
+def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest score top_k and then top_p keep, of each row: [n, 1]."""
+    if scores.device.type == "cpu":
+        ascending = torch.from_numpy(np.sort(scores.numpy(), axis=-1))  # several times torch.sort's speed
+    else:
+        ascending = scores.sort(dim=-1).values
+    vocab_size = scores.shape[-1]
+    kth = ascending.gather(-1, vocab_size - top_k)
+    weights = (ascending - ascending[:, -1:]).double().exp_()
+    weights.masked_fill_(ascending < kth, 0.0)
+    below = weights.cumsum(-1)
+    first_kept = (below <= (1 - top_p.double()) * below[:, -1:]).sum(-1, keepdim=True)
+    return ascending.gather(-1, first_kept.clamp_(max=vocab_size - 1))
+
+
+def describe(raw: Tensor, tokens: Tensor, num_top: Rows[int]) -> list[TokenLogprobs]:
+    """raw: float32 [n, vocab] logits; tokens: int64 [n], those to report; num_top: how many of the best
+    beside.
+    """
+    logprobs = raw.log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(-1) + 1
+    most = min(max(num_top, default=0), raw.shape[-1])
+    top = logprobs.topk(most, dim=-1)
+    columns = (chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist())
+    return [
+        TokenLogprobs(logprob, rank, ids[:n], values[:n])
+        for logprob, rank, ids, values, n in zip(*columns, num_top, strict=True)
+    ]
+
+
+def uniform(seeds: npt.NDArray[np.uint64], index: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """seeds, index: uint64 [n]. A number in [0, 1) for each pair, by SplitMix64's finisher."""
+    x = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) ^ _mix(index + np.uint64(0xD1B54A32D192ED03)))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

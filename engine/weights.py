@@ -1,0 +1,193 @@
+"""Reading a checkpoint's tensors: sharded safetensors, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.errors import CheckpointError, UnsupportedModel
+
+log = logging.getLogger(__name__)
+
+#: progress(nbytes_done, nbytes_total, tensor_name)
+Progress = Callable[[int, int, str], None]
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_MAX_HEADER_NBYTES = 100 << 20
+_SAMPLE_NBYTES = 4096
+_NUM_SAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # offsets in the file, bytes
+    end: int
+
+
+class Checkpoint:
+    """The tensors of one checkpoint directory, by name. Opening reads headers only; files are mapped when
+    used.
+    """
+
+    def __init__(self, path: Path, progress: Progress | None = None) -> None:
+        """Raises CheckpointError where a file is missing or no safetensors file, or cut short (naming a
+        tensor that is not all there).
+        """
+        self.path = path
+        self._progress = progress
+        self._entries: dict[str, _Entry] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        for file in _shards(path):
+            self._entries.update(_read_header(path, file))
+        self._nbytes_total = sum(e.end - e.start for e in self._entries.values())
+        self._nbytes_done = 0
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CheckpointError or UnsupportedModel unless all of ``expected`` (name → shape) is there."""
+        missing = [name for name in expected if name not in self._entries]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(self.path, f"tensor {missing[0]}{more} is missing")
+        for name, shape in expected.items():
+            entry = self._entries[name]
+            if entry.shape != shape:
+                raise CheckpointError(
+                    self.path,
+                    f"tensor {name} in {entry.file.name} has shape {list(entry.shape)}, "
+                    f"config.json means {list(shape)}",
+                )
+            if entry.dtype not in _DTYPES:
+                raise UnsupportedModel(self.path, f"tensor {name} is stored as {entry.dtype}")
+        ignored = [n for n in self._entries if n not in expected and not n.endswith("rotary_emb.inv_freq")]
+        if "lm_head.weight" in ignored:
+            ignored.remove("lm_head.weight")  # a copy of the tied embeddings
+        if ignored:
+            log.warning(
+                "checkpoint %s: %d tensors are not used, first %s", self.path, len(ignored), ignored[0]
+            )
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as stored, a read-only view of the mapped file: copy it (``to``, ``cat``) before
+        ``close``.
+        """
+        entry = self._entries[name]
+        mapped = self._maps.get(entry.file)
+        if mapped is None:
+            with entry.file.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._maps[entry.file] = mapped
+        dtype = _DTYPES[entry.dtype]
+        tensor = torch.frombuffer(mapped, dtype=dtype, count=prod(entry.shape), offset=entry.start)
+        self._nbytes_done += entry.end - entry.start
+        if self._progress is not None:
+            self._progress(self._nbytes_done, self._nbytes_total, name)
+        return tensor.view(entry.shape)
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor the model reads, by its name in the checkpoint, with its shape."""
+    hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    linears = {
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.o_bias),
+        "mlp.gate_proj": (inter, hidden, config.mlp_bias),
+        "mlp.up_proj": (inter, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inter, config.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for i in range(config.num_layers):
+        for name, (out_features, in_features, bias) in linears.items():
+            tensors[f"model.layers.{i}.{name}.weight"] = (out_features, in_features)
+            if bias:
+                tensors[f"model.layers.{i}.{name}.bias"] = (out_features,)
+        for name, size in norms.items():
+            tensors[f"model.layers.{i}.{name}.weight"] = (size,)
+    tensors["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        tensors["lm_head.weight"] = (config.vocab_size, hidden)
+    return tensors
+
+
+def fingerprint(path: Path) -> bytes:
+    """16 bytes that name the weights: equal on every host for equal files, different for any other training.
+
+    Of each file the header, the size, and pages spread over it are read: a checkpoint of any size takes
+    milliseconds.
+    """
+    digest = blake2b(digest_size=16, person=b"moonpool-model")
+    for file in [path / "config.json", *_shards(path)]:
+        try:
+            with file.open("rb") as data:
+                nbytes = file.stat().st_size
+                digest.update(f"{file.name}:{nbytes}:".encode())
+                for i in range(_NUM_SAMPLES + 1):
+                    data.seek(max(0, nbytes - _SAMPLE_NBYTES) * i // _NUM_SAMPLES)
+                    digest.update(data.read(_SAMPLE_NBYTES))
+        except OSError as error:
+            raise CheckpointError(path, f"{file.name} cannot be read: {error}") from error
+    return digest.digest()
+
+
+def _shards(path: Path) -> list[Path]:
+    """The checkpoint's safetensors files, in the order of their names."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(path, f"{index.name} cannot be read: {error}") from error
+        files = [path / name for name in names]
+    else:
+        files = [path / "model.safetensors"]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(path, f"has no {file.name} (weights must be safetensors)")
+    return files
+
+
+def _read_header(path: Path, file: Path) -> dict[str, _Entry]:
+    """A safetensors file begins with the length of its header (8 bytes) and the header (JSON)."""
+    file_nbytes = file.stat().st_size
+    try:
+        with file.open("rb") as data:
+            header_nbytes = int.from_bytes(data.read(8), "little")
+            if not 2 <= header_nbytes <= min(_MAX_HEADER_NBYTES, file_nbytes - 8):
+                raise ValueError(f"a header of {header_nbytes} bytes in a file of {file_nbytes}")
+            header: dict[str, Any] = json.loads(data.read(header_nbytes))
+        entries: dict[str, _Entry] = {}
+        for name, words in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = (8 + header_nbytes + int(offset) for offset in words["data_offsets"])
+            entries[name] = _Entry(file, str(words["dtype"]), tuple(map(int, words["shape"])), start, end)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(path, f"{file.name} is no readable safetensors file: {error}") from error
+    for name, entry in entries.items():
+        dtype = _DTYPES.get(entry.dtype)
+        if entry.end > file_nbytes:
+            raise CheckpointError(
+                path, f"tensor {name} is cut off: {file.name} ends at byte {file_nbytes:,} of {entry.end:,}"
+            )
+        if dtype is not None and entry.end - entry.start != prod(entry.shape) * dtype.itemsize:
+            raise CheckpointError(path, f"tensor {name} in {file.name}: its bytes do not fit its shape")
+    return entries
