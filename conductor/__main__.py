@@ -1,0 +1,76 @@
+"""``python -m conductor``: the OpenAI-compatible API in front of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from conductor.api import ApiContext, ApiServer
+from conductor.api.chat_template import load_chat_template
+from conductor.api.sampling_defaults import SamplingDefaults
+from conductor.conductor import Conductor
+from conductor.metrics import RequestMetrics
+from conductor.served_model import ServedModel
+from conductor.tokenizer import Tokenizer
+from runtime.options import Config
+from runtime.service import ServiceContext, run_service
+
+log = logging.getLogger(__name__)
+
+
+async def main(config: Config, service: ServiceContext) -> None:
+    """Serve until asked to stop, then finish what runs within ``node.drain_s``."""
+    path = config.model.directory
+    model = ServedModel.from_checkpoint(
+        path,
+        block_size=config.engine.block_size,
+        name=config.model.name,
+        max_model_len=config.model.max_model_len,
+    )
+    conductor = Conductor(model, config.conductor, config.index)
+    server = ApiServer(await asyncio.to_thread(make_context, config, path, conductor))
+    # Listen first: a port in use is the commonest mistake, and nothing needs undoing then.
+    await server.start()
+    try:
+        await conductor.start()
+        url = f"http://{_reachable(config.conductor.host)}:{server.port}"
+        service.ready(url=url, metrics_url=f"{url}/metrics", model=model.name)
+        await service.draining.wait()
+        await server.drain(config.node.drain_s)
+    finally:
+        await server.close()
+        await conductor.close()
+
+
+def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext:
+    """Everything the API reads from the checkpoint. Raises ``ConfigError`` where that is broken."""
+    tokenizer = Tokenizer.from_checkpoint(path)
+    template = load_chat_template(path, tokenizer.config, tokenizer.special_tokens)
+    log.info(
+        "model %s: %d tokens, %s detokenizer, %s",
+        conductor.model.name,
+        tokenizer.vocab_size,
+        tokenizer.detokenizer_kind,
+        "chat template" if template else "no chat template",
+    )
+    return ApiContext(
+        conductor=conductor,
+        tokenizer=tokenizer,
+        template=template,
+        defaults=SamplingDefaults.from_checkpoint(path),
+        metrics=RequestMetrics(conductor.model.name),
+        options=config.conductor,
+    )
+
+
+def _reachable(host: str) -> str:
+    """An address to connect to, where ``host`` is one to listen on."""
+    if host in ("0.0.0.0", "::", ""):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(main, role="conductor"))

@@ -1,0 +1,174 @@
+"""How an answer is written: as one JSON object, or as server-sent events cheap enough for every token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import orjson
+
+from conductor.api.choice import Choice, Delta, TokenEntry
+from conductor.api.logprobs import chat_logprobs, completion_logprobs
+from conductor.api.schemas import GenerationBody
+from conductor.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Everything one choice said, for an answer in one piece."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    entries: list[TokenEntry] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.entries += delta.entries
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of the whole request: each prompt counted once, every choice's output."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Answer(ABC):
+    """Writes one answer. What does not change from token to token is encoded once, when it is made."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    text_open: ClassVar[bytes]  # between a choice's index and its text
+    text_close: ClassVar[bytes]
+
+    def __init__(
+        self, answer_id: str, created: int, model: str, body: GenerationBody, tokenizer: Tokenizer
+    ) -> None:
+        self._id = answer_id
+        self._created = created
+        self._model = model
+        self._tokenizer = tokenizer
+        self._token_ids = body.return_token_ids
+        head = orjson.dumps(
+            {"id": answer_id, "object": self.chunk_object, "created": created, "model": model}
+        )
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
+        # All that follows the text of an ordinary chunk.
+        self._plain = self.text_close + b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._opens: dict[int, bytes] = {}
+        self._asked_logprobs = body.num_logprobs >= 0
+
+    @abstractmethod
+    def opening(self, index: int) -> bytes:
+        """The event before a choice's first token."""
+
+    @abstractmethod
+    def logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
+        """What is particular to this API of a choice in an answer in one piece."""
+
+    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        """One event, or nothing where ``delta`` has nothing to show."""
+        open_ = self._opens.get(choice.index) or self._open(choice.index)
+        if delta.finish_reason is None and not delta.entries and not self._token_ids:
+            return open_ + orjson.dumps(delta.text) + self._plain if delta.text else b""
+        rest: dict[str, Any] = {
+            "logprobs": self.logprobs(delta.entries) if delta.entries else None,
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            rest["stop_reason"] = delta.stop_reason
+        if self._token_ids:
+            first = choice.num_tokens == len(delta.token_ids)
+            rest["prompt_token_ids"] = choice.prompt.token_ids.tolist() if first else None
+            rest["token_ids"] = delta.token_ids
+        text = open_ + orjson.dumps(delta.text) + self.text_close
+        return text + b"," + orjson.dumps(rest)[1:] + self._tail
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return self._head + b'],"usage":' + orjson.dumps(usage.to_dict()) + b"}\n\n"
+
+    def whole(self, choices: Sequence[tuple[Choice, Outcome]], usage: Usage) -> bytes:
+        """The answer in one piece."""
+        answer = {
+            "id": self._id,
+            "object": self.whole_object,
+            "created": self._created,
+            "model": self._model,
+            "choices": [self._whole_choice(choice, outcome) for choice, outcome in choices],
+            "usage": usage.to_dict(),
+        }
+        return orjson.dumps(answer)
+
+    def _whole_choice(self, choice: Choice, outcome: Outcome) -> dict[str, Any]:
+        written = self.choice(choice.index, outcome) | {
+            "logprobs": self.logprobs(outcome.entries) if self._asked_logprobs else None,
+            "finish_reason": outcome.finish_reason,
+            "stop_reason": outcome.stop_reason,
+        }
+        if self._token_ids:
+            written["prompt_token_ids"] = choice.prompt.token_ids.tolist()
+            written["token_ids"] = outcome.token_ids
+        return written
+
+    def _open(self, index: int) -> bytes:
+        open_ = self._head + b'{"index":%d,' % index + self.text_open
+        self._opens[index] = open_
+        return open_
+
+
+class CompletionAnswer(Answer):
+    id_prefix = "cmpl-"
+    whole_object = chunk_object = "text_completion"
+    text_open = b'"text":'
+    text_close = b""
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
+        return completion_logprobs(entries, self._tokenizer)
+
+    def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
+        return {"index": index, "text": "".join(outcome.text)}
+
+
+class ChatAnswer(Answer):
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    text_open = b'"delta":{"content":'
+    text_close = b"}"
+
+    def opening(self, index: int) -> bytes:
+        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},' % index
+        return self._head + delta + b'"logprobs":null,"finish_reason":null}' + self._tail
+
+    def logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
+        return chat_logprobs(entries, self._tokenizer)
+
+    def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(outcome.text), "refusal": None}
+        return {"index": index, "message": message}

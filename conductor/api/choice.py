@@ -1,0 +1,112 @@
+"""One choice of an answer: token events go in, text that may be shown comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from conductor.api.prompts import Prompt
+from conductor.api.schemas import CompletionBody, GenerationBody
+from conductor.request import TokenEvent, TokenLogprobs
+from conductor.stops import StopStrings
+from conductor.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """One token with its logprobs. ``offset``: characters of the choice's text before it."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None  # None: the first token of a prompt, which nothing predicts
+    offset: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one event adds to a choice."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    entries: list[TokenEntry] = field(default_factory=list)  # where logprobs were asked for
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it; None: the model did
+
+
+class Choice:
+    """The text of one sequence as it grows: detokenized, cut at the first stop string, counted."""
+
+    def __init__(self, index: int, prompt: Prompt, body: GenerationBody, tokenizer: Tokenizer) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self._tokenizer = tokenizer
+        self._skip_special = body.skip_special_tokens
+        self._detokenizer = tokenizer.detokenizer(prompt.token_ids, skip_special=self._skip_special)
+        self._stops = StopStrings(body.stop)
+        self._stop_token_ids = frozenset(body.stop_token_ids)
+        self._include_stop = body.include_stop_str_in_output
+        self._min_tokens = body.min_tokens
+        self._echo = self._prompt_text() if isinstance(body, CompletionBody) and body.echo else ""
+        self._only_echo = body.token_limit == 0
+        self._offset = len(self._echo)
+        self._begun = False
+
+    def echo(self) -> Delta:
+        """The whole answer when only the prompt's text is wanted back (``max_tokens`` 0)."""
+        return Delta(self._echo, finish_reason="length")
+
+    def push(self, event: TokenEvent) -> Delta:
+        """What ``event`` adds. Once ``finish_reason`` is set, the sequence is to be cancelled."""
+        delta = Delta(finish_reason=event.finish_reason)
+        if not self._begun:
+            self._begun = True
+            self.num_cached_tokens = event.num_cached_tokens
+            if event.prompt_logprobs is not None:
+                delta.entries += self._prompt_entries(event.prompt_logprobs)
+            delta.text = self._echo
+        if self._only_echo:  # one token was generated to have the prompt's logprobs, and nobody asked for it
+            delta.finish_reason = "length"
+            return delta
+        if event.token_id >= 0:
+            self.num_tokens += 1
+            delta.token_ids.append(event.token_id)
+            if event.logprobs is not None:
+                delta.entries.append(TokenEntry(event.token_id, event.logprobs, self._offset))
+        self._add_text(event, delta)
+        return delta
+
+    def _prompt_text(self) -> str:
+        if self.prompt.text is not None:
+            return self.prompt.text
+        return self._tokenizer.decode(self.prompt.token_ids, skip_special=self._skip_special)
+
+    def _prompt_entries(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenEntry]:
+        """``logprobs``: of the prompt's tokens from the second on."""
+        detokenizer = self._tokenizer.detokenizer(skip_special=self._skip_special)
+        entries, offset = [], 0
+        for token_id, one in zip(self.prompt.token_ids.tolist(), (None, *logprobs), strict=True):
+            entries.append(TokenEntry(token_id, one, offset))
+            offset += len(detokenizer.push(token_id))
+        return entries
+
+    def _add_text(self, event: TokenEvent, delta: Delta) -> None:
+        stopped_by_token = event.finish_reason == "stop" and event.token_id >= 0
+        if stopped_by_token and event.token_id in self._stop_token_ids:
+            delta.stop_reason = event.token_id
+        # The token that stops an answer is no part of its text, unless asked for.
+        hidden = event.token_id < 0 or (stopped_by_token and not self._include_stop)
+        piece = "" if hidden else self._detokenizer.push(event.token_id)
+        if event.finish_reason is not None:
+            piece += self._detokenizer.flush()
+        self._offset += len(piece)
+        if self.num_tokens <= self._min_tokens:
+            delta.text += self._stops.skip(piece)
+        else:
+            delta.text += self._stops.push(piece)
+        if self._stops.matched is not None:
+            delta.finish_reason, delta.stop_reason = "stop", self._stops.matched
+            if self._include_stop:
+                delta.text += self._stops.matched
+        elif event.finish_reason is not None:
+            delta.text += self._stops.flush()

@@ -1,0 +1,75 @@
+"""What every handler of the API needs, made once and handed to each."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from conductor.api.chat_template import ChatTemplate
+from conductor.api.errors import ApiError
+from conductor.api.recent import RecentRequests
+from conductor.api.sampling_defaults import SamplingDefaults
+from conductor.conductor import Conductor
+from conductor.metrics import RequestMetrics
+from conductor.tokenizer import Tokenizer
+from runtime.options import ConductorOptions
+
+
+def new_id() -> str:
+    return secrets.token_hex(12)
+
+
+@dataclass
+class ApiContext:
+    """``clock`` is monotonic seconds, ``unix_clock`` wall time, ``new_id`` a fresh short name."""
+
+    conductor: Conductor
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: SamplingDefaults
+    metrics: RequestMetrics
+    options: ConductorOptions
+    recent: RecentRequests = field(default_factory=RecentRequests)
+    clock: Callable[[], float] = time.perf_counter
+    unix_clock: Callable[[], float] = time.time
+    new_id: Callable[[], str] = new_id
+
+    def __post_init__(self) -> None:
+        self.created_unix_s = int(self.unix_clock())
+        self.draining = False
+        self._in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Around one generation request, so that draining can wait for it.
+
+        Raises:
+            ApiError: 503, the conductor is about to stop.
+        """
+        if self.draining:
+            raise ApiError(
+                503,
+                "the conductor is draining: send the request to another one",
+                kind="service_unavailable_error",
+                code="draining",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )
+        self._in_flight += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self.idle.set()
+
+
+CONTEXT = web.AppKey("context", ApiContext)

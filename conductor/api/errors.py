@@ -1,0 +1,95 @@
+"""Every failure leaves the API in OpenAI's shape; here, and only here, errors become HTTP statuses."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+import orjson
+from aiohttp import web
+
+from conductor.api.chat_template import ChatTemplateError
+from conductor.errors import DeadlineExceeded, NoNodes, RequestFailed, RequestRejected
+from runtime.errors import MoonpoolError
+
+log = logging.getLogger(__name__)
+
+
+class ApiError(MoonpoolError):
+    """A request that cannot be served as it is: what the client is told. ``param`` names the field."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.kind = kind
+        self.error_code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """``{"error": {"message", "type", "param", "code"}}``"""
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.error_code}
+        return orjson.dumps({"error": error})
+
+    def response(self) -> web.Response:
+        return web.Response(
+            status=self.status, body=self.body(), headers=self.headers, content_type="application/json"
+        )
+
+
+def bad_request(message: str, param: str | None, code: str | None = "invalid_value") -> ApiError:
+    """400: the client has to change ``param``."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told about any exception; those nobody foresaw are logged with their trace."""
+    match error:
+        case ApiError():
+            return error
+        case RequestRejected():
+            # Retry-After is in whole seconds, and 0 would mean at once.
+            wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+            return ApiError(
+                429, str(error), kind="rate_limit_error", code="rate_limit_exceeded", headers=wait
+            )
+        case NoNodes():
+            return ApiError(503, str(error), kind="service_unavailable_error", code="no_nodes")
+        case DeadlineExceeded():
+            return ApiError(504, str(error), kind="timeout_error", code="deadline_exceeded")
+        case RequestFailed():
+            return ApiError(500, str(error), kind="server_error", code="request_failed")
+        case ChatTemplateError():
+            return bad_request(str(error), "messages")
+        case web.HTTPException():
+            return _from_http(error)
+        case MoonpoolError():
+            log.error("%s: %s", type(error).__name__, error)
+            return ApiError(500, str(error), kind="server_error", code="internal_error")
+        case _:
+            log.error("unexpected %s", type(error).__name__, exc_info=error)
+            message = f"internal error ({type(error).__name__}); the conductor's log has the details"
+            return ApiError(500, message, kind="server_error", code="internal_error")
+
+
+def _from_http(error: web.HTTPException) -> ApiError:
+    """aiohttp's own answers: unknown routes, wrong methods, bodies over the limit."""
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return ApiError(413, error.text or "the request body is too large", code="body_too_large")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{error.method} is not allowed here; use {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+    if isinstance(error, web.HTTPNotFound):
+        return ApiError(404, "there is nothing at this path; see /v1/models for a start", code="not_found")
+    return ApiError(error.status, error.text or error.reason, code="http_error")

@@ -1,0 +1,238 @@
+"""One generation request over HTTP: read, tokenize, run, answer; whichever of the two APIs it came by."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import orjson
+from aiohttp import web
+
+from conductor.api.answer import DONE, Answer, Outcome, Usage
+from conductor.api.choice import Choice, Delta
+from conductor.api.context import ApiContext
+from conductor.api.errors import ApiError, as_api_error, bad_request
+from conductor.api.generation import SequenceRun, Sink, run_all
+from conductor.api.prompts import Prompt, output_limit
+from conductor.api.recent import RequestRecord
+from conductor.api.schemas import CompletionBody, GenerationBody, parse
+from conductor.request import GenerateRequest
+from runtime.log import request_id
+
+REQUEST_ID = "x-request-id"
+
+SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # proxies must not collect tokens
+}
+
+MAX_SEQUENCES = 4096  # prompts times n
+
+B = TypeVar("B", bound=GenerationBody)
+T = TypeVar("T")
+
+
+class Exchange:
+    """The stages of one request. Each is timed into the request's record and the metrics."""
+
+    def __init__(self, http: web.Request, context: ApiContext, kind: type[Answer]) -> None:
+        self._http = http
+        self._context = context
+        self._kind = kind
+        self._arrived_s = context.clock()
+        client_id = http[REQUEST_ID]
+        # A client may send one id twice, at once or again; the core's ids may not meet.
+        unique = f"{client_id}-{context.new_id()[:8]}" if REQUEST_ID in http.headers else client_id
+        self._id = kind.id_prefix + unique
+        request_id.set(self._id)
+        self.record = RequestRecord(
+            self._id, client_id, http.path, stream=False, received_unix_s=context.unix_clock()
+        )
+        self._runs: list[SequenceRun] = []
+
+    def __enter__(self) -> Exchange:
+        self._context.recent.add(self.record)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Complete the record, however it ended."""
+        record, usage = self.record, usage_of(self._runs)
+        if isinstance(error, Exception):
+            record.status = as_api_error(error).error_code or "error"
+        elif record.status == "running":
+            record.status = "cancelled"
+        record.e2e_s = self._context.clock() - self._arrived_s
+        record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.completion_tokens
+        clocks = [run.clock for run in self._runs if run.clock is not None and run.clock.num_tokens]
+        if clocks:
+            record.ttft_s = min(clock.first_s for clock in clocks) - self._arrived_s
+        gaps = sum(clock.num_tokens - 1 for clock in clocks)
+        if gaps:
+            record.tpot_s = sum(clock.last_s - clock.first_s for clock in clocks) / gaps
+
+    async def parse(self, schema: type[B]) -> B:
+        """The checked body. Raises ``ApiError``: not JSON, too large, a wrong field, another model."""
+        given = await read_object(self._http, self._context.options.max_body_nbytes)
+        started_s = self._context.clock()
+        body = parse(schema, given)
+        served = self._context.conductor.model.name
+        if body.model is not None and body.model != served:
+            raise unknown_model(body.model, served)
+        self.record.stream = body.stream
+        self.record.parse_s = self._observe("parse", started_s)
+        return body
+
+    async def tokenize(self, prompts: Awaitable[T]) -> T:
+        started_s = self._context.clock()
+        result = await prompts
+        self.record.tokenize_s = self._observe("tokenize", started_s)
+        return result
+
+    async def answer(
+        self, body: GenerationBody, prompts: Sequence[Prompt], default_limit: int | None
+    ) -> web.StreamResponse:
+        """Generate and reply. ``default_limit``: tokens to generate where the request does not say."""
+        runs = self._runs = self._plan(body, prompts, default_limit)
+        self.record.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self.record.sequences = [run.request.request_id for run in runs]
+        context = self._context
+        answer = self._kind(
+            self._id, int(context.unix_clock()), context.conductor.model.name, body, context.tokenizer
+        )
+        return await (self._stream if body.stream else self._reply)(answer, runs, body)
+
+    def _plan(
+        self, body: GenerationBody, prompts: Sequence[Prompt], default_limit: int | None
+    ) -> list[SequenceRun]:
+        """One run a choice, prompt by prompt."""
+        if len(prompts) * body.n > MAX_SEQUENCES:
+            raise bad_request(f"n: {len(prompts)} prompts × {body.n} is more than {MAX_SEQUENCES}", "n")
+        context, runs = self._context, list[SequenceRun]()
+        alone = len(prompts) * body.n == 1
+        for prompt in prompts:
+            limit = output_limit(prompt, body, default_limit, context.conductor.model)
+            leader: SequenceRun | None = None
+            for nth in range(body.n):
+                params = context.defaults.params(
+                    body,
+                    context.conductor.model,
+                    max_tokens=max(limit, 1),
+                    num_logprobs=body.num_logprobs,
+                    choice=nth,
+                )
+                request = GenerateRequest(
+                    request_id=self._id if alone else f"{self._id}-{len(runs)}",
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=params,
+                    priority=body.priority,
+                    tenant=body.cache_salt,
+                    prompt_logprobs=_wants_prompt_logprobs(body),
+                )
+                run = SequenceRun(request, Choice(len(runs), prompt, body, context.tokenizer), leader)
+                leader = leader or run
+                runs.append(run)
+        return runs
+
+    async def _reply(self, answer: Answer, runs: list[SequenceRun], body: GenerationBody) -> web.Response:
+        outcomes = [Outcome() for _ in runs]
+
+        async def sink(run: SequenceRun, delta: Delta) -> None:
+            outcomes[run.choice.index].add(delta)
+
+        await self._generate(runs, sink, body)
+        choices = [(run.choice, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
+        return web.Response(body=answer.whole(choices, usage_of(runs)), content_type="application/json")
+
+    async def _stream(
+        self, answer: Answer, runs: list[SequenceRun], body: GenerationBody
+    ) -> web.StreamResponse:
+        """Headers go out with the first token: until then a failure still has a status of its own."""
+        response = web.StreamResponse(headers=SSE_HEADERS)
+        clock, record, opened = self._context.clock, self.record, set[int]()
+
+        async def sink(run: SequenceRun, delta: Delta) -> None:
+            started_s = clock()
+            event = answer.chunk(run.choice, delta)
+            if run.choice.index not in opened:
+                opened.add(run.choice.index)
+                event = answer.opening(run.choice.index) + event
+                if not response.prepared:
+                    await response.prepare(self._http)
+            if event:
+                await response.write(event)
+            record.write_s += clock() - started_s
+
+        try:
+            await self._generate(runs, sink, body)
+            end = answer.usage_event(usage_of(runs)) if body.include_usage else b""
+            await response.write(end + DONE)
+        except ConnectionError:
+            return response  # the client has gone, and the core has been told
+        except Exception as error:
+            if not response.prepared:
+                raise
+            failure = as_api_error(error)
+            record.status = failure.error_code or "error"
+            await response.write(b"data: " + failure.body() + b"\n\n")
+        await response.write_eof()
+        return response
+
+    async def _generate(self, runs: list[SequenceRun], sink: Sink, body: GenerationBody) -> None:
+        if body.token_limit == 0 and body.num_logprobs < 0:  # echo alone asks nothing of the model
+            for run in runs:
+                await sink(run, run.choice.echo())
+        else:
+            await run_all(runs, sink, self._context, self._arrived_s)
+        self.record.status = "done"
+
+    def _observe(self, stage: str, started_s: float) -> float:
+        seconds = self._context.clock() - started_s
+        self._context.metrics.stage.labels(stage).observe(seconds)
+        return seconds
+
+
+async def read_object(http: web.Request, limit_nbytes: int) -> dict[str, Any]:
+    """The request's JSON object. Raises ``ApiError`` 400 or 413."""
+    if (http.content_length or 0) > limit_nbytes:
+        raise ApiError(
+            413,
+            f"the request body has {http.content_length} bytes, more than the {limit_nbytes} allowed",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+    try:
+        value = orjson.loads(await http.read())
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the request body is not valid JSON: {error}", None, "invalid_json") from None
+    if not isinstance(value, dict):
+        raise bad_request("the request body must be a JSON object", None, "invalid_json")
+    return value
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    return ApiError(
+        404, f"the model {name[:128]!r} does not exist; this cluster serves {served!r}", param="model",
+        code="model_not_found",
+    )  # fmt: skip
+
+
+def usage_of(runs: Sequence[SequenceRun]) -> Usage:
+    """Each prompt once; of its choices, the one that found least of it in the cache computed the rest."""
+    cached: dict[int, int] = {}
+    prompts: dict[int, int] = {}
+    for run in runs:
+        choice = run.choice
+        key = id(choice.prompt)
+        prompts[key] = len(choice.prompt.token_ids)
+        cached[key] = min(cached.get(key, choice.num_cached_tokens), choice.num_cached_tokens)
+    return Usage(
+        sum(prompts.values()), sum(run.choice.num_tokens for run in runs), sum(cached.values())
+    )  # fmt: skip
+
+
+def _wants_prompt_logprobs(body: GenerationBody) -> bool:
+    return isinstance(body, CompletionBody) and body.echo and body.num_logprobs >= 0

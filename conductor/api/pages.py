@@ -1,0 +1,115 @@
+"""What the conductor tells about itself: to clients, to probes, to Prometheus, and to people."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from conductor.api.context import CONTEXT, ApiContext
+from conductor.api.errors import ApiError
+from conductor.api.exchange import unknown_model
+
+STATIC = Path(__file__).parent.parent / "static"
+MAX_LISTED = 200
+
+
+def reply(value: Any, status: int = 200) -> web.Response:
+    """Timelines carry whatever facts their writers had; what JSON has no word for is written as text."""
+    body = orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+async def models(http: web.Request) -> web.Response:
+    """``GET /v1/models``"""
+    return reply({"object": "list", "data": [_model(http.app[CONTEXT])]})
+
+
+async def model(http: web.Request) -> web.Response:
+    """``GET /v1/models/{name}``"""
+    context = http.app[CONTEXT]
+    if http.match_info["name"] != context.conductor.model.name:
+        raise unknown_model(http.match_info["name"], context.conductor.model.name)
+    return reply(_model(context))
+
+
+async def healthz(http: web.Request) -> web.Response:
+    """``GET /healthz``: the process answers."""
+    return reply({"status": "ok"})
+
+
+async def readyz(http: web.Request) -> web.Response:
+    """``GET /readyz``: 503 when no request could be served; degraded but serving is 200, and says so."""
+    context = http.app[CONTEXT]
+    ready, degraded = context.conductor.ready()
+    if context.draining:
+        ready, degraded = False, ["draining", *degraded]
+    status = "not ready" if not ready else "degraded" if degraded else "ready"
+    return reply({"ready": ready, "status": status, "degraded": degraded}, 200 if ready else 503)
+
+
+async def metrics(http: web.Request) -> web.Response:
+    """``GET /metrics``, rendered in a thread: a page of many series would stop every stream for 10 ms."""
+    context = http.app[CONTEXT]
+    context.metrics.see_cluster(context.conductor.cluster())
+    page = await asyncio.to_thread(generate_latest, context.metrics.registry)
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def cluster(http: web.Request) -> web.Response:
+    """``GET /v1/cluster``"""
+    return reply(http.app[CONTEXT].conductor.cluster())
+
+
+async def requests(http: web.Request) -> web.Response:
+    """``GET /v1/requests?limit=N``: the latest requests, newest first."""
+    text = http.query.get("limit", "50")
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LISTED:
+        raise ApiError(400, f"limit: must be from 1 to {MAX_LISTED}, got {text[:32]!r}", param="limit")
+    latest = http.app[CONTEXT].recent.latest(int(text))
+    return reply({"object": "list", "data": [record.to_dict() for record in latest]})
+
+
+async def timeline(http: web.Request) -> web.Response:
+    """``GET /v1/requests/{id}/timeline``: by the answer's id, the client's x-request-id, or one choice's id.
+
+    A request of one sequence gives that sequence's timeline, one of several gives all under ``sequences``;
+    what the API itself spent is under ``api``.
+    """
+    context, asked = http.app[CONTEXT], http.match_info["id"]
+    record = context.recent.find(asked)
+    names = record.sequences if record is not None else [asked]
+    found = [one.to_dict() for one in map(context.conductor.timeline, names) if one is not None]
+    if record is None and not found:
+        raise ApiError(
+            404,
+            f"no request {asked[:128]!r} is known: ids are kept for a while after the answer",
+            param="id",
+            code="request_not_found",
+        )
+    api = record.to_dict() if record is not None else None
+    if len(names) == 1 and found:
+        return reply(found[0] | {"api": api})
+    return reply({"request_id": asked, "sequences": found, "api": api})
+
+
+async def dashboard(http: web.Request) -> web.FileResponse:
+    """``GET /``"""
+    return web.FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+
+
+def _model(context: ApiContext) -> dict[str, Any]:
+    served = context.conductor.model
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": context.created_unix_s,
+        "owned_by": "moonpool",
+        "root": served.name,
+        "parent": None,
+        "max_model_len": served.max_model_len,
+    }

@@ -1,0 +1,152 @@
+"""The prompts of one request, in any of the shapes OpenAI allows, as token ids within the model's length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.api.chat_template import ChatTemplate
+from conductor.api.errors import ApiError, bad_request
+from conductor.api.schemas import ChatBody, CompletionBody, GenerationBody
+from conductor.served_model import ServedModel
+from conductor.tokenizer import Tokenizer
+
+MAX_PROMPTS = 2048  # in one request; the body's size bounds the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``param`` is the field it came from, for messages; ``text`` is None where token ids were sent."""
+
+    token_ids: npt.NDArray[np.int32]  # [num_tokens], at least one
+    text: str | None
+    param: str
+
+
+async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, model: ServedModel) -> list[Prompt]:
+    """A string, a list of strings, a list of token ids, or a list of such lists.
+
+    Raises:
+        ApiError: 400 for anything else, an empty prompt, or an id the model does not know.
+    """
+    return [
+        await _text_prompt(one, param, tokenizer, add_special_tokens=body.add_special_tokens)
+        if isinstance(one, str)
+        else _token_prompt(one, param, model)
+        for one, param in _split(body.prompt)
+    ]
+
+
+async def chat_prompt(body: ChatBody, template: ChatTemplate | None, tokenizer: Tokenizer) -> Prompt:
+    """The conversation through the checkpoint's template.
+
+    Raises:
+        ApiError: 400 when the checkpoint has no template or the text is empty.
+        ChatTemplateError: the template refused the messages.
+    """
+    if template is None:
+        raise bad_request(
+            "the served model has no chat template, so it has no chat: use /v1/completions",
+            "messages",
+            "no_chat_template",
+        )
+    text = template.render(
+        [message.model_dump(exclude_unset=True) for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+    )
+    return await _text_prompt(text, "messages", tokenizer, add_special_tokens=body.add_special_tokens)
+
+
+def output_limit(prompt: Prompt, body: GenerationBody, default: int | None, model: ServedModel) -> int:
+    """How many tokens may follow ``prompt``: as many as asked for, else ``default``, else all that fit.
+
+    Raises:
+        ApiError: 400 with the numbers when they do not fit into the model's length.
+    """
+    longest, length = model.max_model_len, len(prompt.token_ids)
+    asked = body.token_limit
+    room = longest - length
+    if room < 1:
+        raise bad_request(
+            f"the model's maximum context length is {longest} tokens, but {prompt.param} has {length} tokens "
+            f"and the answer needs at least one: shorten it by {length - longest + 1} or more",
+            prompt.param,
+            "context_length_exceeded",
+        )
+    if asked is None:
+        limit = room if default is None else min(default, room)
+        return max(limit, min(body.min_tokens, room))
+    if asked > room:
+        raise bad_request(
+            f"the model's maximum context length is {longest} tokens, but {length + asked} were requested "
+            f"({length} in {prompt.param}, {asked} for the answer): at most {room} fit",
+            "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+            "context_length_exceeded",
+        )
+    return asked
+
+
+def _split(prompt: Any) -> list[tuple[str | list[Any], str]]:
+    """Each single prompt with the name of the field it came from."""
+    if prompt is None:
+        raise bad_request("prompt: is required", "prompt", "missing_required_parameter")
+    if isinstance(prompt, str):
+        return [(prompt, "prompt")]
+    if not isinstance(prompt, list):
+        raise _wrong_type("prompt", prompt)
+    if not prompt:
+        raise _empty("prompt")
+    if _is_number(prompt[0]):
+        return [(prompt, "prompt")]
+    if len(prompt) > MAX_PROMPTS:
+        raise bad_request(f"prompt: at most {MAX_PROMPTS} prompts, got {len(prompt)}", "prompt")
+    for position, one in enumerate(prompt):
+        if not isinstance(one, str | list):
+            raise _wrong_type(f"prompt[{position}]", one)
+    return [(one, f"prompt[{position}]") for position, one in enumerate(prompt)]
+
+
+async def _text_prompt(text: str, param: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -> Prompt:
+    token_ids = await tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    if not text or not len(token_ids):
+        raise _empty(param)
+    return Prompt(token_ids, text, param)
+
+
+def _token_prompt(token_ids: Sequence[Any], param: str, model: ServedModel) -> Prompt:
+    if not token_ids:
+        raise _empty(param)
+    if set(map(type, token_ids)) != {int}:
+        position = next(i for i, one in enumerate(token_ids) if type(one) is not int)
+        raise _wrong_type(f"{param}[{position}]", token_ids[position])
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= model.vocab_size:
+        wrong = low if low < 0 else high
+        raise bad_request(
+            f"{param}: token id {wrong} is outside the model's vocabulary, 0 to {model.vocab_size - 1}", param
+        )
+    return Prompt(np.array(token_ids, dtype=np.int32), None, param)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _empty(param: str) -> ApiError:
+    return bad_request(f"{param}: must not be empty", param, "empty_prompt")
+
+
+def _wrong_type(param: str, value: Any) -> ApiError:
+    names: Mapping[type, str] = {bool: "a boolean", float: "a fraction", dict: "an object", str: "a string"}
+    got = names.get(type(value), type(value).__name__)
+    return bad_request(
+        f"{param}: prompts are strings or lists of token ids, got {got}",
+        param,
+        "invalid_type",
+    )

@@ -1,0 +1,89 @@
+"""From a checked request to the core's sampling parameters, the checkpoint's own defaults filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from conductor.api.errors import bad_request
+from conductor.api.schemas import GenerationBody
+from conductor.sampling import SamplingParams
+from conductor.served_model import ServedModel
+from conductor.tokenizer import read_json
+from runtime.errors import ConfigError
+
+_SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What holds where a request says nothing: the checkpoint's ``generation_config.json``, then OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_checkpoint(cls, path: Path) -> SamplingDefaults:
+        """Raises ``ConfigError`` when the file is broken."""
+        file = path / "generation_config.json"
+        given = read_json(file)
+        found: dict[str, float] = {}
+        for name in (field.name for field in fields(cls)):
+            value = given.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"{file}: {name} must be a number, got {value!r}", "model.path")
+            found[name] = value
+        return cls(**found)  # type: ignore[arg-type]
+
+    def params(
+        self, body: GenerationBody, model: ServedModel, *, max_tokens: int, num_logprobs: int, choice: int
+    ) -> SamplingParams:
+        """For the ``choice``-th of ``n`` choices, each of which draws differently.
+
+        Raises:
+            ApiError: 400 for a token id the model does not have.
+        """
+        for token_id in body.stop_token_ids:
+            _check_token("stop_token_ids", token_id, model)
+        top_k = self.top_k if body.top_k is None else body.top_k
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature if body.temperature is None else body.temperature,
+            top_p=self.top_p if body.top_p is None else body.top_p,
+            top_k=max(top_k, 0),  # -1 is another way to say off
+            min_p=self.min_p if body.min_p is None else body.min_p,
+            seed=None if body.seed is None else (body.seed + choice) & _SEED_MASK,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=(
+                self.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+            ),
+            logit_bias=_logit_bias(body, model),
+            num_logprobs=num_logprobs,
+            stop_token_ids=tuple(body.stop_token_ids),
+            ignore_eos=body.ignore_eos,
+            min_tokens=min(body.min_tokens, max_tokens),
+        )
+
+
+def _logit_bias(body: GenerationBody, model: ServedModel) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in body.logit_bias.items():
+        if not key.isascii() or not key.isdigit():
+            raise bad_request(f"logit_bias: keys must be token ids, got {key[:64]!r}", "logit_bias")
+        _check_token("logit_bias", int(key[:20]), model)
+        bias[int(key)] = value
+    return bias
+
+
+def _check_token(param: str, token_id: int, model: ServedModel) -> None:
+    if token_id >= model.vocab_size:
+        raise bad_request(
+            f"{param}: token id {token_id} is outside the model's vocabulary, 0 to {model.vocab_size - 1}",
+            param,
+        )

@@ -1,0 +1,233 @@
+"""What a request may say, checked once; a wrong field is named as the caller wrote it."""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from conductor.api.errors import ApiError, bad_request
+
+log = logging.getLogger(__name__)
+
+MAX_CHOICES = 128  # n
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_PRIORITY = 2**31 - 1
+
+# To ignore these would be to answer something else than was asked.
+REFUSED = {
+    "tools": "tool calls are not supported",
+    "functions": "function calls are not supported",
+    "response_format": "only free text is supported",
+    "suffix": "filling in before a suffix is not supported",
+    "use_beam_search": "beam search is not supported",
+    "structured_outputs": "constrained decoding is not supported",
+    "guided_json": "constrained decoding is not supported",
+    "guided_regex": "constrained decoding is not supported",
+    "guided_choice": "constrained decoding is not supported",
+    "guided_grammar": "constrained decoding is not supported",
+    "prompt_embeds": "embeddings as prompts are not supported",
+}
+_HARMLESS: tuple[object, ...] = ([], {}, "", False, {"type": "text"})
+
+_seen_unknown: set[str] = set()
+
+# Enough of a wrong value to recognise it.
+_shown = reprlib.Repr(maxstring=80, maxother=80, maxlist=4, maxdict=4, maxlevel=2)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_text(content: Any) -> Any:
+    """The text of a message given in parts; a part of another kind cannot be read by a language model."""
+    if not isinstance(content, list):
+        return content
+    for position, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f'part {position} is not {{"type": "text", "text": …}}: only text is supported')
+    return "\n".join(part["text"] for part in content)
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, Field(ge=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class _Schema(BaseModel):
+    # Strict: a number in quotes is a mistake worth hearing about.
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(_Schema):
+    include_usage: bool = False
+
+
+class GenerationBody(_Schema):
+    """The fields both endpoints share. Nulls are taken for absent before this is built."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=0)
+    min_tokens: int = Field(default=0, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop: Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] = []
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    user: str | None = None
+    cache_salt: str = ""
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens to generate, under either of its names."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        """-1: none, 0: the chosen token's, n: the n best tokens' too."""
+        return -1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @model_validator(mode="after")
+    def _agree(self) -> GenerationBody:
+        """What no single field can say. The field's name comes first; ``parse`` reads it off."""
+        limit = self.token_limit
+        if self.best_of not in (None, 1, self.n):
+            raise ValueError("best_of: only 1 is supported: no candidates beyond the n choices are made")
+        if limit is not None and self.min_tokens > limit:
+            raise ValueError(f"min_tokens: must be at most max_tokens, {limit}, got {self.min_tokens}")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed together with stream: true")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """``POST /v1/completions``. ``prompt`` is read by ``conductor.api.prompts``."""
+
+    prompt: Any = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    @property
+    def num_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
+
+    @model_validator(mode="after")
+    def _some_output(self) -> CompletionBody:
+        if self.token_limit == 0 and not self.echo:
+            raise ValueError("max_tokens: must be at least 1, unless echo is true, got 0")
+        return self
+
+
+class Message(_Schema):
+    """Fields beyond these two (name, tool_call_id, …) are for the chat template."""
+
+    role: str = Field(min_length=1)
+    content: Annotated[str | None, BeforeValidator(_as_text)] = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the {self.role} needs a content")
+        return self
+
+
+class ChatBody(GenerationBody):
+    """``POST /v1/chat/completions``"""
+
+    messages: list[Message] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def num_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+    @model_validator(mode="after")
+    def _chat_agrees(self) -> ChatBody:
+        if self.token_limit == 0:
+            raise ValueError("max_tokens: must be at least 1, got 0")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only allowed together with logprobs: true")
+        if self.continue_final_message and self.add_generation_prompt:
+            if "add_generation_prompt" in self.model_fields_set:
+                raise ValueError("continue_final_message: not allowed together with add_generation_prompt")
+            self.add_generation_prompt = False
+        return self
+
+
+B = TypeVar("B", bound=GenerationBody)
+
+
+def parse(schema: type[B], body: Mapping[str, Any]) -> B:
+    """The checked request.
+
+    Raises:
+        ApiError: 400, naming the first field that is wrong and what it should be.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    if given.get("tool_choice") == "none":
+        given.pop("tools", None)
+    for name in given.keys() & REFUSED.keys():
+        if given[name] not in _HARMLESS:
+            raise bad_request(f"{name}: {REFUSED[name]}", name, "unsupported_parameter")
+    try:
+        parsed = schema.model_validate(given)
+    except ValidationError as error:
+        raise _first_error(error) from None
+    _note_unknown(parsed.model_extra or {})
+    return parsed
+
+
+def _first_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:  # from a check over several fields, which names the one to change itself
+        return bad_request(message, message.partition(":")[0])
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    if first["type"] == "missing":
+        return bad_request(f"{param}: is required", param, "missing_required_parameter")
+    if first["type"] in ("too_short", "string_too_short"):
+        return bad_request(f"{param}: must not be empty", param)
+    if first["type"] == "model_type":
+        message = "must be an object"
+    message = message.replace("Input should be", "must be").replace("should have", "must have")
+    return bad_request(f"{param}: {message}, got {_shown.repr(first['input'])}", param)
+
+
+def _note_unknown(extra: Mapping[str, Any]) -> None:
+    """Unknown fields are ignored, as vLLM does; each is mentioned once, while there are not too many."""
+    for name in extra.keys() - _seen_unknown:
+        if len(_seen_unknown) < 256:
+            _seen_unknown.add(name)
+            log.debug("ignoring the unknown request field %r", name[:64])
