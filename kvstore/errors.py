@@ -15,3 +15,36 @@ class LayoutError(StoreError):
 
 class KeyFormatError(StoreError):
     """Bytes that should be packed block keys are not."""
+
+
+class IndexUnavailable(StoreError):
+    """Redis did not answer, or answered with an error. The call may have had its effect there."""
+
+    def __init__(self, call: str, reason: str) -> None:
+        super().__init__(f"the index in Redis did not answer {call}: {reason}")
+        self.call = call
+        self.reason = reason
+
+
+class NodeUnknown(StoreError):
+    """The index does not know this node in this epoch: never registered, lapsed, or dropped. Register
+    again."""
+
+    def __init__(self, node_id: str, epoch: int) -> None:
+        super().__init__(f"node {node_id} of epoch {epoch} is not registered in the index")
+        self.node_id = node_id
+        self.epoch = epoch
+
+
+class EpochSuperseded(StoreError):
+    """Another process has registered this node with a newer epoch; the caller's entries are gone for good."""
+
+    def __init__(self, node_id: str, epoch: int, current: int) -> None:
+        super().__init__(f"node {node_id} of epoch {epoch} was superseded by epoch {current}")
+        self.node_id = node_id
+        self.epoch = epoch
+        self.current = current
+
+
+class ChangesCorrupt(StoreError):
+    """Bytes that should be a batch of index changes are not."""

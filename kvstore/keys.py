@@ -1,8 +1,8 @@
 """Block keys: a chain of 128-bit digests, so that equal keys mean an equal prefix, on every host.
 
-``key[i] = blake2b-128(key[i-1] || tokens[i])``. The chain starts at a root made of everything that changes the
-KV bytes of a token (model, revision, dtype, adapter) and of the tenant, so no path leads from one tenant's
-keys to another's. A partial tail block has no key.
+``key[i] = blake2b-128(key[i-1] || tokens[i])``. The chain starts at a root made of everything that changes
+the KV bytes of a token (model, revision, dtype, adapter) and of the tenant, so no path leads from one
+tenant's keys to another's. A partial tail block has no key.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def test_every_field_of_a_layout_changes_its_fingerprint() -> None:
     assert len(LAYOUT.fingerprint) == 16
 
 
-@pytest.mark.parametrize("field, value", [("num_layers", 0), ("head_dim", -1), ("dtype", "int7")])
+@pytest.mark.parametrize(("field", "value"), [("num_layers", 0), ("head_dim", -1), ("dtype", "int7")])
 def test_an_impossible_layout_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(LayoutError, match=field):
         replace(LAYOUT, **{field: value})
@@ -68,7 +68,8 @@ def test_a_chain_is_its_blocks_extended_one_by_one(token_ids: np.ndarray, block_
     key = root
     for index, expected in enumerate(keys):
         key = extend(key, token_ids[index * block_size : (index + 1) * block_size].tobytes())
-        assert key == expected and len(key) == KEY_NBYTES
+        assert key == expected
+        assert len(key) == KEY_NBYTES
     assert unpack(pack(keys)) == keys
 
 
@@ -91,7 +92,10 @@ def test_one_changed_token_changes_every_key_after_it() -> None:
 
 
 def test_keys_are_equal_in_another_process() -> None:
-    code = "import numpy as np; from kvstore.keys import chain; print(chain(b'r'*16, np.arange(32, dtype=np.int32), 16)[-1].hex())"
+    code = (
+        "import numpy as np; from kvstore.keys import chain; "
+        "print(chain(b'r' * 16, np.arange(32, dtype=np.int32), 16)[-1].hex())"
+    )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == chain(b"r" * 16, np.arange(32, dtype=np.int32), 16)[-1].hex()
 

@@ -1,0 +1,33 @@
+"""Prometheus metrics of the index."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge
+
+published_blocks = Counter(
+    "moonpool_index_published_blocks_total", "Block changes published in the index.", ["change"]
+)
+publisher_connected = Gauge(
+    "moonpool_index_publisher_connected", "1: this node's blocks are published; 0: Redis is lost."
+)
+registrations = Counter(
+    "moonpool_index_registrations_total", "Times this node registered in the index, each with all it held."
+)
+mirror_connected = Gauge(
+    "moonpool_index_mirror_connected", "1: the mirror follows the index; 0: Redis is lost."
+)
+mirror_lag = Gauge(
+    "moonpool_index_mirror_lag_seconds", "How far the mirror was behind the stream when last looked."
+)
+mirror_blocks = Gauge("moonpool_index_mirror_blocks", "Different blocks the mirror knows.")
+mirror_nodes = Gauge("moonpool_index_mirror_nodes", "Nodes the mirror knows.")
+mirror_events = Counter("moonpool_index_mirror_events_total", "Stream entries applied.")
+mirror_corrupt_events = Counter(
+    "moonpool_index_mirror_corrupt_events_total", "Stream entries that could not be read, and were skipped."
+)
+mirror_snapshots = Counter(
+    "moonpool_index_mirror_snapshots_total", "Times the whole index was read.", ["cause"]
+)  # start, gap, instance (Redis lost its data), history (it went back)
+lapsed_nodes = Counter(
+    "moonpool_index_lapsed_nodes_total", "Nodes this process dropped because their lease ended."
+)

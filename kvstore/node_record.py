@@ -1,0 +1,74 @@
+"""What a node says of itself in the index."""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import orjson
+
+from kvstore.errors import StoreError
+
+
+class RecordCorrupt(StoreError):
+    """A node's record in the index cannot be read; ``str(error)`` says which field is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoad:
+    """How busy a node is; carried by every heartbeat."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_tokens: int = 0  # prompt tokens still to compute
+    num_blocks: int = 0
+    free_blocks: int = 0  # free, or cached and evictable
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """One node in one life (``epoch``). ``epoch`` grows from one life of a node to the next."""
+
+    node_id: str
+    epoch: int
+    role: str  # "prefill", "decode", "store"
+    host: str = ""
+    pid: int = 0
+    rpc_address: str = ""
+    metrics_url: str = ""
+    state: str = "ready"  # "starting", "ready", "draining"
+    model: str = ""
+    layout: str = ""  # KVLayout.fingerprint, hex
+    kv_address: bytes = b""  # protos.KvAddress, serialized
+    load: NodeLoad = NodeLoad()
+    profile: dict[str, float] = field(default_factory=dict)  # protos.Profile's coefficients by name
+    extra: dict[str, Any] = field(default_factory=dict)  # fields a newer version wrote; kept as they are
+
+    def to_json(self) -> bytes:
+        """The record as Redis keeps it. ``epoch`` goes as text: JSON readers lose 64-bit integers."""
+        body = {**self.extra, **asdict(self), "epoch": str(self.epoch)}
+        del body["extra"]
+        body["kv_address"] = b64encode(self.kv_address).decode()
+        return orjson.dumps(body)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> NodeRecord:
+        """Read a record of this version or a newer one. Raises ``RecordCorrupt``."""
+        try:
+            body = orjson.loads(data)
+            known = {name: body.pop(name) for name in _FIELDS if name in body}
+            known["epoch"] = int(known["epoch"])
+            known["kv_address"] = b64decode(known.get("kv_address", ""), validate=True)
+            load = known.get("load", {})
+            known["load"] = NodeLoad(**{name: int(load[name]) for name in _LOAD_FIELDS if name in load})
+            return cls(**known, extra=body)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RecordCorrupt(f"a node record cannot be read: {error!r} in {data[:200]!r}") from error
+
+    def with_load(self, load: NodeLoad) -> NodeRecord:
+        return replace(self, load=load)
+
+
+_FIELDS = tuple(f.name for f in fields(NodeRecord) if f.name != "extra")
+_LOAD_FIELDS = tuple(f.name for f in fields(NodeLoad))

@@ -1,0 +1,171 @@
+"""The index's Lua, one script for each change that must happen in one step.
+
+Keys of a namespace share one hash tag, so that every script runs on one shard of a Redis Cluster, and every
+key a script touches is declared. No FUNCTION: Redis 6.2 has none.
+
+    {ns}:meta     hash   instance (random, made with the namespace), seq (last event), nbytes (of all events)
+    {ns}:events   stream of changes; ids are seq-0 without holes, so that a reader sees a gap
+    {ns}:marks    list   "seq:nbytes" every 64 events, to trim the stream by bytes
+    {ns}:leases   sorted set   node id by the millisecond its lease ends, on Redis's clock
+    {ns}:node:ID  hash   epoch, record (JSON), complete (1: all it holds is published), base (log trimmed)
+    {ns}:log:ID   list   its batches of changes (kvstore.changes), oldest first: replayed, what it holds
+"""
+
+from __future__ import annotations
+
+from hashlib import sha1
+
+_PRELUDE = """
+redis.replicate_commands()
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+-- Epochs are 64-bit and Lua's numbers are not: compare them as decimal text.
+local function newer(a, b)
+  return #a > #b or (#a == #b and a > b)
+end
+-- A namespace without an instance is new, or Redis has lost it: what is left of an old stream is of no use.
+local function open(meta, events, marks, instance)
+  if redis.call('HSETNX', meta, 'instance', instance) == 1 then
+    redis.call('UNLINK', events, marks)
+    redis.call('HDEL', meta, 'seq', 'nbytes')
+  end
+end
+local function emit(events, meta, marks, budget, kind, node, epoch, data)
+  local seq = redis.call('HINCRBY', meta, 'seq', 1)
+  local id = string.format('%.0f', seq)
+  redis.call('XADD', events, id .. '-0', 'k', kind, 'n', node, 'e', epoch, 'd', data)
+  local total = redis.call('HINCRBY', meta, 'nbytes', #data + 64)
+  if seq % 64 == 0 then
+    redis.call('RPUSH', marks, id .. ':' .. string.format('%.0f', total))
+    local upto = nil
+    while true do
+      local mark = redis.call('LINDEX', marks, 0)
+      local at, nbytes = string.match(mark, '(%d+):(%d+)')
+      if total - tonumber(nbytes) <= tonumber(budget) then break end
+      upto = at
+      redis.call('LPOP', marks)
+    end
+    if upto then redis.call('XTRIM', events, 'MINID', '~', upto .. '-0') end
+  end
+  return seq
+end
+"""
+
+# KEYS node log leases events meta marks | ARGV id epoch record ttl_ms instance budget complete
+REGISTER = (
+    _PRELUDE
+    + """
+local current = redis.call('HGET', KEYS[1], 'epoch')
+if current and newer(current, ARGV[2]) then return {'SUPERSEDED', current} end
+open(KEYS[5], KEYS[4], KEYS[6], ARGV[5])
+-- The base only ever grows, so that a reader half way through the old log starts over.
+local base = tonumber(redis.call('HGET', KEYS[1], 'base') or '0') + redis.call('LLEN', KEYS[2]) + 1
+redis.call('UNLINK', KEYS[2])
+redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'record', ARGV[3], 'complete', ARGV[7], 'base', base)
+redis.call('ZADD', KEYS[3], now_ms() + tonumber(ARGV[4]), ARGV[1])
+local seq = emit(KEYS[4], KEYS[5], KEYS[6], ARGV[6], 'J', ARGV[1], ARGV[2], ARGV[3])
+if ARGV[7] == '1' then seq = emit(KEYS[4], KEYS[5], KEYS[6], ARGV[6], 'C', ARGV[1], ARGV[2], '') end
+return {'OK', seq, base}
+"""
+)
+
+# KEYS node leases events meta marks | ARGV id epoch record ttl_ms budget
+HEARTBEAT = (
+    _PRELUDE
+    + """
+local current = redis.call('HGET', KEYS[1], 'epoch')
+if current ~= ARGV[2] then
+  if current and newer(current, ARGV[2]) then return {'SUPERSEDED', current} end
+  return {'UNKNOWN'}
+end
+redis.call('HSET', KEYS[1], 'record', ARGV[3])
+redis.call('ZADD', KEYS[2], now_ms() + tonumber(ARGV[4]), ARGV[1])
+return {'OK', emit(KEYS[3], KEYS[4], KEYS[5], ARGV[5], 'H', ARGV[1], ARGV[2], ARGV[3])}
+"""
+)
+
+# KEYS node log events meta marks | ARGV id epoch changes quiet base trim budget complete
+# `changes` go to the log and the stream. `quiet` goes to the log alone: it repeats what is still true of the
+# `trim` oldest batches, which are dropped in the same step if the log still starts at `base`.
+PUBLISH = (
+    _PRELUDE
+    + """
+local current = redis.call('HGET', KEYS[1], 'epoch')
+if current ~= ARGV[2] then
+  if current and newer(current, ARGV[2]) then return {'SUPERSEDED', current} end
+  return {'UNKNOWN'}
+end
+local seq = 0
+if ARGV[3] ~= '' then
+  redis.call('RPUSH', KEYS[2], ARGV[3])
+  seq = emit(KEYS[3], KEYS[4], KEYS[5], ARGV[7], 'B', ARGV[1], ARGV[2], ARGV[3])
+end
+if tonumber(ARGV[6]) > 0 and redis.call('HGET', KEYS[1], 'base') == ARGV[5] then
+  if ARGV[4] ~= '' then redis.call('RPUSH', KEYS[2], ARGV[4]) end
+  redis.call('LTRIM', KEYS[2], ARGV[6], -1)
+  redis.call('HINCRBY', KEYS[1], 'base', ARGV[6])
+end
+if ARGV[8] == '1' then
+  redis.call('HSET', KEYS[1], 'complete', 1)
+  seq = emit(KEYS[3], KEYS[4], KEYS[5], ARGV[7], 'C', ARGV[1], ARGV[2], '')
+end
+return {'OK', seq}
+"""
+)
+
+# KEYS node log leases events meta marks | ARGV id epoch reason only_lapsed budget
+DROP = (
+    _PRELUDE
+    + """
+local current = redis.call('HGET', KEYS[1], 'epoch')
+if not current or current ~= ARGV[2] then return {'UNKNOWN'} end
+if ARGV[4] == '1' then
+  local ends = redis.call('ZSCORE', KEYS[3], ARGV[1])
+  if ends and tonumber(ends) > now_ms() then return {'ALIVE'} end
+end
+redis.call('UNLINK', KEYS[1], KEYS[2])
+redis.call('ZREM', KEYS[3], ARGV[1])
+return {'OK', emit(KEYS[4], KEYS[5], KEYS[6], ARGV[5], 'L', ARGV[1], current, ARGV[3])}
+"""
+)
+
+# KEYS meta leases events marks | ARGV instance
+# Makes the namespace if there is none; says where the stream stands and whose
+# lease has lapsed.
+WATCH = (
+    _PRELUDE
+    + """
+open(KEYS[1], KEYS[3], KEYS[4], ARGV[1])
+local seq = tonumber(redis.call('HGET', KEYS[1], 'seq') or '0')
+return {redis.call('HGET', KEYS[1], 'instance'), seq, redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now_ms())}
+"""
+)
+
+# KEYS node log | ARGV position count.  Batches from an absolute position of the log on.
+READ = """
+local head = redis.call('HMGET', KEYS[1], 'epoch', 'record', 'complete', 'base')
+if not head[1] then return {} end
+local first = math.max(tonumber(ARGV[1]) - tonumber(head[4]), 0)
+local batches = redis.call('LRANGE', KEYS[2], first, first + tonumber(ARGV[2]) - 1)
+return {head[1], head[2], head[3], head[4], batches}
+"""
+
+
+class Script:
+    """Lua text and the digest EVALSHA knows it by."""
+
+    __slots__ = ("sha", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+register = Script(REGISTER)
+heartbeat = Script(HEARTBEAT)
+publish = Script(PUBLISH)
+drop = Script(DROP)
+watch = Script(WATCH)
+read = Script(READ)
