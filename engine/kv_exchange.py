@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import grpc.aio
 
 from engine.block_memory import BlockMemory
-from engine.errors import OutOfBlocks, PeerIncompatible
 from kvstore import keys as block_keys
 from kvstore.keys import BlockKey
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
+from runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
 from transfer import AgentDescriptor, Peer, Span, TransferAgent, TransferReport
 
 log = logging.getLogger(__name__)
 
 
+class PeerIncompatible(MoonpoolError):
+    """A peer's blocks have another layout than ours, so that they cannot be read here."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, node_id: str, theirs: str, ours: str) -> None:
+        super().__init__(
+            f"node {node_id} keeps KV blocks of layout {theirs}, this node of {ours}: "
+            "all nodes need the same model, dtype and engine.block_size"
+        )
+        self.node_id = node_id
+
+
 @dataclass(slots=True)
 class Fetched:
-    """What came of a fetch: the first ``num_blocks`` of the keys asked for are in the pool now, held once each."""
+    """What came of a fetch: ``block_ids`` are the first blocks of the chain, held for the caller."""
 
     block_ids: list[int] = field(default_factory=list)
+    num_read: int = 0  # the last so many of them came from the peer
     nbytes: int = 0
     seconds: float = 0.0
 
@@ -41,8 +53,12 @@ class KvExchange:
         self._agent = agent
         self._deadline_s = deadline_s
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._releases: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
+        """End every connection to a peer."""
+        for release in self._releases:
+            release.cancel()
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
@@ -68,9 +84,15 @@ class KvExchange:
         return await self._agent.connect(AgentDescriptor.unpack(source.agent))
 
     async def read(
-        self, peer: Peer, blocks: node_pb2.BlockSpans, first: int, block_ids: Sequence[int], *, deadline_s: float
+        self,
+        peer: Peer,
+        blocks: node_pb2.BlockSpans,
+        first: int,
+        block_ids: Sequence[int],
+        *,
+        deadline_s: float,
     ) -> TransferReport:
-        """Fill our pool's ``block_ids`` with ``blocks[first:]``, as many as there are ids; checksums are verified.
+        """Fill our pool's ``block_ids`` with as many of ``blocks[first:]``; checksums are verified.
 
         After an error or a cancellation the bytes of ``block_ids`` are undefined; they must not be sealed.
         """
@@ -83,35 +105,35 @@ class KvExchange:
         checksums = list(blocks.checksum[first:end]) or None
         return await peer.read(local, remote, deadline_s=deadline_s, checksums=checksums)
 
-    async def fetch(self, source: node_pb2.KvAddress, chain: Sequence[BlockKey], num_local: int) -> Fetched:
-        """Read blocks ``num_local …`` of ``chain`` from ``source`` and seal them here.
+    async def fetch(self, source: node_pb2.KvAddress, chain: Sequence[BlockKey]) -> Fetched:
+        """Read what this node lacks of ``chain`` from ``source`` and seal it here.
 
-        The caller holds the first ``num_local`` blocks of the chain. What was read is held for the caller, who
-        releases it; the source may hold fewer than expected, then fewer are read. Having no room here is no
-        error either: nothing is read then.
+        The caller releases ``block_ids``. The source may hold less than expected, and there may be no room
+        here: then less is read, or nothing.
 
         Raises:
-            NodeUnavailable, RemoteError, TransferError, PeerIncompatible: nothing was sealed, nothing is held.
+            NodeUnavailable, RemoteError, TransferError, PeerIncompatible: nothing was sealed or is held.
         """
-        wanted, pool = chain[num_local:], self._memory.pool
+        pool = self._memory.pool
+        held = pool.match(chain)
+        pool.acquire(held)
         started_s = time.monotonic()
-        async with self._lease(source, wanted) as blocks:
-            try:
-                block_ids = pool.allocate(len(blocks.offset))
-            except OutOfBlocks:
-                return Fetched()
-            if not block_ids:
-                return Fetched()
-            try:
-                peer = await self.connect(source)
-                report = await self.read(peer, blocks, 0, block_ids, deadline_s=self._deadline_s)
-            except BaseException:
-                pool.release(block_ids)
-                raise
-        for i, block in enumerate(block_ids):
-            at = num_local + i
-            block_ids[i] = pool.seal(block, chain[at], chain[at - 1] if at else None)
-        return Fetched(block_ids, report.nbytes, time.monotonic() - started_s)
+        num_local = len(held)
+        nbytes = 0
+        try:
+            async with self._lease(source, chain[num_local:]) as blocks:
+                num_wanted = len(blocks.offset)
+                if 0 < num_wanted <= pool.num_free:
+                    held += pool.allocate(num_wanted)
+                    peer = await self.connect(source)
+                    report = await self.read(peer, blocks, 0, held[num_local:], deadline_s=self._deadline_s)
+                    nbytes = report.nbytes
+        except BaseException:
+            pool.release(held)
+            raise
+        for i in range(num_local, len(held)):
+            held[i] = pool.seal(held[i], chain[i], chain[i - 1] if i else None)
+        return Fetched(held, len(held) - num_local, nbytes, time.monotonic() - started_s)
 
     @asynccontextmanager
     async def _lease(
@@ -126,5 +148,13 @@ class KvExchange:
         finally:
             if reply.lease_id:
                 # Nobody waits for it: a release that is lost ends with the lease.
-                release = stub.Release(node_pb2.ReleaseRequest(lease_id=reply.lease_id), timeout=self._deadline_s)
-                asyncio.ensure_future(_ignore_loss(release, source.node_id))
+                release = asyncio.create_task(self._release(stub, source.node_id, reply.lease_id))
+                self._releases.add(release)
+                release.add_done_callback(self._releases.discard)
+
+    async def _release(self, stub: node_pb2_grpc.NodeStub, node_id: str, lease_id: int) -> None:
+        try:
+            with rpc.calling(node_id):
+                await stub.Release(node_pb2.ReleaseRequest(lease_id=lease_id), timeout=self._deadline_s)
+        except (NodeUnavailable, RemoteError) as error:
+            log.info("a lease was not given back and will lapse: %s", error)

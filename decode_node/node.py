@@ -1,0 +1,182 @@
+"""The decode node's service: take prompts' blocks over, generate, tell the conductors step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc.aio
+
+from decode_node.outbox import Outbox
+from decode_node.takeover import take_over
+from engine.events import StepEvent
+from engine.messages import token_out
+from engine.node import EngineNode, sequence_of
+from engine.node_metrics import DECODE_TOKENS, RECEIVED_BLOCKS, RECEIVED_BYTES
+from engine.sequence import Sequence
+from kvstore import keys as block_keys
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from runtime.errors import MoonpoolError
+from runtime.options import Config
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, int]  # request id, attempt
+
+
+@dataclass(slots=True)
+class _Request:
+    conductor_id: str
+    sequence: Sequence
+    takeover: asyncio.Task[None]
+
+
+class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
+    """Serves ``protos.DecodeNode``."""
+
+    role = "decode"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._requests: dict[Key, _Request] = {}
+        self._outboxes: dict[str, Outbox] = {}
+
+    # ------------------------------------------------------------------ EngineNode
+
+    def servicer(self) -> rpc.Servicer:
+        self.engine.on_step = self._on_step
+        return (node_pb2_grpc.add_DecodeNodeServicer_to_server, self)
+
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    async def stop(self) -> None:
+        for key in list(self._requests):
+            self._cancel(key)
+
+    def sweep(self) -> None:
+        super().sweep()
+        for conductor_id, outbox in list(self._outboxes.items()):
+            if outbox.unread_s < self.config.node.orphan_s:
+                continue
+            orphans = [key for key, r in self._requests.items() if r.conductor_id == conductor_id]
+            if orphans:
+                log.warning("conductor %s is gone: %d requests are cancelled", conductor_id, len(orphans))
+            for key in orphans:
+                self._cancel(key)
+            del self._outboxes[conductor_id]
+
+    # ------------------------------------------------------------------ service DecodeNode
+
+    async def Decode(
+        self, request: node_pb2.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> node_pb2.DecodeReply:
+        self.check_takes_work()
+        work = request.work
+        sequence = sequence_of(work, arrived_s=time.monotonic())
+        num_local = len(self.engine.pool.match(block_keys.unpack(work.block_keys)))
+        takeover = asyncio.create_task(self._take_over(request, sequence))
+        self._requests[sequence.key] = _Request(request.conductor_id, sequence, takeover)
+        return node_pb2.DecodeReply(
+            num_cached_tokens=num_local * self.engine.pool.block_size, epoch=self.epoch
+        )
+
+    async def Tokens(
+        self, request: node_pb2.TokensRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[node_pb2.StepTokens]:
+        async for message in self._outbox(request.conductor_id).messages():
+            yield message
+
+    async def Cancel(
+        self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext
+    ) -> node_pb2.CancelReply:
+        self._cancel((request.request_id, request.attempt))
+        return node_pb2.CancelReply()
+
+    # ------------------------------------------------------------------ the work
+
+    async def _take_over(self, request: node_pb2.DecodeRequest, sequence: Sequence) -> None:
+        """Bring the blocks here and start decoding; whatever goes wrong is told to the conductor."""
+        key, engine = sequence.key, self.engine
+        try:
+            async with asyncio.timeout(request.work.deadline_unix_s - self.clock()):
+                finished, received = await take_over(
+                    engine,
+                    self.exchange,
+                    sequence,
+                    request.prefill_address,
+                    deadline_s=self.config.transfer.deadline_s,
+                    follower=self.node_id,
+                )
+            RECEIVED_BYTES.inc(received.nbytes)
+            RECEIVED_BLOCKS.labels("read").inc(received.num_blocks)
+            RECEIVED_BLOCKS.labels("local").inc(received.num_local_blocks)
+            if not finished:
+                engine.add(sequence)
+        except (MoonpoolError, TimeoutError) as error:
+            engine.release(sequence)
+            self._requests.pop(key, None)
+            reason = str(error) or "the request's deadline passed"
+            log.warning("%s was not taken over: %s", sequence.request_id, reason)
+            self._tell(
+                request.conductor_id,
+                node_pb2.TokenOut(
+                    request_id=key[0], attempt=key[1], finish_reason=node_pb2.FINISH_ERROR, error=reason
+                ),
+            )
+            return
+        except BaseException:
+            engine.release(sequence)
+            self._requests.pop(key, None)
+            raise
+        self._tell(
+            request.conductor_id,
+            node_pb2.TokenOut(request_id=key[0], attempt=key[1], received=received),
+        )
+        if finished:
+            engine.release(sequence)
+            self._requests.pop(key, None)
+
+    def _on_step(self, events: list[StepEvent]) -> None:
+        batches: dict[str, list[node_pb2.TokenOut]] = {}
+        num_tokens = 0
+        for event in events:
+            key = event.sequence.key
+            request = self._requests.get(key)
+            if request is None:
+                continue  # cancelled: nobody waits for it
+            num_tokens += event.token_id >= 0
+            if event.token_id >= 0 or event.finish_reason or event.preempted:
+                batches.setdefault(request.conductor_id, []).append(token_out(event))
+            if event.finish_reason:
+                del self._requests[key]
+        DECODE_TOKENS.inc(num_tokens)
+        for conductor_id, tokens in batches.items():
+            self._tell(conductor_id, *tokens)
+
+    def _tell(self, conductor_id: str, *tokens: node_pb2.TokenOut) -> None:
+        stats = self.engine.stats()
+        self._outbox(conductor_id).put(
+            node_pb2.StepTokens(
+                tokens=tokens,
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                num_free_blocks=stats.num_free_blocks,
+            )
+        )
+
+    def _outbox(self, conductor_id: str) -> Outbox:
+        outbox = self._outboxes.get(conductor_id)
+        if outbox is None:
+            outbox = self._outboxes[conductor_id] = Outbox(self.clock)
+        return outbox
+
+    def _cancel(self, key: Key) -> None:
+        request = self._requests.pop(key, None)
+        if request is not None:
+            request.takeover.cancel()
+            self.engine.cancel(*key)

@@ -1,0 +1,89 @@
+"""Taking a prompt over from the node that computes it: reserve, follow, read, seal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterable
+
+from engine.engine import Engine
+from engine.kv_exchange import KvExchange
+from engine.sequence import Sequence
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from runtime.errors import MoonpoolError
+from transfer import Peer
+
+
+class HandoverBroken(MoonpoolError):
+    """The prefill node ended its stream before the last block."""
+
+
+async def take_over(
+    engine: Engine,
+    exchange: KvExchange,
+    sequence: Sequence,
+    prefill_address: str,
+    *,
+    deadline_s: float,
+    follower: str,
+) -> tuple[bool, node_pb2.KvReceived]:
+    """Fill the sequence's blocks from the node at ``prefill_address`` while it computes them.
+
+    Returns whether the first token ended the request already, and what was read. Otherwise the sequence has
+    that token appended and is ready for ``engine.add``. Its blocks are the caller's to release, after errors
+    too.
+
+    Raises:
+        NodeUnavailable, RemoteError: the prefill node is gone, or gave the prompt up.
+        TransferError, PeerIncompatible: the blocks could not be read.
+        SequenceTooLong, EngineClosed: from the reservation.
+    """
+    stub = node_pb2_grpc.PrefillNodeStub(exchange.channel(prefill_address))
+    # Asked for before there is room here, so that the other side knows somebody is coming.
+    call = stub.Follow(
+        node_pb2.FollowRequest(request_id=sequence.request_id, attempt=sequence.attempt, follower=follower),
+        metadata=rpc.request_metadata(),
+    )
+    try:
+        await engine.reserved(sequence)
+        num_local = sequence.num_computed_tokens // engine.pool.block_size
+        received = node_pb2.KvReceived(num_local_blocks=num_local)
+        with rpc.calling(prefill_address):
+            token = await _read_chunks(engine, exchange, sequence, call, received, deadline_s)
+    finally:
+        # Also how the prefill node learns that it may let the blocks go.
+        call.cancel()
+    if token.finish_reason != node_pb2.FINISH_NONE:
+        return True, received
+    sequence.append(token.token_id)
+    return False, received
+
+
+async def _read_chunks(
+    engine: Engine,
+    exchange: KvExchange,
+    sequence: Sequence,
+    chunks: AsyncIterable[node_pb2.KvChunk],
+    received: node_pb2.KvReceived,
+    deadline_s: float,
+) -> node_pb2.TokenOut:
+    peer: Peer | None = None
+    num_local = received.num_local_blocks
+    async for chunk in chunks:
+        if peer is None:
+            peer = await exchange.connect(chunk.source)
+        # The first blocks may be here already.
+        skip = max(num_local - chunk.first_block, 0)
+        first, end = chunk.first_block + skip, chunk.first_block + len(chunk.blocks.offset)
+        if first < end:
+            started_s = time.monotonic()
+            block_ids = sequence.block_table[first:end]
+            report = await exchange.read(peer, chunk.blocks, skip, block_ids, deadline_s=deadline_s)
+            received.seconds += time.monotonic() - started_s
+            received.nbytes += report.nbytes
+            received.num_blocks += len(block_ids)
+            received.transport = report.transport
+        engine.seal_received(sequence, chunk.num_tokens)
+        if chunk.last:
+            return chunk.token
+    raise HandoverBroken("the prefill node ended its stream before the last block")

@@ -1,0 +1,293 @@
+"""What both kinds of node are: an engine, memory that peers can read, an entry in the index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+
+import grpc.aio
+import numpy as np
+import redis.asyncio as redis
+
+from engine.block_memory import BlockMemory
+from engine.engine import Engine
+from engine.kv_exchange import KvExchange
+from engine.leases import Leases
+from engine.node_metrics import observe_engine
+from engine.sampling import Sampling
+from engine.sequence import Sequence
+from kvstore import keys as block_keys
+from kvstore.index import KVIndex
+from kvstore.keys import BlockKey
+from kvstore.node_record import NodeLoad, NodeRecord
+from kvstore.publisher import IndexPublisher
+from kvstore.tier import Tier
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from runtime.errors import MoonpoolError
+from runtime.metrics import serve_metrics
+from runtime.options import Config
+from runtime.service import ServiceContext
+from transfer import TransferAgent
+
+log = logging.getLogger(__name__)
+
+SWEEP_INTERVAL_S = 0.5
+
+
+class NodeDraining(MoonpoolError):
+    """The node finishes what it has and takes nothing new."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, node_id: str) -> None:
+        super().__init__(f"node {node_id} is draining and takes no new requests")
+
+
+class EngineNode(node_pb2_grpc.NodeServicer):
+    """A node of either role: subclasses add their own service and say how many requests they still have.
+
+    Start it with ``await run(context)``, which returns when the node has drained. Everything happens on one
+    loop.
+    """
+
+    role: str
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.time) -> None:
+        self.config = config
+        self.clock = clock
+        self.node_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
+        self.epoch = time.time_ns()
+        self.state = "starting"
+        self.rpc_address = ""
+        self.metrics_url = ""
+        self.draining = asyncio.Event()
+
+    # ------------------------------------------------------------------ for subclasses
+
+    def servicer(self) -> rpc.Servicer:
+        """The role's own gRPC service."""
+        raise NotImplementedError
+
+    def num_requests(self) -> int:
+        """Requests that a drain waits for."""
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """End what still runs. Called once, before the engine closes."""
+        raise NotImplementedError
+
+    def sweep(self) -> None:
+        """Called twice a second: let go of what nobody asks for any more."""
+        self.leases.sweep()
+
+    def check_takes_work(self) -> None:
+        if self.state != "ready":
+            raise NodeDraining(self.node_id)
+
+    # ------------------------------------------------------------------ life
+
+    async def run(self, context: ServiceContext) -> None:
+        """Start, announce, serve until told to drain, finish, leave the index.
+
+        Raises whatever keeps the node from starting, and what stopped its engine; it has left the index then.
+        """
+        async with await TransferAgent.start(
+            self.config.transfer, agent_id=self.node_id, epoch=self.epoch
+        ) as agent:
+            await self._start(agent)
+            try:
+                self.state = "ready"
+                context.ready(
+                    node_id=self.node_id, rpc_address=self.rpc_address, metrics_url=self.metrics_url
+                )
+                await self._serve_until_drained(context)
+            finally:
+                await self._close()
+
+    async def _start(self, agent: TransferAgent) -> None:
+        config, self.agent = self.config, agent
+        region = agent.allocate(config.engine.pool_nbytes, "pool")
+        self.engine = engine = Engine(
+            config.model.directory, config.engine, config.model, pool_memory=region.array
+        )
+        self.memory = BlockMemory(engine.pool, region, engine.layout)
+        self.leases = Leases(engine.pool, longest_s=config.store.lease_ttl_s, clock=self.clock)
+        self.exchange = KvExchange(self.memory, agent, deadline_s=config.transfer.deadline_s)
+        await engine.start(_LoadProgress(self.node_id))
+        self._server, port = await rpc.serve(
+            [(node_pb2_grpc.add_NodeServicer_to_server, self), self.servicer()],
+            config.node.host,
+            config.node.port,
+        )
+        self.rpc_address = f"{config.node.host}:{port}"
+        self.metrics_url = (
+            f"http://{config.node.host}:{serve_metrics(config.node.host, config.node.metrics_port)}/metrics"
+        )
+        observe_engine(engine)
+        self._redis = redis.Redis.from_url(config.index.redis_url)
+        index = KVIndex(self._redis, config.index.namespace)
+        self.publisher = IndexPublisher(index, self.record, config.index, self._held)
+        engine.pool.on_sealed = lambda block, key: self.publisher.stored(key, Tier.POOL)
+        engine.pool.on_evicted = self._evicted
+        self.state = "ready"
+        await self.publisher.start()
+        self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
+
+    async def _serve_until_drained(self, context: ServiceContext) -> None:
+        engine_ended = asyncio.ensure_future(self.engine.wait())
+        asked = [asyncio.ensure_future(event.wait()) for event in (context.draining, self.draining)]
+        try:
+            await asyncio.wait([engine_ended, *asked], return_when=asyncio.FIRST_COMPLETED)
+            if engine_ended.done():
+                engine_ended.result()
+            self.state = "draining"
+            self.publisher.announce()
+            deadline_s = time.monotonic() + self.config.node.drain_s
+            # Polled: an event would have to be kept right by every request of a life, for its last second.
+            while self.num_requests() and time.monotonic() < deadline_s:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            if left := self.num_requests():
+                log.warning("drained for %g s; %d requests are cut off", self.config.node.drain_s, left)
+        finally:
+            for task in (engine_ended, *asked):
+                task.cancel()
+
+    async def _close(self) -> None:
+        self._sweeper.cancel()
+        await self.publisher.close()
+        await self.stop()
+        self.leases.release_all()
+        await self._server.stop(grace=0.5)
+        await self.exchange.close()
+        await self.engine.close()
+        await self._redis.aclose()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            self.sweep()
+
+    # ------------------------------------------------------------------ the node in the index
+
+    def record(self) -> NodeRecord:
+        """What the index says of this node, as it is now."""
+        stats = self.engine.stats()
+        return NodeRecord(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            role=self.role,
+            host=self.config.node.host,
+            pid=os.getpid(),
+            rpc_address=self.rpc_address,
+            metrics_url=self.metrics_url,
+            state=self.state,
+            model=self.engine.model_fingerprint.hex(),
+            layout=self.engine.layout.fingerprint.hex(),
+            kv_address=self.kv_address().SerializeToString(),
+            load=NodeLoad(
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                num_queued_tokens=stats.num_queued_tokens,
+                num_blocks=stats.num_blocks,
+                free_blocks=stats.num_free_blocks,
+            ),
+            profile=self.engine.profile(),
+        )
+
+    def kv_address(self) -> node_pb2.KvAddress:
+        return node_pb2.KvAddress(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            rpc_address=self.rpc_address,
+            agent=self.agent.describe().pack(),
+            layout_fingerprint=self.engine.layout.fingerprint,
+            block_nbytes=self.engine.layout.block_nbytes,
+        )
+
+    def _held(self) -> list[tuple[BlockKey, Tier]]:
+        return [(key, Tier.POOL) for _, key in self.engine.pool.sealed()]
+
+    def _evicted(self, block_id: int, key: BlockKey) -> None:
+        self.memory.forget(block_id)
+        self.publisher.removed(key)
+
+    # ------------------------------------------------------------------ service Node
+
+    async def Status(
+        self, request: node_pb2.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> node_pb2.NodeStatus:
+        stats = self.engine.stats()
+        return node_pb2.NodeStatus(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            role=self.role,
+            state=self.state,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_queued_tokens=stats.num_queued_tokens,
+            tiers=[
+                node_pb2.TierStatus(
+                    name="pool",
+                    num_blocks=stats.num_blocks,
+                    num_used_blocks=stats.num_used_blocks,
+                    num_cached_blocks=stats.num_cached_blocks,
+                )
+            ],
+            kv=self.kv_address(),
+            profile=node_pb2.Profile(**self.engine.profile()),
+        )
+
+    async def Drain(
+        self, request: node_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> node_pb2.DrainReply:
+        self.draining.set()
+        return node_pb2.DrainReply()
+
+    async def Lease(
+        self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext
+    ) -> node_pb2.LeaseReply:
+        lease_id, block_ids = self.leases.grant(block_keys.unpack(request.keys), request.ttl_s)
+        return node_pb2.LeaseReply(
+            lease_id=lease_id, epoch=self.epoch, blocks=self.memory.describe(block_ids)
+        )
+
+    async def Release(
+        self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
+    ) -> node_pb2.ReleaseReply:
+        self.leases.release(request.lease_id)
+        return node_pb2.ReleaseReply()
+
+
+def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool = False) -> Sequence:
+    """The engine's sequence for a request's lineage. Raises ``KeyFormatError`` for keys of a wrong length."""
+    return Sequence(
+        work.request_id,
+        work.attempt,
+        np.frombuffer(work.token_ids, "<i4"),
+        work.num_prompt_tokens,
+        sampling=Sampling.from_proto(work.sampling),
+        root_key=work.root_key,
+        keys=block_keys.unpack(work.block_keys),
+        priority=work.priority,
+        deadline_unix_s=work.deadline_unix_s,
+        arrived_s=arrived_s,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+class _LoadProgress:
+    """Logs how far the weights are, at each tenth."""
+
+    def __init__(self, node_id: str) -> None:
+        self._node_id = node_id
+        self._tenths = 0
+
+    def __call__(self, nbytes_done: int, nbytes_total: int, tensor_name: str) -> None:
+        tenths = 10 * nbytes_done // max(nbytes_total, 1)
+        if tenths > self._tenths:
+            self._tenths = tenths
+            log.info("weights: %d%% of %.1f MB", 10 * tenths, nbytes_total / 1e6)

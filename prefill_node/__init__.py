@@ -1,0 +1,1 @@
+"""The prefill node: computes prompts, answers their first token, and hands their blocks to decode nodes."""

@@ -1,0 +1,202 @@
+"""The prefill node's service: fetch what is worth fetching, compute the rest, hand the blocks over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from engine.events import StepEvent
+from engine.kv_exchange import Fetched, PeerIncompatible
+from engine.messages import token_logprobs, token_out
+from engine.node import EngineNode, sequence_of
+from engine.node_metrics import PREFILL_TOKENS
+from engine.sequence import FinishReason, Sequence
+from kvstore import keys as block_keys
+from prefill_node.handover import Handover
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
+from runtime.options import Config
+from transfer import TransferError
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, int]  # request id, attempt
+
+
+class PrefillFailed(MoonpoolError):
+    """The engine could not compute this prompt. Nothing of it is held."""
+
+
+class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
+    """Serves ``protos.PrefillNode``."""
+
+    role = "prefill"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._first_tokens: dict[Key, asyncio.Future[StepEvent]] = {}
+        self._handovers: dict[Key, Handover] = {}
+        self._holds: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------ EngineNode
+
+    def servicer(self) -> rpc.Servicer:
+        self.engine.on_step = self._on_step
+        return (node_pb2_grpc.add_PrefillNodeServicer_to_server, self)
+
+    def num_requests(self) -> int:
+        return len(self._first_tokens) + len(self._holds)
+
+    async def stop(self) -> None:
+        for handover in self._handovers.values():
+            handover.fail(f"node {self.node_id} is stopping")
+        for task in list(self._holds):
+            task.cancel()
+
+    # ------------------------------------------------------------------ service PrefillNode
+
+    async def Prefill(
+        self, request: node_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> node_pb2.PrefillReply:
+        self.check_takes_work()
+        received_s = time.monotonic()
+        sequence = sequence_of(request.work, arrived_s=received_s, prompt_logprobs=request.prompt_logprobs)
+        fetched, fetch_error = Fetched(), ""
+        if request.num_fetch_blocks and not request.prompt_logprobs:
+            fetched, fetch_error = await self._fetch(request)
+        handover = self._handover(sequence.key) if request.followed else None
+        try:
+            event = await self._compute(sequence, fetched)
+        except BaseException as error:
+            self._give_up(sequence, str(error) or type(error).__name__)
+            raise
+        token = token_out(event)
+        if handover is None:
+            self.engine.release(sequence)
+        else:
+            handover.finish(sequence, token)
+            self._hold(sequence, handover, request.work.deadline_unix_s)
+        return self._reply(sequence, event, token, fetched, fetch_error, received_s)
+
+    async def Follow(
+        self, request: node_pb2.FollowRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[node_pb2.KvChunk]:
+        key = (request.request_id, request.attempt)
+        handover = self._handover(key)
+        handover.followed.set()
+        try:
+            async for chunk in handover.chunks():
+                yield chunk
+            # The follower still has to read the last blocks: it ends the call when it has.
+            await handover.taken.wait()
+        finally:
+            handover.taken.set()
+            if key not in self._first_tokens:
+                self._handovers.pop(key, None)
+
+    # ------------------------------------------------------------------ the work
+
+    async def _fetch(self, request: node_pb2.PrefillRequest) -> tuple[Fetched, str]:
+        """Bring the longer prefix here. Failing is no error of the request: it is computed instead."""
+        chain = block_keys.unpack(request.work.block_keys)
+        # The prompt's last token is computed in any case: prefill needs a query row to produce logits.
+        num_tokens = len(request.work.token_ids) // 4
+        chain = chain[: min(request.num_fetch_blocks, (num_tokens - 1) // self.engine.pool.block_size)]
+        try:
+            return await self.exchange.fetch(request.fetch_from, chain), ""
+        except (TransferError, NodeUnavailable, RemoteError, PeerIncompatible) as error:
+            log.warning("blocks were not fetched and are computed instead: %s", error)
+            return Fetched(), str(error)
+
+    async def _compute(self, sequence: Sequence, fetched: Fetched) -> StepEvent:
+        """Queue the sequence and wait for its first token.
+
+        What was fetched is held until the sequence has its own hold on it, or has ended.
+        """
+        first_token = asyncio.get_running_loop().create_future()
+        try:
+            self.engine.add(sequence, prefill_only=True)
+            self._first_tokens[sequence.key] = first_token
+            return await first_token
+        finally:
+            self._first_tokens.pop(sequence.key, None)
+            self.engine.pool.release(fetched.block_ids)
+
+    def _on_step(self, events: list[StepEvent]) -> None:
+        for event in events:
+            sequence = event.sequence
+            if event.token_id >= 0 or event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+                first_token = self._first_tokens.get(sequence.key)
+                if first_token is None or first_token.done():
+                    continue  # its call was cancelled; the engine has been told
+                if event.token_id >= 0:
+                    first_token.set_result(event)
+                else:
+                    first_token.set_exception(PrefillFailed(event.error or "the prefill was cancelled"))
+            elif (handover := self._handovers.get(sequence.key)) is not None and not event.preempted:
+                handover.progress(sequence, event.num_computed_tokens)
+
+    def _give_up(self, sequence: Sequence, reason: str) -> None:
+        self.engine.cancel(*sequence.key)
+        self.engine.release(sequence)
+        handover = self._handovers.pop(sequence.key, None)
+        if handover is not None:
+            handover.fail(reason)
+
+    def _handover(self, key: Key) -> Handover:
+        handover = self._handovers.get(key)
+        if handover is None:
+            handover = self._handovers[key] = Handover(self.memory, self.kv_address())
+        return handover
+
+    def _hold(self, sequence: Sequence, handover: Handover, deadline_unix_s: float) -> None:
+        """Keep the sequence's blocks until they were taken, or the request's time is over."""
+
+        async def hold() -> None:
+            try:
+                async with asyncio.timeout(self.config.store.lease_ttl_s):
+                    await handover.followed.wait()
+                async with asyncio.timeout(deadline_unix_s - self.clock()):
+                    await handover.taken.wait()
+            except TimeoutError:
+                log.warning("nobody took the blocks of %s in time", sequence.request_id)
+                handover.fail("its blocks were not taken in time")
+            finally:
+                self._handovers.pop(sequence.key, None)
+                self.engine.release(sequence)
+
+        task = asyncio.create_task(hold())
+        self._holds.add(task)
+        task.add_done_callback(self._holds.discard)
+
+    def _reply(
+        self,
+        sequence: Sequence,
+        event: StepEvent,
+        token: node_pb2.TokenOut,
+        fetched: Fetched,
+        fetch_error: str,
+        received_s: float,
+    ) -> node_pb2.PrefillReply:
+        num_cached = sequence.num_cached_tokens
+        num_fetched = min(fetched.num_read * self.engine.pool.block_size, num_cached)
+        PREFILL_TOKENS.labels("computed").inc(sequence.num_tokens - 1 - num_cached)
+        PREFILL_TOKENS.labels("pool").inc(num_cached - num_fetched)
+        PREFILL_TOKENS.labels("fetched").inc(num_fetched)
+        return node_pb2.PrefillReply(
+            token=token,
+            num_cached_tokens=num_cached,
+            num_pool_tokens=num_cached - num_fetched,
+            num_fetched_tokens=num_fetched,
+            queued_s=sequence.scheduled_s - received_s - fetched.seconds,
+            fetch_s=fetched.seconds,
+            compute_s=sequence.computed_s - sequence.scheduled_s,
+            fetched_nbytes=fetched.nbytes,
+            prompt_logprobs=[token_logprobs(entry) for entry in event.prompt_logprobs or ()],
+            fetch_error=fetch_error,
+        )
