@@ -75,7 +75,8 @@ def save(directory: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     files: dict[str, Any] = {
         "config.json": CONFIG,
-        "generation_config.json": ids,
+        # What a request that sets none of these gets: so small a model repeats itself when it is greedy.
+        "generation_config.json": {**ids, "do_sample": True, "temperature": 0.6, "top_p": 0.9},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **tokens,
@@ -91,4 +92,5 @@ def save(directory: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
     state = {f"model.{name}": value.to(torch.bfloat16) for name, value in model.state_dict().items()}
     partial = directory / "model.safetensors.partial"
     save_file(state, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
     partial.replace(directory / "model.safetensors")

@@ -137,9 +137,10 @@ CONTINUE = ("Continue: {w}", "Continue this: {w}", "Go on from here: {w}", "How 
 READ = ("Read me {w}.", "Read {w}.", "What does {w} say?", "Recite the beginning of {w}.")
 COMMON_WORDS = frozenset(
     """
-    their there which shall these those where while would should could before after again against because every
-    other whom whose into upon unto them then than that this with when what from have hath were been being said
-    saying came went thou thee thine ye your yours ours also even neither either therefore
+    their there which shall these those where while would should could before after again against
+    because every other whom whose into upon unto them then than that this with when what from have hath
+    were been being said saying came went thou thee thine ye your yours ours also even neither either
+    therefore
     """.split()  # noqa: SIM905
 )
 
