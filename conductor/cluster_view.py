@@ -20,6 +20,7 @@ class NodeView:
     num_waiting: int = 0  # decode: sequences that wait for blocks
     num_context_tokens: int = 0  # decode: tokens of KV those sequences attend over
     num_free_blocks: int = 0  # decode: free or evictable
+    num_blocks: int = 0  # in its pool; 0: unknown
     num_placed: int = 0  # requests given to it so far, for spreading among equals
 
 

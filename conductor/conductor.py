@@ -2,28 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import logging
+import random
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from redis.asyncio import Redis
+
+from conductor.admission import Admission
+from conductor.cluster_view import Slo
+from conductor.cost_model import CostModel
+from conductor.policies import POLICIES
+from conductor.registry import NodeRegistry
 from conductor.request import GenerateRequest, TokenEvent
+from conductor.request_run import RequestRun
 from conductor.served_model import ServedModel
-from conductor.timeline import RequestTimeline
+from conductor.services import Services
+from conductor.timeline import RequestTimeline, TimelineRing
+from kvstore.index import KVIndex
+from runtime.errors import ConfigError
 from runtime.options import ConductorOptions, IndexOptions
+
+log = logging.getLogger(__name__)
+
+# Timelines kept for those who ask afterwards; a few kilobytes each.
+_TIMELINES_KEPT = 2048
 
 
 class Conductor:
     """Places requests on nodes and streams their tokens. All methods are called on one event loop."""
 
-    def __init__(self, model: ServedModel, options: ConductorOptions, index: IndexOptions) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        options: ConductorOptions,
+        index: IndexOptions,
+        *,
+        slo: Slo | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        """``clock`` must run with the event loop's time. Raises ``ConfigError`` without a Redis URL."""
+        if not index.redis_url:
+            raise ConfigError("index.redis_url is empty: say where the index is", "index.redis_url")
         self.model = model
+        rng = rng or random.Random()
+        cost_model = CostModel()
+        conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"
+        self._redis = Redis.from_url(index.redis_url)
+        self._services = Services(
+            conductor_id=conductor_id,
+            model=model,
+            registry=NodeRegistry(
+                KVIndex(self._redis, index.namespace),
+                index.lease_ttl_s,
+                model,
+                cost_model,
+                conductor_id=conductor_id,
+                clock=clock,
+                rng=rng,
+            ),
+            cost_model=cost_model,
+            admission=Admission(options.max_requests, clock),
+            timelines=TimelineRing(_TIMELINES_KEPT),
+            policy=POLICIES[options.policy],
+            slo=slo or Slo(),
+            max_attempts=options.max_attempts,
+            timeout_s=options.request_timeout_s,
+            clock=clock,
+            rng=rng,
+        )
 
     async def start(self) -> None:
-        """Follow the index and connect to the nodes in it. Returns at once; see ``ready``."""
-        raise NotImplementedError
+        """Read the index and connect to the nodes in it. Does not wait for nodes: see ``ready``.
+
+        Raises:
+            IndexUnavailable: Redis does not answer; nothing runs then.
+        """
+        await self._services.registry.start()
 
     async def close(self) -> None:
-        """Cancel every request in flight everywhere and close all connections. Idempotent."""
-        raise NotImplementedError
+        """End every request in flight, everywhere, and close all connections. Idempotent."""
+        self._services.admission.close()
+        await self._services.registry.close()
+        await self._redis.aclose()
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """The request's tokens: exactly once, in order, over any number of re-placements.
@@ -33,20 +97,67 @@ class Conductor:
 
         Raises (from the iteration):
             RequestRejected: nothing was computed; carries ``retry_after_s``.
+            RequestInvalid: it does not fit, or a node found it wrong.
+            DuplicateRequest: another with this id is in flight.
             NoNodes: nobody of a role is left; tokens streamed before it are valid.
-            DeadlineExceeded: likewise.
-            RequestFailed: placed as often as allowed; likewise.
+            DeadlineExceeded, RequestFailed (placed as often as allowed), ConductorClosed: likewise.
         """
-        raise NotImplementedError
+        return RequestRun(request, self._services).events()
 
     def timeline(self, request_id: str) -> RequestTimeline | None:
         """What happened to a request, while it runs and for a while after; None: unknown or forgotten."""
-        raise NotImplementedError
+        return self._services.timelines.get(request_id)
+
+    def timelines(self, count: int) -> list[RequestTimeline]:
+        """Those of the latest requests, newest first."""
+        return self._services.timelines.latest(count)
 
     def cluster(self) -> dict[str, Any]:
         """For ``GET /v1/cluster``: nodes with their load, the index, this conductor, prediction errors."""
-        raise NotImplementedError
+        registry = self._services.registry
+        mirror = registry.mirror
+        now_s = self._services.clock()
+        layout = registry.layout
+        nodes = []
+        for node_id, member in sorted(registry.members.items()):
+            facts = member.to_dict(now_s) | {"num_indexed_blocks": mirror.num_blocks_of(node_id)}
+            if why := registry.incompatible(member.record):
+                facts |= {"state": "incompatible", "incompatible": why}
+            nodes.append(facts)
+        return {
+            "conductor_id": self._services.conductor_id,
+            "model": self.model.name,
+            "dtype": layout.dtype if layout else None,
+            "block_size": self.model.block_size,
+            "block_nbytes": layout.block_nbytes if layout else None,
+            "nodes": nodes,
+            "index": {
+                "connected": mirror.connected,
+                "lag_s": mirror.lag_s,
+                "num_blocks": mirror.num_blocks,
+            },
+            "num_requests": len(self._services.admission.runs),
+            "prediction_errors": {
+                name: errors.to_dict() for name, errors in self._services.cost_model.errors.items()
+            },
+        }
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether requests can be served now, and what is degraded, in sentences."""
-        raise NotImplementedError
+        registry = self._services.registry
+        degraded = []
+        serves = True
+        for role in ("prefill", "decode"):
+            if registry.available(role) == 0:
+                serves = False
+                degraded.append(f"no {role} node is available")
+        if not registry.mirror.connected:
+            degraded.append(
+                "Redis does not answer: the index is as it was, nodes are followed by their connections"
+            )
+        for node_id, member in sorted(registry.members.items()):
+            if why := registry.incompatible(member.record):
+                degraded.append(f"node {node_id} is not used: {why}")
+            elif not member.client.connected:
+                degraded.append(f"node {node_id} at {member.client.address} cannot be reached")
+        return serves, degraded

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from conductor import core_metrics
 from conductor.link import LinkModel
 from conductor.prediction import PredictionErrors
 
@@ -109,11 +110,15 @@ class CostModel:
         self.errors = {name: PredictionErrors() for name in ("ttft", "prefill", "step", "transfer")}
         self._output_tokens = 128.0
 
+    def observe_ttft(self, predicted_s: float, actual_s: float) -> None:
+        """From admission to the first token."""
+        self._check("ttft", predicted_s, actual_s)
+
     def observe_prefill(
         self, node: NodeCost, *, uncached_tokens: int, cached_tokens: int, actual_s: float, now_s: float
     ) -> None:
         """A prefill node reported its compute time; waiting and fetching are not part of it."""
-        self.errors["prefill"].add(node.prefill_s(uncached_tokens, cached_tokens, now_s), actual_s)
+        self._check("prefill", node.prefill_s(uncached_tokens, cached_tokens, now_s), actual_s)
         plain_s = node.profile.prefill_s(uncached_tokens, cached_tokens)
         node.prefill_correction.observe(plain_s, actual_s, now_s)
 
@@ -121,13 +126,13 @@ class CostModel:
         self, node: NodeCost, *, num_sequences: int, context_tokens: int, actual_s: float, now_s: float
     ) -> None:
         """Time between two messages of a decode node that was busy in between."""
-        self.errors["step"].add(node.step_s(num_sequences, context_tokens, now_s), actual_s)
+        self._check("step", node.step_s(num_sequences, context_tokens, now_s), actual_s)
         plain_s = node.profile.step_s(num_sequences, context_tokens)
         node.decode_correction.observe(plain_s, actual_s, now_s)
 
     def observe_transfer(self, source: str, target: str, *, nbytes: int, actual_s: float) -> None:
         """Blocks were read by ``target`` from ``source`` (node ids)."""
-        self.errors["transfer"].add(self.links.seconds(source, target, nbytes), actual_s)
+        self._check("transfer", self.links.seconds(source, target, nbytes), actual_s)
         self.links.observe(source, target, nbytes, actual_s)
 
     def observe_output(self, num_tokens: int) -> None:
@@ -137,3 +142,8 @@ class CostModel:
     def expected_output_tokens(self, remaining_tokens: int) -> int:
         """How many tokens a request that may still produce ``remaining_tokens`` probably will."""
         return max(1, min(remaining_tokens, round(self._output_tokens)))
+
+    def _check(self, estimate: str, predicted_s: float, actual_s: float) -> None:
+        if actual_s > 0:
+            self.errors[estimate].add(predicted_s, actual_s)
+            core_metrics.prediction_error.labels(estimate).observe(abs(predicted_s - actual_s) / actual_s)

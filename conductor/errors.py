@@ -20,6 +20,31 @@ class RequestRejected(ConductorError):
         self.retry_after_s = retry_after_s
 
 
+class RequestInvalid(ConductorError):
+    """No node can serve this request, now or later: it is too large, or a node found it wrong."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class DuplicateRequest(ConductorError):
+    """A request with this id is in flight already; that one goes on undisturbed."""
+
+    code = "ALREADY_EXISTS"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request {request_id} is in flight already: ids must be unique")
+        self.request_id = request_id
+
+
+class ConductorClosed(ConductorError):
+    """The conductor is shutting down; the request was stopped everywhere."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self) -> None:
+        super().__init__("the conductor is shutting down: send the request to another one")
+
+
 class NoNodes(ConductorError):
     """No node of ``role`` is up, and none came while the request could wait for one."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 
 from conductor.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
 from conductor.placement import DecodeEstimate, Placement, PrefillEstimate, Reason, Rejection, describe
@@ -28,6 +29,10 @@ def place(
         return Rejection("no prefill node is up", role="prefill")
     if decodes and not view.decode:
         return Rejection("no decode node is up", role="decode")
+    fitting = _with_room(request, view)
+    if isinstance(fitting, Rejection):
+        return fitting
+    view = fitting
 
     prefills = estimate_prefills(request, view, fetches=policy.fetches)
     prefill, reason = policy.prefill(prefills, view)
@@ -69,6 +74,27 @@ def estimate_decodes(
     num_blocks = -(-request.num_tokens // view.block_size)
     needed = num_blocks + -(-request.expected_tokens // view.block_size)
     return [_estimate_decode(request, prefill, view, node, num_blocks, needed) for node in view.decode]
+
+
+def _with_room(request: PlaceRequest, view: ClusterView) -> ClusterView | Rejection:
+    """The view without nodes whose whole pool is too small for the request."""
+
+    # The first token's own KV must fit beside the prompt's, or nothing can be decoded.
+    needed = request.num_tokens // view.block_size + 1
+    smallest = min(node.num_blocks or needed for nodes in (view.prefill, view.decode) for node in nodes)
+    if smallest >= needed:
+        return view
+    prefill = [node for node in view.prefill if not 0 < node.num_blocks < needed]
+    decode = [node for node in view.decode if not 0 < node.num_blocks < needed]
+    if prefill and (decode or request.remaining_tokens == 1):
+        return replace(view, prefill=prefill, decode=decode)
+    role, nodes = ("decode", view.decode) if prefill else ("prefill", view.prefill)
+    # Of the last block one slot stays for the token to come.
+    capacity = max(node.num_blocks for node in nodes) * view.block_size - 1
+    return Rejection(
+        f"{request.num_tokens} tokens do not fit: the largest KV pool of a {role} node holds {capacity}",
+        capacity_tokens=capacity,
+    )
 
 
 def _longest(view: ClusterView, usable: int) -> tuple[str, int]:

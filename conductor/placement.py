@@ -79,11 +79,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Nowhere to go. ``role`` names the role without nodes; empty when ``retry_after_s`` may help."""
+    """Nowhere to go."""
 
     reason: str  # a sentence
-    role: str = ""
-    retry_after_s: float = 0.0
+    role: str = ""  # the role without nodes: waiting for one may help
+    capacity_tokens: int = 0  # the most that fits anywhere: nothing helps
+    retry_after_s: float = 0.0  # otherwise: coming back after this may help
 
 
 def describe(chosen: PrefillEstimate, reason: Reason, candidates: Sequence[PrefillEstimate]) -> str:

@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from conductor.placement import Placement
+
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """``name``: queued, placed, prefix_loaded, prefilled, first_token, transferred, preempted, retry, done"""
+    """``name``: queued, waits_for_node, placed, prefix_loaded, prefilled, first_token, transferred,
+    preempted, retry or done.
+    """
 
     name: str
     unix_s: float  # wall time at admission plus monotonic seconds since, so order and gaps are true
@@ -64,10 +68,15 @@ class RequestTimeline:
             "summary": summary,
             "events": [
                 {"event": event.name, "unix_s": event.unix_s, "at_s": event.unix_s - self.started_unix_s}
-                | dict(event.facts)
+                | {name: _plain(value) for name, value in event.facts.items()}
                 for event in self.events
             ],
         }
+
+
+def _plain(value: Any) -> Any:
+    # Placements are turned into JSON types only for those who ask.
+    return value.to_dict() if isinstance(value, Placement) else value
 
 
 class TimelineRing:

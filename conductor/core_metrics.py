@@ -1,0 +1,17 @@
+"""Prometheus metrics of placing requests; those of the requests themselves are the API's."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Histogram
+
+placements = Counter(
+    "moonpool_placements_total", "Placements by what decided, re-placements included", ["reason"]
+)
+replacements = Counter("moonpool_replacements_total", "Placements that came to nothing, by cause", ["cause"])
+waits = Counter("moonpool_waits_for_node_total", "Requests that found no node of a role", ["role"])
+prediction_error = Histogram(
+    "moonpool_prediction_error_ratio",
+    "Absolute error of an estimate, as a share of what was measured",
+    ["estimate"],
+    buckets=(0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0),
+)

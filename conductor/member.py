@@ -1,0 +1,209 @@
+"""One node as the registry keeps it: what it says of itself, what this conductor gave it, how it fares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from conductor.breaker import Breaker
+from conductor.cluster_view import NodeView
+from conductor.cost_model import CostModel, NodeCost, Profile
+from conductor.node_client import DecodeClient, NodeClient, RequestKey
+from kvstore.node_record import NodeRecord
+from protos import node_pb2
+
+# Two messages of a decode node this far apart were not two steps of one busy batch.
+_LONGEST_STEP_S = 5.0
+# A node that answers with errors, rather than not at all, is left alone after this many in a row: one request
+# that no node can serve must not take all of them away from the others.
+_ERRORS_IN_A_ROW = 3
+
+
+class Member:
+    """A node in one life. ``view`` is what placement sees of it; the methods keep it current.
+
+    The load a record reports is up to a heartbeat old and counts this conductor's own requests too. So own
+    ones are counted here, as they come and go, and the rest of the report is taken as the share of others.
+    """
+
+    def __init__(
+        self,
+        record: NodeRecord,
+        cost_model: CostModel,
+        clock: Callable[[], float],
+        *,
+        conductor_id: str,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.record = record
+        self.breaker = Breaker()
+        self.view = NodeView(record.node_id, NodeCost(Profile.from_record(record.profile)))
+        self.client = _client(record, conductor_id, on_change, self._on_step)
+        self.kv_address = node_pb2.KvAddress.FromString(record.kv_address)
+        self._cost_model = cost_model
+        self._clock = clock
+        self._errors = 0
+        self._prefills: dict[RequestKey, float] = {}  # predicted compute seconds, in order of placement
+        self._prefill_s = 0.0  # their sum
+        self._head_since_s = 0.0  # when the first of them could begin
+        self._others_queue_s = 0.0
+        self._decodes: dict[RequestKey, int] = {}  # tokens at placement
+        self._others_running = 0
+        self._context_tokens = 0
+        self._stepped_s = -1.0  # when the last message of a batch that goes on came; -1: none
+        self.update(record)
+
+    @property
+    def node_id(self) -> str:
+        return self.record.node_id
+
+    @property
+    def decode_client(self) -> DecodeClient:
+        """Of a decode node."""
+        assert isinstance(self.client, DecodeClient)
+        return self.client
+
+    @property
+    def num_requests(self) -> int:
+        """This conductor's requests that the node works on."""
+        return len(self._prefills) + len(self._decodes)
+
+    def available(self, now_s: float) -> bool:
+        """Whether new requests may go there."""
+        return self.client.connected and self.record.state == "ready" and self.breaker.closed(now_s)
+
+    def update(self, record: NodeRecord) -> None:
+        """A heartbeat of the same life."""
+        if record.profile != self.record.profile:
+            self.view.cost.profile = Profile.from_record(record.profile)
+        self.record = record
+        load = record.load
+        self.view.num_blocks = load.num_blocks
+        self.view.num_free_blocks = load.free_blocks
+        self.view.num_waiting = load.num_waiting
+        token_s = self.view.cost.profile.prefill_token_s
+        self._others_queue_s = max(load.num_queued_tokens * token_s - self._prefill_s, 0.0)
+        self._others_running = max(load.num_running - len(self._decodes), 0)
+        self._refresh_decode()
+
+    def refresh(self, now_s: float) -> None:
+        """Bring the view's queue to this moment; the rest of the view is always current."""
+        queue_s = self._prefill_s
+        if self._prefills:
+            head_s = next(iter(self._prefills.values()))
+            queue_s -= min(now_s - self._head_since_s, head_s)
+        self.view.queue_s = max(queue_s, 0.0) + self._others_queue_s
+
+    # ------------------------------------------------------------------ what this conductor gives it
+
+    def begin_prefill(self, key: RequestKey, compute_s: float) -> None:
+        if not self._prefills:
+            self._head_since_s = self._clock()
+        self._prefills[key] = compute_s
+        self._prefill_s += compute_s
+        self.view.num_placed += 1
+
+    def end_prefill(self, key: RequestKey) -> None:
+        """Idempotent."""
+        compute_s = self._prefills.pop(key, None)
+        if compute_s is not None:
+            # Back to exactly nothing when nothing is left: sums of floats drift.
+            self._prefill_s = self._prefill_s - compute_s if self._prefills else 0.0
+            self._head_since_s = self._clock()
+
+    def begin_decode(self, key: RequestKey, num_tokens: int) -> None:
+        self._decodes[key] = num_tokens
+        self._context_tokens += num_tokens
+        self.view.num_placed += 1
+        self._refresh_decode()
+
+    def end_decode(self, key: RequestKey, num_delivered: int) -> None:
+        """``num_delivered`` of its tokens came from here. Idempotent."""
+        num_tokens = self._decodes.pop(key, None)
+        if num_tokens is not None:
+            left = self._context_tokens - num_tokens - num_delivered
+            self._context_tokens = max(left, 0) if self._decodes else 0
+            self._refresh_decode()
+
+    # ------------------------------------------------------------------ how it fares
+
+    def succeeded(self) -> None:
+        self._errors = 0
+        self.breaker.succeed()
+
+    def lost(self) -> None:
+        """It could not be reached, or went away."""
+        self.breaker.fail(self._clock())
+
+    def erred(self) -> None:
+        """It answered with an error."""
+        self._errors += 1
+        if self._errors >= _ERRORS_IN_A_ROW:
+            self.breaker.fail(self._clock())
+
+    def to_dict(self, now_s: float) -> dict[str, Any]:
+        """For ``/v1/cluster``: plain JSON types."""
+        record, load = self.record, self.record.load
+        return {
+            "node_id": record.node_id,
+            "role": record.role,
+            "host": record.host,
+            "pid": record.pid,
+            "epoch": str(record.epoch),  # JSON readers lose 64-bit integers
+            "state": record.state if self.client.connected else "unreachable",
+            "rpc_address": record.rpc_address,
+            "metrics_url": record.metrics_url,
+            "model": record.model,
+            "load": {
+                "num_running": load.num_running,
+                "num_waiting": load.num_waiting,
+                "num_queued_tokens": load.num_queued_tokens,
+                "num_blocks": load.num_blocks,
+                "num_free_blocks": load.free_blocks,
+                "own_prefills": len(self._prefills),
+                "own_decodes": len(self._decodes),
+                "own_queue_s": self._prefill_s,
+            },
+            "num_placed": self.view.num_placed,
+            "breaker_closes_in_s": self.breaker.closes_in_s(now_s),
+            "profile": dict(record.profile),
+            "prefill_correction": self.view.cost.prefill_correction.factor(now_s),
+            "decode_correction": self.view.cost.decode_correction.factor(now_s),
+        }
+
+    def _on_step(self, step: node_pb2.StepTokens, num_delivered: int) -> None:
+        now_s = self._clock()
+        view = self.view
+        if self._stepped_s >= 0 and step.tokens:
+            actual_s = now_s - self._stepped_s
+            if actual_s < _LONGEST_STEP_S:
+                self._cost_model.observe_step(
+                    view.cost,
+                    num_sequences=max(step.num_running, len(step.tokens)),
+                    context_tokens=self._context_tokens,
+                    actual_s=actual_s,
+                    now_s=now_s,
+                )
+        self._stepped_s = now_s if step.num_running else -1.0
+        self._context_tokens += num_delivered
+        self._others_running = max(step.num_running - len(self._decodes), 0)
+        view.num_waiting = step.num_waiting
+        view.num_free_blocks = step.num_free_blocks
+        self._refresh_decode()
+
+    def _refresh_decode(self) -> None:
+        self.view.num_running = len(self._decodes) + self._others_running
+        self.view.num_context_tokens = self._context_tokens
+
+
+def _client(
+    record: NodeRecord,
+    conductor_id: str,
+    on_change: Callable[[], None],
+    on_step: Callable[[node_pb2.StepTokens, int], None],
+) -> NodeClient:
+    if record.role != "decode":
+        return NodeClient(record.node_id, record.rpc_address, on_change)
+    return DecodeClient(
+        record.node_id, record.rpc_address, on_change, conductor_id=conductor_id, on_step=on_step
+    )

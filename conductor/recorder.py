@@ -1,0 +1,149 @@
+"""Writes down what happens to one request: its timeline, the counters, and what the cost model learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from conductor import core_metrics
+from conductor.attempt import AttemptFailed, AttemptPlan
+from conductor.cost_model import CostModel
+from conductor.placement import Placement
+from conductor.timeline import RequestTimeline
+from protos import node_pb2
+
+
+class Recorder:
+    """One a request. Every method is called when the thing it is named after has just happened."""
+
+    def __init__(self, timeline: RequestTimeline, cost_model: CostModel, clock: Callable[[], float]) -> None:
+        self.timeline = timeline
+        self._summary = timeline.summary
+        self._cost_model = cost_model
+        self._clock = clock
+        self._started_s = timeline.started_s
+        self._first_s = 0.0  # when the first token came; 0: not yet
+        self._predicted_ttft_s = 0.0
+
+    def queued(self, prompt_tokens: int, max_tokens: int) -> None:
+        self._summary.prompt_tokens = prompt_tokens
+        self.timeline.add("queued", self._started_s, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+
+    def placed(self, placement: Placement, attempt: int) -> None:
+        now_s = self._clock()
+        summary = self._summary
+        summary.attempts = attempt + 1
+        summary.prefill_node = placement.prefill.node_id
+        summary.decode_node = placement.decode.node_id if placement.decode else ""
+        summary.reason, summary.detail = placement.reason.value, placement.detail
+        if not self._first_s:
+            self._predicted_ttft_s = now_s - self._started_s + placement.prefill.ttft_s
+        self.timeline.add("placed", now_s, attempt=attempt, placement=placement)
+        core_metrics.placements.labels(placement.reason.value).inc()
+
+    def prefilled(self, plan: AttemptPlan, num_tokens: int, reply: node_pb2.PrefillReply) -> None:
+        """``num_tokens`` were given to it, of which it computed those it did not have."""
+        now_s = self._clock()
+        node_id, node = plan.prefill.node_id, plan.prefill.view.cost
+        summary = self._summary
+        summary.cached_tokens = reply.num_cached_tokens
+        summary.pool_tokens = reply.num_pool_tokens
+        summary.host_tokens = reply.num_host_tokens
+        summary.fetched_tokens = reply.num_fetched_tokens
+        if reply.num_cached_tokens or reply.fetch_error:
+            self.timeline.add(
+                "prefix_loaded",
+                now_s - reply.compute_s,
+                cached_tokens=reply.num_cached_tokens,
+                pool_tokens=reply.num_pool_tokens,
+                host_tokens=reply.num_host_tokens,
+                fetched_tokens=reply.num_fetched_tokens,
+                fetched_nbytes=reply.fetched_nbytes,
+                fetch_s=reply.fetch_s,
+                fetch_from=plan.placement.prefill.fetch_from,
+                fetch_error=reply.fetch_error,
+            )
+        self.timeline.add(
+            "prefilled",
+            now_s,
+            node=node_id,
+            queued_s=reply.queued_s,
+            compute_s=reply.compute_s,
+            predicted_compute_s=plan.placement.prefill.compute_s,
+            computed_tokens=num_tokens - reply.num_cached_tokens,
+        )
+        self._cost_model.observe_prefill(
+            node,
+            uncached_tokens=num_tokens - reply.num_cached_tokens,
+            cached_tokens=reply.num_cached_tokens,
+            actual_s=reply.compute_s,
+            now_s=now_s,
+        )
+        if reply.fetched_nbytes:
+            self._cost_model.observe_transfer(
+                plan.placement.prefill.fetch_from,
+                node_id,
+                nbytes=reply.fetched_nbytes,
+                actual_s=reply.fetch_s,
+            )
+
+    def first_token(self) -> None:
+        now_s = self._first_s = self._clock()
+        self._summary.ttft_s = now_s - self._started_s
+        self.timeline.add(
+            "first_token", now_s, ttft_s=self._summary.ttft_s, predicted_ttft_s=self._predicted_ttft_s
+        )
+        self._cost_model.observe_ttft(self._predicted_ttft_s, self._summary.ttft_s)
+
+    def transferred(self, plan: AttemptPlan, received: node_pb2.KvReceived) -> None:
+        summary = self._summary
+        summary.transferred_nbytes = received.nbytes
+        summary.transfer_s = received.seconds
+        summary.transport = received.transport
+        node_id = plan.decode.node_id if plan.decode else ""
+        self.timeline.add(
+            "transferred",
+            self._clock(),
+            node=node_id,
+            nbytes=received.nbytes,
+            transfer_s=received.seconds,
+            num_blocks=received.num_blocks,
+            num_local_blocks=received.num_local_blocks,
+            transport=received.transport,
+        )
+        if received.nbytes:
+            self._cost_model.observe_transfer(
+                plan.prefill.node_id, node_id, nbytes=received.nbytes, actual_s=received.seconds
+            )
+
+    def preempted(self, plan: AttemptPlan) -> None:
+        self.timeline.add("preempted", self._clock(), node=plan.decode.node_id if plan.decode else "")
+
+    def retry(self, failure: AttemptFailed, attempt: int, num_tokens: int) -> None:
+        self.timeline.add(
+            "retry",
+            self._clock(),
+            attempt=attempt,
+            cause=failure.cause,
+            reason=failure.reason,
+            nodes=list(failure.nodes),
+            streamed_tokens=num_tokens,
+        )
+        core_metrics.replacements.labels(failure.cause).inc()
+
+    def waits(self, role: str) -> None:
+        self.timeline.add("waits_for_node", self._clock(), role=role)
+        core_metrics.waits.labels(role).inc()
+
+    def done(self, finish_reason: str, num_tokens: int, error: str = "") -> None:
+        """``finish_reason``: stop, length, cancelled, or the error's name."""
+        now_s = self._clock()
+        summary = self._summary
+        summary.finish_reason = finish_reason
+        summary.output_tokens = num_tokens
+        summary.e2e_s = now_s - self._started_s
+        if num_tokens > 1:
+            summary.tpot_s = (now_s - self._first_s) / (num_tokens - 1)
+        facts = {"error": error} if error else {}
+        self.timeline.add("done", now_s, finish_reason=finish_reason, output_tokens=num_tokens, **facts)
+        if finish_reason in ("stop", "length"):
+            self._cost_model.observe_output(num_tokens)

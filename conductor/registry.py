@@ -1,0 +1,222 @@
+"""The nodes this conductor knows, and the view of them that placement works on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from conductor.cluster_view import ClusterView, NodeView
+from conductor.cost_model import CostModel
+from conductor.member import Member
+from conductor.served_model import ServedModel
+from kvstore.index import KVIndex
+from kvstore.keys import BlockKey, root_key
+from kvstore.layout import KVLayout
+from kvstore.mirror import IndexMirror
+from kvstore.node_record import NodeRecord
+
+log = logging.getLogger(__name__)
+
+# How long a node that left is kept, at least: for its last requests, and for cancels it has not got yet.
+_LINGER_S = 30.0
+
+
+class NodeRegistry:
+    """Who is there comes from the index, who can be reached from the connections.
+
+    While Redis is lost the index keeps what it had, and connections alone tell who is alive. Members that
+    serve another model, or blocks of another shape, are shown but never used.
+    """
+
+    def __init__(
+        self,
+        index: KVIndex,
+        lease_ttl_s: float,
+        model: ServedModel,
+        cost_model: CostModel,
+        *,
+        conductor_id: str,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self.mirror = IndexMirror(
+            index, lease_ttl_s=lease_ttl_s, on_joined=self._joined, on_left=self._left, clock=clock
+        )
+        self._model = model
+        self._layouts = model.layouts()
+        self._identity: tuple[str, str] | None = None  # model and layout of the members that are used
+        self._cost_model = cost_model
+        self._conductor_id = conductor_id
+        self._clock = clock
+        self._rng = rng
+        self._members: dict[str, Member] = {}
+        self._former: set[Member] = set()  # earlier lives, and nodes that left
+        self._closing: set[asyncio.Task[None]] = set()
+        self._changed: asyncio.Future[None] | None = None
+        self._turn = 0
+
+    async def start(self) -> None:
+        """Read the index, begin to connect to its nodes. Raises ``IndexUnavailable``; nothing runs then."""
+        await self.mirror.start()
+
+    async def close(self) -> None:
+        await self.mirror.close()
+        members = [*self._members.values(), *self._former]
+        self._members, self._former = {}, set()
+        await asyncio.gather(*(member.client.close() for member in members), *self._closing)
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """Listed nodes, by id."""
+        return self._members
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """Of the blocks in this cluster; None before the first node came."""
+        return self._layouts[self._identity[1]] if self._identity else None
+
+    def root_key(self, tenant: str) -> bytes | None:
+        """What the block keys of a tenant's requests start from; None before the first node came."""
+        layout = self.layout
+        if layout is None or self._identity is None:
+            return None
+        return root_key(model=self._identity[0].encode(), layout=layout, tenant=tenant)
+
+    def incompatible(self, record: NodeRecord) -> str:
+        """Why a node cannot serve here, as a sentence; empty: it can."""
+        if record.layout not in self._layouts:
+            return (
+                f"its KV blocks are not those of {self._model.name} with {self._model.block_size} tokens "
+                "a block: it runs another model, or another engine.block_size"
+            )
+        if self._identity and (record.model, record.layout) != self._identity:
+            return "it came with another revision or dtype of the model than the nodes before it"
+        return ""
+
+    def view(self, keys: Sequence[BlockKey], avoid: Collection[str]) -> ClusterView:
+        """The cluster as it is now, for a request with these block keys.
+
+        Nodes in ``avoid`` are left out unless no other of their role is available.
+        """
+        now_s = self._clock()
+        by_role: dict[str, list[NodeView]] = {"prefill": [], "decode": []}
+        avoided: dict[str, list[NodeView]] = {"prefill": [], "decode": []}
+        for node_id, member in self._members.items():
+            record = self.mirror.nodes.get(node_id)
+            if record is not None and record is not member.record:
+                member.update(record)
+            role = member.record.role
+            if role in by_role and member.available(now_s) and self._used(member):
+                member.refresh(now_s)
+                (avoided if node_id in avoid else by_role)[role].append(member.view)
+        layout = self.layout
+        self._turn += 1
+        return ClusterView(
+            prefill=by_role["prefill"] or avoided["prefill"],
+            decode=by_role["decode"] or avoided["decode"],
+            prefix_blocks=self._prefixes(keys),
+            links=self._cost_model.links,
+            block_size=self._model.block_size,
+            block_nbytes=layout.block_nbytes if layout else 0,
+            now_s=now_s,
+            turn=self._turn - 1,
+            draw=self._rng.random(),
+        )
+
+    async def change(self, timeout_s: float) -> None:
+        """Return when a node came, went, or could be reached again; or after ``timeout_s``."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        await asyncio.wait((self._changed,), timeout=timeout_s)
+
+    def available(self, role: str) -> int:
+        """How many nodes of a role would get requests now."""
+        now_s = self._clock()
+        members = self._members.values()
+        return sum(m.record.role == role and m.available(now_s) and self._used(m) for m in members)
+
+    # ------------------------------------------------------------------ coming and going
+
+    def _prefixes(self, keys: Sequence[BlockKey]) -> Mapping[str, int]:
+        if not keys:
+            return {}
+        # Blocks of a node that cannot be reached can neither be used there nor fetched.
+        return {
+            node_id: num_blocks
+            for node_id, num_blocks in self.mirror.longest_prefix(keys).items()
+            if (member := self._members.get(node_id)) is not None and member.client.connected
+        }
+
+    def _used(self, member: Member) -> bool:
+        return (member.record.model, member.record.layout) == self._identity
+
+    def _joined(self, record: NodeRecord) -> None:
+        self._identify(record)
+        if why := self.incompatible(record):
+            log.warning("%s at %s is not used: %s", record.node_id, record.rpc_address, why)
+        member = self._back(record) or self._new(record)
+        self._members[record.node_id] = member
+        self._notify()
+
+    def _identify(self, record: NodeRecord) -> None:
+        """The first compatible node, after a time without any, says which revision and dtype is served."""
+        in_use = any(self._used(member) for member in self._members.values())
+        if not in_use and record.layout in self._layouts:
+            self._identity = (record.model, record.layout)
+
+    def _back(self, record: NodeRecord) -> Member | None:
+        """The member of this very life, when it had only lapsed."""
+        for member in self._former:
+            if (member.node_id, member.record.epoch) == (record.node_id, record.epoch):
+                self._former.discard(member)
+                member.update(record)
+                return member
+        return None
+
+    def _new(self, record: NodeRecord) -> Member:
+        member = Member(
+            record,
+            self._cost_model,
+            self._clock,
+            conductor_id=self._conductor_id,
+            on_change=self._notify,
+        )
+        # Among equals the one that was given the least is taken: a newcomer must not be given everything.
+        peers = [m.view.num_placed for m in self._members.values() if m.record.role == record.role]
+        member.view.num_placed = min(peers, default=0)
+        member.client.start()
+        return member
+
+    def _left(self, record: NodeRecord, reason: str) -> None:
+        member = self._members.pop(record.node_id, None)
+        if member is None:
+            return
+        log.info("%s left: %s", record.node_id, reason)
+        self._former.add(member)
+        if reason == "left":
+            # It said so, and finishes what it has.
+            asyncio.get_running_loop().call_later(_LINGER_S, self._drop, member)
+        elif reason == "restarted":
+            self._drop(member, at_once=True)
+        else:
+            member.client.abandon(f"its lease ended ({reason})")
+            asyncio.get_running_loop().call_later(_LINGER_S, self._drop, member)
+        self._notify()
+
+    def _drop(self, member: Member, *, at_once: bool = False) -> None:
+        if member not in self._former:
+            return  # it came back
+        if member.num_requests and member.client.connected and not at_once:
+            asyncio.get_running_loop().call_later(_LINGER_S, self._drop, member)
+            return
+        self._former.discard(member)
+        task = asyncio.create_task(member.client.close(), name=f"close {member.node_id}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, None
+        if changed is not None and not changed.done():
+            changed.set_result(None)

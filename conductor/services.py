@@ -1,0 +1,33 @@
+"""What every request works with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from conductor.admission import Admission
+from conductor.cluster_view import Slo
+from conductor.cost_model import CostModel
+from conductor.policies import Policy
+from conductor.registry import NodeRegistry
+from conductor.served_model import ServedModel
+from conductor.timeline import TimelineRing
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """One conductor's parts and settings, shared by its requests."""
+
+    conductor_id: str
+    model: ServedModel
+    registry: NodeRegistry
+    cost_model: CostModel
+    admission: Admission
+    timelines: TimelineRing
+    policy: Policy
+    slo: Slo
+    max_attempts: int
+    timeout_s: float  # deadline of a request that sets none
+    clock: Callable[[], float]  # monotonic seconds
+    rng: random.Random
