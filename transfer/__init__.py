@@ -1,0 +1,54 @@
+"""Bytes between processes: registered regions, batches of spans, and a typed error in time when a peer is
+gone.
+
+agent = await TransferAgent.start(options.transfer, agent_id="decode-0", epoch=7)
+pool = agent.allocate(256 << 20, "pool")
+peer = await agent.connect(AgentDescriptor.unpack(received))
+report = await peer.read([Span(pool.id, 0, 4096)], [Span(remote_id, 8192, 4096)], deadline_s=1.0)
+"""
+
+from transfer.agent import TransferAgent
+from transfer.batch import Batch, TransferReport
+from transfer.checksum import checksum
+from transfer.descriptor import AgentDescriptor
+from transfer.errors import (
+    AccessDenied,
+    AgentClosed,
+    ChecksumMismatch,
+    DeadlineExceeded,
+    DescriptorError,
+    PathFailed,
+    PeerLost,
+    RegionError,
+    SpanError,
+    StaleEpoch,
+    TransferError,
+)
+from transfer.notification import Notification
+from transfer.peer import Peer
+from transfer.region import Region
+from transfer.span import Span, Spans
+
+__all__ = [
+    "AccessDenied",
+    "AgentClosed",
+    "AgentDescriptor",
+    "Batch",
+    "ChecksumMismatch",
+    "DeadlineExceeded",
+    "DescriptorError",
+    "Notification",
+    "PathFailed",
+    "Peer",
+    "PeerLost",
+    "Region",
+    "RegionError",
+    "Span",
+    "SpanError",
+    "Spans",
+    "StaleEpoch",
+    "TransferAgent",
+    "TransferError",
+    "TransferReport",
+    "checksum",
+]

@@ -1,0 +1,262 @@
+"""The transfer agent of a process: its regions, its door, and its peers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from runtime.options import TransferOptions
+from transfer import libc, memory, metrics
+from transfer.connecting import connect_peer
+from transfer.control import Control
+from transfer.copy_pool import CopyPool
+from transfer.descriptor import INCARNATION_NBYTES, AgentDescriptor, check_agent_id
+from transfer.errors import AgentClosed, DeadlineExceeded, PeerLost, RegionError
+from transfer.handshake import Identity, Met
+from transfer.host import announced_host, boot_id
+from transfer.lifeline import Lifeline
+from transfer.link import Link
+from transfer.listener import Listener
+from transfer.local_link import AGENTS, LocalLink
+from transfer.notification import Notification, Notifications
+from transfer.peer import Peer
+from transfer.region import Region, RegionTable, adopt
+from transfer.serving import StreamServer
+from transfer.wire import Kind, RegionInfo
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_COPY_THREADS = 2
+
+
+class TransferAgent:
+    """Registers memory, describes itself, connects to others. All methods belong to the event loop it was
+    started on.
+
+    ``async with await TransferAgent.start(...) as agent``, or ``close`` it. Everything it owns goes with the
+    process, however that ends: nothing is left in /dev/shm or on disk.
+    """
+
+    def __init__(self, options: TransferOptions, agent_id: str, epoch: int) -> None:
+        """Not started; use ``start``."""
+        self.options = options
+        self.agent_id = check_agent_id(agent_id)
+        self.epoch = epoch
+        self.loop = asyncio.get_running_loop()
+        self.incarnation = os.urandom(INCARNATION_NBYTES)
+        self.lifeline = Lifeline(self.incarnation)
+        self.identity = Identity(agent_id, epoch, self.incarnation, self.lifeline.address)
+        self.regions = RegionTable(self.lifeline.states, self._region_closed)
+        self.pool = CopyPool(min(_COPY_THREADS, os.cpu_count() or 1))
+        self.notes = Notifications()
+        self.local_links: set[LocalLink] = set()
+        self._server = StreamServer(self.regions, options.tcp.slice_nbytes)
+        self._controls: set[Control] = set()
+        self._peers: dict[bytes, asyncio.Task[Peer]] = {}
+        self._links: dict[Link, Peer] = {}
+        self._listener = Listener(self.identity, options.secret, self._admit, self._num_connections)
+        self._unix_name = ""
+        self._tcp_host, self._tcp_port = "", 0
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @classmethod
+    async def start(cls, options: TransferOptions, *, agent_id: str, epoch: int) -> TransferAgent:
+        """Listen as ``options`` say. Raises OSError when the address cannot be had; then nothing is left
+        behind.
+        """
+        agent = cls(options, agent_id, epoch)
+        try:
+            agent._listen()
+        except BaseException:
+            await agent.close()
+            raise
+        AGENTS[agent.incarnation] = agent
+        return agent
+
+    def _listen(self) -> None:
+        if "shm" in self.options.transports:
+            # Where Yama lets only a parent read its children's memory, say that peers of the same user may
+            # read ours.
+            libc.allow_readers()
+            name = f"moonpool-{self.incarnation.hex()}"
+            unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            unix.bind(f"\0{name}")
+            self._unix_name = name
+            self._listener.listen(unix)
+        if "tcp" in self.options.transports:
+            host = self.options.tcp.host
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            tcp = socket.create_server((host, 0), family=family)
+            self._tcp_host, self._tcp_port = announced_host(host), tcp.getsockname()[1]
+            self._listener.listen(tcp)
+
+    # ------------------------------------------------------------------ memory
+
+    def allocate(self, nbytes: int, name: str) -> Region:
+        """A region of ``nbytes`` zeroed bytes, every page of it present. Raises MemoryError when there is
+        not as much.
+        """
+        self._raise_if_closed()
+        if nbytes <= 0:
+            raise ValueError(f"a region needs at least one byte, not {nbytes}")
+        return self.regions.add(name, memory.allocate(nbytes, name, "anonymous"), True)
+
+    def register(self, buffer: Buffer, *, name: str = "", writable: bool = True) -> Region:
+        """A region of memory the caller owns: anything contiguous with the buffer protocol. No copy is made.
+
+        The region keeps the buffer alive until it is closed. Raises ValueError when it is not contiguous, is
+        empty, or is read-only and ``writable`` is asked for.
+        """
+        self._raise_if_closed()
+        return self.regions.add(name, adopt(buffer, writable), writable)
+
+    def region_info(self, region_id: int) -> RegionInfo:
+        """What peers are told of a region; of one that is not open, just that."""
+        try:
+            region = self.regions.get(region_id)
+        except RegionError:
+            return RegionInfo(region_id, False, False, False, 0, 0)
+        return RegionInfo(region_id, True, region.writable, region.fd >= 0, region.nbytes, region.address)
+
+    def _region_closed(self, region_id: int) -> None:
+        for control in list(self._controls):
+            control.region_closed(region_id)
+        for link in list(self.local_links):
+            link.region_closed(region_id)
+
+    # ------------------------------------------------------------------ peers
+
+    def describe(self) -> AgentDescriptor:
+        """What a peer needs to connect. It does not change while the agent lives."""
+        return AgentDescriptor(
+            agent_id=self.agent_id,
+            epoch=self.epoch,
+            incarnation=self.incarnation,
+            transports=self.options.transports,
+            boot_id=boot_id(),
+            unix_name=self._unix_name,
+            tcp_host=self._tcp_host,
+            tcp_port=self._tcp_port,
+        )
+
+    async def connect(self, descriptor: AgentDescriptor, *, deadline_s: float | None = None) -> Peer:
+        """The peer so described: the same object as long as it lives, however often and from where it is
+        asked for.
+
+        deadline_s: ``transfer.deadline_s`` unless given.
+
+        Raises PeerLost, StaleEpoch (another incarnation is there), AccessDenied, DeadlineExceeded.
+        """
+        self._raise_if_closed()
+        limit_s = self.options.deadline_s if deadline_s is None else deadline_s
+        task = self._peers.get(descriptor.incarnation)
+        if task is None:
+            task = self.loop.create_task(self._connect(descriptor))
+            self._peers[descriptor.incarnation] = task
+        try:
+            async with asyncio.timeout(limit_s):
+                # Shielded: others may be waiting for the same peer.
+                return await asyncio.shield(task)
+        except TimeoutError:
+            raise DeadlineExceeded(descriptor.agent_id, limit_s, "connecting") from None
+
+    async def _connect(self, descriptor: AgentDescriptor) -> Peer:
+        try:
+            async with asyncio.timeout(self.options.deadline_s):
+                peer = await connect_peer(self, descriptor)
+        except BaseException as error:
+            self._peers.pop(descriptor.incarnation, None)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(descriptor.agent_id, self.options.deadline_s, "connecting") from None
+            raise
+        self._links[peer.link] = peer
+        return peer
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        """The process at the other end of a peer's link is gone."""
+        peer = self._links.pop(link, None)
+        if peer is None:
+            return
+        for incarnation, task in list(self._peers.items()):
+            if task.done() and not task.cancelled() and task.exception() is None and task.result() is peer:
+                del self._peers[incarnation]
+        peer.lose(PeerLost(peer.agent_id, reason))
+        self._closing.add(closing := self.loop.create_task(peer.close()))
+        closing.add_done_callback(self._closing.discard)
+
+    def notifications(self) -> Notifications:
+        """What peers send with ``notify``: ``async for note in agent.notifications()``. One reader at a
+        time.
+        """
+        return self.notes
+
+    # ------------------------------------------------------------------ the other ends of peers' connections
+
+    def _num_connections(self) -> int:
+        return len(self._controls) + len(self._server)
+
+    def _admit(self, sock: socket.socket, met: Met) -> None:
+        if met.kind is Kind.CONTROL:
+            self._controls.add(Control(sock, met, self))
+        elif met.kind is Kind.DATA:
+            self._server.serve(sock, met)
+        else:
+            sock.close()
+
+    def note_received(self, control: Control, payload: bytes) -> None:
+        identity = control.met.identity
+        self.notes.put(Notification(identity.agent_id, identity.epoch, payload))
+        metrics.NOTES.labels("received").inc()
+        if self.notes.full:
+            control.pause()
+            self.notes.when_drained(control.resume)
+
+    def control_lost(self, control: Control, reason: str) -> None:
+        self._controls.discard(control)
+        self.link_lost(control, reason)
+
+    # ------------------------------------------------------------------ the end
+
+    async def close(self) -> None:
+        """End all batches, with AgentClosed, and let everything go. Idempotent.
+
+        When it returns, no thread of the agent is left and nothing touches any region.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        AGENTS.pop(self.incarnation, None)
+        await self._listener.close()
+        connecting = [task for task in self._peers.values() if not task.done()]
+        for task in connecting:
+            task.cancel()
+        if connecting:
+            await asyncio.wait(connecting)
+        for peer in list(self._links.values()):
+            peer.lose(AgentClosed(self.agent_id))
+            await peer.close()
+        if self._closing:
+            await asyncio.wait(list(self._closing))
+        for control in list(self._controls):
+            control.close()
+        for link in list(self.local_links):
+            link.lost()
+        self._server.close()
+        self.pool.close()
+        self.regions.close()
+        self.lifeline.close()
+        self.notes.close()
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise AgentClosed(self.agent_id)
+
+    async def __aenter__(self) -> TransferAgent:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

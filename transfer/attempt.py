@@ -1,0 +1,155 @@
+"""One attempt to move a batch over one path, and the rule that makes stopping it safe."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from transfer.checksum import checksum
+from transfer.errors import ChecksumMismatch
+from transfer.plan import Index, Plan, Rows
+from transfer.region import Hold
+from transfer.span import Spans
+
+Direction = Literal["read", "write"]
+
+_NONE: Index = np.empty(0, np.intp)
+
+
+class Attempt:
+    """What the threads of a path work on.
+
+    A thread calls ``enter`` before it touches the spans' bytes and ``leave`` when it no longer does.
+    ``stop`` keeps new ones out and kicks those inside. ``on_end`` is called once, from whichever thread was
+    last, when all chunks are done or when it was stopped and nobody is inside: from then on the spans are
+    the caller's again.
+    """
+
+    def __init__(
+        self,
+        direction: Direction,
+        local: Spans,
+        remote: Spans,
+        hold: Hold,
+        plan: Plan,
+        *,
+        deadline_s: Callable[[], float],
+        checksums: Sequence[int] | None,
+        verify_remote: bool,
+        on_spans: Callable[[Index], None] | None,
+        on_end: Callable[[Exception | None], None],
+    ) -> None:
+        self.direction = direction
+        self.local = local
+        self.remote = remote
+        self.plan = plan
+        self.deadline_s = deadline_s
+        """Seconds left, at the time of the call."""
+        self.checksums = checksums
+        self.verify_remote = verify_remote
+        """Of a write: ask the peer for the checksums of what it now has."""
+        self._hold = hold
+        self._buffers = {region.id: region.buffer for region in hold.regions}
+        self._on_spans = on_spans
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._inside: list[Callable[[], None]] = []
+        self._chunks_left = len(plan.chunks)
+        self._ended = False
+        self.stopped = False
+        self.error: Exception | None = None
+
+    def enter(self, kick: Callable[[], None]) -> bool:
+        """False: it was stopped, keep out. ``kick`` must make this thread leave soon; it is called at most
+        once.
+        """
+        with self._lock:
+            if self.stopped:
+                return False
+            self._inside.append(kick)
+            return True
+
+    def leave(self, kick: Callable[[], None], chunks: int = 0, error: Exception | None = None) -> None:
+        """The thread that entered with ``kick`` is out; ``chunks`` more are done, or ``error`` ended its
+        work.
+        """
+        with self._lock:
+            self._inside.remove(kick)
+            self._chunks_left -= chunks
+            if error is not None:
+                self._stop(error)
+            ended = self._end_if_empty()
+        if ended:
+            self._finish()
+
+    def stop(self, error: Exception) -> None:
+        """End it with ``error``, from any thread. The first reason given counts."""
+        with self._lock:
+            self._stop(error)
+            ended = self._end_if_empty()
+        if ended:
+            self._finish()
+
+    def _stop(self, error: Exception) -> None:
+        if self.stopped or self._chunks_left == 0:
+            return
+        self.stopped, self.error = True, error
+        # Under the lock, so that a thread cannot leave and be kicked out of somebody else's work.
+        for kick in self._inside:
+            kick()
+
+    def _end_if_empty(self) -> bool:
+        over = not self._inside and (self.stopped or self._chunks_left == 0)
+        ended, self._ended = over and not self._ended, self._ended or over
+        return ended
+
+    def _finish(self) -> None:
+        self._hold.release()
+        self._on_end(self.error)
+
+    def rows(self, chunk: int) -> Rows:
+        begin, end = self.plan.chunks[chunk]
+        return self.plan.rows[begin:end]
+
+    def span_at(self, chunk: int, row: int) -> int:
+        """The first span in row ``row`` of a chunk."""
+        return self.plan.span_at(self.plan.chunks[chunk][0] + row)
+
+    def arrived(self, chunk: int) -> Index:
+        """A chunk's bytes are where they should be. Returns the spans this completed, if anybody asks. Call
+        inside.
+        """
+        if self._on_spans is None and self.checksums is None and not self.verify_remote:
+            return _NONE
+        return self.plan.done(chunk)
+
+    def verify_arrival(self, spans: Index) -> None:
+        """Compare what a read brought with what was promised. Call inside. Raises ChecksumMismatch."""
+        if self.checksums is not None:
+            for index in spans.tolist():
+                _compare(index, self.checksums[index], self._checksum(index))
+
+    def verify_delivery(self, spans: Index, found: Sequence[int]) -> None:
+        """Compare the checksums a peer ``found`` after a write with ours. Call inside. Raises
+        ChecksumMismatch.
+        """
+        for index, there in zip(spans.tolist(), found, strict=True):
+            here = self.checksums[index] if self.checksums is not None else self._checksum(index)
+            _compare(index, here, there)
+
+    def announce(self, spans: Index) -> None:
+        """Tell whoever follows the batch span by span."""
+        if self._on_spans is not None and len(spans):
+            self._on_spans(spans)
+
+    def _checksum(self, index: int) -> int:
+        offset, nbytes = int(self.local.offset[index]), int(self.local.nbytes[index])
+        return checksum(self._buffers[int(self.local.region[index])][offset : offset + nbytes])
+
+
+def _compare(index: int, expected: int, found: int) -> None:
+    if expected != found:
+        raise ChecksumMismatch(index, expected, found)

@@ -1,0 +1,123 @@
+"""Blocking scatter and gather over one connected socket, without a copy in Python and with few turns of the
+GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from transfer import libc
+from transfer.memory import address_of
+from transfer.plan import pieces, vectors, windows
+from transfer.span import U64
+
+_TIMEVAL = struct.Struct("ll")
+_LINGER_RESET = struct.pack("ii", 1, 0)
+
+
+class ByteStream:
+    """One end of a data connection, used by one thread; ``shut`` may be called from any.
+
+    Every call hands the kernel up to ``slice_nbytes`` and waits until all of them are moved: while it waits
+    the GIL is free, and a thread that must win the GIL back from busy Python loses up to a switch interval
+    each time.
+    All methods raise OSError: ConnectionResetError when the stream ends early, TimeoutError by ``limit``.
+    """
+
+    def __init__(self, sock: socket.socket, slice_nbytes: int) -> None:
+        sock.setblocking(True)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self._fd = sock.fileno()
+        self._slice_nbytes = slice_nbytes
+        self._deadline = math.inf
+
+    def limit(self, seconds: float) -> None:
+        """How long what follows may take; 0: for ever."""
+        self._deadline = time.monotonic() + seconds if seconds else math.inf
+        whole = int(seconds)
+        value = _TIMEVAL.pack(whole, max(int((seconds - whole) * 1e6), 0 if seconds == 0 else 1))
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def send(self, head: bytes, address: U64 | None = None, nbytes: U64 | None = None) -> None:
+        """``head``, then the runs of memory at ``address``, each of ``nbytes``."""
+        first = np.frombuffer(head, np.uint8)
+        table = vectors(np.array([address_of(first)], np.uint64), np.array([len(head)], np.uint64))
+        if address is not None and nbytes is not None:
+            table = np.concatenate((table, self._table(address, nbytes)))
+        # One thread sends, so nothing is gained by waiting until a segment is full.
+        self._each(table, libc.send_vectors, socket.MSG_NOSIGNAL)
+
+    def receive_into(self, address: U64, nbytes: U64) -> None:
+        """Fill the runs of memory at ``address``, each of ``nbytes``."""
+        self._each(self._table(address, nbytes), libc.receive_vectors, socket.MSG_WAITALL)
+
+    def receive(self, nbytes: int) -> bytes:
+        received = self.sock.recv(nbytes, socket.MSG_WAITALL)
+        while len(received) < nbytes:
+            part = self.sock.recv(nbytes - len(received), socket.MSG_WAITALL)
+            if not part:
+                raise ConnectionResetError("the other side closed the connection")
+            received += part
+        return received
+
+    def discard(self, nbytes: int) -> None:
+        """Receive ``nbytes`` and forget them."""
+        scratch = bytearray(min(nbytes, 1 << 18))
+        while nbytes:
+            received = self.sock.recv_into(scratch, min(nbytes, len(scratch)))
+            if not received:
+                raise ConnectionResetError("the other side closed the connection")
+            nbytes -= received
+
+    def shut(self) -> None:
+        """Make the thread that waits in any of the above leave with an error. Idempotent."""
+        # Not connected any more, or closed: then nobody waits there.
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self, *, reset: bool = False) -> None:
+        """``reset``: throw away what is still on its way to the other side."""
+        if reset and self.sock.fileno() >= 0:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_RESET)
+        self.sock.close()
+
+    def _table(self, address: U64, nbytes: U64) -> U64:
+        if len(nbytes) and nbytes.max() > self._slice_nbytes:
+            run, skipped, nbytes = pieces(nbytes, self._slice_nbytes)
+            address = address[run] + skipped
+        return vectors(address, nbytes)
+
+    def _each(self, table: U64, call: Callable[[int, int, int, int], int], flags: int) -> None:
+        base = address_of(table)
+        for begin, end in windows(table[:, 1], libc.IOV_MAX, self._slice_nbytes):
+            left = int(table[begin:end, 1].sum())
+            while True:
+                if time.monotonic() > self._deadline:
+                    raise TimeoutError("the time limit of the request is over")
+                moved = call(self._fd, base + 16 * begin, end - begin, flags)
+                if moved == left:
+                    break
+                if not moved:
+                    raise ConnectionResetError("the other side closed the connection")
+                left -= moved
+                begin = _advance(table, begin, end, moved)
+
+
+def _advance(table: U64, begin: int, end: int, moved: int) -> int:
+    """Take ``moved`` bytes off the front of rows begin … end. Returns the first row with bytes left."""
+    ends = np.cumsum(table[begin:end, 1])
+    row = int(np.searchsorted(ends, np.uint64(moved), side="right"))
+    taken = np.uint64(moved) - (ends[row - 1] if row else np.uint64(0))
+    table[begin + row, 0] += taken
+    table[begin + row, 1] -= taken
+    return begin + row

@@ -1,0 +1,138 @@
+"""Finding the ways to a peer: in this process, on this host, over the network."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+from typing import TYPE_CHECKING, Any
+
+from transfer.control import Control
+from transfer.descriptor import AgentDescriptor
+from transfer.errors import PeerLost
+from transfer.handshake import meet_server
+from transfer.host import boot_id
+from transfer.lifeline import readable_process
+from transfer.local_link import AGENTS, LocalLink
+from transfer.local_path import LocalPath
+from transfer.path import Path
+from transfer.peer import Peer
+from transfer.shm_path import ShmPath
+from transfer.stream_path import StreamPath
+from transfer.wire import Kind, Op, WireError
+
+if TYPE_CHECKING:
+    from transfer.agent import TransferAgent
+
+_log = logging.getLogger(__name__)
+# A dead link is noticed by the kernel after idle + interval * probes seconds.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+
+
+async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
+    """Raises StaleEpoch, AccessDenied, or PeerLost with what was tried."""
+    names = [name for name in agent.options.transports if name in target.transports]
+    peer = functools.partial(
+        Peer, target.agent_id, target.epoch, regions=agent.regions, verify_writes=agent.options.checksum
+    )
+    there = AGENTS.get(target.incarnation)
+    if "local" in names and there is not None:
+        link = LocalLink(agent, there, lambda link: agent.link_lost(link, "its agent was closed"))
+        return peer(link=link, paths=[LocalPath(agent.pool, there.regions)])
+
+    failures: list[str] = []
+    if "shm" in names and target.unix_name and target.boot_id == boot_id():
+        # Being reachable under a name of this network namespace is the proof that it is this host.
+        try:
+            control = await _connect_control(agent, target, "shm")
+        except (OSError, WireError) as error:
+            failures.append(f"shm: {error}")
+        else:
+            return peer(link=control, paths=_same_host_paths(agent, target, control, names))
+    if "tcp" in names and target.tcp_port:
+        try:
+            control = await _connect_control(agent, target, "tcp")
+        except (OSError, WireError) as error:
+            failures.append(f"tcp: {error}")
+        else:
+            return peer(link=control, paths=[_tcp_path(agent, target)])
+    if not failures:
+        failures.append(f"of its transports ({', '.join(target.transports)}) none leads there from here")
+    raise PeerLost(target.agent_id, "; ".join(failures))
+
+
+async def _connect_control(agent: TransferAgent, target: AgentDescriptor, path: str) -> Control:
+    sock = await _connect(path, target)
+    try:
+        met = await meet_server(sock, target, agent.identity, agent.options.secret, Kind.CONTROL)
+        return Control(sock, met, agent)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _same_host_paths(
+    agent: TransferAgent, target: AgentDescriptor, control: Control, names: list[str]
+) -> list[Path]:
+    paths: list[Path] = []
+    identity = control.met.identity
+    process = readable_process(control.met.pid, identity.lifeline, identity.incarnation)
+    writes = StreamPath(
+        "shm",
+        functools.partial(_connect_data, agent, target, "shm"),
+        streams=1,
+        slice_nbytes=agent.options.tcp.slice_nbytes,
+        # Who may read the peer's memory is most likely readable by it, too; it says so if not.
+        write_op=Op.PULL if process is not None else Op.WRITE,
+    )
+    if process is not None:
+        paths.append(ShmPath(agent.pool, identity, process, control.known_region, writes))
+    else:
+        paths.append(writes)
+    if "tcp" in names and target.tcp_port:
+        paths.append(_tcp_path(agent, target))
+    return paths
+
+
+def _tcp_path(agent: TransferAgent, target: AgentDescriptor) -> StreamPath:
+    tcp = agent.options.tcp
+    connect = functools.partial(_connect_data, agent, target, "tcp")
+    return StreamPath("tcp", connect, streams=tcp.streams, slice_nbytes=tcp.slice_nbytes)
+
+
+async def _connect_data(agent: TransferAgent, target: AgentDescriptor, path: str) -> socket.socket:
+    sock = await _connect(path, target)
+    try:
+        await meet_server(sock, target, agent.identity, agent.options.secret, Kind.DATA)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _connect(path: str, target: AgentDescriptor) -> socket.socket:
+    """A connected, non-blocking socket. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    if path == "shm":
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        address: Any = f"\0{target.unix_name}"
+    else:
+        resolved = await loop.getaddrinfo(target.tcp_host, target.tcp_port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = resolved[0]
+        sock = socket.socket(family, kind, protocol)
+        _keep_alive(sock)
+    try:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

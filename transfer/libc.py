@@ -1,0 +1,114 @@
+"""The few calls of the C library that Python does not offer. Each releases the GIL while it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23
+PR_SET_PTRACER = 0x59616D61
+PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
+IOV_MAX = 1024
+"""Most buffers in one vectored call."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _declare(name: str, result: type, *arguments: type) -> ctypes._NamedFuncPointer | None:
+    """The function, or None where the C library lacks it (process_vm_readv is Linux's alone)."""
+    try:
+        function = getattr(_libc, name)
+    except AttributeError:
+        return None
+    function.restype = result
+    function.argtypes = arguments
+    return function  # type: ignore[no-any-return]
+
+
+_size, _pointer = ctypes.c_size_t, ctypes.c_void_p
+_madvise = _declare("madvise", ctypes.c_int, _pointer, _size, ctypes.c_int)
+_prctl = _declare("prctl", ctypes.c_int, ctypes.c_int, *([ctypes.c_ulong] * 4))
+_process_vm_readv = _declare(
+    "process_vm_readv",
+    ctypes.c_ssize_t,
+    ctypes.c_int,
+    _pointer,
+    ctypes.c_ulong,
+    _pointer,
+    *([ctypes.c_ulong] * 2),
+)
+_sendmsg = _declare("sendmsg", ctypes.c_ssize_t, ctypes.c_int, _pointer, ctypes.c_int)
+_recvmsg = _declare("recvmsg", ctypes.c_ssize_t, ctypes.c_int, _pointer, ctypes.c_int)
+
+
+class _MessageHeader(ctypes.Structure):
+    _fields_ = [
+        ("name", _pointer),
+        ("name_nbytes", ctypes.c_uint),
+        ("vectors", _pointer),
+        ("num_vectors", _size),
+        ("control", _pointer),
+        ("control_nbytes", _size),
+        ("flags", ctypes.c_int),
+    ]
+
+
+def _failure() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def madvise(address: int, nbytes: int, advice: int) -> bool:
+    """False when the kernel does not know the advice or refuses it. MemoryError: no page was left."""
+    if _madvise is None:
+        return False
+    ctypes.set_errno(0)
+    if _madvise(address, nbytes, advice) == 0:
+        return True
+    if ctypes.get_errno() in (12, 133):  # ENOMEM, EHWPOISON
+        raise MemoryError(f"the kernel has no {nbytes} bytes left")
+    return False
+
+
+def allow_readers() -> bool:
+    """Let processes of the same user read this one's memory, where Yama would restrict that to its
+    parents.
+    """
+    return _prctl is not None and _prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0
+
+
+def process_vm_readv(pid: int, local: int, num_local: int, remote: int, num_remote: int) -> int:
+    """Copy from the memory of process ``pid``; ``local`` and ``remote`` are addresses of iovec arrays.
+
+    Returns bytes copied, which is less than asked where a remote page is missing. Raises OSError: EPERM
+    without the right to read that process, ESRCH when it is gone, EFAULT, ENOSYS.
+    """
+    if _process_vm_readv is None:
+        raise OSError(38, "process_vm_readv is not available")
+    copied = _process_vm_readv(pid, local, num_local, remote, num_remote, 0)
+    if copied < 0:
+        raise _failure()
+    return int(copied)
+
+
+def send_vectors(fd: int, vectors: int, num_vectors: int, flags: int) -> int:
+    """``sendmsg`` of an iovec array at address ``vectors``. Returns bytes sent."""
+    header = _MessageHeader(vectors=vectors, num_vectors=num_vectors)
+    assert _sendmsg is not None
+    while (sent := _sendmsg(fd, ctypes.byref(header), flags)) < 0:
+        if ctypes.get_errno() != 4:  # EINTR
+            raise _failure()
+    return int(sent)
+
+
+def receive_vectors(fd: int, vectors: int, num_vectors: int, flags: int) -> int:
+    """``recvmsg`` into an iovec array at address ``vectors``. Returns bytes received, 0 at the stream's
+    end.
+    """
+    header = _MessageHeader(vectors=vectors, num_vectors=num_vectors)
+    assert _recvmsg is not None
+    while (received := _recvmsg(fd, ctypes.byref(header), flags)) < 0:
+        if ctypes.get_errno() != 4:
+            raise _failure()
+    return int(received)

@@ -1,0 +1,22 @@
+"""What a ``Peer`` needs of its control connection; in one process there is an object instead of a
+connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from transfer.wire import RegionInfo
+
+
+class Link(Protocol):
+    """See ``transfer.control.Control`` for what each does."""
+
+    async def region(self, region_id: int) -> RegionInfo: ...
+
+    def note(self, payload: bytes) -> None: ...
+
+    def on_region_closed(self, callback: Callable[[int], None]) -> None: ...
+
+    def close(self) -> None: ...

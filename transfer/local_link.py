@@ -1,0 +1,50 @@
+"""The agents of this process, and how one reaches another without a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from transfer.notification import Notification
+from transfer.wire import RegionInfo
+
+if TYPE_CHECKING:
+    from transfer.agent import TransferAgent
+
+AGENTS: dict[bytes, TransferAgent] = {}
+"""By incarnation. An agent is here from its start to its close."""
+
+
+class LocalLink:
+    """A ``Link`` to an agent of this process, which may live on another thread's event loop."""
+
+    def __init__(
+        self, here: TransferAgent, there: TransferAgent, on_lost: Callable[[LocalLink], None]
+    ) -> None:
+        self._here = here
+        self._there = there
+        self._on_lost = on_lost
+        self._on_region_closed: list[Callable[[int], None]] = []
+        there.local_links.add(self)
+
+    async def region(self, region_id: int) -> RegionInfo:
+        return self._there.region_info(region_id)
+
+    def note(self, payload: bytes) -> None:
+        note = Notification(self._here.agent_id, self._here.epoch, bytes(payload))
+        self._there.loop.call_soon_threadsafe(self._there.notes.put, note)
+
+    def on_region_closed(self, callback: Callable[[int], None]) -> None:
+        self._on_region_closed.append(callback)
+
+    def region_closed(self, region_id: int) -> None:
+        """The other agent closed one of its regions. From its thread."""
+        for callback in self._on_region_closed:
+            self._here.loop.call_soon_threadsafe(callback, region_id)
+
+    def lost(self) -> None:
+        """The other agent was closed. From its thread."""
+        self._here.loop.call_soon_threadsafe(self._on_lost, self)
+
+    def close(self) -> None:
+        self._there.local_links.discard(self)

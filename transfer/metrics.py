@@ -1,0 +1,30 @@
+"""What the transfer engine counts. One set for the process: agents in one process add up."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_LABELS = ("path", "direction")
+
+BYTES = Counter("moonpool_transfer_bytes_total", "Bytes moved by finished batches", _LABELS)
+SPANS = Counter("moonpool_transfer_spans_total", "Spans moved by finished batches", _LABELS)
+SECONDS = Histogram(
+    "moonpool_transfer_batch_seconds",
+    "Time from the call to the end of finished batches",
+    _LABELS,
+    buckets=(1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
+)
+FAILURES = Counter(
+    "moonpool_transfer_failures_total", "Batches that ended in an error", ("direction", "cause")
+)
+RETRIES = Counter(
+    "moonpool_transfer_retries_total", "Attempts that failed and were followed by another", _LABELS
+)
+CHECKSUM_MISMATCHES = Counter(
+    "moonpool_transfer_checksum_mismatches_total",
+    "Spans that arrived with other bytes than promised",
+    ("direction",),
+)
+IN_FLIGHT_BYTES = Gauge("moonpool_transfer_in_flight_bytes", "Bytes of batches under way", ("direction",))
+NOTES = Counter("moonpool_transfer_notes_total", "Notifications", ("direction",))
+REFUSED = Counter("moonpool_transfer_refused_connections_total", "Connections that did not prove themselves")

@@ -1,0 +1,36 @@
+"""What every way of moving bytes to and from a peer offers, whatever it moves them by."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from transfer.attempt import Attempt, Direction
+
+
+class Path(Protocol):
+    """One transport to one peer. All methods are called on the event loop's thread."""
+
+    @property
+    def name(self) -> str:
+        """local, shm or tcp."""
+
+    @property
+    def networked(self) -> bool:
+        """Bytes leave the host, so that writes are verified at the other end unless that is turned off."""
+
+    def chunking(self, direction: Direction, nbytes: int) -> tuple[int, int]:
+        """(most bytes, most rows) of the chunks it wants a batch of ``nbytes`` cut into."""
+
+    async def open(self, direction: Direction) -> None:
+        """Be ready to start: connect what is not connected. Cheap when it is.
+
+        Raises PathFailed, StaleEpoch, AccessDenied.
+        """
+
+    def start(self, attempt: Attempt) -> None:
+        """Move it. Does not wait and does not raise: what goes wrong goes to ``attempt.stop`` or
+        ``leave``.
+        """
+
+    async def close(self) -> None:
+        """Release sockets, threads and maps. All attempts have ended. Idempotent."""

@@ -1,0 +1,162 @@
+"""Another agent, connected: the other end of reads and writes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+from transfer import metrics
+from transfer.attempt import Direction
+from transfer.batch import Batch
+from transfer.errors import PeerLost, RegionError, SpanError, TransferError
+from transfer.link import Link
+from transfer.path import Path
+from transfer.path_choice import PathChoice
+from transfer.region import RegionTable
+from transfer.span import Span, Spans, check_disjoint, check_pairs
+
+
+class Peer:
+    """One incarnation of an agent. When its process goes, this object is of no more use: connect again.
+
+    All methods belong to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        agent_id: str,
+        epoch: int,
+        link: Link,
+        paths: Sequence[Path],
+        regions: RegionTable,
+        *,
+        verify_writes: bool,
+    ) -> None:
+        self.agent_id = agent_id
+        self.epoch = epoch
+        self.link = link
+        self.paths = PathChoice(paths)
+        self.regions = regions
+        self.thread_id = threading.get_ident()
+        self._verify_writes = verify_writes
+        self._batches: set[Batch] = set()
+        self._lost: TransferError | None = None
+        link.on_region_closed(self._region_closed)
+
+    @property
+    def lost(self) -> bool:
+        """True from when its process was seen to be gone, or the agent was closed."""
+        return self._lost is not None
+
+    @property
+    def bandwidth(self) -> dict[str, float]:
+        """Bytes/s by path, a moving average of batches of 1 MiB and more."""
+        return self.paths.bandwidth
+
+    def read(
+        self,
+        local: Sequence[Span] | Spans,
+        remote: Sequence[Span] | Spans,
+        *,
+        deadline_s: float,
+        checksums: Sequence[int] | None = None,
+    ) -> Batch:
+        """Copy ``remote[i]``, in the peer's regions, to ``local[i]``, in ours; the sizes must be equal.
+
+        checksums: ``transfer.checksum`` of each span's bytes, as its owner gave it; compared with what
+        arrived.
+
+        Raises, here and before anything is posted: SpanError. The batch, when awaited, raises
+            SpanError, RegionError: the peer has no such bytes; nothing was read.
+            ChecksumMismatch, PeerLost, StaleEpoch, DeadlineExceeded, RegionError: the bytes of the local
+            spans are undefined, and nothing touches them any more.
+        """
+        return self._post("read", local, remote, deadline_s, checksums, None)
+
+    def write(
+        self,
+        local: Sequence[Span] | Spans,
+        remote: Sequence[Span] | Spans,
+        *,
+        deadline_s: float,
+        checksums: Sequence[int] | None = None,
+        notify: bytes | None = None,
+    ) -> Batch:
+        """Copy ``local[i]`` to ``remote[i]``; the mirror image of ``read``, with the same errors.
+
+        checksums: of each span's bytes; the peer's copy is compared with them. Without, the checksums of the
+        local bytes are used where the bytes travel over a network. notify: a note for the peer, sent once
+        everything is there.
+        After an error the remote spans are undefined. The peer stops writing as soon as it learns of the
+        error, and in any case at the deadline: take the memory for something else only after that.
+        """
+        return self._post("write", local, remote, deadline_s, checksums, notify)
+
+    def notify(self, payload: bytes) -> None:
+        """Hand the peer a note of at most 65,531 bytes; it comes out of its ``notifications()``, in order.
+
+        TransferError when the connection is broken, or a stopped peer left too many unread.
+        """
+        if self._lost is not None:
+            raise self._lost
+        self.link.note(payload)
+        metrics.NOTES.labels("sent").inc()
+
+    def _post(
+        self,
+        direction: Direction,
+        local: Sequence[Span] | Spans,
+        remote: Sequence[Span] | Spans,
+        deadline_s: float,
+        checksums: Sequence[int] | None,
+        notify: bytes | None,
+    ) -> Batch:
+        if self._lost is not None:
+            raise self._lost
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"deadline_s must be positive and finite, got {deadline_s}")
+        here, there = Spans.of(local), Spans.of(remote)
+        check_pairs(here, there)
+        if checksums is not None and len(checksums) != len(here):
+            raise SpanError(
+                min(len(checksums), len(here)), f"{len(here)} spans, but {len(checksums)} checksums"
+            )
+        self.regions.addresses(here, writable=direction == "read")
+        check_disjoint(here if direction == "read" else there)
+        batch = Batch(
+            self,
+            direction,
+            here,
+            there,
+            deadline_s=deadline_s,
+            checksums=checksums,
+            verify_on_network=self._verify_writes,
+            notify=notify,
+        )
+        self._batches.add(batch)
+        return batch
+
+    def batch_ended(self, batch: Batch) -> None:
+        self._batches.discard(batch)
+
+    def lose(self, error: TransferError) -> None:
+        """End all batches with ``error``, and refuse new ones."""
+        if self._lost is None:
+            self._lost = error
+            for batch in list(self._batches):
+                batch.fail(error)
+
+    def _region_closed(self, region_id: int) -> None:
+        for batch in list(self._batches):
+            if batch.uses(region_id):
+                batch.fail(RegionError(region_id, "was closed by its owner"))
+
+    async def close(self) -> None:
+        """End everything; idempotent."""
+        self.lose(PeerLost(self.agent_id, "the connection was closed here"))
+        for batch in list(self._batches):
+            await batch.ended()
+        self.link.close()
+        for path in self.paths:
+            await path.close()

@@ -1,0 +1,145 @@
+"""A batch as the data plane sees it: rows of (here, there, size), cut into chunks that are moved one by
+one.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.span import U32, U64, Spans
+
+Index = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Runs of bytes: address here uint64 [n]; region uint32 [n] and offset uint64 [n] there; nbytes uint64
+    [n].
+    """
+
+    address: U64
+    region: U32
+    offset: U64
+    nbytes: U64
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(self.address[rows], self.region[rows], self.offset[rows], self.nbytes[rows])
+
+    @property
+    def total_nbytes(self) -> int:
+        return int(self.nbytes.sum())
+
+    def merged(self) -> Rows:
+        """Neighbours that are adjacent both here and there become one run."""
+        if len(self) < 2:
+            return self
+        follows = (
+            (self.address[:-1] + self.nbytes[:-1] == self.address[1:])
+            & (self.region[:-1] == self.region[1:])
+            & (self.offset[:-1] + self.nbytes[:-1] == self.offset[1:])
+        )
+        if not follows.any():
+            return self
+        first = np.flatnonzero(np.concatenate(([True], ~follows)))
+        return Rows(
+            self.address[first], self.region[first], self.offset[first], np.add.reduceat(self.nbytes, first)
+        )
+
+    def split(self, most_nbytes: int) -> Rows:
+        """The same bytes in the same order, no run longer than ``most_nbytes``."""
+        if not len(self) or self.nbytes.max() <= most_nbytes:
+            return self
+        row, skipped, nbytes = pieces(self.nbytes, most_nbytes)
+        return Rows(self.address[row] + skipped, self.region[row], self.offset[row] + skipped, nbytes)
+
+
+def pieces(nbytes: U64, most_nbytes: int) -> tuple[Index, U64, U64]:
+    """Cut runs into pieces of at most ``most_nbytes``: (run, bytes of the run before it, size) of each
+    piece.
+    """
+    most = np.uint64(most_nbytes)
+    counts = ((nbytes + most - np.uint64(1)) // most).astype(np.intp)
+    run = np.repeat(np.arange(len(nbytes)), counts)
+    first = np.cumsum(counts) - counts
+    skipped = (np.arange(len(run)) - first[run]).astype(np.uint64) * most
+    return run, skipped, np.minimum(nbytes[run] - skipped, most)
+
+
+def vectors(address: U64, nbytes: U64) -> U64:
+    """An array of struct iovec, uint64 [n, 2]."""
+    table = np.empty((len(address), 2), np.uint64)
+    table[:, 0] = address
+    table[:, 1] = nbytes
+    return table
+
+
+def windows(nbytes: U64, most_rows: int, most_nbytes: int) -> list[tuple[int, int]]:
+    """Consecutive (begin, end) row ranges of at most ``most_rows`` rows and, beyond one row, ``most_nbytes``
+    bytes.
+    """
+    ends = np.cumsum(nbytes)
+    ranges: list[tuple[int, int]] = []
+    begin, count = 0, len(nbytes)
+    while begin < count:
+        base = int(ends[begin - 1]) if begin else 0
+        end = int(np.searchsorted(ends, np.uint64(base + most_nbytes), side="right"))
+        end = max(begin + 1, min(end, begin + most_rows, count))
+        ranges.append((begin, end))
+        begin = end
+    return ranges
+
+
+class Plan:
+    """The rows of a batch in ``chunks``, and which spans are complete once some of the chunks are.
+
+    Thread-safe: chunks may be done by several threads in any order.
+    """
+
+    def __init__(
+        self,
+        local: Spans,
+        addresses: U64,
+        remote: Spans,
+        *,
+        chunk_nbytes: int,
+        chunk_rows: int,
+        merge: bool = True,
+    ) -> None:
+        """``merge`` False: no chunk completes more than ``chunk_rows`` spans."""
+        rows = Rows(addresses, remote.region, remote.offset, local.nbytes)
+        self.rows = (rows.merged() if merge else rows).split(chunk_nbytes)
+        self.chunks = windows(self.rows.nbytes, chunk_rows, chunk_nbytes)
+        self.nbytes = rows.total_nbytes
+        # Rows keep the spans' order, so both cut the same line of bytes: span i is done when every chunk it
+        # shares bytes with is.
+        self._span_end = span_end = np.cumsum(local.nbytes)
+        chunk_end = np.cumsum(self.rows.nbytes)[[end - 1 for _, end in self.chunks]]
+        self._first_span = np.searchsorted(span_end, chunk_end - _sizes(chunk_end), side="right")
+        self._last_span = np.searchsorted(span_end, chunk_end, side="left")
+        first_chunk = np.searchsorted(chunk_end, span_end - local.nbytes, side="right")
+        self._missing = np.searchsorted(chunk_end, span_end, side="left") - first_chunk + 1
+        self._lock = threading.Lock()
+
+    def span_at(self, row: int) -> int:
+        """The first span with bytes in ``row``."""
+        begin = self.rows.nbytes[:row].sum(dtype=np.uint64)
+        return int(np.searchsorted(self._span_end, begin, side="right"))
+
+    def done(self, chunk: int) -> Index:
+        """Note that a chunk has been moved. Returns the spans this completed."""
+        first, last = int(self._first_span[chunk]), int(self._last_span[chunk]) + 1
+        with self._lock:
+            missing = self._missing[first:last]
+            missing -= 1
+            return first + np.flatnonzero(missing == 0)
+
+
+def _sizes(ends: U64) -> U64:
+    return np.diff(ends, prepend=np.uint64(0))

@@ -1,0 +1,213 @@
+"""Regions: memory a transfer agent may move bytes from or to, and who is using it right now."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.errors import RegionError, SpanError, TransferError
+from transfer.memory import Memory, address_of
+from transfer.span import U64, Spans, check_bounds
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+# A use that was told to stop must be gone in this time: it is between two system calls, or its socket was
+# shut.
+_STOP_S = 5.0
+MAX_REGIONS = 4096
+
+
+class Region:
+    """Registered memory. ``id`` is never used again in the agent's life, so a stale span cannot name new
+    memory.
+
+    buffer: the bytes, a memoryview of format B; array: the same, uint8 [nbytes].
+    """
+
+    def __init__(self, table: RegionTable, region_id: int, name: str, memory: Memory, writable: bool) -> None:
+        self._table = table
+        self._memory = memory
+        self.id = region_id
+        self.name = name
+        self.writable = writable
+        self.nbytes = len(memory.array)
+        self.address = address_of(memory.array)
+        self.array: npt.NDArray[np.uint8] = memory.array
+        view = memoryview(memory.array.data)
+        self.buffer = view if writable else view.toreadonly()
+
+    @property
+    def backing(self) -> str:
+        """anonymous, memfd or registered."""
+        return self._memory.backing
+
+    @property
+    def fd(self) -> int:
+        """The memfd's descriptor, or -1."""
+        return self._memory.fd
+
+    @property
+    def closed(self) -> bool:
+        return self.id not in self._table
+
+    def close(self) -> None:
+        """Take the memory out of use; idempotent.
+
+        Batches that use it, ours and our peers', end with RegionError. When this returns, no thread of the
+        agent touches the bytes; allocated memory is freed when the last array or view of it goes.
+        """
+        if self._table.remove(self.id):
+            self._memory.close()
+
+    def span(self, offset: int = 0, nbytes: int | None = None) -> tuple[int, int, int]:
+        """(id, offset, nbytes), ready for ``Span(*region.span(...))``."""
+        return self.id, offset, self.nbytes - offset if nbytes is None else nbytes
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Region({self.id}, {self.name!r}, {self.nbytes} bytes, {self.backing})"
+
+
+class Hold:
+    """A use of some regions. While it is held their memory stays; ``stop`` is called when one of them is
+    closed.
+    """
+
+    def __init__(
+        self, table: RegionTable, regions: tuple[Region, ...], stop: Callable[[RegionError], None]
+    ) -> None:
+        self._table = table
+        self.regions = regions
+        self.stop = stop
+
+    def release(self) -> None:
+        """From any thread; idempotent."""
+        self._table.release(self)
+
+
+class RegionTable:
+    """The regions of one agent. ``hold`` and ``release`` may be called from any thread, the rest from the
+    owner's.
+
+    state: uint8 [MAX_REGIONS], 1 at the id of an open region. Peers on this host read it after a copy, to
+    know that the memory was still meant to be read.
+    """
+
+    def __init__(self, state: npt.NDArray[np.uint8], on_close: Callable[[int], None]) -> None:
+        self._state = state
+        self._on_close = on_close
+        self._ids = itertools.count(1)
+        self._regions: dict[int, Region] = {}
+        self._holds: dict[Hold, None] = {}
+        self._changed = threading.Condition(threading.RLock())
+
+    def __contains__(self, region_id: int) -> bool:
+        return region_id in self._regions
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def get(self, region_id: int) -> Region:
+        region = self._regions.get(region_id)
+        if region is None:
+            raise RegionError(region_id, "is not open")
+        return region
+
+    def add(self, name: str, memory: Memory, writable: bool) -> Region:
+        region_id = next(self._ids)
+        if region_id >= len(self._state):
+            raise TransferError(f"an agent can register {len(self._state) - 1} regions in its life, not more")
+        region = Region(self, region_id, name, memory, writable)
+        with self._changed:
+            self._regions[region_id] = region
+            self._state[region_id] = 1
+        return region
+
+    def hold(self, region_ids: Iterable[int], stop: Callable[[RegionError], None]) -> Hold:
+        """Raises RegionError when one is not open; then nothing is held."""
+        with self._changed:
+            hold = Hold(self, tuple(self.get(region_id) for region_id in region_ids), stop)
+            self._holds[hold] = None
+            return hold
+
+    def release(self, hold: Hold) -> None:
+        with self._changed:
+            if self._holds.pop(hold, hold) is None:
+                self._changed.notify_all()
+
+    def remove(self, region_id: int) -> bool:
+        """False when it was removed before. Returns when nobody uses the region any more."""
+        with self._changed:
+            region = self._regions.pop(region_id, None)
+            if region is None:
+                return False
+            self._state[region_id] = 0
+            users = [hold for hold in self._holds if region in hold.regions]
+        self._on_close(region_id)
+        # Outside the lock: stopping a use may end it at once, and that releases its hold.
+        for hold in users:
+            hold.stop(RegionError(region_id, "was closed while a batch was using it"))
+        with self._changed:
+            gone = self._changed.wait_for(lambda: not any(hold in self._holds for hold in users), _STOP_S)
+        if not gone:
+            raise TransferError(f"region {region_id} is still in use {_STOP_S:g} s after it was closed")
+        return True
+
+    def close(self) -> None:
+        for region in list(self._regions.values()):
+            region.close()
+
+    def check_integrity(self) -> None:
+        """Nothing runs, so nothing is held."""
+        assert not self._holds, f"{len(self._holds)} holds are left"
+        assert set(np.flatnonzero(self._state)) == set(self._regions), (
+            "the published states differ from the table"
+        )
+
+    def addresses(self, spans: Spans, *, writable: bool) -> U64:
+        """Address of each span, uint64 [n]. Raises SpanError when one is out of bounds or may not be
+        written.
+        """
+        addresses = spans.offset.copy()
+        for region_id in np.unique(spans.region).tolist():
+            where = np.flatnonzero(spans.region == region_id)
+            region = self._regions.get(region_id)
+            if region is None:
+                raise SpanError(int(where[0]), f"region {region_id} is not open")
+            if writable and not region.writable:
+                raise SpanError(int(where[0]), f"region {region_id} is read-only")
+            check_bounds(spans, region_id, region.nbytes, where)
+            addresses[where] += np.uint64(region.address)
+        return addresses
+
+
+def adopt(buffer: Buffer, writable: bool) -> Memory:
+    """Memory the caller owns: anything with the buffer protocol, contiguous. Raises ValueError when it is
+    not usable.
+    """
+    if isinstance(buffer, np.ndarray):
+        # Not through memoryview: it knows no bfloat16 and the like.
+        if not buffer.flags.c_contiguous:
+            raise ValueError("only contiguous memory can be registered")
+        array, readonly = buffer.reshape(-1).view(np.uint8), not buffer.flags.writeable
+    else:
+        view = memoryview(buffer)
+        if not view.c_contiguous:
+            raise ValueError("only contiguous memory can be registered")
+        array, readonly = np.frombuffer(view.cast("B"), np.uint8), view.readonly
+    if len(array) == 0:
+        raise ValueError("memory of zero bytes cannot be registered")
+    if writable and readonly:
+        raise ValueError("the buffer is read-only; register it with writable=False")
+    return Memory(array, "registered", -1)

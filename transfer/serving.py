@@ -1,0 +1,159 @@
+"""The answering side of data connections: each has a thread that serves one request after the other."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+
+import numpy as np
+
+from transfer.byte_stream import ByteStream
+from transfer.checksum import checksum
+from transfer.errors import RegionError, SpanError
+from transfer.handshake import Met
+from transfer.lifeline import Process, readable_process
+from transfer.memory_copy import copy_from
+from transfer.region import Hold, RegionTable
+from transfer.span import U64, Spans
+from transfer.wire import (
+    REQUEST_NBYTES,
+    Op,
+    Reply,
+    Request,
+    Status,
+    WireError,
+    unpack_sources,
+    unpack_spans,
+)
+
+_log = logging.getLogger(__name__)
+_MAX_BUDGET_S = 600.0
+
+
+class StreamServer:
+    """Serves the regions of one agent to its peers' data connections."""
+
+    def __init__(self, regions: RegionTable, slice_nbytes: int) -> None:
+        self.regions = regions
+        self.slice_nbytes = slice_nbytes
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, ByteStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def serve(self, sock: socket.socket, met: Met) -> None:
+        """Take over a socket after its handshake."""
+        served = _ServedStream(ByteStream(sock, self.slice_nbytes), met, self)
+        thread = threading.Thread(target=served.run, name=f"serve {met.identity.agent_id}", daemon=True)
+        with self._lock:
+            self._threads[thread] = served.stream
+        thread.start()
+
+    def ended(self) -> None:
+        """The calling thread is done."""
+        with self._lock:
+            self._threads.pop(threading.current_thread(), None)
+
+    def close(self) -> None:
+        """End all connections; when it returns, none of their threads is left."""
+        with self._lock:
+            threads = dict(self._threads)
+        for stream in threads.values():
+            stream.shut()
+        for thread in threads:
+            thread.join()
+
+
+class _ServedStream:
+    def __init__(self, stream: ByteStream, met: Met, server: StreamServer) -> None:
+        self.stream = stream
+        self._met = met
+        self._server = server
+        self._client: Process | None = None
+        self._poll = select.poll()
+        self._poll.register(stream.sock, select.POLLRDHUP)
+
+    def run(self) -> None:
+        try:
+            while True:
+                self._answer(Request.unpack(self.stream.receive(REQUEST_NBYTES)))
+        except (OSError, WireError) as error:
+            _log.debug("data connection of %s ended: %s", self._met.identity.agent_id, error)
+        finally:
+            if self._client is not None:
+                self._client.close()
+            self.stream.close()
+            self._server.ended()
+
+    def _answer(self, request: Request) -> None:
+        body = self.stream.receive(request.body_nbytes)
+        spans = unpack_spans(body, request.num_spans)
+        budget_s = min(request.budget_ms / 1000, _MAX_BUDGET_S)
+        deadline = time.monotonic() + budget_s
+        writes = request.op in (Op.WRITE, Op.PULL)
+        try:
+            hold = self._server.regions.hold(np.unique(spans.region).tolist(), lambda _: self.stream.shut())
+            try:
+                addresses = self._server.regions.addresses(spans, writable=writes)
+                if spans.total_nbytes != request.nbytes:
+                    raise WireError(
+                        f"{request.nbytes} bytes announced, but the spans have {spans.total_nbytes}"
+                    )
+                self.stream.limit(budget_s)
+                self._serve(request, body, spans, addresses, hold, deadline)
+            finally:
+                hold.release()
+        except SpanError as error:
+            self._refuse(request, Status.BAD_SPAN, error.index, error.reason)
+        except RegionError as error:
+            self._refuse(request, Status.BAD_REGION, error.region_id, error.reason)
+        self.stream.limit(0)
+
+    def _refuse(self, request: Request, status: Status, detail: int, reason: str) -> None:
+        if request.op is Op.WRITE:
+            # They are on their way already; what follows them may be another batch's.
+            self.stream.discard(request.nbytes)
+        message = reason.encode()[:1024]
+        self.stream.send(Reply(status, detail, len(message)).pack() + message)
+
+    def _serve(
+        self, request: Request, body: bytes, spans: Spans, addresses: U64, hold: Hold, deadline: float
+    ) -> None:
+        if request.op is Op.READ:
+            self.stream.send(Reply(Status.OK, 0, request.nbytes).pack(), addresses, spans.nbytes)
+        elif request.op is Op.WRITE:
+            self.stream.receive_into(addresses, spans.nbytes)
+            self.stream.send(Reply(Status.OK, 0, 0).pack())
+        elif request.op is Op.PULL:
+            self._pull(unpack_sources(body, request.num_spans), addresses, spans.nbytes, deadline)
+        else:
+            buffers = {region.id: region.buffer for region in hold.regions}
+            found = [
+                checksum(buffers[region][offset : offset + nbytes])
+                for region, offset, nbytes in zip(
+                    spans.region.tolist(), spans.offset.tolist(), spans.nbytes.tolist(), strict=True
+                )
+            ]
+            payload = np.array(found, np.uint64).tobytes()
+            self.stream.send(Reply(Status.OK, 0, len(payload)).pack() + payload)
+
+    def _pull(self, sources: U64, addresses: U64, nbytes: U64, deadline: float) -> None:
+        if self._client is None:
+            identity = self._met.identity
+            self._client = readable_process(self._met.pid, identity.lifeline, identity.incarnation)
+        if self._client is None:
+            message = b"the memory of the writing process cannot be read"
+            self.stream.send(Reply(Status.FAILED, 0, len(message)).pack() + message)
+            return
+
+        def wanted() -> bool:
+            # The client hangs up when its batch is over; then its memory may mean something else already.
+            return time.monotonic() < deadline and not self._poll.poll(0)
+
+        if not copy_from(self._client.pid, addresses, sources, nbytes, wanted):
+            raise ConnectionResetError("the client no longer wants its write")
+        self.stream.send(Reply(Status.OK, 0, 0).pack())

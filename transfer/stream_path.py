@@ -1,0 +1,256 @@
+"""Bytes through stream sockets: several connections to the peer, each with a thread that keeps two requests
+going.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from transfer.attempt import Attempt, Direction
+from transfer.byte_stream import ByteStream
+from transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError, TransferError
+from transfer.plan import Index
+from transfer.span import Spans
+from transfer.wire import (
+    MAX_REQUEST_SPANS,
+    REPLY_NBYTES,
+    Op,
+    Reply,
+    Request,
+    Status,
+    WireError,
+    pack_spans,
+)
+
+_MIN_CHUNK_NBYTES = 1 << 20
+_MAX_CHUNK_NBYTES = 16 << 20
+_CHUNKS_PER_STREAM = 4
+_MAX_PULL_NBYTES = 64 << 20
+# Requests sent before the first is answered: the server starts on the next while the last bytes are on their
+# way.
+_DEPTH = 2
+# A request that follows an unanswered one must fit the server's smallest receive buffer: it may be busy
+# sending what we are not receiving yet.
+_MAX_AHEAD_NBYTES = 16 << 10
+
+
+class _Task:
+    """One request and what to do with the reply."""
+
+    def __init__(self, attempt: Attempt, chunk: int, op: Op) -> None:
+        self.attempt = attempt
+        self.chunk = chunk
+        self.op = op
+        self.written: Index = np.empty(0, np.intp)  # of a CHECKSUM: the spans to compare
+
+
+class StreamPath:
+    """A ``Path`` through data connections, over TCP or a Unix socket."""
+
+    def __init__(
+        self,
+        name: str,
+        connect: Callable[[], Awaitable[socket.socket]],
+        *,
+        streams: int,
+        slice_nbytes: int,
+        write_op: Op = Op.WRITE,
+    ) -> None:
+        """``connect`` gives a socket after its handshake. ``write_op``: WRITE, or PULL where the peer can
+        reach us.
+        """
+        self.name = name
+        self.networked = name == "tcp"
+        self.write_op = write_op
+        self._connect = connect
+        self._num_streams = streams
+        self._slice_nbytes = slice_nbytes
+        self._lock = threading.Lock()
+        self._streams: set[_Stream] = set()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._opening = asyncio.Lock()
+
+    def chunking(self, direction: Direction, nbytes: int) -> tuple[int, int]:
+        if direction == "write" and self.write_op is Op.PULL:
+            return _MAX_PULL_NBYTES, MAX_REQUEST_SPANS
+        share = nbytes // (self._num_streams * _CHUNKS_PER_STREAM)
+        return min(max(share, _MIN_CHUNK_NBYTES), _MAX_CHUNK_NBYTES), MAX_REQUEST_SPANS
+
+    async def open(self, direction: Direction) -> None:
+        async with self._opening:
+            while len(self._streams) < self._num_streams:
+                try:
+                    sock = await self._connect()
+                except OSError as error:
+                    if self._streams:
+                        return
+                    raise PathFailed(self.name, f"cannot connect: {error}") from error
+                stream = _Stream(self, ByteStream(sock, self._slice_nbytes))
+                with self._lock:
+                    self._streams.add(stream)
+                stream.thread.start()
+
+    def start(self, attempt: Attempt) -> None:
+        op = Op.READ if attempt.direction == "read" else self.write_op
+        with self._lock:
+            if self._streams:
+                for chunk in range(len(attempt.plan.chunks)):
+                    self._tasks.put(_Task(attempt, chunk, op))
+                return
+        attempt.stop(PathFailed(self.name, "its connections broke"))
+
+    async def close(self) -> None:
+        with self._lock:
+            streams = list(self._streams)
+        for _ in streams:
+            self._tasks.put(None)
+        for stream in streams:
+            stream.bytes.shut()
+        for stream in streams:
+            # They leave at once: the sockets are shut and nothing is queued.
+            stream.thread.join()
+
+    def next_task(self, block: bool) -> _Task | None:
+        """None: nothing to do now, or, when it blocks, the end."""
+        try:
+            return self._tasks.get(block)
+        except queue.Empty:
+            return None
+
+    def stream_ended(self, stream: _Stream, error: PathFailed) -> None:
+        with self._lock:
+            self._streams.discard(stream)
+            if self._streams:
+                return
+            orphans = []
+            while not self._tasks.empty():
+                task = self._tasks.get()
+                if task is not None:
+                    orphans.append(task)
+        for task in orphans:
+            task.attempt.stop(error)
+
+
+class _Stream:
+    """One connection and the thread that drives it."""
+
+    def __init__(self, path: StreamPath, stream: ByteStream) -> None:
+        self.bytes = stream
+        self.thread = threading.Thread(target=self._run, name=f"{path.name} stream", daemon=True)
+        self._path = path
+        self._sent: deque[_Task] = deque()
+        self._next: deque[_Task] = deque()
+        self._kicked = False
+
+    def _kick(self) -> None:
+        self._kicked = True
+        self.bytes.shut()
+
+    def _run(self) -> None:
+        reason = "it was closed"
+        try:
+            while self._send_next():
+                self._receive()
+        except (OSError, TransferError) as error:
+            reason = str(error)
+        failure = PathFailed(self._path.name, reason, interrupted=self._kicked)
+        # First out of the path, so that an attempt that is started again does not meet us there.
+        self._path.stream_ended(self, failure)
+        for task in (*self._sent, *self._next):
+            task.attempt.leave(self._kick, error=failure)
+        self.bytes.close(reset=True)
+
+    def _send_next(self) -> bool:
+        """Keep requests on the way. False at the end."""
+        while len(self._sent) < _DEPTH:
+            task = self._take()
+            if task is None:
+                break
+            self._sent.append(task)
+            self._send(task)
+        return bool(self._sent)
+
+    def _take(self) -> _Task | None:
+        if self._next:
+            return self._next.popleft()
+        while task := self._path.next_task(block=not self._sent):
+            if task.attempt.enter(self._kick):
+                return task
+        return None
+
+    def _send(self, task: _Task) -> None:
+        attempt, rows = task.attempt, task.attempt.rows(task.chunk)
+        if task.op is Op.CHECKSUM:
+            remote, which = attempt.remote, task.written
+            spans = Spans(remote.region[which], remote.offset[which], remote.nbytes[which])
+        else:
+            spans = Spans(rows.region, rows.offset, rows.nbytes)
+        budget_ms = max(1, min(int(attempt.deadline_s() * 1000), (1 << 32) - 1))
+        head = Request(task.op, len(spans), budget_ms, spans.total_nbytes).pack() + pack_spans(spans)
+        if task.op is Op.PULL:
+            head += rows.address.tobytes()
+        while len(self._sent) > 1 and len(head) > _MAX_AHEAD_NBYTES:
+            self._receive()
+        if task.op is Op.WRITE:
+            self.bytes.send(head, rows.address, rows.nbytes)
+        else:
+            self.bytes.send(head)
+
+    def _receive(self) -> None:
+        """Take the reply to the oldest request."""
+        task = self._sent[0]
+        reply = Reply.unpack(self.bytes.receive(REPLY_NBYTES))
+        error: TransferError | None = None
+        over = True
+        if reply.status is Status.OK:
+            try:
+                over = self._accept(task, reply)
+            except ChecksumMismatch as mismatch:
+                error = mismatch
+        else:
+            error = self._refusal(task, reply)
+        self._sent.popleft()
+        if over:
+            task.attempt.leave(self._kick, chunks=0 if error else 1, error=error)
+        else:
+            self._next.append(task)
+
+    def _accept(self, task: _Task, reply: Reply) -> bool:
+        """False when the task needs another request."""
+        attempt = task.attempt
+        if task.op is Op.CHECKSUM:
+            if reply.nbytes != 8 * len(task.written):
+                raise WireError("it sent too few or too many checksums")
+            found = np.frombuffer(self.bytes.receive(reply.nbytes), np.uint64)
+            attempt.verify_delivery(task.written, found.tolist())
+            attempt.announce(task.written)
+            return True
+        if task.op is Op.READ:
+            rows = attempt.rows(task.chunk)
+            if reply.nbytes != rows.total_nbytes:
+                raise WireError("it sent too few or too many bytes")
+            self.bytes.receive_into(rows.address, rows.nbytes)
+            spans = attempt.arrived(task.chunk)
+            attempt.verify_arrival(spans)
+        else:
+            spans = attempt.arrived(task.chunk)
+            if attempt.verify_remote and len(spans):
+                task.op, task.written = Op.CHECKSUM, spans
+                return False
+        attempt.announce(spans)
+        return True
+
+    def _refusal(self, task: _Task, reply: Reply) -> TransferError:
+        reason = self.bytes.receive(reply.nbytes).decode("utf-8", "replace")
+        if reply.status is Status.BAD_REGION:
+            return RegionError(reply.detail, f"the peer says it {reason}")
+        if reply.status is Status.BAD_SPAN:
+            return SpanError(task.attempt.span_at(task.chunk, reply.detail), f"the peer says: {reason}")
+        return PathFailed(self._path.name, reason)

@@ -1,0 +1,168 @@
+"""What travels on the sockets: fixed little-endian headers, and a limit on everything that follows them.
+
+Three kinds of connection, told apart in the handshake (``transfer.handshake``):
+
+control   frames of (length u32, kind u8, body), both ways: notes, questions about regions, "closed".
+data      requests one way, replies the other, in order: see ``Request`` and ``Reply``.
+share     the server answers with one memfd descriptor and closes (Unix sockets only).
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from transfer.errors import TransferError
+from transfer.span import Spans
+
+MAX_FRAME_NBYTES = 64 << 10
+"""Of a control frame; so also of a notification, less its header."""
+MAX_REQUEST_SPANS = 4096
+MAX_REQUEST_NBYTES = 64 << 20
+MAX_MESSAGE_NBYTES = 1024
+
+
+class WireError(TransferError):
+    """The other side sent what the protocol does not allow. The connection is closed."""
+
+
+class Kind(enum.IntEnum):
+    """Of a connection."""
+
+    CONTROL = 1
+    DATA = 2
+    SHARE = 3
+
+
+class Op(enum.IntEnum):
+    """Of a request."""
+
+    READ = 1  # the reply carries the spans' bytes
+    WRITE = 2  # the spans' bytes follow the request
+    PULL = 3  # the server copies from the client's memory itself; the sources' addresses follow the spans
+    CHECKSUM = 4  # the reply carries one u64 a span
+
+
+class Status(enum.IntEnum):
+    """Of a reply."""
+
+    OK = 0
+    BAD_SPAN = 1  # detail: the span's index in the request
+    BAD_REGION = 2  # detail: the region's id
+    FAILED = 3  # this path cannot do it
+
+
+class Frame(enum.IntEnum):
+    """Of a control frame."""
+
+    NOTE = 1
+    ASK_REGION = 2  # region id u32
+    REGION = 3  # RegionInfo
+    REGION_CLOSED = 4  # region id u32
+
+
+FRAME_HEADER = struct.Struct("<IB")
+REGION_ID = struct.Struct("<I")
+_REQUEST = struct.Struct("<4sBxHIIQ")
+_REPLY = struct.Struct("<4sBxHIQ")
+REQUEST_NBYTES = _REQUEST.size
+REPLY_NBYTES = _REPLY.size
+_SPAN_NBYTES = 8 + 8 + 4
+_REQUEST_MAGIC = b"MPq1"
+_REPLY_MAGIC = b"MPr1"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Followed by the spans' offsets, sizes (u64 each) and regions (u32 each), then by what ``Op`` says."""
+
+    op: Op
+    num_spans: int
+    budget_ms: int
+    """Milliseconds the client will wait; the server stops by itself then."""
+    nbytes: int
+
+    def pack(self) -> bytes:
+        return _REQUEST.pack(_REQUEST_MAGIC, self.op, 0, self.num_spans, self.budget_ms, self.nbytes)
+
+    @property
+    def body_nbytes(self) -> int:
+        """Of the spans, and the addresses of a PULL."""
+        return self.num_spans * (_SPAN_NBYTES + (8 if self.op is Op.PULL else 0))
+
+    @classmethod
+    def unpack(cls, header: bytes) -> Request:
+        magic, op, _, num_spans, budget_ms, nbytes = _REQUEST.unpack(header)
+        if magic != _REQUEST_MAGIC or op not in Op.__members__.values():
+            raise WireError("not a request")
+        if not 1 <= num_spans <= MAX_REQUEST_SPANS or not 1 <= nbytes <= MAX_REQUEST_NBYTES:
+            raise WireError(f"a request for {num_spans} spans and {nbytes} bytes is over the limits")
+        return cls(Op(op), num_spans, budget_ms, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Followed by ``nbytes`` bytes: the data when OK, else a sentence."""
+
+    status: Status
+    detail: int
+    nbytes: int
+
+    def pack(self) -> bytes:
+        return _REPLY.pack(_REPLY_MAGIC, self.status, 0, self.detail, self.nbytes)
+
+    @classmethod
+    def unpack(cls, header: bytes) -> Reply:
+        magic, status, _, detail, nbytes = _REPLY.unpack(header)
+        if magic != _REPLY_MAGIC or status not in Status.__members__.values():
+            raise WireError("not a reply")
+        if nbytes > (MAX_REQUEST_NBYTES if status == Status.OK else MAX_MESSAGE_NBYTES):
+            raise WireError(f"a reply of {nbytes} bytes is over the limit")
+        return cls(Status(status), detail, nbytes)
+
+
+def pack_spans(spans: Spans) -> bytes:
+    return spans.offset.tobytes() + spans.nbytes.tobytes() + spans.region.tobytes()
+
+
+def unpack_spans(body: bytes, num_spans: int) -> Spans:
+    return Spans(
+        offset=np.frombuffer(body, np.uint64, num_spans),
+        nbytes=np.frombuffer(body, np.uint64, num_spans, 8 * num_spans),
+        region=np.frombuffer(body, np.uint32, num_spans, 16 * num_spans),
+    )
+
+
+def unpack_sources(body: bytes, num_spans: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """The addresses behind the spans of a PULL. Unaligned in ``body``, so they are copied."""
+    return np.frombuffer(body[_SPAN_NBYTES * num_spans :], np.uint64, num_spans)
+
+
+_REGION_INFO = struct.Struct("<IBBxxQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class RegionInfo:
+    """What a peer is told of a region. address: in its owner's process; shared: a memfd can be asked for."""
+
+    id: int
+    open: bool
+    writable: bool
+    shared: bool
+    nbytes: int
+    address: int
+
+    def pack(self) -> bytes:
+        return _REGION_INFO.pack(
+            self.id, self.open, self.writable | self.shared << 1, self.nbytes, self.address
+        )
+
+    @classmethod
+    def unpack(cls, body: bytes) -> RegionInfo:
+        if len(body) != _REGION_INFO.size:
+            raise WireError("not a region")
+        region_id, is_open, flags, nbytes, address = _REGION_INFO.unpack(body)
+        return cls(region_id, bool(is_open), bool(flags & 1), bool(flags & 2), nbytes, address)
