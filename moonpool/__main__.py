@@ -1,0 +1,7 @@
+"""``python -m moonpool``"""
+
+from __future__ import annotations
+
+from moonpool.cli import main
+
+main()

@@ -1,0 +1,92 @@
+"""``moonpool chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from contextlib import aclosing
+
+from rich.console import Console
+
+from moonpool.client import Client, Message, Reply
+from moonpool.errors import ApiError
+
+
+async def chat(
+    client: Client, console: Console, *, system: str, first: str, max_tokens: int, temperature: float
+) -> None:
+    """Answer ``first`` and return; without it, converse until end of input. Ctrl-C stops one answer.
+
+    Raises:
+        ApiError: the first thing asked failed; later failures are printed.
+    """
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    if first:
+        messages.append({"role": "user", "content": first})
+        await _answer(client, console, messages, max_tokens, temperature)
+        return
+    model = await client.model()
+    if sys.stdin.isatty():
+        console.print(f"[dim]{model['id']} at {client.url}. Ctrl-C stops an answer, Ctrl-D ends.[/]")
+    while (question := await _ask(console)) is not None:
+        if not question.strip():
+            continue
+        messages.append({"role": "user", "content": question})
+        try:
+            text = await _interruptible(client, console, messages, max_tokens, temperature)
+        except ApiError as error:
+            console.print(f"[red]{error}[/]")
+            messages.pop()  # not asked, as far as the next question knows
+        else:
+            messages.append({"role": "assistant", "content": text})
+
+
+async def _ask(console: Console) -> str | None:
+    """The next line; None at the end of the input or on Ctrl-C."""
+    prompt = "[bold]you[/] " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        # In this thread: nothing else runs while we wait, and readline wants the main one.
+        return console.input(prompt)
+    return None
+
+
+async def _interruptible(
+    client: Client, console: Console, messages: list[Message], max_tokens: int, temperature: float
+) -> str:
+    """The answer, or what there was of it at Ctrl-C."""
+    reply = Reply()
+    task = asyncio.ensure_future(_answer(client, console, messages, max_tokens, temperature, reply))
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(2, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        console.print("[dim] (stopped)[/]")
+    finally:
+        loop.remove_signal_handler(2)
+    return reply.text
+
+
+async def _answer(
+    client: Client,
+    console: Console,
+    messages: list[Message],
+    max_tokens: int,
+    temperature: float,
+    reply: Reply | None = None,
+) -> None:
+    reply = reply or Reply()
+    stream = client.chat(messages, reply, max_tokens=max_tokens, temperature=temperature)
+    async with aclosing(stream) as pieces:
+        async for text in pieces:
+            console.out(text, end="", highlight=False)
+    console.print()
+    cached = reply.usage["prompt_tokens_details"]["cached_tokens"]
+    if console.is_terminal:
+        console.print(
+            f"[dim]{reply.usage['prompt_tokens']} prompt tokens, {cached} from cache; "
+            f"{reply.usage['completion_tokens']} tokens; first after {reply.pieces_s[0] * 1e3:.0f} ms[/]"
+            if reply.pieces_s
+            else "[dim](nothing was said)[/]"
+        )

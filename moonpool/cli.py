@@ -1,0 +1,207 @@
+"""The command ``moonpool``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from runtime.config import explain, load_config, to_toml
+from runtime.errors import ConfigError, MoonpoolError
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+# Into a file or a pipe, tables are as wide as they need.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are found in a module only when they are asked for: torch takes a second."""
+
+    def __init__(self, *args: Any, target: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._target = target
+
+    def _group(self) -> click.Group:
+        module, _, name = self._target.partition(":")
+        group = getattr(import_module(module), name)
+        assert isinstance(group, click.Group)
+        return group
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return self._group().list_commands(ctx)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self._group().get_command(ctx, cmd_name)
+
+
+def config_options(command: Callable[..., None]) -> Callable[..., None]:
+    command = click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set one option.")(
+        command
+    )
+    return click.option(
+        "--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="TOML file of options."
+    )(command)
+
+
+url_option = click.option(
+    "--url", default=DEFAULT_URL, envvar="MOONPOOL_URL", show_default=True, help="The conductor's API."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="moonpool")
+def cli() -> None:
+    """Moonpool: KV-cache-centric, disaggregated LLM serving."""
+
+
+@cli.command("up")
+@click.option(
+    "--model", metavar="DIR", help="Hugging Face checkpoint directory (default: the one that ships)."
+)
+@click.option("--prefill", type=int, metavar="N", help="Prefill nodes (default: 2).")
+@click.option("--decode", type=int, metavar="N", help="Decode nodes (default: 2).")
+@click.option("--port", type=int, metavar="P", help="Port of the API (default: 8000; 0: a free one).")
+@click.option("--redis", metavar="URL", help="Use this Redis (default: start a private one).")
+@click.option("--once", is_flag=True, help="Stop after the first conversation.")
+@config_options
+def up_command(file: Path | None, sets: Sequence[str], once: bool, **given: Any) -> None:
+    """Run a whole cluster on this machine and talk to it."""
+    from moonpool.up import up
+
+    keys = {
+        "model": "model.path",
+        "prefill": "cluster.prefill",
+        "decode": "cluster.decode",
+        "port": "conductor.port",
+        "redis": "index.redis_url",
+    }
+    options = [f"{keys[name]}={value}" for name, value in given.items() if value is not None]
+    sys.exit(asyncio.run(up(load_config(file, [*sets, *options]), console, once=once)))
+
+
+def _add_daemon(name: str, module: str, help_line: str) -> None:
+    @cli.command(
+        name,
+        help=help_line,
+        context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    )
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def daemon(arguments: tuple[str, ...]) -> None:
+        # In place of this process: signals and the exit code are the daemon's own.
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+_add_daemon("conductor", "conductor", "Run a conductor: the API, and the placement of requests on nodes.")
+_add_daemon("prefill-node", "prefill_node", "Run a prefill node.")
+_add_daemon("decode-node", "decode_node", "Run a decode node.")
+
+
+@cli.command("status")
+@url_option
+@click.option("--json", "as_json", is_flag=True, help="Print /v1/cluster once, as JSON.")
+@click.option("--once", is_flag=True, help="Print the table once.")
+def status_command(url: str, as_json: bool, once: bool) -> None:
+    """Show the cluster's nodes and their load, live."""
+    from moonpool.client import Client
+    from moonpool.status import show_status
+
+    async def run() -> None:
+        async with Client(url) as client:
+            if as_json:
+                click.echo(json.dumps(await client.cluster(), indent=2))
+            else:
+                await show_status(client, console, live=console.is_terminal and not once)
+
+    _run(run())
+
+
+@cli.command("chat")
+@url_option
+@click.option("--system", default="", metavar="TEXT", help="A system message.")
+@click.option("--max-tokens", default=256, show_default=True)
+@click.option("--temperature", default=0.7, show_default=True)
+@click.argument("message", nargs=-1)
+def chat_command(url: str, message: tuple[str, ...], **options: Any) -> None:
+    """Talk to the model; with MESSAGE, get one answer."""
+    from moonpool.chat import chat
+    from moonpool.client import Client
+
+    async def run() -> None:
+        async with Client(url) as client:
+            await chat(client, console, first=" ".join(message), **options)
+
+    _run(run())
+
+
+@cli.command("doctor")
+@click.option("--url", envvar="MOONPOOL_URL", help="Check the cluster running there too.")
+@config_options
+def doctor_command(url: str | None, file: Path | None, sets: Sequence[str]) -> None:
+    """Say what on this machine is slow, missing or misconfigured."""
+    from moonpool.doctor import doctor
+
+    sys.exit(_run(doctor(load_config(file, sets), url, console)))
+
+
+@cli.command("config")
+@click.option(
+    "--explain", "all_options", is_flag=True, help="List every option with its default and meaning."
+)
+@config_options
+def config_command(all_options: bool, file: Path | None, sets: Sequence[str]) -> None:
+    """Check a configuration and print what it changes, as TOML."""
+    click.echo(_annotated() if all_options else to_toml(load_config(file, sets)), nl=False)
+
+
+def _annotated() -> str:
+    """Every option at its default, as a TOML file to start from."""
+    lines: list[str] = []
+    section = ""
+    for row in explain():
+        parent, _, name = row.key.rpartition(".")
+        if parent != section:
+            section = parent
+            lines += ["", f"[{section}]"]
+        lines.append(f"{name} = {json.dumps(row.default)}  # {row.unit}: {row.meaning}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+@cli.group("bench", cls=LazyGroup, target="bench.cli:bench")
+def bench_group() -> None:
+    """Measure: serving, and the parts."""
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(main)
+
+
+def main() -> None:
+    """Every error we raise on purpose is one sentence on stderr: 2 for a wrong option, 1 for all else."""
+    try:
+        cli(prog_name="moonpool")
+    except ConfigError as error:
+        click.echo(f"moonpool: {error}", err=True)
+        sys.exit(2)
+    except (MoonpoolError, OSError) as error:
+        click.echo(f"moonpool: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            click.echo()
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

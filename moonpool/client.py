@@ -1,0 +1,122 @@
+"""A small client of a conductor's API, for our own commands; programs use any OpenAI client."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from moonpool.errors import ApiError
+
+Message = dict[str, str]
+
+
+@dataclass(slots=True)
+class Reply:
+    """A chat answer as it arrived. ``pieces_s``: when each piece of text came, seconds after asking."""
+
+    id: str = ""
+    text: str = ""
+    finish_reason: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    pieces_s: list[float] = field(default_factory=list)
+
+
+class Client:
+    """``async with Client(url)``. Every method raises ``ApiError``: no answer, or the API's own sentence."""
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.url = url.rstrip("/")
+        self._clock = clock
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5), trust_env=False
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def cluster(self) -> dict[str, Any]:
+        return await self._get("/v1/cluster")
+
+    async def timeline(self, request_id: str) -> dict[str, Any]:
+        return await self._get(f"/v1/requests/{request_id}/timeline")
+
+    async def model(self) -> dict[str, Any]:
+        """The one it serves."""
+        models: list[dict[str, Any]] = (await self._get("/v1/models"))["data"]
+        return models[0]
+
+    def chat(self, messages: Sequence[Message], reply: Reply, **parameters: Any) -> AsyncGenerator[str, None]:
+        """Stream an answer's text; ``reply`` is filled on the way. Closing the stream cancels the request."""
+        return self._stream("/v1/chat/completions", {"messages": list(messages), **parameters}, reply)
+
+    def complete(self, prompt: str, reply: Reply, **parameters: Any) -> AsyncGenerator[str, None]:
+        """``chat`` for a checkpoint without a chat template: stream how ``prompt`` goes on."""
+        return self._stream("/v1/completions", {"prompt": prompt, **parameters}, reply)
+
+    async def _stream(self, path: str, parameters: dict[str, Any], reply: Reply) -> AsyncGenerator[str, None]:
+        body = {"stream": True, "stream_options": {"include_usage": True}, **parameters}
+        url, began_s = f"{self.url}{path}", self._clock()
+        try:
+            async with self._session.post(url, json=body) as response:
+                await _raise_for_status(url, response)
+                async for chunk in _events(response):
+                    if "error" in chunk:
+                        raise ApiError(url, response.status, str(chunk["error"]["message"]))
+                    reply.id = chunk["id"]
+                    reply.usage = chunk.get("usage") or reply.usage
+                    for choice in chunk["choices"]:
+                        reply.finish_reason = choice["finish_reason"] or reply.finish_reason
+                        if text := choice["text"] if "text" in choice else choice["delta"].get("content"):
+                            reply.pieces_s.append(self._clock() - began_s)
+                            reply.text += text
+                            yield text
+        except aiohttp.ClientError as error:
+            raise ApiError(url, 0, _no_answer(error)) from error
+        if not reply.finish_reason:
+            raise ApiError(url, 0, "the stream ended before the answer did")
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        url = f"{self.url}{path}"
+        try:
+            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=10)) as response:
+                await _raise_for_status(url, response)
+                answer: dict[str, Any] = await response.json()
+                return answer
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ApiError(url, 0, _no_answer(error)) from error
+
+
+def _no_answer(error: BaseException) -> str:
+    reason = str(error) or type(error).__name__
+    if isinstance(error, aiohttp.ClientConnectorError) and error.errno is not None:
+        reason = os.strerror(error.errno).lower()
+    return f"no answer ({reason}): is the cluster running there? `moonpool up` starts one"
+
+
+async def _raise_for_status(url: str, response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        return
+    text = await response.text()
+    try:
+        message = json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = text[:200]
+    raise ApiError(url, response.status, message)
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.content:
+        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+            yield json.loads(line[6:])

@@ -1,0 +1,73 @@
+"""``moonpool doctor``: what is slow, missing or misconfigured here, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.console import Console
+
+from moonpool.checks import Finding, check_machine
+from moonpool.client import Client
+from moonpool.errors import ApiError
+from runtime.options import Config
+
+_STYLES = {"ok": "green", "slow": "yellow", "missing": "bold red"}
+
+
+async def doctor(config: Config, url: str | None, console: Console) -> int:
+    """Print a line a finding; the exit code is 1 where something is missing."""
+    missing = _show(check_machine(config), console) + _show(check_kernels(), console)
+    if url:
+        missing += _show(await check_cluster(url), console)
+    return 1 if missing else 0
+
+
+def _show(findings: Iterable[Finding], console: Console) -> int:
+    """Returns how many are missing."""
+    missing = 0
+    for finding in findings:
+        style = _STYLES[finding.state]
+        console.print(f"[{style}]{finding.state:<8}[/]{finding.what:<17} {finding.fact}", soft_wrap=True)
+        if finding.advice:
+            console.print(f"{'':<26}[dim]{finding.advice}[/]", soft_wrap=True)
+        missing += finding.state == "missing"
+    return missing
+
+
+def check_kernels() -> Iterator[Finding]:
+    """Which form of each kernel runs here; imports torch, which takes a second."""
+    from kernels import backend_report
+
+    for name, value in backend_report().items():
+        yield Finding(f"kernels {name}", "ok", _facts(value))
+
+
+def _facts(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_facts(inner)}" for name, inner in value.items())
+    return str(value)
+
+
+async def check_cluster(url: str) -> list[Finding]:
+    """What the conductor at ``url`` says of its nodes."""
+    try:
+        async with Client(url) as client:
+            cluster = await client.cluster()
+    except ApiError as error:
+        return [Finding("conductor", "missing", "no answer", str(error))]
+    findings = [Finding("conductor", "ok", url)]
+    nodes = cluster["nodes"]
+    for role in ("prefill", "decode"):
+        if not any(node["role"] == role and node["state"] == "ready" for node in nodes):
+            findings.append(
+                Finding(f"{role} nodes", "missing", "none is ready", f"start one: moonpool {role}-node")
+            )
+    for node in nodes:
+        fact = f"{node['role']} on {node['host']}, {node['state']}"
+        if node["state"] == "ready":
+            findings.append(Finding(node["node_id"], "ok", fact))
+        else:
+            findings.append(Finding(node["node_id"], "slow", fact, "see its log"))
+    findings += [Finding("cluster", "slow", sentence) for sentence in cluster.get("degraded", [])]
+    return findings

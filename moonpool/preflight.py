@@ -1,0 +1,74 @@
+"""What can be known to fail before the first process is started, said in a sentence."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+from pathlib import Path
+
+import psutil
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from moonpool.errors import IndexUnreachable, ModelMissing, TooLittleMemory
+from runtime.errors import PortInUse
+from runtime.options import Config
+
+
+async def check_before_start(config: Config) -> None:
+    """Raises the ``MoonpoolError`` of the first thing that would keep a local cluster from starting."""
+    check_model(config.model.directory)
+    check_port(config.conductor.host, config.conductor.port)
+    check_memory(config)
+    if config.index.redis_url:
+        await check_redis(config.index.redis_url)
+
+
+def check_model(directory: Path) -> None:
+    """Raises ``ModelMissing``: no such directory, or not a checkpoint."""
+    if not directory.is_dir():
+        raise ModelMissing(directory, "is not a directory")
+    for name in ("config.json", "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise ModelMissing(directory, f"has no {name}")
+    try:
+        json.loads((directory / "config.json").read_bytes())
+    except ValueError as error:
+        raise ModelMissing(directory, f"has a config.json that is not JSON ({error})") from error
+    if not any(directory.glob("*.safetensors")):
+        raise ModelMissing(directory, "has no *.safetensors")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ``PortInUse``. Port 0, a free one, is never in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUse(host, port, "one with --port") from error
+            raise
+
+
+def check_memory(config: Config) -> None:
+    """Raises ``TooLittleMemory``: the pools of all nodes are more than what is free."""
+    nodes = config.cluster.prefill + config.cluster.decode
+    needed = nodes * (config.engine.pool_nbytes + config.store.host.capacity_nbytes)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise TooLittleMemory(needed, available)
+
+
+async def check_redis(url: str) -> None:
+    """Raises ``IndexUnreachable``."""
+    try:
+        once = Retry(NoBackoff(), 0)
+        async with redis.asyncio.Redis.from_url(url, socket_connect_timeout=3, retry=once) as client:
+            await client.ping()  # type: ignore[misc,unused-ignore]
+    except (RedisError, OSError, ValueError) as error:
+        raise IndexUnreachable(url, str(error)) from error

@@ -1,0 +1,63 @@
+"""``moonpool status``: the cluster as its conductor sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from moonpool.client import Client
+from moonpool.errors import ApiError
+
+REFRESH_S = 1.0
+
+_STYLES = {"ready": "green", "draining": "yellow", "starting": "yellow", "unreachable": "red"}
+
+
+async def show_status(client: Client, console: Console, *, live: bool) -> None:
+    """Print the cluster once, or keep a live table until interrupted.
+
+    Raises:
+        ApiError: the conductor did not answer; a live table says so and goes on.
+    """
+    first = await client.cluster()
+    if not live:
+        console.print(cluster_view(client.url, first))
+        return
+    with Live(cluster_view(client.url, first), console=console, refresh_per_second=4) as view:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                view.update(cluster_view(client.url, await client.cluster()))
+            except ApiError as error:
+                view.update(Text(str(error), style="red"))
+
+
+def cluster_view(url: str, cluster: dict[str, Any]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("node", "role", "state", "host", "pid"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("running", "waiting", "queued tokens", "blocks used", "placed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for node in sorted(cluster["nodes"], key=lambda node: (node["role"] != "prefill", node["node_id"])):
+        load = node["load"]
+        used = load["num_blocks"] - load["num_free_blocks"]
+        table.add_row(
+            node["node_id"],
+            node["role"],
+            Text(node["state"], style=_STYLES.get(node["state"], "")),
+            node["host"],
+            str(node["pid"]),
+            str(load["num_running"]),
+            str(load["num_waiting"]),
+            str(load["num_queued_tokens"]),
+            f"{used}/{load['num_blocks']}",
+            str(node["num_placed"]),
+        )
+    parts: list[RenderableType] = [Text(url, style="bold"), table]
+    parts += [Text(f"degraded: {sentence}", style="yellow") for sentence in cluster.get("degraded", [])]
+    return Group(*parts)

@@ -1,0 +1,61 @@
+"""A child is ready when it says so, and its failure carries its log."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from moonpool.child import Child
+from moonpool.errors import ChildFailed
+
+
+def python(program: str, tmp_path: Path) -> Child:
+    return Child("worker", [sys.executable, "-c", program], tmp_path / "worker.log", speaks=True)
+
+
+async def test_ready_line_and_a_clean_stop(tmp_path: Path) -> None:
+    child = python('print(\'{"ready": true, "url": "here"}\', flush=True); input()', tmp_path)
+    child = python(
+        "import time; print('warming up'); print('{\"url\": \"here\"}', flush=True); time.sleep(60)", tmp_path
+    )
+    await child.start()
+    await child.wait_ready(10)
+    assert child.ready == {"url": "here"}
+    await child.stop(10)
+    assert child.returncode == -15
+    await child.stop(10)
+
+
+async def test_output_after_ready_does_not_block_it(tmp_path: Path) -> None:
+    child = python("print('{}', flush=True); print('x' * 1_000_000, flush=True)", tmp_path)
+    await child.start()
+    await child.wait_ready(10)
+    assert await child.wait() == 0
+
+
+async def test_death_before_ready_shows_the_log(tmp_path: Path) -> None:
+    child = python("raise SystemExit('out of luck')", tmp_path)
+    await child.start()
+    with pytest.raises(ChildFailed, match=r"(?s)worker ended with code 1 .*worker\.log:\nout of luck"):
+        await child.wait_ready(10)
+
+
+async def test_silence_is_not_waited_for_ever(tmp_path: Path) -> None:
+    child = python("import time; time.sleep(60)", tmp_path)
+    await child.start()
+    with pytest.raises(ChildFailed, match="was not ready within 0 s"):
+        await child.wait_ready(0.05)
+    await child.stop(10)
+
+
+async def test_what_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('{}', flush=True); time.sleep(60)"
+    )
+    child = python(program, tmp_path)
+    await child.start()
+    await child.wait_ready(10)
+    await child.stop(0.1)
+    assert child.returncode == -9

@@ -1,0 +1,91 @@
+"""Every mistake on the command line, and everything this machine lacks, is one sentence."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def moonpool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moonpool", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """What looks like one from outside."""
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    return tmp_path
+
+
+def sentence_of(done: subprocess.CompletedProcess[str], code: int) -> str:
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("moonpool: ")
+    return done.stderr
+
+
+def test_unknown_option() -> None:
+    assert "the nearest is conductor.port" in sentence_of(moonpool("up", "--set", "conductor.prot=1"), 2)
+
+
+def test_a_daemon_checks_its_options_too() -> None:
+    done = moonpool("conductor", "--set", "conductor.prot=1")
+    assert done.returncode == 2
+    assert "the nearest is conductor.port" in done.stderr
+
+
+def test_impossible_number_of_nodes() -> None:
+    assert "cluster.decode must be 1 or more, got 0" in sentence_of(moonpool("up", "--decode", "0"), 2)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    stderr = sentence_of(moonpool("up", "--model", str(tmp_path)), 1)
+    assert f"{tmp_path} has no config.json" in stderr
+    assert "--model" in stderr
+
+
+def test_port_in_use(checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        stderr = sentence_of(moonpool("up", "--model", str(checkpoint), "--port", port), 1)
+    assert f"port {port} on 127.0.0.1 is in use" in stderr
+    assert "--port" in stderr
+
+
+def test_too_little_memory(checkpoint: Path) -> None:
+    options = ("--port", "0", "--set", "engine.pool_nbytes=4TiB")
+    assert "smaller pools" in sentence_of(moonpool("up", "--model", str(checkpoint), *options), 1)
+
+
+def test_redis_that_is_not_there(checkpoint: Path) -> None:
+    options = ("--port", "0", "--redis", "unix:///nonexistent/redis.sock")
+    assert "does not answer" in sentence_of(moonpool("up", "--model", str(checkpoint), *options), 1)
+
+
+def test_no_cluster_to_talk_to() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    for command in ("status", "chat"):
+        assert "`moonpool up` starts one" in sentence_of(moonpool(command, "--url", url), 1)
+
+
+def test_the_explained_configuration_is_the_default_one(tmp_path: Path) -> None:
+    file = tmp_path / "all.toml"
+    file.write_text(moonpool("config", "--explain").stdout)
+    assert "[transfer.tcp]" in file.read_text()
+    done = moonpool("config", "--config", str(file), "--set", "conductor.port=1")
+    assert done.stdout == "conductor.port = 1\n"
+
+
+def test_doctor_looks_at_everything() -> None:
+    done = moonpool("doctor")
+    for what in ("python", "redis", "/dev/shm", "process_vm_readv", "open files", "disk", "kernels"):
+        assert what in done.stdout
