@@ -16,7 +16,6 @@ def python(program: str, tmp_path: Path) -> Child:
 
 
 async def test_ready_line_and_a_clean_stop(tmp_path: Path) -> None:
-    child = python('print(\'{"ready": true, "url": "here"}\', flush=True); input()', tmp_path)
     child = python(
         "import time; print('warming up'); print('{\"url\": \"here\"}', flush=True); time.sleep(60)", tmp_path
     )
