@@ -1,21 +1,28 @@
-"""Attention over the paged KV pool, and the small operations around it, each in the fastest form of its device.
+"""Attention over the paged KV pool, and the small operations around it, each in the fastest form of its
+device.
 
-Signatures and their meaning are written once, in ``kernels.reference``.
+Signatures and their meaning are written once, in ``kernels.reference``. Names are resolved when first asked
+for: importing this package alone loads neither torch nor the compiled library, so that ``python -m
+kernels.cpu.build`` can make the library first.
 """
 
 from __future__ import annotations
 
-from kernels.linear import PackedLinear
-from kernels.reference import (
-    argmax_rows,
-    paged_decode_attention,
-    paged_prefill_attention,
-    rms_norm,
-    rotate_and_write,
-    silu_mul,
-    write_kv,
-)
-from kernels.report import backend_report
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kernels.dispatch import (
+        argmax_rows,
+        paged_decode_attention,
+        paged_prefill_attention,
+        rms_norm,
+        rotate_and_write,
+        silu_mul,
+        write_kv,
+    )
+    from kernels.linear import PackedLinear
+    from kernels.report import backend_report
 
 __all__ = [
     "PackedLinear",
@@ -28,3 +35,13 @@ __all__ = [
     "silu_mul",
     "write_kv",
 ]
+
+_ELSEWHERE = {"PackedLinear": "kernels.linear", "backend_report": "kernels.report"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_ELSEWHERE.get(name, "kernels.dispatch")), name)
+    globals()[name] = value
+    return value

@@ -1,13 +1,16 @@
 """Every operation in plain torch: what the fast forms are tested against, and what runs where there is none.
 
 Written to be read. Arithmetic is float32 (float64 where the inputs are float64) and rounded once, at the end.
-Unused slots of the pool are sliced away before any arithmetic, so whatever lies there cannot leak into a result.
+Unused slots of the pool are sliced away before any arithmetic, so whatever lies there cannot leak into a
+result.
 
-The pool is ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``: index 0 of the third dimension
-is K, index 1 is V.
+The pool is ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``: index 0 of the third
+dimension is K, index 1 is V.
 """
 
 from __future__ import annotations
+
+from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +22,17 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: None = None) -> Tensor: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """x: [n, hidden]; weight: [hidden]; residual: [n, hidden].
 
-    Returns the normed x, or with a residual ``(normed(x + residual), x + residual)``; the sum is rounded to the
-    dtype of x before it is normed, as it is when it travels on to the next layer.
+    Returns the normed x, or with a residual ``(normed(x + residual), x + residual)``; the sum is rounded to
+    the dtype of x before it is normed, as it is when it travels on to the next layer.
     """
     total = x if residual is None else (wide(x) + wide(residual)).to(x.dtype)
     values = wide(total)
@@ -92,7 +99,7 @@ def rotate_and_write(
     Returns q: [n, num_heads, head_dim].
     """
     heads = wide(qkv).view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None:
         q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + eps) * wide(q_norm)
     if k_norm is not None:
@@ -105,7 +112,8 @@ def rotate_and_write(
 def _sequence_kv(
     pool: Tensor, layer: int, table: Tensor, first_token: int, end_token: int
 ) -> tuple[Tensor, Tensor]:
-    """K and V of tokens first_token … end_token - 1 of one sequence: [num_kv_heads, tokens, head_dim] each."""
+    """K and V of tokens first_token … end_token - 1 of one sequence: [num_kv_heads, tokens, head_dim]
+    each."""
     block_size = pool.shape[4]
     first_block, end_block = first_token // block_size, -(-end_token // block_size)
     blocks = pool[
@@ -158,11 +166,11 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Causal attention of new tokens over cached and new ones, which have been written to the pool before.
 
-    q: [num_tokens, num_heads, head_dim], sequence after sequence; block_table: int32 [batch, max_blocks], padded
-    with -1; cu_seqlens_q: int32 [batch + 1]; context_lens: int32 [batch], cached plus new tokens. The last query of
-    a sequence sees its whole context; a query at position p sees keys p - window + 1 … p (window 0: all up to p).
-    Blocks that lie wholly before the window are not read, and may be -1.
-    Returns out (or a new tensor): [num_tokens, num_heads, head_dim].
+    q: [num_tokens, num_heads, head_dim], sequence after sequence; block_table: int32 [batch, max_blocks],
+    padded with -1; cu_seqlens_q: int32 [batch + 1]; context_lens: int32 [batch], cached plus new tokens. The
+    last query of a sequence sees its whole context; a query at position p sees keys p - window + 1 … p
+    (window 0: all up to p). Blocks that lie wholly before the window are not read, and may be -1. Returns out
+    (or a new tensor): [num_tokens, num_heads, head_dim].
     """
     out = torch.empty_like(q) if out is None else out
     starts, lengths = cu_seqlens_q.tolist(), context_lens.tolist()
@@ -193,9 +201,9 @@ def paged_decode_attention(
 ) -> Tensor:
     """Attention of one query token a sequence over its context, the token itself included (already written).
 
-    q: [batch, num_heads, head_dim]; block_table: int32 [batch, max_blocks], padded with -1; context_lens: int32
-    [batch]. A row of context length 0 (a padded batch) gives zeros.
-    Returns out (or a new tensor): [batch, num_heads, head_dim].
+    q: [batch, num_heads, head_dim]; block_table: int32 [batch, max_blocks], padded with -1; context_lens:
+    int32 [batch]. A row of context length 0 (a padded batch) gives zeros. Returns out (or a new tensor):
+    [batch, num_heads, head_dim].
     """
     out = torch.empty_like(q) if out is None else out
     for i, length in enumerate(context_lens.tolist()):

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from kernels.cpu import build, library
+from kernels.cpu.features import cpuinfo, features, has_amx
+
 
 def backend_report() -> dict[str, Any]:
-    """Facts about the forms in use on this machine. Cheap; builds nothing."""
-    return {"cpu": {"form": "reference", "torch": torch.__version__}, "cuda": torch.cuda.is_available()}
+    """Facts about the forms in use on this machine. Compiles the library where that has not happened yet."""
+    loaded = library.load()
+    cpu: dict[str, Any] = {
+        "processor": cpuinfo().get("model name", ""),
+        "features": list(features()),
+        "form": "torch" if loaded is None else "compiled",
+        "reason": library.why_not() if loaded is None else "compiled for this processor",
+        "library": None if loaded is None else str(loaded.path),
+        "bfloat16_linear": "torch (oneDNN drives the matrix unit)" if has_amx() and loaded else None,
+    }
+    try:
+        cpu["compiler"] = build.find_compiler().path
+    except build.BuildFailed:
+        cpu["compiler"] = None
+    return {
+        "cpu": cpu,
+        "torch": torch.__version__,
+        "triton": find_spec("triton") is not None,
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }

@@ -1,0 +1,146 @@
+"""The compiled library, bound through ctypes: one function an operation and dtype, taking raw addresses.
+
+Every function is bound twice. ``held`` keeps Python's global lock during the call, which is right for work of
+microseconds: giving the lock up there costs a hand-over to whichever thread waits for it. ``freed`` gives it
+up, which is right for anything long enough that the event loop would notice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.build import BuildFailed, build
+
+log = logging.getLogger(__name__)
+
+DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+# (activations, weights) the library multiplies.
+LINEAR_PAIRS = {
+    (torch.float32, torch.float32): "f32_f32",
+    (torch.float32, torch.bfloat16): "f32_bf16",
+    (torch.float32, torch.float16): "f32_f16",
+    (torch.bfloat16, torch.bfloat16): "bf16_bf16",
+    (torch.float16, torch.float16): "f16_f16",
+}
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, list[Any]] = {
+    "rms_norm": [_P, _P, _P, _P, _P, _I, _I, _F],
+    "silu_mul": [_P, _P, _I, _I],
+    "argmax_rows": [_P, _P, _I, _I],
+    "write_kv": [_P, _P, _P, _I, _P, _I],
+    "rotate_and_write": [_P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _I, _P, _P, _F],
+    "decode": [_P, _I, _P, _P, _P, _I, _P, _I, _I, _F, _I, _F],
+    "prefill": [_P, _I, _P, _P, _P, _I, _P, _P, _I, _I, _F, _I, _F],
+    "pack": [_P, _P, _I, _I],
+    "unpack": [_P, _P, _I, _I],
+}
+_LINEAR: list[Any] = [_P, _P, _P, _P, _I, _I, _I]
+
+Function = Callable[..., Any]
+
+
+class PoolStruct(ctypes.Structure):
+    """``struct Pool`` of pool.h; strides in elements."""
+
+    _fields_ = [
+        ("data", _P),
+        ("num_kv_heads", _I),
+        ("block_size", _I),
+        ("head_dim", _I),
+        ("block_stride", _I),
+        ("layer_stride", _I),
+        ("kv_stride", _I),
+        ("head_stride", _I),
+    ]
+
+
+class PoolView:
+    """A pool tensor as the library takes it. ``address`` is that of the struct, valid while the view
+    lives."""
+
+    __slots__ = ("address", "dtype", "head_dim", "num_kv_heads", "struct")
+
+    def __init__(self, pool: Tensor) -> None:
+        strides = pool.stride()
+        if pool.dim() != 6 or strides[5] != 1 or strides[4] != pool.shape[5]:
+            raise ValueError(f"a pool has six dimensions, the last two contiguous; got strides {strides}")
+        self.dtype = pool.dtype
+        self.num_kv_heads, self.head_dim = pool.shape[3], pool.shape[5]
+        self.struct = PoolStruct(pool.data_ptr(), pool.shape[3], pool.shape[4], pool.shape[5], *strides[:4])
+        self.address = ctypes.addressof(self.struct)
+
+
+def view_of(pool: Tensor) -> PoolView:
+    """The pool's view, made once and kept on the tensor itself, so that it lives exactly as long."""
+    try:
+        view: PoolView = pool._moonpool_view  # type: ignore[attr-defined]
+    except AttributeError:
+        view = PoolView(pool)
+        pool._moonpool_view = view  # type: ignore[attr-defined]
+    return view
+
+
+class Library:
+    """Functions by dtype: ``held.rms_norm[torch.float32](...)``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.held = _bind(ctypes.PyDLL(str(path)))
+        self.freed = _bind(ctypes.CDLL(str(path)))
+
+    def packed_size(self, dtype: torch.dtype, in_features: int, out_features: int) -> int:
+        """Elements the packed form of a weight takes."""
+        return int(self.freed["packed_size"][dtype](in_features, out_features))
+
+
+def _bind(loaded: ctypes.CDLL) -> dict[str, dict[Any, Function]]:
+    table: dict[str, dict[Any, Function]] = {}
+    for name, arguments in _SIGNATURES.items():
+        table[name] = {}
+        for dtype, suffix in DTYPE_NAMES.items():
+            function = getattr(loaded, f"{name}_{suffix}")
+            function.argtypes, function.restype = arguments, None
+            table[name][dtype] = function
+    table["linear"] = {}
+    for pair, suffix in LINEAR_PAIRS.items():
+        function = getattr(loaded, f"linear_{suffix}")
+        function.argtypes, function.restype = _LINEAR, None
+        table["linear"][pair] = function
+    table["packed_size"] = {}
+    for dtype, suffix in DTYPE_NAMES.items():
+        function = getattr(loaded, f"packed_size_{suffix}")
+        function.argtypes, function.restype = [_I, _I], _I
+        table["packed_size"][dtype] = function
+    return table
+
+
+@cache
+def _loaded() -> tuple[Library | None, str]:
+    if os.environ.get("MOONPOOL_KERNELS", "") == "torch":
+        return None, "MOONPOOL_KERNELS=torch asks for the plain forms"
+    try:
+        return Library(build()), ""
+    except (BuildFailed, OSError) as error:
+        log.warning("%s", error)
+        return None, str(error)
+
+
+def load() -> Library | None:
+    """The library, compiled first if need be; None where that is impossible (said once in the log) or where
+    ``MOONPOOL_KERNELS=torch`` asks for the plain forms."""
+    return _loaded()[0]
+
+
+def why_not() -> str:
+    """Why ``load`` gives None; empty where it does not."""
+    return _loaded()[1]

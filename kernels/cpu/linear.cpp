@@ -1,0 +1,230 @@
+// y = x W^T + bias, with W laid out in the order it is read.
+//
+// Outputs lie in lanes. W is cut into panels of 4 vectors of outputs; a panel holds, input after input, the weights
+// of its outputs, so that one pass streams it front to back. bf16 weights come in pairs of inputs (one vector: W
+// outputs x 2 inputs), which is what the bf16 dot product wants, and what widens to float32 by a shift and a mask.
+//
+// Every output is summed over the inputs in order, whatever the number of rows: a row's result does not depend on
+// its company, bit for bit.
+
+#include <algorithm>
+#include <vector>
+
+#include "tile.h"
+
+namespace {
+
+constexpr int PANEL = 4 * W;            // outputs in a panel
+constexpr int64_t CHUNK = 512;          // inputs of a panel that stay in the near caches while all rows pass
+constexpr int64_t ROWS_TO_WIDEN = 48;   // from so many rows on it pays to widen a chunk of bf16 once for all
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// ---------------------------------------------------------------- bf16 weights, in pairs of inputs
+
+// The first (shift) or second (mask) input of a pair of bf16 as float32.
+MP_INLINE vf first_of(vu pairs) { return (vf)(pairs << 16); }
+MP_INLINE vf second_of(vu pairs) { return (vf)(pairs & 0xffff0000u); }
+
+template <int R, int C>
+MP_INLINE void accumulate_pairs(const float* x, int64_t ldx, const bf16* w, int64_t inputs, vf (&sums)[R][C]) {
+    vu pairs[C];
+    int64_t k = 0;
+    for (; k + 2 <= inputs; k += 2, w += C * 2 * W) {
+        memcpy(pairs, w, sizeof pairs);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) sums[r][c] += first_of(pairs[c]) * x[r * ldx + k];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) sums[r][c] += second_of(pairs[c]) * x[r * ldx + k + 1];
+    }
+    if (k == inputs) return;
+    memcpy(pairs, w, sizeof pairs);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) sums[r][c] += first_of(pairs[c]) * x[r * ldx + k];
+}
+
+#if defined(MP_BF16_DOT)
+// inputs: even.
+template <int R, int C>
+MP_INLINE void accumulate_pairs(const bf16* x, int64_t ldx, const bf16* w, int64_t inputs, vf (&sums)[R][C]) {
+    for (int64_t k = 0; k < inputs; k += 2, w += C * 2 * W) {
+        vu pairs[C];
+        memcpy(pairs, w, sizeof pairs);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            int32_t both;
+            memcpy(&both, x + r * ldx + k, 4);
+            const __m512bh inputs_pair = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++)
+                sums[r][c] = (vf)_mm512_dpbf16_ps((__m512)sums[r][c], (__m512bh)pairs[c], inputs_pair);
+        }
+    }
+}
+#endif
+
+// A chunk of C vectors of bf16 pairs as float32 rows. `to` has room for an even number of inputs.
+template <int C>
+void widen(const bf16* w, int64_t inputs, float* to) {
+    for (int64_t k = 0; k < inputs; k += 2, to += 2 * C * W, w += 2 * C * W)
+        for (int c = 0; c < C; c++) {
+            vu pairs;
+            memcpy(&pairs, w + c * 2 * W, sizeof pairs);
+            store(to + c * W, first_of(pairs));
+            store(to + (C + c) * W, second_of(pairs));
+        }
+}
+
+// ---------------------------------------------------------------- rows through panels
+
+// One pass of R rows over a chunk. x: rows of stride ldx; sums: [R, PANEL].
+// Not inlined: on its own the compiler keeps every sum in a register.
+template <int R, int C, class X, class T>
+__attribute__((noinline)) void pass(const X* x, int64_t ldx, const T* w, int64_t inputs, bool begin, float* sums) {
+    vf registers[R][C];
+    fetch<R, C>(registers, sums, PANEL, begin);
+    if constexpr (std::is_same_v<T, bf16>) {
+        accumulate_pairs<R, C>(x, ldx, w, inputs, registers);
+    } else {
+        accumulate<R, C>(x, ldx, w, C * W, inputs, registers);
+    }
+    keep<R, C>(registers, sums, PANEL);
+}
+
+// All rows through one panel of C vectors. sums: [rows, PANEL].
+template <int C, class X, class T>
+void panel(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, float* sums) {
+    static thread_local float wide[CHUNK * PANEL];
+    for (int64_t first = 0; first < inputs; first += CHUNK) {
+        const int64_t count = std::min(CHUNK, inputs - first);
+        const T* chunk = w + first * C * W;
+        if constexpr (std::is_same_v<X, float> && std::is_same_v<T, bf16>) {
+            if (rows >= ROWS_TO_WIDEN) {
+                widen<C>(chunk, count, wide);
+                for_row_groups(rows, [&](int64_t row, auto R) {
+                    pass<R, C>(x + row * ldx + first, ldx, wide, count, first == 0, sums + row * PANEL);
+                });
+                continue;
+            }
+        }
+        for_row_groups(rows, [&](int64_t row, auto R) {
+            pass<R, C>(x + row * ldx + first, ldx, chunk, count, first == 0, sums + row * PANEL);
+        });
+    }
+}
+
+template <class Y>
+void finish(const float* sums, const float* bias, Y* y, int64_t ldy, int64_t rows, int64_t outputs) {
+    for (int64_t row = 0; row < rows; row++, sums += PANEL, y += ldy)
+        for_vectors(outputs, [&](int64_t i, int count) {
+            const vf v = load(sums + i);
+            store_some(y + i, bias ? v + load_some(bias + i, count) : v, count);
+        });
+}
+
+// stored: inputs as packed, rounded up to a pair for bf16.
+template <class X, class T, class Y>
+void all_panels(const X* x, int64_t ldx, const T* w, const float* bias, Y* y, int64_t rows, int64_t inputs,
+                int64_t stored, int64_t outputs) {
+    static thread_local std::vector<float> scratch;
+    if ((int64_t)scratch.size() < rows * PANEL) scratch.resize(rows * PANEL);
+    float* sums = scratch.data();
+    for (int64_t first = 0; first < outputs; first += PANEL) {
+        const int64_t count = std::min<int64_t>(PANEL, outputs - first);
+        const T* weights = w + first * stored;
+        with_constant<4>((count + W - 1) / W, [&](auto C) { panel<C>(x, ldx, rows, weights, inputs, sums); });
+        finish(sums, bias ? bias + first : nullptr, y + first, outputs, rows, count);
+    }
+}
+
+// Rows as To, each padded with zeros to `stored` values.
+template <class To, class X>
+const To* converted(const X* x, int64_t rows, int64_t inputs, int64_t stored) {
+    static thread_local std::vector<To> scratch;
+    if ((int64_t)scratch.size() < rows * stored) scratch.resize(rows * stored);
+    for (int64_t row = 0; row < rows; row++, x += inputs) {
+        To* to = scratch.data() + row * stored;
+        for_vectors(inputs, [&](int64_t i, int count) { store_some(to + i, load_some(x + i, count), count); });
+        for (int64_t i = inputs; i < stored; i++) from_float(to + i, 0.0f);
+    }
+    return scratch.data();
+}
+
+template <class X, class T>
+void linear(const X* x, const T* w, const float* bias, X* y, int64_t rows, int64_t inputs, int64_t outputs) {
+    const int64_t stored = round_up(inputs, std::is_same_v<T, bf16> ? 2 : 1);
+#if defined(MP_BF16_DOT)
+    if constexpr (std::is_same_v<X, bf16> && std::is_same_v<T, bf16>) {
+        const bf16* even = inputs == stored ? x : converted<bf16>(x, rows, inputs, stored);
+        return all_panels(even, stored, w, bias, y, rows, stored, stored, outputs);
+    }
+#endif
+    if constexpr (std::is_same_v<X, float>) {
+        all_panels(x, inputs, w, bias, y, rows, inputs, stored, outputs);
+    } else {
+        all_panels(converted<float>(x, rows, inputs, inputs), inputs, w, bias, y, rows, inputs, stored, outputs);
+    }
+}
+
+// ---------------------------------------------------------------- packing
+
+// Calls f(place in the packed weight, output, input) for every weight, those of the padding included.
+template <class T, class F>
+void for_places(int64_t inputs, int64_t outputs, F f) {
+    constexpr int pair = std::is_same_v<T, bf16> ? 2 : 1;
+    const int64_t stored = round_up(inputs, pair);
+    for (int64_t first = 0; first < outputs; first += PANEL) {
+        const int64_t lanes = round_up(std::min<int64_t>(PANEL, outputs - first), W);
+        for (int64_t lane = 0; lane < lanes; lane++)
+            for (int64_t k = 0; k < stored; k++)
+                f(first * stored + (k / pair * lanes + lane) * pair + k % pair, first + lane, k);
+    }
+}
+
+template <class T>
+void pack(const T* weight, T* packed, int64_t inputs, int64_t outputs) {
+    for_places<T>(inputs, outputs, [=](int64_t place, int64_t output, int64_t input) {
+        packed[place] = output < outputs && input < inputs ? weight[output * inputs + input] : T{};
+    });
+}
+
+template <class T>
+void unpack(const T* packed, T* weight, int64_t inputs, int64_t outputs) {
+    for_places<T>(inputs, outputs, [=](int64_t place, int64_t output, int64_t input) {
+        if (output < outputs && input < inputs) weight[output * inputs + input] = packed[place];
+    });
+}
+
+}  // namespace
+
+#define MP_PACK(T, NAME)                                                                                    \
+    MP_EXPORT int64_t packed_size_##NAME(int64_t inputs, int64_t outputs) {                                 \
+        return round_up(inputs, std::is_same_v<T, bf16> ? 2 : 1) * round_up(outputs, W);                    \
+    }                                                                                                       \
+    MP_EXPORT void pack_##NAME(const T* weight, T* packed, int64_t inputs, int64_t outputs) {               \
+        pack(weight, packed, inputs, outputs);                                                              \
+    }                                                                                                       \
+    MP_EXPORT void unpack_##NAME(const T* packed, T* weight, int64_t inputs, int64_t outputs) {             \
+        unpack(packed, weight, inputs, outputs);                                                            \
+    }
+
+#define MP_LINEAR(X, XNAME, T, TNAME)                                                                       \
+    MP_EXPORT void linear_##XNAME##_##TNAME(const X* x, const T* w, const float* bias, X* y, int64_t rows,  \
+                                            int64_t inputs, int64_t outputs) {                              \
+        linear(x, w, bias, y, rows, inputs, outputs);                                                       \
+    }
+
+MP_PACK(float, f32)
+MP_PACK(bf16, bf16)
+MP_PACK(fp16, f16)
+MP_LINEAR(float, f32, float, f32)
+MP_LINEAR(float, f32, bf16, bf16)
+MP_LINEAR(float, f32, fp16, f16)
+MP_LINEAR(bf16, bf16, bf16, bf16)
+MP_LINEAR(fp16, f16, fp16, f16)

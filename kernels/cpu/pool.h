@@ -1,0 +1,36 @@
+// The paged KV pool as the kernels see it: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], of
+// which the last two dimensions are contiguous and the others have any stride.
+#pragma once
+
+#include "simd.h"
+
+// Strides count elements. The same struct is written in library.py.
+struct Pool {
+    void* data;
+    int64_t num_kv_heads, block_size, head_dim;
+    int64_t block_stride, layer_stride, kv_stride, head_stride;
+};
+
+// K of the first token of a block; V lies kv_stride further.
+template <class T>
+MP_INLINE T* block_k(const Pool& pool, int64_t block, int64_t layer, int64_t head) {
+    return (T*)pool.data + block * pool.block_stride + layer * pool.layer_stride + head * pool.head_stride;
+}
+
+// Where the K of tokens first … end - 1 of one sequence and head lie. Blocks of other tokens are not looked at.
+template <class T>
+MP_INLINE void find_tokens(const Pool& pool, int64_t layer, int64_t head, const int32_t* table, int64_t first,
+                           int64_t end, const T** rows) {
+    for (int64_t token = first; token < end;) {
+        const int64_t block = token / pool.block_size, offset = token % pool.block_size;
+        const int64_t stop = token - offset + pool.block_size < end ? token - offset + pool.block_size : end;
+        const T* row = block_k<T>(pool, table[block], layer, head) + offset * pool.head_dim;
+        for (; token < stop; token++, row += pool.head_dim) *rows++ = row;
+    }
+}
+
+// Asks for a row ahead of its use.
+template <class T>
+MP_INLINE void prefetch_row(const T* row, int64_t n) {
+    for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + i);
+}

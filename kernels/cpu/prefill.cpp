@@ -1,0 +1,188 @@
+// Causal attention of many new tokens over cached and new pages.
+//
+// For one kv head, query rows (tokens x the heads that share the kv head) go in blocks; keys come in tiles on an
+// absolute grid of 64 positions. A tile of K is transposed to float32 so that keys lie in lanes, one of V widened,
+// and both products are the few-rows-times-few-vectors loop of the linear layers. A row's result does not depend
+// on the other rows, nor on how a prompt was cut into chunks.
+
+#include <algorithm>
+#include <vector>
+
+#include "pool.h"
+#include "softmax.h"
+#include "tile.h"
+
+namespace {
+
+constexpr int64_t TILE = 64;        // keys
+constexpr int64_t BLOCK_ROWS = 96;  // query rows
+
+struct Rules {
+    float scale, soft_cap;
+    int64_t window;
+};
+
+// Scratch of one block of rows. dim is head_dim rounded up to whole vectors; the padding is zero.
+struct Scratch {
+    std::vector<float> keys, values, queries, scores, sums;
+    std::vector<Softmax> states;
+
+    void fit(int64_t dim) {
+        keys.assign(dim * TILE, 0.0f);          // [dim, TILE]
+        values.assign(TILE * dim, 0.0f);        // [TILE, dim]
+        queries.assign(BLOCK_ROWS * dim, 0.0f); // [rows, dim]
+        scores.resize(BLOCK_ROWS * TILE);       // [rows, TILE]
+        sums.resize(BLOCK_ROWS * dim);          // [rows, dim]
+        states.resize(BLOCK_ROWS);
+    }
+};
+
+// One tile: keys[d][i], values[i][d] for i in begin … end - 1; the other keys of the tile become zero.
+template <class T>
+void take_tile(Scratch& s, const T** rows, int64_t begin, int64_t end, int64_t kv_stride, int64_t head_dim,
+               int64_t dim) {
+    for (int64_t i = 0; i < TILE; i++) {
+        float* to = s.values.data() + i * dim;
+        if (i < begin || i >= end) {
+            std::fill(to, to + dim, 0.0f);
+            continue;
+        }
+        const T* v = rows[i - begin] + kv_stride;
+        for_vectors(head_dim, [&](int64_t d, int n) { store_some(to + d, load_some(v + d, n), n); });
+    }
+    for (int64_t first = 0; first < TILE; first += W)
+        for_vectors(head_dim, [&](int64_t d, int n) {
+            vf block[W];
+            for (int i = 0; i < W; i++) {
+                const int64_t key = first + i;
+                block[i] = key < begin || key >= end ? splat(0.0f) : load_some(rows[key - begin] + d, n);
+            }
+            transpose(block);
+            for (int j = 0; j < n; j++) store(s.keys.data() + (d + j) * TILE + first, block[j]);
+        });
+}
+
+// scores[rows, TILE] = queries · keys
+void score(Scratch& s, int64_t rows, int64_t head_dim, int64_t dim) {
+    constexpr int C = 4;
+    for (int64_t first = 0; first < TILE; first += C * W)
+        for_row_groups(rows, [&](int64_t row, auto R) {
+            vf registers[R][C];
+            fetch<R, C>(registers, nullptr, 0, true);
+            accumulate<R, C>(s.queries.data() + row * dim, dim, s.keys.data() + first, TILE, head_dim, registers);
+            keep<R, C>(registers, s.scores.data() + row * TILE + first, TILE);
+        });
+}
+
+// sums[rows, dim] += scores · values
+template <int C>
+void gather_columns(Scratch& s, int64_t rows, int64_t first, int64_t dim) {
+    for_row_groups(rows, [&](int64_t row, auto R) {
+        vf registers[R][C];
+        float* sums = s.sums.data() + row * dim + first;
+        fetch<R, C>(registers, sums, dim, false);
+        accumulate<R, C>(s.scores.data() + row * TILE, TILE, s.values.data() + first, dim, TILE, registers);
+        keep<R, C>(registers, sums, dim);
+    });
+}
+
+void gather(Scratch& s, int64_t rows, int64_t dim) {
+    int64_t first = 0;
+    for (; first + 4 * W <= dim; first += 4 * W) gather_columns<4>(s, rows, first, dim);
+    for (; first + 2 * W <= dim; first += 2 * W) gather_columns<2>(s, rows, first, dim);
+    for (; first < dim; first += W) gather_columns<1>(s, rows, first, dim);
+}
+
+// Keys of the tile at `tile` that the query at `position` does not see get -inf.
+MP_INLINE void hide(float* scores, int64_t tile, int64_t position, int64_t window) {
+    const int64_t end = std::clamp<int64_t>(position + 1 - tile, 0, TILE);
+    const int64_t begin = window > 0 ? std::clamp<int64_t>(position + 1 - window - tile, 0, TILE) : 0;
+    std::fill(scores, scores + std::min(begin, end), -INF);
+    std::fill(scores + end, scores + TILE, -INF);
+}
+
+// Tokens first … end - 1 of a sequence and the heads of one kv head: at most BLOCK_ROWS rows.
+template <class T>
+struct Block {
+    const T* q;         // of the first token and head
+    T* out;
+    int64_t stride;     // elements from a token to the next
+    int64_t group;      // heads
+    int64_t position;   // of the first token
+    int64_t tokens;
+};
+
+template <class T>
+void attend(Scratch& s, const Block<T>& block, const Pool& pool, int64_t layer, int64_t head, const int32_t* table,
+            const Rules& rules) {
+    const int64_t head_dim = pool.head_dim, dim = (head_dim + W - 1) / W * W, rows = block.tokens * block.group;
+    for (int64_t row = 0; row < rows; row++) {
+        const T* q = block.q + row / block.group * block.stride + row % block.group * head_dim;
+        float* to = s.queries.data() + row * dim;
+        for_vectors(head_dim, [&](int64_t d, int n) { store_some(to + d, load_some(q + d, n) * rules.scale, n); });
+    }
+    std::fill(s.sums.begin(), s.sums.begin() + rows * dim, 0.0f);
+    std::fill(s.states.begin(), s.states.begin() + rows, Softmax());
+
+    const int64_t end = block.position + block.tokens;
+    const int64_t first = rules.window > 0 ? std::max<int64_t>(0, block.position + 1 - rules.window) : 0;
+    for (int64_t tile = first / TILE * TILE; tile < end; tile += TILE) {
+        const T* found[TILE];
+        const int64_t from = std::max(first, tile), to = std::min(end, tile + TILE);
+        find_tokens(pool, layer, head, table, from, to, found);
+        take_tile(s, found, from - tile, to - tile, pool.kv_stride, head_dim, dim);
+        score(s, rows, head_dim, dim);
+        for (int64_t row = 0; row < rows; row++) {
+            float* scores = s.scores.data() + row * TILE;
+            if (rules.soft_cap > 0) cap_scores(scores, TILE, rules.soft_cap);
+            hide(scores, tile, block.position + row / block.group, rules.window);
+            const float factor = s.states[row].take(scores, TILE);
+            if (factor == 1.0f) continue;
+            float* sums = s.sums.data() + row * dim;
+            for (int64_t d = 0; d < dim; d += W) store(sums + d, load(sums + d) * factor);
+        }
+        gather(s, rows, dim);
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        T* out = block.out + row / block.group * block.stride + row % block.group * head_dim;
+        const float* sums = s.sums.data() + row * dim;
+        const float total = s.states[row].total;
+        for_vectors(head_dim, [&](int64_t d, int n) { store_some(out + d, load_some(sums + d, n) / total, n); });
+    }
+}
+
+template <class T>
+void prefill(const Pool& pool, int64_t layer, const T* q, T* out, const int32_t* tables, int64_t table_stride,
+             const int32_t* starts, const int32_t* contexts, int64_t batch, int64_t num_heads, const Rules& rules) {
+    static thread_local Scratch scratch;
+    scratch.fit((pool.head_dim + W - 1) / W * W);
+    const int64_t group = num_heads / pool.num_kv_heads, stride = num_heads * pool.head_dim;
+    // A kv head with more query heads than a block has rows goes in several parts.
+    const int64_t part = std::min(group, BLOCK_ROWS), step = std::max<int64_t>(1, BLOCK_ROWS / part);
+    for (int64_t i = 0; i < batch; i++) {
+        const int64_t tokens = starts[i + 1] - starts[i], cached = contexts[i] - tokens;
+        for (int64_t head = 0; head < pool.num_kv_heads; head++)
+            for (int64_t member = 0; member < group; member += part)
+                for (int64_t token = 0; token < tokens; token += step) {
+                    const int64_t at = (starts[i] + token) * stride + (head * group + member) * pool.head_dim;
+                    const Block<T> block{q + at, out + at, stride, std::min(part, group - member), cached + token,
+                                         std::min(step, tokens - token)};
+                    attend(scratch, block, pool, layer, head, tables + i * table_stride, rules);
+                }
+    }
+}
+
+}  // namespace
+
+#define MP_PREFILL(T, NAME)                                                                                      \
+    MP_EXPORT void prefill_##NAME(const Pool* pool, int64_t layer, const T* q, T* out, const int32_t* tables,    \
+                                  int64_t table_stride, const int32_t* starts, const int32_t* contexts,          \
+                                  int64_t batch, int64_t num_heads, float scale, int64_t window,                 \
+                                  float soft_cap) {                                                              \
+        prefill(*pool, layer, q, out, tables, table_stride, starts, contexts, batch, num_heads,                  \
+                Rules{scale, soft_cap, window});                                                                 \
+    }
+
+MP_PREFILL(float, f32)
+MP_PREFILL(bf16, bf16)
+MP_PREFILL(fp16, f16)

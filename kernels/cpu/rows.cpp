@@ -1,0 +1,92 @@
+// Operations on rows of activations: RMS norm, SiLU-and-multiply, the index of the largest value.
+
+#include <cmath>
+
+#include "simd.h"
+
+namespace {
+
+template <class T>
+void rms_norm(const T* x, const T* residual, const T* weight, T* normed, T* total, int64_t n, int64_t hidden,
+              float eps) {
+    for (int64_t row = 0; row < n; row++, x += hidden, normed += hidden) {
+        const T* values = x;
+        if (residual) {
+            const T* other = residual + row * hidden;
+            T* sums = total + row * hidden;
+            for_vectors(hidden, [&](int64_t i, int count) {
+                store_some(sums + i, load_some(x + i, count) + load_some(other + i, count), count);
+            });
+            values = sums;  // rounded, as the next layer will see it
+        }
+        vf squares[4] = {};
+        int64_t i = 0;
+        for (; i + 4 * W <= hidden; i += 4 * W)
+            for (int j = 0; j < 4; j++) {
+                const vf v = load(values + i + j * W);
+                squares[j] += v * v;
+            }
+        for (; i < hidden; i += W) {
+            const vf v = load_some(values + i, hidden - i < W ? (int)(hidden - i) : W);
+            squares[0] += v * v;
+        }
+        const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)hidden;
+        const float scale = 1.0f / std::sqrt(mean + eps);
+        for_vectors(hidden, [&](int64_t i, int count) {
+            store_some(normed + i, load_some(values + i, count) * scale * load_some(weight + i, count), count);
+        });
+    }
+}
+
+template <class T>
+void silu_mul(const T* gate_up, T* out, int64_t n, int64_t inter) {
+    for (int64_t row = 0; row < n; row++, gate_up += 2 * inter, out += inter)
+        for_vectors(inter, [&](int64_t i, int count) {
+            const vf gate = load_some(gate_up + i, count), up = load_some(gate_up + inter + i, count);
+            store_some(out + i, gate / (1.0f + exp(-gate)) * up, count);
+        });
+}
+
+template <class T>
+int64_t argmax(const T* x, int64_t n) {
+    vf best = splat(-INF);
+    vi nan = {};
+    for_vectors(n, [&](int64_t i, int count) {
+        vf v = load_some(x + i, count);
+        if (count < W)
+            for (int j = count; j < W; j++) v[j] = -INF;
+        best = vmax(v, best);
+        nan |= v != v;
+    });
+    bool any_nan = false;
+    for (int j = 0; j < W; j++) any_nan |= nan[j] != 0;
+    const float top = largest(best);
+    for (int64_t i = 0; i < n; i++) {
+        const float v = to_float(x[i]);
+        if (any_nan ? v != v : v == top) return i;
+    }
+    return 0;
+}
+
+template <class T>
+void argmax_rows(const T* x, int64_t* out, int64_t n, int64_t vocab) {
+    for (int64_t row = 0; row < n; row++) out[row] = argmax(x + row * vocab, vocab);
+}
+
+}  // namespace
+
+#define MP_ROWS(T, NAME)                                                                                       \
+    MP_EXPORT void rms_norm_##NAME(const T* x, const T* residual, const T* weight, T* normed, T* total,        \
+                                   int64_t n, int64_t hidden, float eps) {                                     \
+        rms_norm(x, residual, weight, normed, total, n, hidden, eps);                                          \
+    }                                                                                                          \
+    MP_EXPORT void silu_mul_##NAME(const T* gate_up, T* out, int64_t n, int64_t inter) {                       \
+        silu_mul(gate_up, out, n, inter);                                                                      \
+    }                                                                                                          \
+    MP_EXPORT void argmax_rows_##NAME(const T* x, int64_t* out, int64_t n, int64_t vocab) {                    \
+        argmax_rows(x, out, n, vocab);                                                                         \
+    }
+
+MP_ROWS(float, f32)
+MP_ROWS(bf16, bf16)
+MP_ROWS(fp16, f16)

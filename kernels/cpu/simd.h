@@ -1,0 +1,318 @@
+// Vectors of the width of the machine this is compiled on, and the three storage types of the pool.
+//
+// Everything is written with the compiler's own vector extension, so that one source serves AVX-512, AVX2, SSE and
+// NEON; intrinsics appear only where the extension has no word for an instruction. Arithmetic is float32.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define MP_INLINE inline __attribute__((always_inline))
+#define MP_EXPORT extern "C" __attribute__((visibility("default")))
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define MP_AVX512 1
+constexpr int W = 16;  // floats in a vector
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define MP_AVX2 1
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+#if defined(MP_AVX512) && defined(__AVX512BF16__)
+#define MP_BF16_DOT 1  // one instruction multiplies pairs of bf16 and adds both products to a float32
+#endif
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+typedef uint16_t vh __attribute__((vector_size(W * 2)));
+
+struct bf16 {
+    uint16_t bits;
+};
+struct fp16 {
+    uint16_t bits;
+};
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+MP_INLINE vf splat(float value) {
+    vf v;
+    for (int i = 0; i < W; i++) v[i] = value;
+    return v;
+}
+
+MP_INLINE vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+MP_INLINE vf vmax(vf a, vf b) { return select(a > b, a, b); }
+
+// ---------------------------------------------------------------- one value
+
+MP_INLINE float to_float(float x) { return x; }
+
+MP_INLINE float to_float(bf16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+MP_INLINE float to_float(fp16 x) {
+#if defined(MP_AVX512) || defined(MP_AVX2)
+    return _cvtsh_ss(x.bits);
+#else
+    const uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16;
+    uint32_t exponent = (x.bits >> 10) & 31, mantissa = x.bits & 1023, bits;
+    if (exponent == 31) {
+        bits = sign | 0x7f800000 | mantissa << 13;
+    } else if (exponent != 0) {
+        bits = sign | (exponent + 112) << 23 | mantissa << 13;
+    } else {
+        const float value = (float)mantissa * 0x1p-24f;  // subnormal: exact in float32
+        memcpy(&bits, &value, 4);
+        bits |= sign;
+    }
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+#endif
+}
+
+MP_INLINE void from_float(float* to, float x) { *to = x; }
+
+MP_INLINE void from_float(bf16* to, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) {
+        to->bits = 0x7fc0;
+    } else {
+        to->bits = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to nearest, ties to even
+    }
+}
+
+MP_INLINE void from_float(fp16* to, float x) {
+#if defined(MP_AVX512) || defined(MP_AVX2)
+    to->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#else
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) {
+        to->bits = sign | 0x7e00;
+    } else if (bits >= 0x477ff000) {  // rounds to 65520 or more
+        to->bits = sign | 0x7c00;
+    } else if (bits >= 0x38800000) {
+        const uint32_t rounded = bits + 0xfff + (bits >> 13 & 1);
+        to->bits = sign | (uint16_t)((rounded - 0x38000000) >> 13);
+    } else {
+        float magnitude;
+        memcpy(&magnitude, &bits, 4);
+        const float shifted = magnitude + 0.5f;  // aligns the subnormal's last bit with float32's, rounding once
+        uint32_t aligned;
+        memcpy(&aligned, &shifted, 4);
+        to->bits = sign | (uint16_t)(aligned - 0x3f000000);
+    }
+#endif
+}
+
+// ---------------------------------------------------------------- W values
+
+MP_INLINE vf load(const float* p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+MP_INLINE vf load(const bf16* p) {
+    vh half;
+    memcpy(&half, p, sizeof half);
+    return (vf)(__builtin_convertvector(half, vu) << 16);
+}
+
+MP_INLINE vf load(const fp16* p) {
+#if defined(MP_AVX512)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(MP_AVX2)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    vf v;
+    for (int i = 0; i < W; i++) v[i] = to_float(p[i]);
+    return v;
+#endif
+}
+
+MP_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+
+MP_INLINE void store(bf16* p, vf v) {
+    const vu bits = (vu)v;
+    const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const vu nan = (vu)(v != v);
+    const vh half = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), vh);
+    memcpy(p, &half, sizeof half);
+}
+
+MP_INLINE void store(fp16* p, vf v) {
+#if defined(MP_AVX512)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(MP_AVX2)
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < W; i++) from_float(p + i, v[i]);
+#endif
+}
+
+// ---------------------------------------------------------------- the last n < W values of a row
+
+template <class T>
+MP_INLINE vf load_n(const T* p, int n) {
+    T whole[W] = {};
+    for (int i = 0; i < n; i++) whole[i] = p[i];
+    return load(whole);
+}
+
+template <class T>
+MP_INLINE void store_n(T* p, vf v, int n) {
+    T whole[W];
+    store(whole, v);
+    for (int i = 0; i < n; i++) p[i] = whole[i];
+}
+
+#if defined(MP_AVX512)
+template <>
+MP_INLINE vf load_n(const float* p, int n) {
+    return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+}
+template <>
+MP_INLINE void store_n(float* p, vf v, int n) {
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+}
+#endif
+
+// A row of n values, W at a time: f(offset, count) with count == W but for the last.
+template <class F>
+MP_INLINE void for_vectors(int64_t n, F f) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) f(i, W);
+    if (i < n) f(i, (int)(n - i));
+}
+
+template <class T>
+MP_INLINE vf load_some(const T* p, int count) {
+    return count == W ? load(p) : load_n(p, count);
+}
+template <class T>
+MP_INLINE void store_some(T* p, vf v, int count) {
+    if (count == W) {
+        store(p, v);
+    } else {
+        store_n(p, v, count);
+    }
+}
+
+// ---------------------------------------------------------------- across lanes
+
+MP_INLINE float sum(vf v) {
+#if defined(MP_AVX512)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float halves[W];
+    store(halves, v);
+    for (int n = W / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) halves[i] += halves[i + n];
+    return halves[0];
+#endif
+}
+
+MP_INLINE float largest(vf v) {
+#if defined(MP_AVX512)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float best = v[0];
+    for (int i = 1; i < W; i++) best = v[i] > best ? v[i] : best;
+    return best;
+#endif
+}
+
+// Lane i of the result is lane at[i] of a, or lane at[i] - W of b.
+MP_INLINE vf shuffle(vf a, vf b, vi at) {
+#if defined(__clang__)
+    vf v;
+    for (int i = 0; i < W; i++) v[i] = at[i] < W ? a[at[i]] : b[at[i] - W];
+    return v;
+#else
+    return __builtin_shuffle(a, b, at);
+#endif
+}
+
+// The two halves of an exchange between a and b: of every pair of lanes that differ in bit STEP, `low` keeps a's
+// where the bit is clear and takes b's beside it where it is set, `high` the other way round.
+template <int STEP>
+MP_INLINE void exchange(vf a, vf b, vf* low, vf* high) {
+    vi low_at, high_at;
+    for (int i = 0; i < W; i++) {
+        low_at[i] = i & STEP ? W + (i ^ STEP) : i;
+        high_at[i] = i & STEP ? W + i : i ^ STEP;
+    }
+    *low = shuffle(a, b, low_at);
+    *high = shuffle(a, b, high_at);
+}
+
+// Lane i of the result is the sum over the lanes of v[i]. Destroys v.
+template <int STEP = 1>
+MP_INLINE vf sum_each(vf* v) {
+    if constexpr (STEP < W) {
+        for (int i = 0; i < W / STEP / 2; i++) {
+            vf low, high;
+            exchange<STEP>(v[2 * i], v[2 * i + 1], &low, &high);
+            v[i] = low + high;
+        }
+        return sum_each<2 * STEP>(v);
+    } else {
+        return v[0];
+    }
+}
+
+// Lane j of v[i] becomes lane i of v[j].
+template <int STEP = 1>
+MP_INLINE void transpose(vf* v) {
+    if constexpr (STEP < W) {
+        for (int i = 0; i < W; i++)
+            if (!(i & STEP)) exchange<STEP>(v[i], v[i | STEP], &v[i], &v[i | STEP]);
+        transpose<2 * STEP>(v);
+    }
+}
+
+// ---------------------------------------------------------------- functions
+
+// e^x within 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN stays NaN.
+MP_INLINE vf exp(vf x) {
+    const vf shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer kept in the low bits
+    vf clamped = select(x < -87.3f, splat(-87.3f), x);
+    clamped = select(clamped > 88.7f, splat(88.7f), clamped);
+    const vf shifted = clamped * 1.44269504f + shift;
+    const vf n = shifted - shift;
+    const vf r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    // Two factors, as 2^128 itself is out of range where x is near 88.7.
+    const vi whole = (vi)shifted - (vi)shift, half = whole >> 1;
+    const vf result = p * (vf)((half + 127) << 23) * (vf)((whole - half + 127) << 23);
+    const vf low = select(x < -87.3f, splat(0.0f), result);
+    return select(x > 88.7f, splat(INF), select(x != x, x, low));
+}
+
+MP_INLINE vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }

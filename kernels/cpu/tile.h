@@ -1,0 +1,65 @@
+// The one inner loop behind the linear layers and the attention of many queries: a few rows times a few vectors.
+#pragma once
+
+#include "simd.h"
+
+#if defined(MP_AVX512) || defined(__aarch64__)
+constexpr int ROWS = 6;  // 6 x 4 sums and their operands fill 32 registers
+#else
+constexpr int ROWS = 2;  // 16 registers
+#endif
+
+// sums[r][c] += x[r][k] * w[k][c], k after k, so that a row's sum does not depend on the other rows.
+// x: rows of stride ldx; w: rows of stride ldw, W lanes to a vector c.
+template <int R, int C, class T>
+MP_INLINE void accumulate(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t inputs, vf (&sums)[R][C]) {
+    for (int64_t k = 0; k < inputs; k++, w += ldw) {
+        vf weights[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) weights[c] = load(w + c * W);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) sums[r][c] += weights[c] * x[r * ldx + k];
+    }
+}
+
+// Registers in and out of memory around such a loop. sums: rows of stride ld; with begin they start from zero.
+template <int R, int C>
+MP_INLINE void fetch(vf (&registers)[R][C], const float* sums, int64_t ld, bool begin) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) registers[r][c] = begin ? splat(0.0f) : load(sums + r * ld + c * W);
+}
+
+template <int R, int C>
+MP_INLINE void keep(const vf (&registers)[R][C], float* sums, int64_t ld) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) store(sums + r * ld + c * W, registers[r][c]);
+}
+
+// Calls f with the smallest std::integral_constant of 1 … MOST that is at least n.
+template <int MOST, class F>
+MP_INLINE void with_constant(int64_t n, F f) {
+    if constexpr (MOST > 1) {
+        if (n < MOST) return with_constant<MOST - 1>(n, f);
+    }
+    f(std::integral_constant<int, MOST>());
+}
+
+// Splits rows into as few groups of at most ROWS as there must be, of equal size: 8 go as 4 + 4, not as 6 + 2.
+// f(first row, number of rows as a constant).
+template <class F>
+MP_INLINE void for_row_groups(int64_t rows, F f) {
+    const int64_t groups = (rows + ROWS - 1) / ROWS;
+    if (groups == 0) return;
+    const int64_t base = rows / groups, larger = rows % groups;
+    for (int64_t group = 0, row = 0; group < groups; group++) {
+        const int64_t size = base + (group < larger);
+        with_constant<ROWS>(size, [&](auto count) { f(row, count); });
+        row += size;
+    }
+}

@@ -1,0 +1,29 @@
+"""Which form of an operation runs: decided once, at import, by what this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from kernels import reference
+from kernels.cpu.library import load
+
+Form = TypeVar("Form", bound=Callable[..., Any])
+
+
+def best(plain: Form) -> Form:
+    """The fastest form of the operation whose torch form is ``plain``, with its signature."""
+    if load() is None:
+        return plain
+    from kernels.cpu import ops
+
+    return cast(Form, getattr(ops, plain.__name__))
+
+
+argmax_rows = best(reference.argmax_rows)
+paged_decode_attention = best(reference.paged_decode_attention)
+paged_prefill_attention = best(reference.paged_prefill_attention)
+rms_norm = best(reference.rms_norm)
+rotate_and_write = best(reference.rotate_and_write)
+silu_mul = best(reference.silu_mul)
+write_kv = best(reference.write_kv)
