@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from rich.console import Console
 
@@ -36,17 +36,23 @@ def _show(findings: Iterable[Finding], console: Console) -> int:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Which form of each kernel runs here; imports torch, which takes a second."""
+    """What computes here; imports torch, which takes a second."""
     from kernels import backend_report
 
-    for name, value in backend_report().items():
-        yield Finding(f"kernels {name}", "ok", _facts(value))
-
-
-def _facts(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_facts(inner)}" for name, inner in value.items())
-    return str(value)
+    report = backend_report()
+    cpu = report["cpu"]
+    fact = f"{cpu['form']} ({cpu['reason']}) on {cpu['processor']}"
+    if cpu["form"] == "compiled":
+        yield Finding("CPU kernels", "ok", fact)
+    else:
+        yield Finding("CPU kernels", "slow", fact, "with a C++ compiler here, `make env` compiles them")
+    if report["cuda"]:
+        yield Finding("GPU", "ok", ", ".join(map(str, report["cuda"])))
+    elif shutil.which("nvidia-smi"):
+        advice = "remove .venv and run `make env`: it takes a CUDA build where `nvidia-smi -L` lists a GPU"
+        yield Finding("GPU", "slow", f"not seen by torch {report['torch']}", advice)
+    else:
+        yield Finding("GPU", "ok", "none; the CPU computes")
 
 
 async def check_cluster(url: str) -> list[Finding]:

@@ -87,5 +87,14 @@ def test_the_explained_configuration_is_the_default_one(tmp_path: Path) -> None:
 
 def test_doctor_looks_at_everything() -> None:
     done = moonpool("doctor")
-    for what in ("python", "redis", "/dev/shm", "process_vm_readv", "open files", "disk", "kernels"):
+    for what in (
+        "python",
+        "redis",
+        "/dev/shm",
+        "process_vm_readv",
+        "open files",
+        "disk",
+        "CPU kernels",
+        "GPU",
+    ):
         assert what in done.stdout

@@ -1,0 +1,105 @@
+"""`moonpool up` on the shipped model: the whole path, and nothing left behind however it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UP = [sys.executable, "-m", "moonpool", "up", "--port", "0", "--prefill", "1", "--decode", "1"]
+
+
+@pytest.fixture
+def cluster() -> Iterator[subprocess.Popen[str]]:
+    """One that serves: its conversation is over and its URLs are printed."""
+    with subprocess.Popen(
+        UP, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        yield process
+        if process.poll() is None:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if words in line:
+            return seen
+    pytest.fail(f"it ended before it said {words!r}:\n{seen}")
+
+
+def members(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 4  # redis, conductor, prefill-0, decode-0
+    return children
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+def test_once_holds_a_conversation_and_exits() -> None:
+    done = subprocess.run([*UP, "--once"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("you ") == 3
+    rows = re.findall(r"^(\d) +prefill-0 → decode-0 +(\d+) +(\d+) ", done.stdout, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    cached = [int(row[2]) for row in rows]
+    assert cached[0] == 0
+    assert cached[2] > 0, "the third turn found nothing of the first two"
+
+
+def test_ctrl_c_stops_everything(cluster: subprocess.Popen[str]) -> None:
+    seen = read_until(cluster, "Serving.")
+    assert "/v1/chat/completions" in seen
+    processes = members(cluster)
+    cluster.send_signal(signal.SIGINT)
+    assert cluster.wait(20) == 0
+    assert all_gone(processes)
+    directory = re.search(r"logs +(\S+)", seen)
+    assert directory is not None
+    assert not Path(directory[1]).exists()
+
+
+def test_kill_9_leaves_nothing_running(cluster: subprocess.Popen[str]) -> None:
+    read_until(cluster, "Serving.")
+    processes = members(cluster)
+    cluster.kill()
+    assert all_gone(processes)
+
+
+def test_a_killed_node_is_started_again(cluster: subprocess.Popen[str]) -> None:
+    seen = read_until(cluster, "Serving.")
+    found = re.search(r"API +(http\S+)/v1", seen)
+    assert found is not None
+
+    def decode_pid() -> int | None:
+        with urllib.request.urlopen(f"{found[1]}/v1/cluster", timeout=5) as answer:
+            nodes = json.load(answer)["nodes"]
+        return next(
+            (node["pid"] for node in nodes if node["node_id"] == "decode-0" and node["state"] == "ready"),
+            None,
+        )
+
+    before = decode_pid()
+    assert before is not None
+    psutil.Process(before).kill()
+    read_until(cluster, "starting it again")
+    read_until(cluster, "decode-0 is ready")
+    deadline = time.monotonic() + 20
+    while decode_pid() in (None, before):
+        assert time.monotonic() < deadline, "the new decode-0 is not in the cluster"
+        time.sleep(0.05)
