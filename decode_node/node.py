@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 
@@ -73,7 +74,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
     # ------------------------------------------------------------------ service DecodeNode
 
     async def Decode(
-        self, request: node_pb2.DecodeRequest, context: grpc.aio.ServicerContext
+        self, request: node_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.DecodeReply:
         self.check_takes_work()
         work = request.work
@@ -86,13 +87,13 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         )
 
     async def Tokens(
-        self, request: node_pb2.TokensRequest, context: grpc.aio.ServicerContext
+        self, request: node_pb2.TokensRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[node_pb2.StepTokens]:
         async for message in self._outbox(request.conductor_id).messages():
             yield message
 
     async def Cancel(
-        self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext
+        self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.CancelReply:
         self._cancel((request.request_id, request.attempt))
         return node_pb2.CancelReply()

@@ -61,7 +61,7 @@ class KvExchange:
             release.cancel()
         channels, self._channels = self._channels, {}
         for channel in channels.values():
-            await channel.close()
+            await channel.close(None)
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The one channel to a peer's gRPC server; it reconnects by itself."""
@@ -152,7 +152,7 @@ class KvExchange:
                 self._releases.add(release)
                 release.add_done_callback(self._releases.discard)
 
-    async def _release(self, stub: node_pb2_grpc.NodeStub, node_id: str, lease_id: int) -> None:
+    async def _release(self, stub: node_pb2_grpc.NodeAsyncStub, node_id: str, lease_id: int) -> None:
         try:
             with rpc.calling(node_id):
                 await stub.Release(node_pb2.ReleaseRequest(lease_id=lease_id), timeout=self._deadline_s)

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import grpc.aio
 import numpy as np
@@ -218,7 +219,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
     # ------------------------------------------------------------------ service Node
 
     async def Status(
-        self, request: node_pb2.StatusRequest, context: grpc.aio.ServicerContext
+        self, request: node_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.NodeStatus:
         stats = self.engine.stats()
         return node_pb2.NodeStatus(
@@ -242,13 +243,13 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         )
 
     async def Drain(
-        self, request: node_pb2.DrainRequest, context: grpc.aio.ServicerContext
+        self, request: node_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.DrainReply:
         self.draining.set()
         return node_pb2.DrainReply()
 
     async def Lease(
-        self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext
+        self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.LeaseReply:
         lease_id, block_ids = self.leases.grant(block_keys.unpack(request.keys), request.ttl_s)
         return node_pb2.LeaseReply(
@@ -256,7 +257,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         )
 
     async def Release(
-        self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
+        self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.ReleaseReply:
         self.leases.release(request.lease_id)
         return node_pb2.ReleaseReply()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc.aio
 
@@ -61,7 +62,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
     # ------------------------------------------------------------------ service PrefillNode
 
     async def Prefill(
-        self, request: node_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+        self, request: node_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.PrefillReply:
         self.check_takes_work()
         received_s = time.monotonic()
@@ -84,7 +85,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         return self._reply(sequence, event, token, fetched, fetch_error, received_s)
 
     async def Follow(
-        self, request: node_pb2.FollowRequest, context: grpc.aio.ServicerContext
+        self, request: node_pb2.FollowRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[node_pb2.KvChunk]:
         key = (request.request_id, request.attempt)
         handover = self._handover(key)
@@ -118,7 +119,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
 
         What was fetched is held until the sequence has its own hold on it, or has ended.
         """
-        first_token = asyncio.get_running_loop().create_future()
+        first_token: asyncio.Future[StepEvent] = asyncio.get_running_loop().create_future()
         try:
             self.engine.add(sequence, prefill_only=True)
             self._first_tokens[sequence.key] = first_token

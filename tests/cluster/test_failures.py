@@ -1,0 +1,192 @@
+"""Nodes and Redis die by kill -9, and nobody who streams notices more than a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import aiohttp
+import pytest
+
+from moonpool.client import Client, Reply
+from moonpool.errors import ApiError
+from moonpool.local_cluster import LocalCluster
+from tests.cluster.conftest import eventually, kill
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_TOKENS = 600
+GREEDY: dict[str, Any] = {
+    "temperature": 0,
+    "max_tokens": NUM_TOKENS,
+    "ignore_eos": True,
+}
+
+
+async def all_ready(cluster: LocalCluster, client: Client) -> bool:
+    """Every node is there, in its present life."""
+    nodes = {node["node_id"]: node for node in (await client.cluster())["nodes"]}
+    return all(
+        child.name in nodes
+        and nodes[child.name]["state"] == "ready"
+        and nodes[child.name]["pid"] == child.ready["pid"]
+        for child in cluster.nodes
+    )
+
+
+async def whole(client: Client, prompt: str, **parameters: Any) -> str:
+    reply = Reply()
+    async for _ in client.complete(prompt, reply, **{**GREEDY, **parameters}):
+        pass
+    assert reply.usage["completion_tokens"] == parameters.get("max_tokens", NUM_TOKENS)
+    return reply.text
+
+
+async def node_of(client: Client, request_id: str, role: str) -> str:
+    return str((await client.timeline(request_id))["summary"][f"{role}_node"])
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "seeded"])
+async def test_a_killed_node_costs_no_token(
+    cluster: LocalCluster, client: Client, role: str, sampling: dict[str, Any]
+) -> None:
+    prompt = f"And the {role} said unto him "
+    expected = await whole(client, prompt, **sampling)
+    reply = Reply()
+    killed = ""
+    async for _ in client.complete(prompt, reply, **{**GREEDY, **sampling}):
+        if not killed and len(reply.pieces_s) >= 20:
+            killed = await node_of(client, reply.id, role)
+            kill(cluster, killed)
+    assert killed
+    assert reply.text == expected
+    assert reply.usage["completion_tokens"] == NUM_TOKENS
+    if role == "decode":
+        events = [event["event"] for event in (await client.timeline(reply.id))["events"]]
+        assert "retry" in events
+    await cluster.children[killed].wait()
+    await cluster.restart(killed)
+    await eventually(lambda: all_ready(cluster, client))
+
+
+async def test_a_prefill_node_killed_while_it_computes(cluster: LocalCluster, client: Client) -> None:
+    prompt = "The words of the preacher, the son of David. " * 150
+    expected = await whole(client, prompt + "first", max_tokens=16)
+    del expected  # only to have the cost model know long prompts
+    reply = Reply()
+    task = asyncio.ensure_future(whole(client, prompt + "second", max_tokens=32))
+
+    async def busy() -> str:
+        for node in (await client.cluster())["nodes"]:
+            if node["role"] == "prefill" and node["requests"]:
+                return str(node["node_id"])
+        return ""
+
+    victim = ""
+    while not victim and not task.done():
+        victim = await busy()
+    if victim:
+        kill(cluster, victim)
+    text = await task
+    assert text == await whole(client, prompt + "second", max_tokens=32)
+    assert reply.text == ""
+    if victim:
+        await cluster.children[victim].wait()
+        await cluster.restart(victim)
+        await eventually(lambda: all_ready(cluster, client))
+
+
+async def test_with_no_decode_node_left_the_stream_ends_with_an_error(
+    cluster: LocalCluster, client: Client
+) -> None:
+    reply = Reply()
+    with pytest.raises(ApiError, match="decode"):
+        async for _ in client.complete("There was a man", reply, **GREEDY):
+            if len(reply.pieces_s) == 10:
+                kill(cluster, "decode-0")
+                kill(cluster, "decode-1")
+    assert len(reply.pieces_s) >= 10
+    for name in ("decode-0", "decode-1"):
+        await cluster.children[name].wait()
+        await cluster.restart(name)
+    await eventually(lambda: all_ready(cluster, client))
+    await whole(client, "There was a man")
+
+
+async def test_redis_killed_and_back(cluster: LocalCluster, client: Client) -> None:
+    async def ready() -> dict[str, Any]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{cluster.url}/readyz") as response,
+        ):
+            assert response.status == 200
+            answer: dict[str, Any] = await response.json()
+            return answer
+
+    async def degraded() -> bool:
+        return bool((await ready()).get("degraded"))
+
+    async def healthy() -> bool:
+        return not (await ready()).get("degraded")
+
+    expected = await whole(client, "Blessed is the man")
+    reply = Reply()
+    async for _ in client.complete("Blessed is the man", reply, **GREEDY):
+        if len(reply.pieces_s) == 10:
+            kill(cluster, "redis")
+    assert reply.text == expected
+    await eventually(degraded)
+    # Longer than the nodes' leases: without Redis nobody may be dropped for a lapsed one.
+    await asyncio.sleep(2 * cluster.config.index.lease_ttl_s)
+    assert await whole(client, "Blessed is the man") == expected
+    await cluster.children["redis"].wait()
+    await cluster.restart("redis")
+    await eventually(healthy)
+    await eventually(lambda: all_ready(cluster, client))
+
+    # Publishing has resumed: what is computed now is known to the conductor afterwards.
+    prompt = "And God said, Let there be light: and there was light. " * 4
+    await whole(client, prompt, max_tokens=4)
+
+    async def hit() -> bool:
+        again = Reply()
+        async for _ in client.complete(prompt, again, max_tokens=1, temperature=0):
+            pass
+        return bool(again.usage["prompt_tokens_details"]["cached_tokens"] > 0)
+
+    await eventually(hit)
+
+
+async def test_a_node_that_comes_back_has_a_new_epoch_and_an_empty_cache(
+    cluster: LocalCluster, client: Client
+) -> None:
+    async def epoch() -> int:
+        nodes = (await client.cluster())["nodes"]
+        return next((int(node["epoch"]) for node in nodes if node["node_id"] == "decode-1"), 0)
+
+    before = await epoch()
+    kill(cluster, "decode-1")
+    await cluster.children["decode-1"].wait()
+    await cluster.restart("decode-1")
+    await eventually(lambda: all_ready(cluster, client))
+    assert await epoch() > before
+    node = next(n for n in (await client.cluster())["nodes"] if n["node_id"] == "decode-1")
+    assert node["num_index_blocks"] == 0
+
+
+async def test_sigterm_drains(cluster: LocalCluster, client: Client) -> None:
+    reply = Reply()
+    name = ""
+    async for _ in client.complete("And Moses said", reply, **GREEDY):
+        if not name and len(reply.pieces_s) >= 10:
+            name = await node_of(client, reply.id, "decode")
+            os.kill(cluster.children[name].pid, signal.SIGTERM)
+    assert reply.usage["completion_tokens"] == NUM_TOKENS
+    events = [event["event"] for event in (await client.timeline(reply.id))["events"]]
+    assert "retry" not in events  # it finished where it was
+    assert await cluster.children[name].wait() == 0
+    await cluster.restart(name)
+    await eventually(lambda: all_ready(cluster, client))

@@ -1,0 +1,159 @@
+"""The whole path: what comes out of the API is what the model says, and the second turn hits."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moonpool.client import Client, Reply
+from moonpool.local_cluster import LocalCluster
+from runtime.options import Config
+from tests.cluster.conftest import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MODEL: Path = Config().model.directory
+BLOCK_SIZE = Config().engine.block_size
+
+
+@pytest.fixture(scope="module")
+def openai_client(cluster: LocalCluster) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Greedy continuation by transformers, in float32."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+
+    def generate(token_ids: list[int], count: int) -> list[int]:
+        ids = torch.tensor([token_ids])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            pad_token_id=0,
+        )
+        return out[0, len(token_ids) :].tolist()
+
+    return generate
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    vocab = AutoTokenizer.from_pretrained(MODEL).vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(10, vocab - 1, (length,), generator=generator).tolist()
+
+
+async def greedy(api: openai.AsyncOpenAI, prompt: list[int], count: int) -> tuple[list[int], int]:
+    answer = await api.completions.create(
+        model=MODEL.name,
+        prompt=prompt,
+        max_tokens=count,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    return answer.choices[0].token_ids, cached
+
+
+@pytest.mark.parametrize(
+    "length",
+    [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 700],
+    ids=lambda n: f"{n} tokens",
+)
+async def test_greedy_tokens_are_transformers_own(openai_client, reference, length: int) -> None:
+    prompt = prompt_of(length, seed=length)
+    expected = reference(prompt, 24)
+    first, cached = await greedy(openai_client, prompt, 24)
+    assert first == expected
+    assert cached == 0
+    again, cached = await greedy(openai_client, prompt, 24)
+    assert again == expected
+    # All full blocks but the one that holds the last prompt token: it gives the logits.
+    assert cached == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+async def test_many_at_once_are_each_as_alone(openai_client, reference) -> None:
+    prompts = [prompt_of(length, seed=100 + length) for length in (3, 40, 64, 129, 200, 17, 33, 80)]
+    answers = await asyncio.gather(*(greedy(openai_client, prompt, 16) for prompt in prompts))
+    for prompt, (tokens, _) in zip(prompts, answers, strict=True):
+        assert tokens == reference(prompt, 16)
+
+
+async def test_a_seeded_sample_repeats_and_differs_by_seed(openai_client) -> None:
+    async def sample(seed: int) -> str:
+        answer = await openai_client.completions.create(
+            model=MODEL.name, prompt="In the beginning", max_tokens=24, temperature=1.0, seed=seed
+        )
+        return answer.choices[0].text
+
+    one, again, other = await asyncio.gather(sample(1), sample(1), sample(2))
+    assert one == again
+    assert one != other
+
+
+async def test_the_next_turn_of_a_conversation_hits_what_was_generated(client: Client) -> None:
+    messages = [{"role": "user", "content": "What is love?"}]
+    first = Reply()
+    async for _ in client.chat(messages, first, temperature=0, max_tokens=64, min_tokens=48):
+        pass
+    messages += [
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "And what is war?"},
+    ]
+    second = Reply()
+    async for _ in client.chat(messages, second, temperature=0, max_tokens=16):
+        pass
+    hit = second.usage["prompt_tokens_details"]["cached_tokens"]
+    summary = (await client.timeline(second.id))["summary"]
+    assert summary["cached_tokens"] == hit
+    # More than the first prompt: blocks the decode node filled count too.
+    assert hit >= first.usage["prompt_tokens"] // BLOCK_SIZE * BLOCK_SIZE
+    assert hit > 0
+    assert summary["pool_tokens"] + summary["host_tokens"] + summary["fetched_tokens"] == hit
+
+
+async def test_the_timeline_tells_the_whole_way(client: Client) -> None:
+    reply = Reply()
+    async for _ in client.complete("And it came to pass " * 20, reply, max_tokens=8, temperature=0):
+        pass
+    timeline = await client.timeline(reply.id)
+    names = [event["event"] for event in timeline["events"]]
+    assert names[0] == "queued"
+    assert names[-1] == "done"
+    assert {"placed", "prefilled", "first_token", "transferred"} <= set(names)
+    summary = timeline["summary"]
+    assert summary["reason"]
+    assert summary["transferred_nbytes"] > 0
+    assert summary["transport"]
+
+
+async def test_a_closed_connection_frees_every_block(cluster: LocalCluster, client: Client) -> None:
+    stream = client.complete("In the beginning", Reply(), max_tokens=4000, ignore_eos=True)
+    await anext(stream)
+    await stream.aclose()
+
+    async def idle() -> bool:
+        nodes = (await client.cluster())["nodes"]
+        return all(node["load"]["num_running"] == node["load"]["num_waiting"] == 0 for node in nodes)
+
+    await eventually(idle)
+
+
+async def test_too_long_a_prompt_is_refused_with_the_numbers(openai_client) -> None:
+    with pytest.raises(openai.BadRequestError, match="tokens"):
+        await greedy(openai_client, prompt_of(100_000, seed=1), 4)
+
+
+async def test_an_unknown_model_is_not_found(openai_client) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        await openai_client.completions.create(model="gpt-9", prompt="x")
