@@ -226,11 +226,23 @@ class KVIndex:
         return await self._do("EVAL", script.text, len(keys), *keys, *args, name=name)
 
     async def _do(self, *command: object, name: str = "", extra_s: float = 0.0) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
         try:
             async with asyncio.timeout(self._timeout_s + extra_s):
-                return await self._redis.execute_command(*command)
+                reply = await self._redis.execute_command(*command)
         except (RedisError, OSError, TimeoutError) as error:
+            _raise_if_cancelled(task, cancels)
             raise IndexUnavailable(name or str(command[0]), f"{type(error).__name__}: {error}") from error
+        _raise_if_cancelled(task, cancels)
+        return reply
+
+
+def _raise_if_cancelled(task: asyncio.Task[Any], cancels: int) -> None:
+    """redis-py swallows a cancellation that comes while it connects: the task would go on for ever."""
+    if task.cancelling() > cancels:
+        raise asyncio.CancelledError
 
 
 def replay(batches: Iterable[bytes]) -> dict[BlockKey, Tier]:

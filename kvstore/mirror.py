@@ -48,9 +48,10 @@ class IndexMirror:
         on_joined: Callable[[NodeRecord], None] | None = None,
         on_left: Callable[[NodeRecord, str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tick_s: float = 0.5,
     ) -> None:
         """``lease_ttl_s``: the nodes' own; how long Redis must have been watched before a silent node is
-        dropped.
+        dropped. ``tick_s``: how often the stream's end and the leases are looked at.
 
         ``on_joined`` is called for every new life of a node, ``on_left`` with the record and why; a node that
         comes back with a new epoch leaves first. Both run on the loop, after the mirror has changed.
@@ -64,7 +65,7 @@ class IndexMirror:
         self._on_joined = on_joined or (lambda record: None)
         self._on_left = on_left or (lambda record, reason: None)
         self._clock = clock
-        self._tick_s = min(0.5, lease_ttl_s / 6)
+        self._tick_s = min(tick_s, lease_ttl_s / 6)
         self._leases = LeaseWatch(lease_ttl_s)
         self._instance = ""
         self._seq = 0  # of the newest event applied
@@ -122,6 +123,8 @@ class IndexMirror:
         while self._seq < tip.seq or self._instance != tip.instance:
             self._applied.clear()
             await self._applied.wait()
+        while self._map.sweep():  # noqa: ASYNC110 (it is the work)
+            await asyncio.sleep(0)
 
     async def _run(self) -> None:
         attempt = 0
@@ -239,6 +242,8 @@ class IndexMirror:
                 if self._clock() - started > _SLICE_S:
                     await asyncio.sleep(0)
                     started = self._clock()
+            if not events and self._behind is not None and self._seq < self._behind[0]:
+                raise _Behind("gap", f"events up to {self._behind[0]} are gone from the stream")
             if events:
                 metrics.mirror_events.inc(len(events))
                 self._applied.set()

@@ -79,6 +79,7 @@ class IndexPublisher:
 
     def announce(self) -> None:
         """Publish the node's record now, not at the next heartbeat: its state has changed."""
+        self._idle.clear()
         self._next_heartbeat = 0.0
         self._wake.set()
 
