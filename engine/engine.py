@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.block_pool import BlockPool
 from engine.config import ModelConfig
@@ -134,6 +135,8 @@ class Engine:
         Raises CheckpointError naming the tensor that is missing, truncated or of the wrong shape; the engine
         can then only be closed.
         """
+        # OpenMP keeps its thread count per calling thread, and steps run on this one and on the worker.
+        torch.set_num_threads(self.options.threads)
         loop = asyncio.get_running_loop()
 
         def report(done: int, total: int, name: str) -> None:

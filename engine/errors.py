@@ -53,6 +53,8 @@ class OutOfBlocks(EngineError):
 class SequenceTooLong(EngineError):
     """The sequence can never run here: it leaves no room for a token within the longest length served."""
 
+    code = "INVALID_ARGUMENT"
+
     def __init__(self, num_tokens: int, limit: int) -> None:
         super().__init__(
             f"the sequence has {num_tokens} tokens; this node serves at most {limit}, output included"
@@ -63,6 +65,8 @@ class SequenceTooLong(EngineError):
 
 class DuplicateSequence(EngineError):
     """A sequence of the same request id and attempt is in the engine already."""
+
+    code = "ALREADY_EXISTS"
 
     def __init__(self, request_id: str, attempt: int) -> None:
         super().__init__(f"request {request_id} (attempt {attempt}) is already in the engine")

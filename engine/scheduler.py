@@ -238,26 +238,23 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Blocks for all tokens of a waiting sequence; False when there is not enough room."""
-        if sequence.block_table:
-            return self._extend(sequence)
-        # Leave one token uncached: prefill needs a query row to produce logits.
-        if self.take_blocks(sequence, sequence.num_tokens, sequence.num_tokens - 1):
+        if self._give_blocks(sequence):
             return True
-        # Sequences that came with blocks must not keep each other out while nothing runs.
-        holders = [s for s in self.waiting if s.block_table] if self.num_running == 0 else []
-        for holder in reversed(holders):
-            self._strip(holder)
-            if self.take_blocks(sequence, sequence.num_tokens, sequence.num_tokens - 1):
-                return True
+        if self.num_running == 0:
+            # Nothing will free a block: those that came with some must not keep each other out.
+            for holder in reversed([s for s in self.waiting if s.block_table]):
+                self._strip(holder)
+                if self._give_blocks(sequence):
+                    return True
         return False
 
-    def _extend(self, sequence: Sequence) -> bool:
-        """The blocks still missing from a table that came with the first ones."""
+    def _give_blocks(self, sequence: Sequence) -> bool:
+        if not sequence.block_table:
+            # Leave one token uncached: prefill needs a query row to produce logits.
+            return self.take_blocks(sequence, sequence.num_tokens, sequence.num_tokens - 1)
         missing = -(-sequence.num_tokens // self.pool.block_size) - len(sequence.block_table)
         if missing > 0:
             if self.pool.num_free < missing + self.num_running:
-                if self.num_running == 0:
-                    self._strip(sequence)
                 return False
             sequence.block_table += self.pool.allocate(missing)
         return True

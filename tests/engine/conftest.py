@@ -1,0 +1,180 @@
+"""Tiny random checkpoints of every family, and an engine driven to the end of a list of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from engine import Engine, FinishReason, Sampling, Sequence, StepEvent
+from runtime.options import EngineOptions, ModelOptions
+
+# Two threads on a busy core wait for each other.
+torch.set_num_threads(1)
+
+VOCAB_SIZE = 160
+ROOT = b"r" * 16
+
+_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@dataclass
+class Reference:
+    """A checkpoint on disk and the transformers model that wrote it."""
+
+    path: Path
+    model: Any
+
+    def logprobs(self, token_ids: Iterable[int]) -> torch.Tensor:
+        """float32 [num_tokens, vocab]: row i is the distribution of the token after token i."""
+        with torch.inference_mode():
+            ids = torch.tensor([list(token_ids)])
+            return self.model(ids).logits[0].float().log_softmax(-1)
+
+    def greedy(self, prompt: Iterable[int], n: int) -> list[int]:
+        ids = list(prompt)
+        start = len(ids)
+        for _ in range(n):
+            ids.append(int(self.logprobs(ids)[-1].argmax()))
+        return ids[start:]
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
+    """make(family, dtype="float32", **words of config.json) → Reference; the same words give the same one."""
+    made: dict[str, Reference] = {}
+
+    def make(family: str, dtype: str = "float32", shard_size: str = "1GB", **words: Any) -> Reference:
+        key = repr((family, dtype, shard_size, sorted(words.items())))
+        if key not in made:
+            config = transformers.AutoConfig.for_model(family, **{**_SHAPE, **words})
+            torch.manual_seed(crc32(key.encode()))
+            model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).eval()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    # Fresh biases are 0 and norms 1: a model that forgot them would pass.
+                    if name.endswith("bias"):
+                        parameter.normal_(std=0.3)
+                    elif "norm" in name:
+                        parameter.normal_(mean=1.0, std=0.2)
+            path = tmp_path_factory.mktemp(family)
+            model.save_pretrained(path, max_shard_size=shard_size)
+            made[key] = Reference(path, model)
+        return made[key]
+
+    return make
+
+
+@dataclass
+class Result:
+    """Everything the engine said about one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    events: list[StepEvent] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NONE
+
+
+class Driver:
+    """An engine, and what its events said so far."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.results: dict[tuple[str, int], Result] = {}
+        self.num_steps = 0
+        self._news = asyncio.Event()
+        self._count = 0
+        engine.on_step = self._on_step
+
+    def _on_step(self, events: list[StepEvent]) -> None:
+        self.num_steps += 1
+        for event in events:
+            result = self.results.setdefault(event.sequence.key, Result())
+            result.events.append(event)
+            if event.token_id >= 0:
+                assert event.index == len(result.token_ids), "a token was repeated or skipped"
+                result.token_ids.append(event.token_id)
+            if event.finish_reason:
+                assert not result.finish_reason, "a sequence finished twice"
+                result.finish_reason = event.finish_reason
+        self._news.set()
+
+    def sequence(
+        self, prompt: Iterable[int], *, root_key: bytes = ROOT, request_id: str = "", **words: Any
+    ) -> Sequence:
+        """A request for ``prompt``; words are Sampling's or Sequence's."""
+        of_sequence = {
+            k: words.pop(k)
+            for k in ("priority", "prompt_logprobs", "num_prompt_tokens", "arrived_s")
+            if k in words
+        }
+        ids = np.array(list(prompt), np.int32)
+        self._count += 1
+        of_sequence.setdefault("arrived_s", float(self._count))
+        return Sequence(
+            request_id or f"request-{self._count}",
+            0,
+            ids,
+            of_sequence.pop("num_prompt_tokens", len(ids)),
+            sampling=Sampling(**words),
+            root_key=root_key,
+            **of_sequence,
+        )
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), 30)
+
+    async def run(self, *sequences: Sequence, prefill_only: bool = False) -> list[Result]:
+        """Add them all, wait for all to finish."""
+        results = [self.results.setdefault(s.key, Result()) for s in sequences]
+        for sequence in sequences:
+            self.engine.add(sequence, prefill_only=prefill_only)
+        await self.until(lambda: all(r.token_ids if prefill_only else r.finish_reason for r in results))
+        return results
+
+
+@pytest.fixture
+def serve() -> Callable[..., Any]:
+    """async with serve(path, block_size=…, dtype=…) as driver; afterwards no block may be held."""
+
+    @asynccontextmanager
+    async def run(path: Path, **words: Any) -> Any:
+        model = {k: words.pop(k) for k in ("dtype", "max_model_len") if k in words}
+        num_blocks = words.pop("num_blocks", 128)
+        words.setdefault("block_size", 8)
+        probe = Engine(path, EngineOptions(**words), ModelOptions(device="cpu", **model))
+        words["pool_nbytes"] = num_blocks * probe.layout.block_nbytes
+        engine = Engine(path, EngineOptions(**words), ModelOptions(device="cpu", **model))
+        driver = Driver(engine)
+        await engine.start()
+        try:
+            yield driver
+        finally:
+            await engine.close()
+        engine.pool.check_integrity()
+        assert engine.pool.num_used == 0
+
+    return run

@@ -1,0 +1,144 @@
+"""Laws of the block pool, for any order of users coming, sealing, sharing and leaving."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.block_pool import BlockPool
+from engine.errors import OutOfBlocks
+from kvstore.keys import BlockKey
+
+
+def chain(path: str) -> list[BlockKey]:
+    """Keys of a chain: equal prefixes of ``path`` give equal keys."""
+    return [BlockKey(path[: i + 1].encode()) for i in range(len(path))]
+
+
+class Users(RuleBasedStateMachine):
+    """Users hold chains named by strings: what is cached is acquired, the rest sealed block by block."""
+
+    @initialize(num_blocks=st.integers(1, 12))
+    def start(self, num_blocks: int) -> None:
+        self.found: dict[BlockKey, int] = {}  # what a follower of on_sealed and on_evicted believes
+        self.users: list[tuple[str, list[int], int]] = []  # path, table, sealed blocks
+        self.pool = BlockPool(num_blocks, 4, on_sealed=self.sealed, on_evicted=self.evicted)
+
+    def sealed(self, block: int, key: BlockKey) -> None:
+        assert key not in self.found
+        self.found[key] = block
+
+    def evicted(self, block: int, key: BlockKey) -> None:
+        assert self.found.pop(key) == block
+        assert self.pool.key_of(block) == key, "the bytes must still be the key's"
+
+    @rule(path=st.text("ab", min_size=1, max_size=6))
+    def come(self, path: str) -> None:
+        hits = self.pool.match(chain(path))
+        needed = len(path) - len(hits)
+        room = self.pool.num_free - self.pool.num_idle(hits)
+        if needed > room:
+            with pytest.raises(OutOfBlocks):
+                self.pool.allocate(self.pool.num_free + 1)
+            return
+        self.pool.acquire(hits)
+        new = self.pool.allocate(needed)
+        assert not set(new) & {block for _, table, _ in self.users for block in table}, (
+            "a block is used twice"
+        )
+        self.users.append((path, hits + new, len(hits)))
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data())
+    def seal(self, data: st.DataObject) -> None:
+        i = data.draw(st.integers(0, len(self.users) - 1))
+        path, table, sealed = self.users[i]
+        if sealed < len(path):
+            keys = chain(path)
+            table[sealed] = self.pool.seal(table[sealed], keys[sealed], keys[sealed - 1] if sealed else None)
+            assert self.pool.key_of(table[sealed]) == keys[sealed]
+            self.users[i] = (path, table, sealed + 1)
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        path, table, sealed = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
+        self.pool.release(table)
+        assert len(self.pool.match(chain(path)[:sealed])) == sealed, "what was sealed stays findable"
+
+    @invariant()
+    def laws(self) -> None:
+        self.pool.check_integrity()
+        assert {key: block for block, key in self.pool.sealed()} == self.found
+        assert all(key[:-1] in self.found for key in self.found if len(key) > 1), "a chain has a hole"
+        assert self.pool.num_used == len({block for _, table, _ in self.users for block in table})
+
+    def teardown(self) -> None:
+        for _, table, _ in self.users:
+            self.pool.release(table)
+        assert self.pool.num_used == 0
+
+
+Users.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestUsers = Users.TestCase
+
+
+def fill(pool: BlockPool, path: str) -> None:
+    keys = chain(path)
+    hits = pool.match(keys)
+    pool.acquire(hits)
+    table = hits + pool.allocate(len(path) - len(hits))
+    for i, key in enumerate(keys):
+        table[i] = pool.seal(table[i], key, keys[i - 1] if i else None)
+    pool.release(table)
+
+
+def test_eviction_takes_the_least_recently_used_chain_leaf_first() -> None:
+    evicted: list[bytes] = []
+    pool = BlockPool(6, 4, on_evicted=lambda _, key: evicted.append(key))
+    fill(pool, "abc")
+    fill(pool, "xyz")
+    fill(pool, "ab")  # used again: now "xyz" is the older one, and "abc"'s last block older still
+    pool.release(pool.allocate(5))
+    assert evicted == [b"abc", b"xyz", b"xy", b"x", b"ab"]
+    assert pool.match(chain("abc")) == pool.match(chain("a"))
+    pool.check_integrity()
+
+
+def test_eviction_keeps_chains_whole_when_a_prefix_was_released_first() -> None:
+    pool = BlockPool(3, 4)
+    keys = chain("abc")
+    table = pool.allocate(3)
+    for i, key in enumerate(keys):
+        pool.seal(table[i], key, keys[i - 1] if i else None)
+    for block in reversed(table):
+        pool.acquire([block])
+        pool.release([block])
+    pool.release(table[2:])
+    pool.release(table[:2])
+    pool.release(pool.allocate(1))
+    assert len(pool.match(keys)) == 2
+
+
+def test_sealing_a_key_twice_moves_the_hold_to_the_first_block() -> None:
+    pool = BlockPool(4, 4)
+    first, second = pool.allocate(2)
+    assert pool.seal(first, chain("a")[0]) == first
+    assert pool.seal(second, chain("a")[0]) == first
+    assert pool.num_used == 1
+    pool.release([first])
+    assert pool.num_used == 1, "the second holder still holds it"
+    pool.release([first])
+    assert (pool.num_used, pool.num_cached) == (0, 1)
+    pool.check_integrity()
+
+
+def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
+    pool = BlockPool(3, 4)
+    pool.allocate(2)
+    with pytest.raises(OutOfBlocks, match="2 KV blocks needed, 1 free") as raised:
+        pool.allocate(2)
+    assert (raised.value.needed, raised.value.free, pool.num_free) == (2, 1, 1)
+    pool.check_integrity()

@@ -1,0 +1,200 @@
+"""Checkpoints that can be served, and clear words about those that cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import ModelConfig
+from engine.engine import Engine
+from engine.errors import CheckpointError, PoolTooSmall, UnsupportedModel
+from engine.weights import Checkpoint, expected_tensors, fingerprint
+from runtime.errors import ConfigError
+from runtime.options import EngineOptions, ModelOptions
+
+
+@pytest.fixture
+def copy(make_checkpoint, tmp_path) -> Callable[..., Path]:
+    """A checkpoint of one's own, with words of its config.json changed (None: left out)."""
+
+    def make(family: str = "llama", **words: Any) -> Path:
+        path = tmp_path / f"copy-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(make_checkpoint(family).path, path)
+        config = json.loads((path / "config.json").read_text()) | words
+        config = {name: value for name, value in config.items() if value is not None}
+        (path / "config.json").write_text(json.dumps(config))
+        return path
+
+    return make
+
+
+def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def check(path: Path) -> None:
+    Checkpoint(path).check(expected_tensors(ModelConfig.from_checkpoint(path)))
+
+
+async def test_sharded_checkpoints_load_with_progress(make_checkpoint, serve) -> None:
+    sharded = make_checkpoint("llama", shard_size="30KB")
+    assert len(list(sharded.path.glob("*.safetensors"))) > 3
+    reports: list[tuple[int, int, str]] = []
+    engine = Engine(sharded.path, EngineOptions(pool_nbytes=1 << 20), ModelOptions(device="cpu"))
+    await engine.start(lambda *report: reports.append(report))
+    await engine.close()
+    names = {name for _, _, name in reports}
+    assert names == set(expected_tensors(engine.config))
+    done = [d for d, _, _ in reports]
+    assert done == sorted(done)
+    assert done[-1] == reports[-1][1], "the last report is the whole of it"
+    async with serve(sharded.path) as driver:
+        (result,) = await driver.run(driver.sequence([1, 2, 3], max_tokens=8))
+    assert result.token_ids == sharded.greedy([1, 2, 3], 8)
+
+
+def test_old_and_new_spellings_mean_the_same(copy) -> None:
+    new = copy(rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}, dtype="bfloat16")
+    old = copy(
+        rope_parameters=None,
+        dtype=None,
+        rope_theta=5000.0,
+        rope_scaling={"type": "linear", "factor": 2.0},
+        torch_dtype="bfloat16",
+    )
+    a, b = ModelConfig.from_checkpoint(new), ModelConfig.from_checkpoint(old)
+    assert (a.rope, a.stored_dtype) == (b.rope, b.stored_dtype)
+    assert (a.rope.kind, a.rope.theta, a.rope.factor, a.stored_dtype) == ("linear", 5000.0, 2.0, "bfloat16")
+
+
+def test_words_left_out_mean_what_transformers_means(copy) -> None:
+    config = ModelConfig.from_checkpoint(copy(head_dim=None, num_key_value_heads=None, rope_parameters=None))
+    assert (config.head_dim, config.num_kv_heads, config.rope.theta) == (8, 6, 10000.0)
+    assert set(ModelConfig.from_checkpoint(copy("mistral", sliding_window=None)).windows) == {4096}
+
+
+def test_end_of_sequence_tokens_come_from_the_generation_config(copy) -> None:
+    path = copy(eos_token_id=5)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    assert ModelConfig.from_checkpoint(path).eos_token_ids == {5}
+    (path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
+    assert ModelConfig.from_checkpoint(path).eos_token_ids == {6, 7}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is none of llama, mistral, qwen2, qwen3"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_computed_is_refused_by_name(copy, words, sentence) -> None:
+    with pytest.raises(UnsupportedModel, match=sentence):
+        ModelConfig.from_checkpoint(copy(**words))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"hidden_size": None}, "config.json has no hidden_size"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive integer"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 6 is no multiple of num_key_value_heads 4"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "needs low_freq_factor, high_freq_factor",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_contradicts_itself_names_the_word(copy, words, sentence) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        ModelConfig.from_checkpoint(copy(**words))
+
+
+def test_a_missing_tensor_is_named(copy) -> None:
+    path = copy()
+    edit_tensors(path, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        check(path)
+
+
+def test_a_tensor_of_another_shape_is_named(copy) -> None:
+    path = copy()
+    edit_tensors(path, lambda t: t.update({"model.norm.weight": torch.ones(7)}))
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight .* shape \[7\], .* \[48\]"):
+        check(path)
+
+
+def test_a_tensor_in_a_dtype_not_computed_is_named(copy) -> None:
+    path = copy()
+    edit_tensors(path, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
+    with pytest.raises(UnsupportedModel, match=r"tensor model\.norm\.weight is stored as I8"):
+        check(path)
+
+
+def test_a_truncated_file_names_the_first_tensor_cut_off(copy) -> None:
+    path = copy()
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"tensor \S+ is cut off: model.safetensors ends at byte"):
+        check(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x10\0\0\0\0\0\0\0{}"])
+def test_a_file_that_is_no_safetensors_is_named(copy, content) -> None:
+    path = copy()
+    (path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model.safetensors is no readable safetensors file"):
+        check(path)
+
+
+def test_missing_files_are_named(copy, tmp_path) -> None:
+    path = copy()
+    (path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no model.safetensors"):
+        check(path)
+    (path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config.json"):
+        ModelConfig.from_checkpoint(path)
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        ModelConfig.from_checkpoint(tmp_path / "nowhere")
+
+
+async def test_a_checkpoint_that_fails_to_load_leaves_an_engine_that_closes(copy) -> None:
+    path = copy()
+    edit_tensors(path, lambda t: t.pop("lm_head.weight"))
+    engine = Engine(path, EngineOptions(pool_nbytes=1 << 20), ModelOptions(device="cpu"))
+    with pytest.raises(CheckpointError, match="lm_head"):
+        await engine.start()
+    await engine.close()
+
+
+def test_the_fingerprint_names_the_weights(copy) -> None:
+    path, same = copy(), copy()
+    assert fingerprint(path) == fingerprint(same)
+    edit_tensors(same, lambda t: t.update({"model.norm.weight": t["model.norm.weight"] + 1}))
+    assert fingerprint(path) != fingerprint(same)
+
+
+def test_impossible_options_are_refused(make_checkpoint) -> None:
+    path = make_checkpoint("llama").path
+    with pytest.raises(PoolTooSmall, match=r"raise engine\.pool_nbytes"):
+        Engine(path, EngineOptions(pool_nbytes=1000), ModelOptions(device="cpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            Engine(path, EngineOptions(), ModelOptions(device="cuda"))

@@ -1,0 +1,158 @@
+"""The engine computes what transformers computes, whatever the batch, the blocks and the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama-tied-mha": ("llama", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
+    "llama-mqa-biases": ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "llama-odd-head": ("llama", {"head_dim": 22, "hidden_size": 54, "num_attention_heads": 6}),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "mistral": ("mistral", {"sliding_window": 12}),
+    "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-yarn": (
+        "qwen3",
+        {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+}
+# With blocks of 8: shorter than, equal to and across block borders.
+LENGTHS = (1, 5, 8, 9, 16, 23, 40)
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 160, n).tolist() for n in LENGTHS]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_greedy_tokens_equal_transformers(name, make_checkpoint, serve):
+    family, words = FAMILIES[name]
+    reference = make_checkpoint(family, **words)
+    expected = [reference.greedy(prompt, 20) for prompt in prompts()]
+    async with serve(reference.path, max_batch_tokens=32) as driver:
+        # A batch of mixed lengths, in chunks of at most 32 tokens beside the decodes; then each on its own,
+        # all of it from the cache; then continued from the cache.
+        sequences = [driver.sequence(prompt, max_tokens=20) for prompt in prompts()]
+        results = await driver.run(*sequences)
+        assert [result.token_ids for result in results] == expected
+        for prompt, tokens in zip(prompts(), expected, strict=True):
+            again, longer = (
+                driver.sequence(prompt, max_tokens=20),
+                driver.sequence(prompt + tokens[:11], num_prompt_tokens=len(prompt), max_tokens=20),
+            )
+            (result,) = await driver.run(again)
+            assert result.token_ids == tokens
+            assert again.num_cached_tokens == (len(prompt) - 1) // 8 * 8
+            driver.results[longer.key] = type(result)(token_ids=tokens[:11])
+            (result,) = await driver.run(longer)
+            assert result.token_ids == tokens
+            assert longer.num_cached_tokens == (len(prompt) + 10) // 8 * 8
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_logprobs_equal_transformers(name, make_checkpoint, serve):
+    family, words = FAMILIES[name]
+    reference = make_checkpoint(family, **words)
+    async with serve(reference.path, max_batch_tokens=24) as driver:
+        sequences = [driver.sequence(p, max_tokens=9, num_logprobs=160) for p in prompts(1)]
+        for prompt, result in zip(prompts(1), await driver.run(*sequences), strict=True):
+            expected = reference.logprobs(prompt + result.token_ids)[len(prompt) - 1 : -1]
+            for event, row in zip(result.events[-9:], expected, strict=True):
+                actual = torch.empty(160)
+                actual[event.logprobs.top_ids] = torch.tensor(event.logprobs.top_logprobs)
+                torch.testing.assert_close(actual, row, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+async def test_half_precision_stays_within_its_rounding(family, dtype, make_checkpoint, serve):
+    """In 16 bits the order of additions shows: errors are compared with those transformers makes."""
+    reference = make_checkpoint(family, dtype=dtype)
+    exact = transformers.AutoModelForCausalLM.from_pretrained(reference.path, dtype=torch.float32)
+    prompt = prompts(2)[-1]
+    async with serve(reference.path, dtype=dtype) as driver:
+        (result,) = await driver.run(driver.sequence(prompt, max_tokens=8, num_logprobs=160))
+    ids = torch.tensor([prompt + result.token_ids])
+    with torch.inference_mode():
+        rows = exact(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        theirs = reference.model(ids).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
+    ours = torch.empty(8, 160)
+    for i, event in enumerate(result.events[-8:]):
+        ours[i, event.logprobs.top_ids] = torch.tensor(event.logprobs.top_logprobs)
+    assert (ours - rows).abs().max() < 2 * (theirs - rows).abs().max()
+    assert (ours - rows).abs().mean() < 1.3 * (theirs - rows).abs().mean()
+
+
+async def test_bfloat16_checkpoint_computed_in_float32(make_checkpoint, serve):
+    """What ``auto`` does on a CPU: exactly transformers' float32 forward over the stored weights."""
+    reference = make_checkpoint("llama", dtype="bfloat16")
+    exact = transformers.AutoModelForCausalLM.from_pretrained(reference.path, dtype=torch.float32)
+    prompt = prompts(3)[-1]
+    async with serve(reference.path) as driver:
+        assert driver.engine.dtype == "float32"
+        (result,) = await driver.run(driver.sequence(prompt, max_tokens=24))
+    assert result.token_ids == type(reference)(reference.path, exact).greedy(prompt, 24)
+
+
+async def test_prompt_logprobs_equal_transformers(make_checkpoint, serve):
+    reference = make_checkpoint("llama")
+    prompt = prompts(4)[-1]
+    expected = reference.logprobs(prompt)[:-1].gather(-1, torch.tensor(prompt)[1:, None])[:, 0]
+    async with serve(reference.path, max_batch_tokens=16) as driver:
+        await driver.run(driver.sequence(prompt, max_tokens=1))
+        sequence = driver.sequence(prompt, max_tokens=3, prompt_logprobs=True, num_logprobs=2)
+        (result,) = await driver.run(sequence)
+    (reported,) = [e.prompt_logprobs for e in result.events if e.prompt_logprobs is not None]
+    assert sequence.num_cached_tokens == 0, "every prompt token has to be computed"
+    torch.testing.assert_close(torch.tensor([r.logprob for r in reported]), expected, atol=1e-4, rtol=1e-4)
+    assert all(len(row.top_ids) == 2 and row.top_logprobs[0] >= row.logprob for row in reported)
+
+
+DEMO = Path(__file__).parents[3] / "shared/data/demo-model"
+
+
+@pytest.mark.skipif(not DEMO.exists(), reason=f"no {DEMO}")
+async def test_demo_model_greedy_equals_transformers(serve):
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    random = np.random.default_rng(0)
+    batch = [random.integers(3, 2048, n).tolist() for n in (3, 16, 100)]
+    async with serve(DEMO, block_size=16) as driver:
+        results = await driver.run(*(driver.sequence(p, max_tokens=48, ignore_eos=True) for p in batch))
+    for prompt, result in zip(batch, results, strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids, max_new_tokens=48, min_new_tokens=48, do_sample=False, eos_token_id=None
+        )
+        assert result.token_ids == expected[0, len(prompt) :].tolist()

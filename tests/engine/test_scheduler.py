@@ -1,0 +1,208 @@
+"""Laws of the scheduler, on a model that is a hash.
+
+Whatever is batched, shared, preempted or cancelled, every sequence gets the tokens its lineage means, and
+reads only KV that was written for it.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.block_pool import BlockPool
+from engine.events import StepEvent
+from engine.sampling import Sampling
+from engine.scheduler import Plan, Scheduler, StepOutput
+from engine.sequence import FinishReason, Sequence, State
+
+BLOCK_SIZE = 4
+
+
+def next_token(tokens: np.ndarray) -> int:
+    """The hash model: few tokens, so that sequences often share prefixes."""
+    return blake2b(tokens.astype(np.int32).tobytes()).digest()[0] % 3
+
+
+def sequence(name: str, prompt: list[int], max_tokens: int, priority: int, arrived_s: float) -> Sequence:
+    return Sequence(
+        name,
+        0,
+        np.array(prompt, np.int32),
+        len(prompt),
+        sampling=Sampling(max_tokens=max_tokens),
+        root_key=b"r" * 16,
+        priority=priority,
+        arrived_s=arrived_s,
+    )
+
+
+class HashModel:
+    """Runs plans. The "KV" of a token is the hash of its prefix, checked by whoever reads it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = np.zeros((num_blocks * BLOCK_SIZE,), np.uint64)
+
+    def execute(self, plan: Plan) -> StepOutput:
+        for s in plan.decodes:
+            self._write(s, s.num_computed_tokens, 1)
+        for chunk in plan.chunks:
+            self._write(chunk.sequence, chunk.start, chunk.num_tokens)
+        token_ids = []
+        for s, end in [(s, s.num_tokens) for s in plan.decodes] + [
+            (c.sequence, c.start + c.num_tokens) for c in plan.chunks
+        ]:
+            for position in range(end):
+                assert self.pool[self._slot(s, position)] == self._kv(s, position), f"{s} reads foreign KV"
+            if end == s.num_tokens:
+                token_ids.append(next_token(s.token_ids))
+        return StepOutput(token_ids, [], {})
+
+    def _write(self, s: Sequence, start: int, n: int) -> None:
+        for position in range(start, start + n):
+            self.pool[self._slot(s, position)] = self._kv(s, position)
+
+    @staticmethod
+    def _slot(s: Sequence, position: int) -> int:
+        return s.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    @staticmethod
+    def _kv(s: Sequence, position: int) -> np.uint64:
+        data = s.token_ids[: position + 1].tobytes()
+        return np.uint64(int.from_bytes(blake2b(data, digest_size=8).digest(), "little"))
+
+
+class Cluster:
+    """A scheduler stepping over the hash model until told otherwise."""
+
+    def __init__(self, num_blocks: int, max_batch_size: int = 4, max_batch_tokens: int = 8) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_batch_size=max_batch_size,
+            max_batch_tokens=max_batch_tokens,
+            max_len=num_blocks * BLOCK_SIZE,
+        )
+        self.model = HashModel(num_blocks)
+        self.events: list[StepEvent] = []
+
+    def step(self) -> bool:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        assert len(plan.decodes) + len(plan.chunks) <= self.scheduler.max_running
+        assert plan.num_tokens <= self.scheduler.max_batch_tokens
+        assert [s.row for s in plan.decodes] == list(range(len(plan.decodes)))
+        self.events += self.scheduler.postprocess(plan, self.model.execute(plan), 0.0)
+        self.pool.check_integrity()
+        return True
+
+    def run(self, limit: int = 3000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError("the scheduler goes round in circles")
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 1), min_size=1, max_size=20),  # prompt
+        st.integers(1, 12),  # max_tokens
+        st.integers(0, 1),  # priority
+        st.integers(0, 15),  # step it arrives at
+        st.one_of(st.none(), st.integers(0, 40)),  # step it is cancelled at
+    ),
+    min_size=3,
+    max_size=12,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(requests=REQUESTS, num_blocks=st.integers(8, 24), max_batch_size=st.integers(1, 5))
+def test_nothing_is_dropped_repeated_or_leaked(requests, num_blocks, max_batch_size) -> None:
+    cluster = Cluster(num_blocks, max_batch_size)
+    sequences = {}
+    for step in range(80):
+        for i, (prompt, max_tokens, priority, arrives, cancelled) in enumerate(requests):
+            if arrives == step:
+                sequences[i] = sequence(f"r{i}", prompt, max_tokens, priority, float(step))
+                cluster.scheduler.add(sequences[i])
+            if cancelled == step and i in sequences and sequences[i].state is not State.FINISHED:
+                cluster.scheduler.finish(sequences[i], FinishReason.CANCELLED, cluster.events)
+        cluster.step()
+    cluster.run()
+    assert cluster.pool.num_used == 0
+    assert cluster.scheduler.num_running == cluster.scheduler.num_waiting == 0
+    for i, (prompt, max_tokens, *_) in enumerate(requests):
+        events = [event for event in cluster.events if event.sequence is sequences[i]]
+        tokens = [event.token_id for event in events if event.token_id >= 0]
+        expected = list(prompt)
+        for _ in range(max_tokens):
+            expected.append(next_token(np.array(expected)))
+        finishes = [event.finish_reason for event in events if event.finish_reason]
+        assert len(finishes) == 1, "every sequence ends exactly once"
+        if finishes == [FinishReason.LENGTH]:
+            assert tokens == expected[len(prompt) :]
+        else:
+            assert finishes == [FinishReason.CANCELLED]
+            assert tokens == expected[len(prompt) : len(prompt) + len(tokens)]
+        assert [event.index for event in events if event.token_id >= 0] == list(range(len(tokens)))
+
+
+def test_those_who_come_first_are_admitted_first_and_urgent_ones_before_them() -> None:
+    cluster = Cluster(num_blocks=32, max_batch_size=1)
+    for i, priority in enumerate([1, 1, 0, 1]):
+        cluster.scheduler.add(sequence(f"r{i}", [i] * 6, 2, priority, float(i)))
+    cluster.run()
+    finished = [e.sequence.request_id for e in cluster.events if e.finish_reason]
+    assert finished == ["r2", "r0", "r1", "r3"]
+
+
+def test_the_youngest_gives_its_blocks_and_loses_nothing() -> None:
+    cluster = Cluster(num_blocks=8, max_batch_size=2)
+    old, young = sequence("old", [0] * 6, 22, 0, 0.0), sequence("young", [1] * 6, 20, 0, 1.0)
+    cluster.scheduler.add(old)
+    cluster.scheduler.add(young)
+    cluster.run()
+    preempted = [event.sequence for event in cluster.events if event.preempted]
+    assert set(preempted) == {young}
+    assert cluster.scheduler.num_preemptions == len(preempted) > 0
+    for s, n in ((old, 22), (young, 20)):
+        assert sum(e.sequence is s and e.token_id >= 0 for e in cluster.events) == n
+
+
+def test_a_long_prompt_does_not_stop_those_who_decode() -> None:
+    cluster = Cluster(num_blocks=40, max_batch_size=4, max_batch_tokens=8)
+    talker = sequence("talker", [0], 12, 0, 0.0)
+    cluster.scheduler.add(talker)
+    cluster.step()
+    cluster.scheduler.add(sequence("reader", [1] * 60, 1, 0, 1.0))
+    for _ in range(5):
+        before = talker.num_tokens
+        cluster.step()
+        assert talker.num_tokens == before + 1
+    cluster.run()
+    chunks = [e for e in cluster.events if e.sequence.request_id == "reader"]
+    assert [e.num_computed_tokens for e in chunks] == [7, 14, 21, 28, 35, 42, 49, 56, 60]
+
+
+def test_a_prefix_is_computed_once_and_one_token_is_always_left_to_compute() -> None:
+    cluster = Cluster(num_blocks=40)
+    for name, prompt in (("a", [0, 1] * 6), ("b", [0, 1] * 6), ("c", [0, 1] * 8)):
+        s = sequence(name, prompt, 1, 0, 0.0)
+        cluster.scheduler.add(s)
+        cluster.run()
+        assert s.num_cached_tokens == {"a": 0, "b": 8, "c": 12}[name]
+
+
+def test_sequences_that_come_with_blocks_do_not_keep_each_other_out() -> None:
+    cluster = Cluster(num_blocks=8)
+    for i in range(2):
+        s = sequence(f"r{i}", [i] * 28, 2, 0, float(i))
+        s.block_table = cluster.pool.allocate(4)
+        cluster.scheduler.add(s)
+    cluster.run()
+    assert sum(event.finish_reason is FinishReason.LENGTH for event in cluster.events) == 2
+    assert cluster.pool.num_used == 0
