@@ -95,7 +95,9 @@ class RequestMetrics:
         self.kv_usage = of_model(
             Gauge, "kv_pool_usage_ratio", "Blocks held by sequences, of all blocks of all nodes' pools"
         )
-        self.prompt_tokens = of_model(Counter, "prompt_tokens", "Prompt tokens of answered sequences")
+        self.prompt_tokens = of_model(
+            Counter, "prompt_tokens", "Prompt tokens of sequences that have their first token"
+        )
         self.output_tokens = of_model(Counter, "output_tokens", "Tokens generated")
         self.queried_tokens = of_model(
             Counter, "prefix_queried_tokens", "Prompt tokens looked up in the KV cache"
@@ -158,7 +160,6 @@ class SequenceClock:
     first_s: float = 0.0
     last_s: float = 0.0
     num_tokens: int = 0
-    num_cached_tokens: int = 0
 
     def begin(self) -> None:
         self.metrics.waiting.inc()
@@ -167,12 +168,16 @@ class SequenceClock:
         """A token arrived; ``num_cached_tokens`` counts with the first."""
         if self.num_tokens == 0:
             self.first_s = now_s
-            self.num_cached_tokens = num_cached_tokens
-            self.metrics.ttft.observe(now_s - self.arrived_s)
-            self.metrics.waiting.dec()
-            self.metrics.running.inc()
+            metrics = self.metrics
+            metrics.ttft.observe(now_s - self.arrived_s)
+            metrics.waiting.dec()
+            metrics.running.inc()
+            metrics.prompt_tokens.inc(self.num_prompt_tokens)
+            metrics.queried_tokens.inc(self.num_prompt_tokens)
+            metrics.hit_tokens.inc(num_cached_tokens)
         else:
             self.metrics.gap.observe(now_s - self.last_s)
+        self.metrics.output_tokens.inc()
         self.num_tokens += 1
         self.last_s = now_s
 
@@ -186,9 +191,5 @@ class SequenceClock:
         metrics.e2e.observe(now_s - self.arrived_s)
         metrics.prompt_size.observe(self.num_prompt_tokens)
         metrics.output_size.observe(self.num_tokens)
-        metrics.prompt_tokens.inc(self.num_prompt_tokens)
-        metrics.queried_tokens.inc(self.num_prompt_tokens)
-        metrics.hit_tokens.inc(self.num_cached_tokens)
-        metrics.output_tokens.inc(self.num_tokens)
         if self.num_tokens > 1:
             metrics.tpot.observe((self.last_s - self.first_s) / (self.num_tokens - 1))

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer as TokenizerCore
-from tokenizers.processors import TemplateProcessing
 
 from conductor.detokenizer import Detokenizer, DetokenizerFactory, decode_all
 from runtime.errors import ConfigError
@@ -36,9 +35,6 @@ class Tokenizer:
         self.special_tokens = _special_tokens(self.config)
         core.no_truncation()
         core.no_padding()
-        if "add_bos_token" in self.config or "add_eos_token" in self.config:
-            # Said in so many words, it replaces what tokenizer.json adds; transformers reads it the same way.
-            core.post_processor = self._template(core)
         self._detokenizers = DetokenizerFactory(core)
 
     @classmethod
@@ -71,7 +67,10 @@ class Tokenizer:
         return self._detokenizers.kind
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
-        """[num_tokens]. ``add_special_tokens``: with what the tokenizer puts around a text, such as a BOS."""
+        """[num_tokens]. ``add_special_tokens``: with what tokenizer.json puts around a text, such as a BOS.
+
+        As in transformers, the add_bos_token of tokenizer_config.json has no say beside a tokenizer.json.
+        """
         if len(text) <= MAX_INLINE_CHARS:
             return self.encode_now(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
@@ -93,19 +92,6 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for; a special token for its name; an id without text for nothing."""
         return self._detokenizers.token_bytes(token_id)
-
-    def _template(self, core: TokenizerCore) -> TemplateProcessing:
-        bos, eos = self._added("bos", core), self._added("eos", core)
-        parts = [*(f"{token}:0" for token, _ in bos), "$A:0", *(f"{token}:0" for token, _ in eos)]
-        return TemplateProcessing(single=" ".join(parts), special_tokens=bos + eos)
-
-    def _added(self, name: str, core: TokenizerCore) -> list[tuple[str, int]]:
-        """The token to put at that end of a text: one, or none."""
-        token = self.special_tokens.get(f"{name}_token")
-        token_id = core.token_to_id(token) if token is not None else None
-        if not self.config.get(f"add_{name}_token") or token is None or token_id is None:
-            return []
-        return [(token, token_id)]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler
 from conductor.api import endpoints, pages
 from conductor.api.context import CONTEXT, ApiContext
 from conductor.api.errors import as_api_error
-from conductor.api.exchange import REQUEST_ID
+from conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
 from runtime.errors import PortInUse
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def create_app(context: ApiContext) -> web.Application:
             web.get("/readyz", pages.readyz),
             web.get("/metrics", pages.metrics),
             web.get("/", pages.dashboard),
-            web.static("/static", pages.STATIC),
+            web.get("/static/{name}", pages.static),
         ]
     )
     return app
@@ -49,7 +49,7 @@ def create_app(context: ApiContext) -> web.Application:
 async def _boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Name the request, turn every error into an answer, count the answer."""
     http, context = request, request.app[CONTEXT]
-    offered = http.headers.get(REQUEST_ID, "")
+    offered = http.headers.get(REQUEST_ID_HEADER, "")
     http[REQUEST_ID] = offered if _CLIENT_ID.fullmatch(offered) else context.new_id()
     status = 499  # the client left before there was an answer
     try:
@@ -68,7 +68,7 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
 
 async def _name_request(http: web.Request, response: web.StreamResponse) -> None:
     if REQUEST_ID in http:
-        response.headers[REQUEST_ID] = http[REQUEST_ID]
+        response.headers[REQUEST_ID_HEADER] = http[REQUEST_ID]
 
 
 class ApiServer:
@@ -78,7 +78,7 @@ class ApiServer:
         self._context = context
         # A handler is cancelled as soon as its connection closes. Waiting for them is what ``drain`` does.
         self._runner = web.AppRunner(
-            create_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+            create_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         self._site: web.TCPSite | None = None
         self.port = 0

@@ -10,7 +10,15 @@ import orjson
 from aiohttp import web
 
 from conductor.api.chat_template import ChatTemplateError
-from conductor.errors import DeadlineExceeded, NoNodes, RequestFailed, RequestRejected
+from conductor.errors import (
+    ConductorClosed,
+    DeadlineExceeded,
+    DuplicateRequest,
+    NoNodes,
+    RequestFailed,
+    RequestInvalid,
+    RequestRejected,
+)
 from runtime.errors import MoonpoolError
 
 log = logging.getLogger(__name__)
@@ -65,6 +73,12 @@ def as_api_error(error: Exception) -> ApiError:
             )
         case NoNodes():
             return ApiError(503, str(error), kind="service_unavailable_error", code="no_nodes")
+        case ConductorClosed():
+            return ApiError(503, str(error), kind="service_unavailable_error", code="draining")
+        case RequestInvalid():
+            return bad_request(str(error), None, "invalid_request")
+        case DuplicateRequest():
+            return ApiError(409, str(error), code="duplicate_request")
         case DeadlineExceeded():
             return ApiError(504, str(error), kind="timeout_error", code="deadline_exceeded")
         case RequestFailed():

@@ -20,7 +20,8 @@ from conductor.api.schemas import CompletionBody, GenerationBody, parse
 from conductor.request import GenerateRequest
 from runtime.log import request_id
 
-REQUEST_ID = "x-request-id"
+REQUEST_ID_HEADER = "x-request-id"
+REQUEST_ID = web.RequestKey("request_id", str)
 
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -44,7 +45,7 @@ class Exchange:
         self._arrived_s = context.clock()
         client_id = http[REQUEST_ID]
         # A client may send one id twice, at once or again; the core's ids may not meet.
-        unique = f"{client_id}-{context.new_id()[:8]}" if REQUEST_ID in http.headers else client_id
+        unique = f"{client_id}-{context.new_id()[:8]}" if REQUEST_ID_HEADER in http.headers else client_id
         self._id = kind.id_prefix + unique
         request_id.set(self._id)
         self.record = RequestRecord(

@@ -17,6 +17,10 @@ from conductor.api.exchange import unknown_model
 STATIC = Path(__file__).parent.parent / "static"
 MAX_LISTED = 200
 
+_DASHBOARD_FILES = ("dashboard.css", "dashboard.js")
+# Always the version that serves; and nothing in the page may reach for another host.
+_PAGE_HEADERS = {"Cache-Control": "no-cache", "Content-Security-Policy": "default-src 'self'"}
+
 
 def reply(value: Any, status: int = 200) -> web.Response:
     """Timelines carry whatever facts their writers had; what JSON has no word for is written as text."""
@@ -99,7 +103,15 @@ async def timeline(http: web.Request) -> web.Response:
 
 async def dashboard(http: web.Request) -> web.FileResponse:
     """``GET /``"""
-    return web.FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+    return web.FileResponse(STATIC / "index.html", headers=_PAGE_HEADERS)
+
+
+async def static(http: web.Request) -> web.FileResponse:
+    """``GET /static/{name}``: what the dashboard is made of."""
+    name = http.match_info["name"]
+    if name not in _DASHBOARD_FILES:
+        raise web.HTTPNotFound
+    return web.FileResponse(STATIC / name, headers=_PAGE_HEADERS)
 
 
 def _model(context: ApiContext) -> dict[str, Any]:

@@ -37,9 +37,6 @@ _HARMLESS: tuple[object, ...] = ([], {}, "", False, {"type": "text"})
 
 _seen_unknown: set[str] = set()
 
-# Enough of a wrong value to recognise it.
-_shown = reprlib.Repr(maxstring=80, maxother=80, maxlist=4, maxdict=4, maxlevel=2)
-
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
@@ -222,7 +219,14 @@ def _first_error(error: ValidationError) -> ApiError:
     if first["type"] == "model_type":
         message = "must be an object"
     message = message.replace("Input should be", "must be").replace("should have", "must have")
-    return bad_request(f"{param}: {message}, got {_shown.repr(first['input'])}", param)
+    return bad_request(f"{param}: {message}, got {_shown(first['input'])}", param)
+
+
+def _shown(value: object) -> str:
+    """Enough of a wrong value to recognise it."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = 80
+    return brief.repr(value)
 
 
 def _note_unknown(extra: Mapping[str, Any]) -> None:

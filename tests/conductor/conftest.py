@@ -1,0 +1,218 @@
+"""A tiny checkpoint and a scripted core, so that the API is tested over HTTP without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer as TokenizerCore
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from conductor.api import ApiContext, ApiServer
+from conductor.api.chat_template import load_chat_template
+from conductor.api.sampling_defaults import SamplingDefaults
+from conductor.metrics import RequestMetrics
+from conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
+from conductor.served_model import ServedModel
+from conductor.timeline import RequestTimeline
+from conductor.tokenizer import Tokenizer
+from runtime.options import ConductorOptions
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|eos|>"
+    "{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>"]
+CORPUS = ["In the beginning God created the heaven and the earth. The end of it, naïve café 你好 👩‍👩‍👧."]
+EOS = 1
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with all the API reads of a model."""
+    path = tmp_path_factory.mktemp("tiny")
+    core = TokenizerCore(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(CORPUS, trainer)
+    core.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|eos|>"},
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "top_k": 7}))
+    return path
+
+
+class ScriptedConductor:
+    """What the API sees of a core. ``script`` says for each request what comes: token ids, or errors."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.model = ServedModel("tiny", 256, 320, (EOS,), 1, 1, 8, 16)
+        self.script: Callable[[GenerateRequest], list[Any]] = lambda request: self.says("Hello, world.")
+        self.requests: list[GenerateRequest] = []
+        self.cancelled: list[str] = []
+        self.running: set[str] = set()
+        self._waiters: list[asyncio.Event] = []
+        self.cached = 0
+        self.degraded: list[str] = []
+        self.is_ready = True
+        self.timelines: dict[str, RequestTimeline] = {}
+
+    def says(self, text: str, *after: Any) -> list[Any]:
+        return [*self.tokenizer.encode_now(text, add_special_tokens=False).tolist(), *after]
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Each item of the script: a token id, an event to wait for, or an exception to raise."""
+        self.requests.append(request)
+        self.timelines[request.request_id] = RequestTimeline(request.request_id, 0.0, 0.0)
+        self.running.add(request.request_id)
+        self._notify()
+        index, sampling = 0, request.sampling
+        try:
+            for item in self.script(request):
+                if isinstance(item, asyncio.Event):
+                    await item.wait()
+                    continue
+                if isinstance(item, Exception):
+                    raise item
+                ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self.model.eos_token_ids)
+                index += 1
+                last = "stop" if item in ends else "length" if index == sampling.max_tokens else None
+                yield self._event(request, index - 1, item, last)
+                if last:
+                    return
+            # A script that ends before the limit ends as a model does.
+            yield self._event(request, index, EOS, "stop")
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.append(request.request_id)
+            raise
+        finally:
+            self.running.discard(request.request_id)
+            self._notify()
+
+    def _event(self, request: GenerateRequest, index: int, token_id: int, last: str | None) -> TokenEvent:
+        prompt = None
+        if index == 0 and request.prompt_logprobs:
+            prompt = tuple(self._logprobs(request, i) for i in request.prompt_token_ids.tolist()[1:])
+        return TokenEvent(
+            index,
+            token_id,
+            self._logprobs(request, token_id) if request.sampling.num_logprobs >= 0 else None,
+            last,
+            self.cached if index == 0 else 0,
+            prompt,
+        )
+
+    def _logprobs(self, request: GenerateRequest, token_id: int) -> TokenLogprobs:
+        top = tuple((10 + i, -float(i) - 0.5) for i in range(request.sampling.num_logprobs))
+        return TokenLogprobs(-token_id / 16, 1, top)
+
+    def _notify(self) -> None:
+        for waiter in self._waiters:
+            waiter.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition``, looked at whenever a request begins or ends."""
+        waiter = asyncio.Event()
+        self._waiters.append(waiter)
+        async with asyncio.timeout(10):
+            while not condition():
+                await waiter.wait()
+                waiter.clear()
+
+    def timeline(self, request_id: str) -> RequestTimeline | None:
+        return self.timelines.get(request_id)
+
+    def cluster(self) -> dict[str, Any]:
+        tiers = [{"name": "pool", "num_blocks": 8, "num_used_blocks": 2}]
+        return {"nodes": [{"id": "decode-0", "role": "decode", "tiers": tiers}]}
+
+    def ready(self) -> tuple[bool, list[str]]:
+        return self.is_ready, self.degraded
+
+
+@dataclass
+class Api:
+    """A running server, its core and a client."""
+
+    core: ScriptedConductor
+    context: ApiContext
+    server: ApiServer
+    client: aiohttp.ClientSession
+    registry: CollectorRegistry
+    url: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.url = f"http://127.0.0.1:{self.server.port}"
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+        """Status and parsed answer."""
+        async with self.client.post(self.url + path, json=body, **options) as response:
+            return response.status, await response.json()
+
+    async def complete(self, **body: Any) -> Any:
+        status, answer = await self.post("/v1/completions", {"model": "tiny", "prompt": "In the", **body})
+        assert status == 200, answer
+        return answer
+
+    async def events(self, path: str, **body: Any) -> list[Any]:
+        """The parsed events of a stream; the last is ``"[DONE]"`` unless it broke."""
+        async with self.client.post(self.url + path, json={"stream": True, **body}) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+            raw = await response.text()
+        assert raw.endswith("\n\n")
+        data = [event.removeprefix("data: ") for event in raw[:-2].split("\n\n")]
+        return [one if one == "[DONE]" else json.loads(one) for one in data]
+
+
+@asynccontextmanager
+async def serving(checkpoint: Path, options: ConductorOptions) -> AsyncIterator[Api]:
+    tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    core = ScriptedConductor(tokenizer)
+    registry = CollectorRegistry()
+    context = ApiContext(
+        conductor=core,
+        tokenizer=tokenizer,
+        template=load_chat_template(checkpoint, tokenizer.config, tokenizer.special_tokens),
+        defaults=SamplingDefaults.from_checkpoint(checkpoint),
+        metrics=RequestMetrics("tiny", registry),
+        options=options,
+    )
+    server = ApiServer(context)
+    await server.start()
+    async with aiohttp.ClientSession() as client:
+        try:
+            yield Api(core, context, server, client, registry)
+        finally:
+            await server.close()
+    # However a test ended, nothing may be left running in the core, and nothing counted as running.
+    assert not core.running
+    assert registry.get_sample_value("moonpool_running_requests", {"model_name": "tiny"}) == 0
+    assert registry.get_sample_value("moonpool_waiting_requests", {"model_name": "tiny"}) == 0
+
+
+@pytest.fixture
+async def api(checkpoint: Path) -> AsyncIterator[Api]:
+    async with serving(checkpoint, ConductorOptions(port=0, max_body_nbytes=1 << 16)) as running:
+        yield running

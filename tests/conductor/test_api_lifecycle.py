@@ -1,0 +1,160 @@
+"""Connections that close, a server that drains, and the pages for probes and people."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry
+
+from conductor.api import ApiServer
+from conductor.metrics import RequestMetrics
+from runtime.errors import PortInUse
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_closing_the_connection_cancels_everywhere(api: Any, stream: bool, n: int) -> None:
+    never = asyncio.Event()
+    api.core.script = lambda request: api.core.says("abc", never)
+    body = {"prompt": "In", "stream": stream, "n": n}
+    async with aiohttp.ClientSession() as client:
+        request = asyncio.ensure_future(client.post(f"{api.url}/v1/completions", json=body))
+        await api.core.until(lambda: len(api.core.running) == n)
+        if stream:
+            response = await request
+            await response.content.readline()
+            response.close()
+        else:
+            request.cancel()
+    await api.core.until(lambda: not api.core.running)
+    assert len(api.core.cancelled) == n
+    await api.context.idle.wait()
+    assert api.context.recent.latest(1)[0].status == "cancelled"
+
+
+async def test_draining_ends_streams_and_takes_no_more(api: Any) -> None:
+    gate = asyncio.Event()
+    api.core.script = lambda request: api.core.says("abc", gate, *api.core.says("def"))
+    url = f"{api.url}/v1/completions"
+    async with api.client.post(url, json={"prompt": "In", "stream": True}) as response:
+        await response.content.readline()
+        # A connection that is open already, and idle.
+        async with api.client.get(f"{api.url}/readyz") as probe:
+            assert probe.status == 200
+        draining = asyncio.create_task(api.server.drain(10))
+        await asyncio.sleep(0)
+        async with api.client.get(f"{api.url}/readyz") as probe:
+            assert (probe.status, (await probe.json())["degraded"]) == (503, ["draining"])
+        status, answer = await api.post("/v1/completions", {"prompt": "In"})
+        assert (status, answer["error"]["code"]) == (503, "draining")
+        assert not draining.done()
+        gate.set()
+        rest = await response.text()
+    assert rest.endswith("data: [DONE]\n\n")
+    assert await draining
+    with pytest.raises(aiohttp.ClientConnectorError):
+        async with aiohttp.ClientSession() as fresh:
+            await fresh.get(api.url)
+
+
+async def test_draining_does_not_wait_for_ever(api: Any) -> None:
+    api.core.script = lambda request: [5, asyncio.Event()]
+    request = asyncio.create_task(api.post("/v1/completions", {"prompt": "In"}))
+    await api.core.until(lambda: bool(api.core.running))
+    assert not await api.server.drain(0.01)
+    await api.server.close()
+    await api.core.until(lambda: not api.core.running)
+    with pytest.raises(aiohttp.ClientError):
+        await request
+
+
+async def test_a_port_in_use_is_said_so(api: Any) -> None:
+    options = type(api.context.options)(port=api.server.port)
+    context = api.context
+    context.options = options
+    with pytest.raises(PortInUse, match=r"choose another conductor\.port"):
+        await ApiServer(context).start()
+
+
+async def test_probes(api: Any) -> None:
+    async def probe(path: str) -> tuple[int, Any]:
+        async with api.client.get(api.url + path) as response:
+            return response.status, await response.json()
+
+    assert await probe("/healthz") == (200, {"status": "ok"})
+    assert await probe("/readyz") == (200, {"ready": True, "status": "ready", "degraded": []})
+    api.core.degraded = ["the index is lost"]
+    assert await probe("/readyz") == (
+        200,
+        {"ready": True, "status": "degraded", "degraded": ["the index is lost"]},
+    )
+    api.core.is_ready = False
+    assert (await probe("/readyz"))[0] == 503
+    assert (await probe("/v1/cluster"))[1]["nodes"][0]["id"] == "decode-0"
+    status, models = await probe("/v1/models")
+    assert (status, models["data"][0]["id"], models["data"][0]["max_model_len"]) == (200, "tiny", 256)
+    assert (await probe("/v1/models/tiny"))[1] == models["data"][0]
+
+
+async def test_the_dashboard_needs_nothing_from_elsewhere(api: Any) -> None:
+    async with api.client.get(api.url) as response:
+        assert response.content_type == "text/html"
+        page = await response.text()
+    for name in ("dashboard.js", "dashboard.css"):
+        assert f"/static/{name}" in page
+        async with api.client.get(f"{api.url}/static/{name}") as response:
+            assert response.status == 200
+            page += await response.text()
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+
+
+async def test_metrics_under_both_names(api: Any) -> None:
+    api.core.cached = 2
+    await api.complete(prompt=[5, 6, 7], max_tokens=4)
+    await api.post("/v1/completions", {"prompt": ""})
+    async with api.client.get(f"{api.url}/metrics") as response:
+        page = await response.text()
+    for line in (
+        'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0',
+        'moonpool_time_to_first_token_seconds_count{model_name="tiny"} 1.0',
+        'vllm:inter_token_latency_seconds_count{model_name="tiny"} 3.0',
+        'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1.0',
+        'vllm:num_requests_running{model_name="tiny"} 0.0',
+        'vllm:num_requests_waiting{model_name="tiny"} 0.0',
+        'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25',
+        'vllm:prefix_cache_queries_total{model_name="tiny"} 3.0',
+        'vllm:prefix_cache_hits_total{model_name="tiny"} 2.0',
+        'vllm:generation_tokens_total{model_name="tiny"} 4.0',
+        'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+        'moonpool_http_requests_total{method="POST",route="/v1/completions",status="400"} 1.0',
+        'moonpool_api_stage_seconds_count{stage="tokenize"} 1.0',
+    ):
+        assert line in page.splitlines(), page
+    assert "# TYPE vllm:time_to_first_token_seconds histogram" in page
+
+
+async def test_recent_requests_are_listed_with_what_the_api_spent(api: Any) -> None:
+    await api.complete(max_tokens=3)
+    await api.events("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}])
+    await api.post("/v1/completions", {"prompt": ""})
+    async with api.client.get(f"{api.url}/v1/requests?limit=10") as response:
+        listed = (await response.json())["data"]
+    assert [one["status"] for one in listed] == ["empty_prompt", "done", "done"]
+    chat, completion = listed[1:]
+    assert (chat["endpoint"], chat["stream"]) == ("/v1/chat/completions", True)
+    assert chat["e2e_s"] >= chat["ttft_s"] > 0
+    assert chat["write_s"] > 0
+    assert completion["output_tokens"] == 3
+    async with api.client.get(f"{api.url}/v1/requests/{completion['id']}/timeline") as response:
+        timeline = await response.json()
+    assert timeline["api"] == completion
+    assert timeline["events"] == []
+
+
+def test_two_models_metrics_can_live_in_one_registry_each() -> None:
+    for name in ("a", "b"):
+        RequestMetrics(name, CollectorRegistry()).ttft.observe(1.0)
