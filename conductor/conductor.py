@@ -9,8 +9,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from redis.asyncio import Redis
-
 from conductor.admission import Admission
 from conductor.cluster_view import Slo
 from conductor.cost_model import CostModel
@@ -22,6 +20,7 @@ from conductor.served_model import ServedModel
 from conductor.services import Services
 from conductor.timeline import RequestTimeline, TimelineRing
 from kvstore.index import KVIndex
+from kvstore.redis_client import connect
 from runtime.errors import ConfigError
 from runtime.options import ConductorOptions, IndexOptions
 
@@ -51,7 +50,7 @@ class Conductor:
         rng = rng or random.Random()
         cost_model = CostModel()
         conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"
-        self._redis = Redis.from_url(index.redis_url)
+        self._redis = connect(index.redis_url)
         self._services = Services(
             conductor_id=conductor_id,
             model=model,
@@ -120,7 +119,7 @@ class Conductor:
         layout = registry.layout
         nodes = []
         for node_id, member in sorted(registry.members.items()):
-            facts = member.to_dict(now_s) | {"num_indexed_blocks": mirror.num_blocks_of(node_id)}
+            facts = member.to_dict(now_s) | {"num_index_blocks": mirror.num_blocks_of(node_id)}
             if why := registry.incompatible(member.record):
                 facts |= {"state": "incompatible", "incompatible": why}
             nodes.append(facts)
@@ -136,6 +135,7 @@ class Conductor:
                 "lag_s": mirror.lag_s,
                 "num_blocks": mirror.num_blocks,
             },
+            "degraded": self.ready()[1],
             "num_requests": len(self._services.admission.runs),
             "prediction_errors": {
                 name: errors.to_dict() for name, errors in self._services.cost_model.errors.items()

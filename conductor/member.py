@@ -44,6 +44,7 @@ class Member:
         self._clock = clock
         self._errors = 0
         self._prefills: dict[RequestKey, float] = {}  # predicted compute seconds, in order of placement
+        self._alone: RequestKey | None = None  # the prefill beside which there has been no other
         self._prefill_s = 0.0  # their sum
         self._head_since_s = 0.0  # when the first of them could begin
         self._others_queue_s = 0.0
@@ -97,8 +98,10 @@ class Member:
     # ------------------------------------------------------------------ what this conductor gives it
 
     def begin_prefill(self, key: RequestKey, compute_s: float) -> None:
-        if not self._prefills:
-            self._head_since_s = self._clock()
+        if self._prefills:
+            self._alone = None
+        else:
+            self._alone, self._head_since_s = key, self._clock()
         self._prefills[key] = compute_s
         self._prefill_s += compute_s
         self.view.num_placed += 1
@@ -110,6 +113,10 @@ class Member:
             # Back to exactly nothing when nothing is left: sums of floats drift.
             self._prefill_s = self._prefill_s - compute_s if self._prefills else 0.0
             self._head_since_s = self._clock()
+
+    def prefilled_alone(self, key: RequestKey) -> bool:
+        """Whether it shared no step with another prefill of ours, so that its compute time is its own."""
+        return key == self._alone
 
     def begin_decode(self, key: RequestKey, num_tokens: int) -> None:
         self._decodes[key] = num_tokens
@@ -164,6 +171,13 @@ class Member:
                 "own_decodes": len(self._decodes),
                 "own_queue_s": self._prefill_s,
             },
+            "tiers": [
+                {
+                    "name": "pool",
+                    "num_blocks": load.num_blocks,
+                    "num_used_blocks": load.num_blocks - load.free_blocks,
+                }
+            ],
             "num_placed": self.view.num_placed,
             "breaker_closes_in_s": self.breaker.closes_in_s(now_s),
             "profile": dict(record.profile),

@@ -12,7 +12,7 @@ import grpc.aio
 
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
-from runtime.errors import MoonpoolError, NodeUnavailable
+from runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -163,8 +163,10 @@ class DecodeClient(NodeClient):
                     async for step in stream:
                         pause_s = _REOPEN_FIRST_S
                         self._deliver(step)
-            except MoonpoolError as error:
-                reason = str(error)
+            except NodeUnavailable as error:
+                reason = error.reason
+            except RemoteError as error:
+                reason = error.details
             finally:
                 stream.cancel()
             self._set_connected(False, reason)

@@ -28,7 +28,8 @@ class Recorder:
         self._summary.prompt_tokens = prompt_tokens
         self.timeline.add("queued", self._started_s, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
 
-    def placed(self, placement: Placement, attempt: int) -> None:
+    def placed(self, placement: Placement, attempt: int, hash_s: float, place_s: float) -> None:
+        """``hash_s`` went into block keys, ``place_s`` into looking them up and choosing."""
         now_s = self._clock()
         summary = self._summary
         summary.attempts = attempt + 1
@@ -37,13 +38,15 @@ class Recorder:
         summary.reason, summary.detail = placement.reason.value, placement.detail
         if not self._first_s:
             self._predicted_ttft_s = now_s - self._started_s + placement.prefill.ttft_s
-        self.timeline.add("placed", now_s, attempt=attempt, placement=placement)
+        self.timeline.add(
+            "placed", now_s, attempt=attempt, hash_s=hash_s, place_s=place_s, placement=placement
+        )
         core_metrics.placements.labels(placement.reason.value).inc()
 
     def prefilled(self, plan: AttemptPlan, num_tokens: int, reply: node_pb2.PrefillReply) -> None:
         """``num_tokens`` were given to it, of which it computed those it did not have."""
         now_s = self._clock()
-        node_id, node = plan.prefill.node_id, plan.prefill.view.cost
+        node_id = plan.prefill.node_id
         summary = self._summary
         summary.cached_tokens = reply.num_cached_tokens
         summary.pool_tokens = reply.num_pool_tokens
@@ -71,13 +74,14 @@ class Recorder:
             predicted_compute_s=plan.placement.prefill.compute_s,
             computed_tokens=num_tokens - reply.num_cached_tokens,
         )
-        self._cost_model.observe_prefill(
-            node,
-            uncached_tokens=num_tokens - reply.num_cached_tokens,
-            cached_tokens=reply.num_cached_tokens,
-            actual_s=reply.compute_s,
-            now_s=now_s,
-        )
+        if plan.prefill.prefilled_alone(plan.key):
+            self._cost_model.observe_prefill(
+                plan.prefill.view.cost,
+                uncached_tokens=num_tokens - reply.num_cached_tokens,
+                cached_tokens=reply.num_cached_tokens,
+                actual_s=reply.compute_s,
+                now_s=now_s,
+            )
         if reply.fetched_nbytes:
             self._cost_model.observe_transfer(
                 plan.placement.prefill.fetch_from,

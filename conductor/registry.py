@@ -69,7 +69,12 @@ class NodeRegistry:
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """Listed nodes, by id."""
+        """Nodes in the index by id, each with its latest record."""
+        listed = self.mirror.nodes
+        for node_id, member in self._members.items():
+            record = listed.get(node_id)
+            if record is not None and record is not member.record:
+                member.update(record)
         return self._members
 
     @property
@@ -103,10 +108,7 @@ class NodeRegistry:
         now_s = self._clock()
         by_role: dict[str, list[NodeView]] = {"prefill": [], "decode": []}
         avoided: dict[str, list[NodeView]] = {"prefill": [], "decode": []}
-        for node_id, member in self._members.items():
-            record = self.mirror.nodes.get(node_id)
-            if record is not None and record is not member.record:
-                member.update(record)
+        for node_id, member in self.members.items():
             role = member.record.role
             if role in by_role and member.available(now_s) and self._used(member):
                 member.refresh(now_s)
@@ -134,7 +136,7 @@ class NodeRegistry:
     def available(self, role: str) -> int:
         """How many nodes of a role would get requests now."""
         now_s = self._clock()
-        members = self._members.values()
+        members = self.members.values()
         return sum(m.record.role == role and m.available(now_s) and self._used(m) for m in members)
 
     # ------------------------------------------------------------------ coming and going

@@ -68,6 +68,7 @@ class RequestRun:
         self._attempt: Attempt | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._ending: Exception | None = None
+        self._hash_s = self._place_s = 0.0  # of the latest placement
 
     async def events(self) -> AsyncGenerator[TokenEvent, None]:
         """See ``Conductor.generate``."""
@@ -125,7 +126,9 @@ class RequestRun:
         while self._ending is None:
             outcome = self._decide()
             if isinstance(outcome, Placement):
-                return self._start(outcome)
+                attempt = self._start(outcome)
+                self._recorder.placed(outcome, attempt.plan.key[1], self._hash_s, self._place_s)
+                return attempt
             if not outcome.role:
                 raise self._refusal(outcome)
             waited_s = self._services.clock() - began_s
@@ -142,7 +145,9 @@ class RequestRun:
         root_key = services.registry.root_key(self._request.tenant)
         if root_key is None:
             return Rejection("no node has come yet", role="prefill")
+        began_s = services.clock()
         keys = lineage.hash_blocks(root_key)
+        hashed_s = services.clock()
         remaining = self._limit - len(lineage.output_ids)
         # What has begun is brought to its end if that can be done at all.
         begun = self._num_attempts > 0
@@ -154,7 +159,9 @@ class RequestRun:
             reads_cache=not self._wants_prompt_logprobs,
         )
         view = services.registry.view(keys, self._avoid)
-        return place(request, view, Slo() if begun else services.slo, services.policy)
+        outcome = place(request, view, Slo() if begun else services.slo, services.policy)
+        self._hash_s, self._place_s = hashed_s - began_s, services.clock() - hashed_s
+        return outcome
 
     def _refusal(self, rejection: Rejection) -> ConductorError:
         if rejection.capacity_tokens:
@@ -183,7 +190,6 @@ class RequestRun:
             )
         )
         attempt.start()
-        self._recorder.placed(placement, number)
         return attempt
 
     def _work(self, number: int) -> node_pb2.Work:

@@ -48,7 +48,8 @@ class ServedModel:
                 name=name or path.name,
                 max_model_len=max_model_len or longest,
                 vocab_size=int(config["vocab_size"]),
-                eos_token_ids=_token_ids(config) or _token_ids(generation),
+                # Chat models often name the token that ends a turn in only one of the two.
+                eos_token_ids=tuple(dict.fromkeys(_token_ids(config) + _token_ids(generation))),
                 num_layers=int(config["num_hidden_layers"]),
                 num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
                 head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // num_heads),

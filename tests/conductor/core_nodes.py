@@ -1,0 +1,363 @@
+"""A cluster whose nodes follow a script: real gRPC, a real Redis, made-up tokens, and faults on demand.
+
+A node's next token is a digest of the whole lineage it was given, so a wrong lineage gives wrong tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import redis
+from grpc.aio import ServicerContext
+
+from conductor.conductor import Conductor
+from conductor.request import GenerateRequest, TokenEvent
+from conductor.sampling import SamplingParams
+from conductor.served_model import ServedModel
+from kvstore.index import KVIndex
+from kvstore.keys import BlockKey
+from kvstore.node_record import NodeLoad, NodeRecord
+from kvstore.publisher import IndexPublisher
+from kvstore.redis_client import connect
+from kvstore.tier import Tier
+from moonpool.redis_server import find_redis
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from runtime.child import tied_command
+from runtime.errors import MoonpoolError
+from runtime.options import ConductorOptions, IndexOptions
+
+MODEL = ServedModel("tiny", 4096, 50_000, (1,), num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
+LAYOUT = next(fp for fp, layout in MODEL.layouts().items() if layout.dtype == "float32")
+LEASE_TTL_S = 0.5
+
+Script = Callable[["ScriptedNode", node_pb2.Work, int], Awaitable[None]]
+
+
+class Busy(MoonpoolError):
+    code = "RESOURCE_EXHAUSTED"
+
+
+class Broken(MoonpoolError):
+    code = "INTERNAL"
+
+
+class Wrong(MoonpoolError):
+    code = "INVALID_ARGUMENT"
+
+
+def next_token(token_ids: list[int]) -> int:
+    return zlib.crc32(np.array(token_ids, "<i4").tobytes()) % MODEL.vocab_size
+
+
+def continuation(prompt: list[int], count: int) -> list[int]:
+    """What a correct cluster generates."""
+    token_ids = list(prompt)
+    for _ in range(count):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+async def obedient(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+    """A script without faults."""
+
+
+class ScriptedNode(
+    node_pb2_grpc.PrefillNodeServicer, node_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer
+):
+    """Either role. ``script(node, work, index)`` runs before each token: it may wait, raise or kill."""
+
+    def __init__(self, index: KVIndex, node_id: str, role: str, script: Script = obedient) -> None:
+        self.node_id, self.role, self.script = node_id, role, script
+        self.held: dict[BlockKey, Tier] = {}
+        self.load = NodeLoad(num_blocks=4096, free_blocks=4096)
+        self.state = "ready"
+        self.profile = {"prefill_base_s": 1e-3, "prefill_token_s": 1e-5, "decode_base_s": 1e-3}
+        self.works: list[node_pb2.Work] = []
+        self.prefills: list[node_pb2.PrefillRequest] = []
+        self.cancelled: list[tuple[str, int]] = []
+        self.stop_at = -1  # index of the token that ends a sequence by itself; -1: none
+        self.dead = False
+        self.record = NodeRecord(node_id, time.time_ns(), role, layout=LAYOUT, model="tiny-1")
+        options = IndexOptions(lease_ttl_s=LEASE_TTL_S, publish_interval_s=0.001)
+        self.publisher = IndexPublisher(index, self._record, options, lambda: list(self.held.items()))
+        self._outboxes: dict[str, asyncio.Queue[node_pb2.StepTokens]] = {}
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    async def start(self) -> ScriptedNode:
+        add = [
+            node_pb2_grpc.add_PrefillNodeServicer_to_server,
+            node_pb2_grpc.add_DecodeNodeServicer_to_server,
+        ][self.role == "decode"]
+        self._server, self.port = await rpc.serve([(add, self)], "127.0.0.1", 0)
+        await self.publisher.start()
+        return self
+
+    async def die(self) -> None:
+        """As abrupt as it can be within one process: every connection breaks, and no more heartbeats."""
+        if self.dead:
+            return
+        self.dead = True
+        for task in list(self._tasks.values()):
+            if task is not asyncio.current_task():
+                task.cancel()
+        publishing, self.publisher._task = self.publisher._task, None
+        if publishing is not None:
+            publishing.cancel()
+        await self._server.stop(None)
+
+    async def leave(self) -> None:
+        """A farewell."""
+        self.dead = True
+        await self.publisher.close()
+        await self._server.stop(None)
+
+    def hold(self, keys: list[BlockKey]) -> None:
+        for key in keys:
+            self.held[key] = Tier.POOL
+            self.publisher.stored(key)
+
+    async def announce(self) -> None:
+        self.publisher.announce()
+        await self.publisher.flush()
+
+    def _record(self) -> NodeRecord:
+        address = f"127.0.0.1:{self.port}"
+        kv = node_pb2.KvAddress(node_id=self.node_id, epoch=self.record.epoch, rpc_address=address)
+        return replace(
+            self.record,
+            rpc_address=address,
+            state=self.state,
+            load=self.load,
+            profile=self.profile,
+            kv_address=kv.SerializeToString(),
+        )
+
+    # ------------------------------------------------------------------ prefill
+
+    async def Prefill(
+        self, request: node_pb2.PrefillRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.PrefillReply:
+        work = request.work
+        self.works.append(work)
+        self.prefills.append(request)
+        index = len(work.token_ids) // 4 - work.num_prompt_tokens
+        try:
+            await self.script(self, work, index)
+        except asyncio.CancelledError:
+            self.cancelled.append((work.request_id, work.attempt))
+            raise
+        return node_pb2.PrefillReply(
+            token=self.token(work, index, next_token(lineage(work))), num_cached_tokens=16, compute_s=1e-3
+        )
+
+    # ------------------------------------------------------------------ decode
+
+    async def Decode(
+        self, request: node_pb2.DecodeRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.DecodeReply:
+        work = request.work
+        self.works.append(work)
+        key = (work.request_id, work.attempt)
+        self._tasks[key] = asyncio.create_task(self._generate(request))
+        return node_pb2.DecodeReply(epoch=self.record.epoch)
+
+    async def Tokens(
+        self, request: node_pb2.TokensRequest, context: ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.StepTokens]:
+        outbox = self._outbox(request.conductor_id)
+        while True:
+            yield await outbox.get()
+
+    async def Cancel(
+        self, request: node_pb2.CancelRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.CancelReply:
+        key = (request.request_id, request.attempt)
+        self.cancelled.append(key)
+        if task := self._tasks.pop(key, None):
+            task.cancel()
+        return node_pb2.CancelReply()
+
+    def tell(self, conductor_id: str, *tokens: node_pb2.TokenOut) -> None:
+        running = len(self._tasks)
+        self._outbox(conductor_id).put_nowait(
+            node_pb2.StepTokens(tokens=tokens, num_running=running, num_free_blocks=4096)
+        )
+
+    def _outbox(self, conductor_id: str) -> asyncio.Queue[node_pb2.StepTokens]:
+        return self._outboxes.setdefault(conductor_id, asyncio.Queue())
+
+    def token(self, work: node_pb2.Work, index: int, token_id: int) -> node_pb2.TokenOut:
+        last = index + 1 >= work.sampling.max_tokens
+        reason = node_pb2.FINISH_LENGTH if last else node_pb2.FINISH_NONE
+        return node_pb2.TokenOut(
+            request_id=work.request_id,
+            attempt=work.attempt,
+            index=index,
+            token_id=token_id,
+            has_token=True,
+            finish_reason=node_pb2.FINISH_STOP if index == self.stop_at else reason,
+        )
+
+    async def _generate(self, request: node_pb2.DecodeRequest) -> None:
+        work, token_ids = request.work, lineage(request.work)
+        token_ids.append(next_token(token_ids))
+        received = node_pb2.KvReceived(nbytes=4096, seconds=1e-4, num_blocks=1, transport="shm")
+        self.tell(
+            request.conductor_id,
+            node_pb2.TokenOut(request_id=work.request_id, attempt=work.attempt, received=received),
+        )
+        for index in range(len(token_ids) - work.num_prompt_tokens, work.sampling.max_tokens):
+            try:
+                await self.script(self, work, index)
+            except MoonpoolError as error:
+                self.tell(
+                    request.conductor_id,
+                    node_pb2.TokenOut(
+                        request_id=work.request_id,
+                        attempt=work.attempt,
+                        finish_reason=node_pb2.FINISH_ERROR,
+                        error=str(error),
+                    ),
+                )
+                return
+            if self.dead:
+                return
+            token_ids.append(next_token(token_ids))
+            self.tell(request.conductor_id, self.token(work, index, token_ids[-1]))
+            # The rate is the consumer's own: each token is a message, as one request alone would have it.
+            await asyncio.sleep(0)
+        self._tasks.pop((work.request_id, work.attempt), None)
+
+
+def lineage(work: node_pb2.Work) -> list[int]:
+    return list(np.frombuffer(work.token_ids, "<i4").tolist())
+
+
+class Cluster:
+    """Nodes and one conductor."""
+
+    def __init__(self, index: KVIndex, conductor: Conductor) -> None:
+        self.index = index
+        self.conductor = conductor
+        self.nodes: dict[str, ScriptedNode] = {}
+
+    async def add(self, node_id: str, script: Script = obedient) -> ScriptedNode:
+        """A node by its name ("p0" prefills, "d0" decodes), known to the conductor when this returns."""
+        role = "prefill" if node_id.startswith("p") else "decode"
+        node = ScriptedNode(self.index, node_id, role, script)
+        self.nodes[node_id] = await node.start()
+        await self.until(lambda: self.state(node_id) == "ready")
+        return node
+
+    def state(self, node_id: str) -> str:
+        """As the conductor sees it: that of this life."""
+        epoch = str(self.nodes[node_id].record.epoch)
+        nodes = self.conductor.cluster()["nodes"]
+        return next((n["state"] for n in nodes if (n["node_id"], n["epoch"]) == (node_id, epoch)), "")
+
+    async def until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():  # noqa: ASYNC110 (other processes decide)
+                await asyncio.sleep(0.002)
+
+    async def generate(self, request: GenerateRequest) -> list[int]:
+        """All its tokens, checked to be in order and to end once."""
+        return [event.token_id for event in await self.events(request)]
+
+    async def events(self, request: GenerateRequest) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        async with contextlib.aclosing(self.conductor.generate(request)) as stream:
+            async for event in stream:
+                assert event.index == len(events)
+                assert not events or events[-1].finish_reason is None
+                events.append(event)
+        assert events[-1].finish_reason is not None
+        return events
+
+    def names(self, request_id: str) -> list[str]:
+        """Its timeline's events."""
+        timeline = self.conductor.timeline(request_id)
+        return [event.name for event in timeline.events] if timeline else []
+
+
+PROMPT = list(range(100, 140))
+
+
+def request(
+    request_id: str = "r", prompt: list[int] | None = None, max_tokens: int = 8, **options: Any
+) -> GenerateRequest:
+    prompt = PROMPT if prompt is None else prompt
+    sampling = options.pop("sampling", SamplingParams(max_tokens=max_tokens))
+    return GenerateRequest(request_id, np.array(prompt, np.int32), sampling, **options)
+
+
+class RedisProcess:
+    """A redis-server that can be killed and started again, empty."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "redis.sock"
+        self.url = f"unix://{self._path}"
+
+    def start(self) -> None:
+        self._path.unlink(missing_ok=True)
+        command = [str(find_redis().path), "--port", "0", "--unixsocket", str(self._path), "--save", ""]
+        self._process = subprocess.Popen(tied_command(command), stdout=subprocess.DEVNULL)
+        client = redis.Redis.from_url(self.url)
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.RedisError:
+                assert self._process.poll() is None, "redis-server ended"
+                time.sleep(0.005)
+        client.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def redis_process() -> Iterator[RedisProcess]:
+    # A Unix socket's path must be short.
+    with TemporaryDirectory(prefix="mp") as directory:
+        process = RedisProcess(Path(directory))
+        process.start()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@asynccontextmanager
+async def running(
+    url: str, *node_ids: str, namespace: str = "test", **options: Any
+) -> AsyncIterator[Cluster]:
+    """A cluster of these nodes on the Redis at ``url``; ``options`` are the conductor's."""
+    client = connect(url)
+    index_options = IndexOptions(redis_url=url, namespace=namespace, lease_ttl_s=LEASE_TTL_S)
+    conductor = Conductor(MODEL, ConductorOptions(**options), index_options)
+    cluster = Cluster(KVIndex(client, namespace), conductor)
+    await conductor.start()
+    try:
+        for node_id in node_ids:
+            await cluster.add(node_id)
+        yield cluster
+    finally:
+        await conductor.close()
+        for node in cluster.nodes.values():
+            if not node.dead:
+                await node.die()
+        await client.aclose()

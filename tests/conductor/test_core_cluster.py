@@ -1,0 +1,191 @@
+"""Nodes come, go, lapse and return; Redis too. Who is placed on, and what becomes of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from conductor.node_client import DecodeClient
+from protos import node_pb2
+from tests.conductor.core_nodes import (
+    PROMPT,
+    RedisProcess,
+    ScriptedNode,
+    continuation,
+    redis_process,
+    request,
+    running,
+)
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisProcess]:
+    with redis_process() as process:
+        yield process
+
+
+class Gate:
+    """A script that waits before one index, until opened."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._open = asyncio.Event()
+        self.reached = asyncio.Event()
+
+    async def __call__(self, node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+        if index == self._index:
+            self.reached.set()
+            await self._open.wait()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+async def test_readiness_follows_the_nodes(redis: RedisProcess) -> None:
+    async with running(redis.url) as cluster:
+        conductor = cluster.conductor
+        assert conductor.ready() == (False, ["no prefill node is available", "no decode node is available"])
+        await cluster.add("p0")
+        await cluster.add("d0")
+        assert conductor.ready() == (True, [])
+        await cluster.add("d1")
+        await cluster.nodes["d1"].die()
+        await cluster.until(lambda: conductor.ready()[1])
+        ready, degraded = conductor.ready()
+        assert ready
+        assert "d1" in degraded[0]
+        # Once its lease has lapsed it is not a node any more, and nothing is amiss.
+        await cluster.until(lambda: conductor.ready() == (True, []))
+        assert {node["node_id"] for node in conductor.cluster()["nodes"]} == {"p0", "d0"}
+
+
+async def test_a_draining_node_gets_nothing_new_and_finishes_what_it_has(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0") as cluster:
+        gate = cluster.nodes["d0"].script = Gate(4)
+        asked = asyncio.create_task(cluster.generate(request()))
+        await gate.reached.wait()
+        await cluster.add("d1")
+        cluster.nodes["d0"].state = "draining"
+        await cluster.nodes["d0"].announce()
+        await cluster.until(lambda: cluster.state("d0") == "draining")
+        for i in range(4):
+            await cluster.generate(request(f"after-{i}"))
+        assert len(cluster.nodes["d1"].works) == 4
+        await cluster.nodes["d0"].publisher.close()
+        await cluster.until(lambda: cluster.state("d0") == "")
+        gate.open()
+        assert await asked == continuation(PROMPT, 8)
+        assert "retry" not in cluster.names("r")
+
+
+async def test_a_node_that_falls_silent_loses_its_requests_when_its_lease_ends(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0", "d1") as cluster:
+        # As SIGSTOP does: the connection stands, nothing comes.
+        gates = {name: Gate(4) for name in ("d0", "d1")}
+        for name, gate in gates.items():
+            cluster.nodes[name].script = gate
+        asked = asyncio.create_task(cluster.generate(request()))
+        await cluster.until(lambda: any(gate.reached.is_set() for gate in gates.values()))
+        silent = next(name for name, gate in gates.items() if gate.reached.is_set())
+        other = "d1" if silent == "d0" else "d0"
+        gates[other].open()
+        publishing = cluster.nodes[silent].publisher._task
+        assert publishing is not None
+        publishing.cancel()
+        assert await asked == continuation(PROMPT, 8)
+        assert cluster.names("r").count("retry") == 1
+        # It hears of the cancel as soon as it can be reached.
+        await cluster.until(lambda: ("r", 0) in cluster.nodes[silent].cancelled)
+        assert ("r", 1) not in cluster.nodes[other].cancelled
+
+
+async def test_a_node_back_in_a_new_life_is_used_again(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0") as cluster:
+        first = cluster.nodes["d0"]
+        await first.die()
+        asked = asyncio.create_task(cluster.generate(request()))
+        await cluster.add("d0")
+        assert cluster.nodes["d0"].record.epoch > first.record.epoch
+        assert await asked == continuation(PROMPT, 8)
+
+
+async def test_serving_goes_on_without_redis_and_after_it_came_back_empty(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "p1", "d0", "d1") as cluster:
+        gate = cluster.nodes["d0"].script = cluster.nodes["d1"].script = Gate(4)
+        asked = asyncio.create_task(cluster.generate(request()))
+        await gate.reached.wait()
+        redis.kill()
+        await cluster.until(lambda: cluster.conductor.ready()[1])
+        assert cluster.conductor.ready()[0]
+        assert "Redis" in cluster.conductor.ready()[1][0]
+        gate.open()
+        assert await asked == continuation(PROMPT, 8)
+        assert await cluster.generate(request("new")) == continuation(PROMPT, 8)
+        # Without Redis it is the connections that tell who is there.
+        await cluster.nodes["d0"].die()
+        await cluster.until(lambda: cluster.state("d0") == "unreachable")
+        for i in range(4):
+            assert await cluster.generate(request(f"more-{i}")) == continuation(PROMPT, 8)
+        redis.start()
+        await cluster.until(lambda: cluster.conductor.ready() == (True, []))
+        assert await cluster.generate(request("again")) == continuation(PROMPT, 8)
+        assert "retry" not in cluster.names("again")
+
+
+async def test_a_cancel_reaches_a_node_that_could_not_be_reached(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0") as cluster:
+        node = cluster.nodes["d0"]
+        client = cluster.conductor._services.registry.members["d0"].client
+        assert isinstance(client, DecodeClient)
+        await node._server.stop(None)
+        await cluster.until(lambda: not client.connected)
+        client.cancel(("r", 3))
+        from protos import node_pb2_grpc
+        from runtime import rpc
+
+        node._server, _ = await rpc.serve(
+            [(node_pb2_grpc.add_DecodeNodeServicer_to_server, node)], "127.0.0.1", node.port
+        )
+        await cluster.until(lambda: node.cancelled == [("r", 3)])
+
+
+async def test_nodes_of_another_model_or_shape_are_shown_and_not_used(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0") as cluster:
+        for name, change in (("d1", {"layout": "00" * 16}), ("d2", {"model": "tiny-2"})):
+            stranger = ScriptedNode(cluster.index, name, "decode")
+            stranger.record = replace(stranger.record, **change)
+            cluster.nodes[name] = await stranger.start()
+            await cluster.until(lambda name=name: cluster.state(name) == "incompatible")
+        for i in range(6):
+            await cluster.generate(request(f"r{i}"))
+        assert cluster.nodes["d1"].works == cluster.nodes["d2"].works == []
+        ready, degraded = cluster.conductor.ready()
+        assert ready
+        assert "another engine.block_size" in degraded[0]
+        assert "another revision" in degraded[1]
+        # When the old revision is gone, the new one is what is served.
+        await cluster.nodes["p0"].leave()
+        await cluster.nodes["d0"].leave()
+        await cluster.nodes["d2"].leave()
+        for name in ("p3", "d3"):
+            node = ScriptedNode(cluster.index, name, "prefill" if name == "p3" else "decode")
+            node.record = replace(node.record, model="tiny-2")
+            cluster.nodes[name] = await node.start()
+        await cluster.until(lambda: cluster.state("p3") == cluster.state("d3") == "ready")
+        assert await cluster.generate(request("new")) == continuation(PROMPT, 8)
+
+
+async def test_estimates_follow_what_nodes_report(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0") as cluster:
+        for i in range(40):
+            await cluster.generate(request(f"r{i}"))
+        errors = cluster.conductor.cluster()["prediction_errors"]
+        assert errors["prefill"]["count"] == errors["transfer"]["count"] == errors["ttft"]["count"] == 40
+        assert errors["step"]["count"] > 40
+        node = next(n for n in cluster.conductor.cluster()["nodes"] if n["node_id"] == "p0")
+        # It says 1 ms for what its profile predicts at 1.24 ms.
+        assert node["prefill_correction"] == pytest.approx(1 / 1.24, rel=0.05)
+        assert errors["prefill"]["p50_percent"] < 5
