@@ -37,6 +37,7 @@ import math
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -218,36 +219,29 @@ def number(value: float | None) -> str:
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print the rows as a table, cases apart, columns without a figure left out."""
-    console = console or Console()
-    rows = list(report.rows)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("case", overflow="fold")
-    table.add_column("metric", overflow="fold")
-    table.add_column("value", justify="right")
-    table.add_column("unit")
-    extra = [name for name in ("p50", "p99") if any(getattr(row, name) is not None for row in rows)]
-    for name in extra:
-        table.add_column(name, justify="right")
-    peers = any(row.peer for row in rows)
-    limits = any(row.limit for row in rows)
-    if peers:
-        table.add_column("against")
-        table.add_column("ratio", justify="right")
-    if limits:
-        table.add_column("limit")
-    last = ""
-    for row in rows:
-        if last and row.case != last:
-            table.add_section()
-        cells = ["" if row.case == last else row.case, row.metric, number(row.value), row.unit]
-        cells += [number(getattr(row, name)) for name in extra]
-        if peers:
-            cells += [f"{row.peer} {number(row.peer_value)}" if row.peer else "", number(row.ratio)]
-        if limits:
-            cells.append(_limit(row))
-        table.add_row(*cells)
-        last = row.case
+    """Print the rows case by case; columns without a figure are left out."""
+    # Into a file or a pipe, the table is as wide as it needs.
+    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    columns: dict[str, Callable[[Row], str]] = {
+        "": lambda row: "  " + row.metric,
+        "value": lambda row: number(row.value),
+        "unit": lambda row: row.unit,
+        "p50": lambda row: number(row.p50) if row.p50 != row.value else "",
+        "p99": lambda row: number(row.p99),
+        "against": lambda row: f"{row.peer} {number(row.peer_value)}" if row.peer else "",
+        "ratio": lambda row: number(row.ratio),
+        "limit": _limit,
+    }
+    shown = {name: cell for name, cell in columns.items() if any(cell(row) for row in report.rows)}
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in shown:
+        table.add_column(name, justify="right" if name in ("value", "p50", "p99", "ratio") else "left")
+    case = None
+    for row in report.rows:
+        if row.case != case:
+            case = row.case
+            table.add_row(f"[bold]{case}[/]")
+        table.add_row(*(cell(row) for cell in shown.values()))
     console.print(table)
     console.print(f"{report.environment.machine}; commit {report.environment.commit}", style="dim")
 

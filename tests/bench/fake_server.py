@@ -1,0 +1,94 @@
+"""A server of the OpenAI completions API that answers at once: enough to test a client against."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+MODEL = "fake"
+
+
+class FakeServer:
+    """Streams ``max_tokens`` tokens with ids 7, 8, …; keeps what it was asked. ``failing`` answers 429.
+
+    Answers nobody until ``party`` requests are there together.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.failing = False
+        self.party = 1
+        self._arrived = 0
+        self._complete = asyncio.Event()
+        self.url = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[FakeServer]:
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/v1/models", self._models),
+                web.post("/v1/completions", self._completions),
+                web.get("/v1/requests/{id}/timeline", self._timeline),
+            ]
+        )
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": MODEL}]})
+
+    async def _timeline(self, request: web.Request) -> web.Response:
+        events: list[dict[str, Any]] = [
+            {"event": "queued", "at_s": 0.0},
+            {"event": "placed", "at_s": 0.0},
+            {"event": "prefilled", "at_s": 0.0, "queued_s": 0.0, "compute_s": 0.0},
+        ]
+        return web.json_response({"request_id": request.match_info["id"], "events": events, "api": None})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(body | {"request_id": request.headers.get("x-request-id")})
+        if self.failing:
+            return web.json_response({"error": {"message": "too many"}}, status=429)
+        self._arrived += 1
+        if self._arrived >= self.party:
+            self._complete.set()
+        await self._complete.wait()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for index in range(body["max_tokens"]):
+            last = index == body["max_tokens"] - 1
+            choice = {
+                "text": f" t{index}",
+                "token_ids": [7 + index],
+                "finish_reason": "length" if last else None,
+            }
+            await _send(response, {"id": "cmpl-1", "choices": [choice]})
+        usage = {
+            "prompt_tokens": len(body["prompt"]),
+            "completion_tokens": body["max_tokens"],
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+        await _send(response, {"id": "cmpl-1", "choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")

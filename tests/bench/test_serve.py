@@ -1,0 +1,139 @@
+"""``bench serve``: workloads, figures, the path's cost, and the command against a fake server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import report
+from bench.cli import bench
+from bench.serve import load
+from bench.serve.answer import Answer
+from bench.serve.cases import AIMS, compared
+from bench.serve.figures import Slo, load_rows, percentile
+from bench.serve.http import HttpClient
+from bench.serve.path_cost import MODEL_DECODE, path_cost
+from bench.serve.server import Outcome, Server
+from bench.serve.workload import Prompts, Workload
+from runtime.errors import ConfigError
+from tests.bench.fake_server import FakeServer
+
+
+def answer(*token_s: float, error: str = "") -> Answer:
+    return Answer(0.0, token_s[-1] if token_s else 1.0, token_s, len(token_s), 10, 4, error=error)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 100))
+def test_a_percentile_is_between_the_extremes(values: list[float], percent: float) -> None:
+    assert min(values) <= percentile(values, percent) <= max(values)
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([0.0, 10.0], 90) == pytest.approx(9.0)
+
+
+def test_prompts_are_repeatable_and_share_only_what_was_asked_for() -> None:
+    work = Workload(requests=3, prompt_tokens=20, shared_prefix_tokens=8, turns=2, seed=5)
+    first, second, _ = work.conversations()
+    assert work.conversations()[0] == first
+    assert first.first[:8] == second.first[:8]
+    assert first.first[8:] != second.first[8:]
+    assert first.next_prompt(first.first, (1, 2), first.later[0])[20:22] == [1, 2]
+    assert Prompts(1).draw(50) != Prompts(2).draw(50)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"requests": 0}, {"shared_prefix_tokens": 128}, {"shared_prefix_tokens": -1}]
+)
+def test_an_impossible_workload_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        Workload(**wrong)
+
+
+def test_failed_requests_are_counted_and_not_measured() -> None:
+    outcome = Outcome([answer(0.1, 0.2, 0.3), answer(0.5, 0.6, 0.7), answer(error="no")], seconds=2.0)
+    rows = {row.metric: row.value for row in load_rows("case", outcome, Slo(ttft_s=0.2))}
+    assert (rows["requests"], rows["failed"], rows["goodput"]) == (1.5, 1.0, 0.5)
+    assert rows["output throughput"] == 3.0
+    assert rows["TPOT"] == pytest.approx(100.0)
+    assert (rows["prompt tokens from cache"], rows["cache hit"]) == (8.0, 40.0)
+
+
+def test_the_best_of_a_family_carries_its_aim() -> None:
+    values = {"ours": [30.0], "transformers float32": [10.0], "transformers bfloat16": [12.0], "other": [9.0]}
+    rows = {row.peer: row for row in compared("case", "throughput", "tokens/s", values, at_least=True)}
+    assert rows["transformers bfloat16"].limit_value == AIMS["transformers"].throughput
+    assert rows["transformers bfloat16"].reached
+    assert rows["transformers float32"].limit is None
+    assert rows["other"].limit is None
+    rows = {row.peer: row for row in compared("case", "TPOT", "ms", values, at_least=False)}
+    assert rows["transformers float32"].limit == "at most"
+    assert rows["transformers float32"].reached is False
+
+
+def test_the_stages_of_a_path_add_up_to_the_whole() -> None:
+    seen = Answer(1.0, 2.0, (1.1, 1.25, 1.35, 1.45, 1.6), 5)
+    timeline = {
+        "events": [
+            {"event": "placed", "at_s": 0.002},
+            {"event": "prefilled", "at_s": 0.06, "queued_s": 0.001, "compute_s": 0.05},
+            {"event": "transferred", "at_s": 0.07, "transfer_s": 0.004},
+        ],
+        "api": {"parse_s": 0.001, "tokenize_s": 0.003},
+    }
+    cost = path_cost(seen, timeline)
+    assert sum(cost.stages.values()) == pytest.approx(seen.e2e_s)
+    step_s = 0.125  # the median of .15, .10, .10, .15
+    assert cost.stages[MODEL_DECODE] == pytest.approx(4 * step_s)
+    assert cost.own_s == pytest.approx(1.0 - 4 * step_s - 0.05)
+
+
+async def test_a_later_turn_brings_the_conversation_so_far(fake: FakeServer) -> None:
+    work = Workload(requests=2, concurrency=1, prompt_tokens=4, output_tokens=2, turns=2, turn_tokens=3)
+    async with HttpClient(fake.url) as http:
+        outcome = await load.run(await Server.find("fake", http), work)
+    assert [one.prompt_tokens for one in outcome.answers] == [4, 9, 4, 9]
+    first, second = fake.asked[0]["prompt"], fake.asked[1]["prompt"]
+    assert second[:4] == first
+    assert second[4:6] == [7, 8]
+
+
+async def test_an_open_loop_does_not_wait_for_answers(fake: FakeServer) -> None:
+    fake.party = 4  # nobody is answered before the fourth has come
+    work = Workload(requests=4, concurrency=1, rate=1000.0, prompt_tokens=2, output_tokens=1)
+    async with HttpClient(fake.url) as http:
+        outcome = await load.run(await Server.find("fake", http), work)
+    assert [one.error for one in outcome.answers] == [""] * 4
+
+
+async def test_failures_are_told_by_cause(fake: FakeServer) -> None:
+    fake.failing = True
+    async with HttpClient(fake.url) as http:
+        outcome = await load.run(await Server.find("fake", http), Workload(requests=3, turns=2))
+    assert load.failures(outcome.answers) == {"status 429: too many": 3}
+
+
+async def test_the_command_reports_every_case(fake: FakeServer, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    arguments = ["serve", "--url", fake.url, "--rounds", "2", "--requests", "4", "--turns", "2"]
+    arguments += ["--output-tokens", "4", "--slo-ttft", "1", "--json", str(file)]
+    result = await asyncio.to_thread(CliRunner().invoke, bench, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    content = json.loads(file.read_text())
+    report.validate(content)
+    metrics = {row["metric"] for row in content["rows"]}
+    assert {"output throughput", "TPOT", "path's own cost a request", "tokenize", "goodput"} <= metrics
+    assert {"TTFT, second over first", "TTFT p90", "E2E", "prompt tokens from cache"} <= metrics
+
+
+def test_without_a_url_somebody_must_start_a_cluster() -> None:
+    result = CliRunner().invoke(bench, ["serve"])
+    assert isinstance(result.exception, ConfigError)
+    assert "--url" in str(result.exception)

@@ -1,0 +1,129 @@
+"""The benchmark's HTTP client and its reading of answers, against real sockets and by law."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.serve.answer import AnswerInvalid, read_answer, read_json
+from bench.serve.http import Exchange, HttpClient, ServerUnreachable
+from bench.serve.server import RequestFailed, Server
+from tests.bench.fake_server import MODEL, FakeServer
+
+EVENTS = [
+    b'{"id":"a","choices":[{"text":"In","token_ids":[5]}]}',
+    b'{"id":"a","choices":[{"text":" the","token_ids":[6,7],"finish_reason":"stop"}]}',
+    b'{"id":"a","choices":[],"usage":{"prompt_tokens":4,"completion_tokens":3,'
+    b'"prompt_tokens_details":{"cached_tokens":2}}}',
+    b"[DONE]",
+]
+CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def framed(chunks: list[bytes]) -> list[bytes]:
+    return [b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks]
+
+
+def exchange(raw: bytes, cuts: list[int]) -> Exchange:
+    """``raw`` in packets that arrive at 0.0, 1.0, …"""
+    edges = [0, *sorted({cut for cut in cuts if cut < len(raw)}), len(raw)]
+    packets = [(float(number), raw[start:end]) for number, (start, end) in enumerate(pairwise(edges))]
+    return Exchange(sent_s=-1.0, done_s=9.0, packets=packets)
+
+
+@given(st.sampled_from([b"\n", b"\r\n"]), st.integers(1, 400), st.lists(st.integers(1, 900), max_size=8))
+def test_an_answer_reads_the_same_however_it_is_cut(newline: bytes, size: int, cuts: list[int]) -> None:
+    body = b"".join(b"data: " + event + newline * 2 for event in EVENTS)
+    chunks = [body[start : start + size] for start in range(0, len(body), size)]
+    raw = CHUNKED_HEAD + b"".join(framed(chunks)) + b"0\r\n\r\n"
+    answer = read_answer(exchange(raw, cuts))
+    assert (answer.text, answer.token_ids, answer.output_tokens) == ("In the", (5, 6, 7), 3)
+    assert (answer.prompt_tokens, answer.cached_tokens, answer.finish_reason) == (4, 2, "stop")
+    assert answer.error == ""
+    assert len(answer.token_s) == 2
+
+
+@given(st.lists(st.integers(1, 900), max_size=8))
+def test_an_event_arrives_with_its_last_byte(cuts: list[int]) -> None:
+    chunks = framed([b"data: " + event + b"\n\n" for event in EVENTS])
+    raw = CHUNKED_HEAD + b"".join(chunks) + b"0\r\n\r\n"
+    cut_up = exchange(raw, cuts)
+    answer = read_answer(cut_up)
+    ends = [len(CHUNKED_HEAD) + len(b"".join(chunks[: number + 1])) - len(b"\r\n") for number in range(2)]
+    for arrived_s, end in zip(answer.token_s, ends, strict=True):
+        received = b"".join(data for at_s, data in cut_up.packets if at_s <= arrived_s)
+        before = b"".join(data for at_s, data in cut_up.packets if at_s < arrived_s)
+        assert len(before) < end <= len(received)
+
+
+def test_an_error_is_an_answer() -> None:
+    raw = b'HTTP/1.1 404 Not Found\r\nContent-Length: 33\r\n\r\n{"error":{"message":"no model x"}}'
+    assert read_answer(exchange(raw, [])).error == "status 404: no model x"
+    with pytest.raises(AnswerInvalid):
+        read_answer(exchange(b"SSH-2.0-OpenSSH\r\n\r\n", []))
+
+
+async def test_requests_go_out_together_and_are_parsed(fake: FakeServer) -> None:
+    async with HttpClient(fake.url + "/v1/") as http:
+        server = await Server.find("fake", http)
+        fake.party = 3
+        outcome = await server.ask_all([[1, 2], [3, 4], [5, 6]], 5)
+        answer = await server.ask([1, 2, 3], 2, request_id="mine")
+    assert [len(one.token_ids) for one in outcome.answers] == [5, 5, 5]
+    assert (answer.token_ids, answer.prompt_tokens, answer.cached_tokens) == ((7, 8), 3, 3)
+    assert answer.sent_s <= answer.token_s[0] <= answer.token_s[1] <= answer.done_s
+    asked = fake.asked[-1]
+    assert (asked["model"], asked["request_id"], asked["ignore_eos"]) == (MODEL, "mine", True)
+
+
+async def test_plain_sends_no_field_of_ours(fake: FakeServer) -> None:
+    async with HttpClient(fake.url) as http:
+        server = await Server.find("fake", http, model="m", plain=True)
+        await server.ask([1], 1)
+    assert {*fake.asked[0]} - {"request_id"} == {
+        *("model", "prompt", "max_tokens", "temperature", "stream", "stream_options")
+    }
+
+
+async def test_refused_requests_raise(fake: FakeServer) -> None:
+    fake.failing = True
+    async with HttpClient(fake.url) as http:
+        server = await Server.find("fake", http)
+        with pytest.raises(RequestFailed, match="status 429: too many"):
+            await server.ask([1], 1)
+
+
+async def test_nobody_there_is_said() -> None:
+    async with HttpClient("http://127.0.0.1:1") as http:
+        with pytest.raises(ServerUnreachable, match="cannot connect"):
+            await http.get("/")
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", CHUNKED_HEAD + b"5\r\nhel", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"]
+)
+async def test_a_lost_connection_is_an_error(raw: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(raw)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+        host, port = listener.sockets[0].getsockname()
+        async with HttpClient(f"http://{host}:{port}") as http:
+            with pytest.raises(ServerUnreachable, match="ended before"):
+                await http.get("/")
+
+
+def test_a_chunked_json_answer_is_read() -> None:
+    raw = (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"".join(framed([b'{"a"', b": 1}"]))
+        + b"0\r\n\r\n"
+    )
+    assert read_json(exchange(raw, [50, 60])) == (200, {"a": 1})
