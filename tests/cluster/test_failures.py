@@ -74,14 +74,11 @@ async def test_a_killed_node_costs_no_token(
 
 async def test_a_prefill_node_killed_while_it_computes(cluster: LocalCluster, client: Client) -> None:
     prompt = "The words of the preacher, the son of David. " * 150
-    expected = await whole(client, prompt + "first", max_tokens=16)
-    del expected  # only to have the cost model know long prompts
-    reply = Reply()
     task = asyncio.ensure_future(whole(client, prompt + "second", max_tokens=32))
 
     async def busy() -> str:
         for node in (await client.cluster())["nodes"]:
-            if node["role"] == "prefill" and node["requests"]:
+            if node["role"] == "prefill" and node["load"]["own_prefills"]:
                 return str(node["node_id"])
         return ""
 
@@ -92,7 +89,6 @@ async def test_a_prefill_node_killed_while_it_computes(cluster: LocalCluster, cl
         kill(cluster, victim)
     text = await task
     assert text == await whole(client, prompt + "second", max_tokens=32)
-    assert reply.text == ""
     if victim:
         await cluster.children[victim].wait()
         await cluster.restart(victim)
