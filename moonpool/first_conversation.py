@@ -7,8 +7,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from moonpool.client import Client, Message, Reply
 from moonpool.errors import ApiError
@@ -68,33 +69,36 @@ async def _answer(
             yield text
 
 
-def turns_table(turns: Sequence[Turn]) -> Table:
-    """A row a turn: where it ran and why, what was found in the cache and where, what moved, how fast."""
+def turns_table(turns: Sequence[Turn]) -> RenderableType:
+    """A row a turn: where it ran, what the cache held and where, what moved, how fast; then why there."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("turn", "prefill → decode"):
+    for heading in ("turn", "prefill", "decode"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("prompt", "from cache"):
+    for heading in ("prompt", "cached"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("found in", no_wrap=True)
     for heading in ("moved", "GB/s", "TTFT", "TPOT"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("placed there because", overflow="fold", ratio=1)
+    reasons = Table.grid(padding=(0, 2, 0, 0))
     for number, turn in enumerate(turns, 1):
-        summary = turn.summary
-        cached = turn.reply.usage["prompt_tokens_details"]["cached_tokens"]
+        summary, usage = turn.summary, turn.reply.usage
         table.add_row(
             str(number),
-            f"{summary['prefill_node']} → {summary['decode_node']}",
-            f"{turn.reply.usage['prompt_tokens']}",
-            f"{cached}",
+            summary["prefill_node"],
+            summary["decode_node"],
+            str(usage["prompt_tokens"]),
+            str(usage["prompt_tokens_details"]["cached_tokens"]),
             _sources(summary),
             _bytes(summary["transferred_nbytes"]),
             _rate(summary["transferred_nbytes"], summary["transfer_s"]),
             f"{summary['ttft_s'] * 1e3:.1f} ms",
             f"{summary['tpot_s'] * 1e3:.2f} ms",
-            f"{summary['reason']}: {summary['detail']}",
         )
-    return table
+        reasons.add_row(f"turn {number}", summary["reason"], summary["detail"])
+    note = Text(
+        "prompt, cached, found in: tokens. moved: KV blocks, prefill node to decode node.", style="dim"
+    )
+    return Group(table, note, "", Text("placed there because", style="bold"), reasons)
 
 
 def _sources(summary: dict[str, Any]) -> str:
@@ -109,4 +113,4 @@ def _bytes(nbytes: int) -> str:
 
 
 def _rate(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / seconds / 1e9:.2f}" if nbytes and seconds > 0 else "–"
+    return f"{nbytes / seconds / 1e9:.2g}" if nbytes and seconds > 0 else "–"

@@ -55,7 +55,7 @@ def test_once_holds_a_conversation_and_exits() -> None:
     done = subprocess.run([*UP, "--once"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("you ") == 3
-    rows = re.findall(r"^(\d) +prefill-0 → decode-0 +(\d+) +(\d+) ", done.stdout, re.MULTILINE)
+    rows = re.findall(r"^(\d) +prefill-0 +decode-0 +(\d+) +(\d+) ", done.stdout, re.MULTILINE)
     assert [row[0] for row in rows] == ["1", "2", "3"]
     cached = [int(row[2]) for row in rows]
     assert cached[0] == 0
