@@ -39,7 +39,7 @@ async def together(
     ours: Server, peers: Sequence[Contestant], *, rounds: int, seed: int, say: Say
 ) -> list[Row]:
     """Throughput of all at once, everybody in turn in each round, after a round that is not counted."""
-    prompts = Prompts(seed)
+    prompts = Prompts(seed, "together")
     contestants: list[Contestant] = [ServerContestant(ours), *peers]
     rates: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for round_number in range(-1, rounds):
@@ -54,7 +54,7 @@ async def together(
 
 async def alone(ours: Server, peers: Sequence[Contestant], *, rounds: int, seed: int, say: Say) -> list[Row]:
     """Seconds a token of a single stream, everybody in turn in each round."""
-    prompts = Prompts(seed + 1)
+    prompts = Prompts(seed, "alone")
     contestants: list[Contestant] = [ServerContestant(ours), *peers]
     times: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for round_number in range(-1, rounds):
@@ -93,7 +93,7 @@ def compared(
 
 async def path(ours: Server, *, requests: int, seed: int, say: Say) -> list[Row]:
     """The path's own cost of single requests, by stage. Empty where the server has no timelines."""
-    prompts = Prompts(seed + 2)
+    prompts = Prompts(seed, "path")
     costs: list[PathCost] = []
     ttfts: list[float] = []
     for number in range(-2, requests):
@@ -125,7 +125,7 @@ async def path(ours: Server, *, requests: int, seed: int, say: Say) -> list[Row]
 
 async def second_turn(ours: Server, *, rounds: int, seed: int, say: Say) -> list[Row]:
     """TTFT of a new prompt, and of the conversation's next turn, each round with a new prompt."""
-    prompts = Prompts(seed + 3)
+    prompts = Prompts(seed, "second turn")
     first: list[float] = []
     second: list[float] = []
     cached: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,18 @@ _PACKAGES = ("torch", "transformers", "aiohttp", "grpcio", "redis", "uvloop")
 @click.option("--shared-prefix-tokens", default=0, show_default=True, help="load: common to all prompts.")
 @click.option("--turns", default=1, show_default=True, help="load: requests a conversation.")
 @click.option("--turn-tokens", default=32, show_default=True, help="load: a later turn adds.")
-@click.option("--seed", default=0, show_default=True, help="Of prompts and arrivals.")
+@click.option("--seed", type=int, help="Of prompts and arrivals; without it a new one, which is printed.")
 @click.option("--slo-ttft", default=0.0, metavar="SECONDS", help="load: what counts as good.")
 @click.option("--slo-tpot", default=0.0, metavar="SECONDS", help="load: likewise, a token.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Option of the local cluster.")
 @click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
 def serve(json_path: Path | None, **given: Any) -> None:
     """Measure serving: throughput, latencies, cache hits, the path's own cost; and peers doing the same."""
+    console = Console(stderr=True, highlight=False)
+    if given["seed"] is None:
+        # A server that stays up remembers the prompts of an earlier run: new ones by default.
+        given["seed"] = secrets.randbelow(1_000_000)
+        console.print(f"seed {given['seed']}", style="dim")
     sets = list(given["sets"])
     # The default port may be in use by a cluster that serves; a measured one is nobody else's.
     if not any(item.startswith("conductor.port=") for item in sets):
@@ -64,7 +70,6 @@ def serve(json_path: Path | None, **given: Any) -> None:
         sets=tuple(sets),
     )
     starter: StartCluster | None = None if settings.url else cluster_starter()
-    console = Console(stderr=True, highlight=False)
     rows = uvloop.run(measure(settings, starter, lambda line: console.print(line, style="dim")))
     finished = report.Report(report.measure_environment(_PACKAGES), rows)
     report.show(finished)

@@ -73,24 +73,26 @@ class _Connection(asyncio.Protocol):
             return
         exchange.packets.append((now, data))
         if not self._head_read:
-            self._read_head(b"".join(packet for _, packet in exchange.packets))
-        elif self._remaining is not None:
+            data = self._read_head(b"".join(packet for _, packet in exchange.packets))
+        if self._remaining is not None:
             self._remaining -= len(data)
-        # An event ends in a brace and a line feed, so its bytes cannot look like the last chunk.
-        if self._head_read and self._remaining is None and data.endswith(_LAST_CHUNK):
+        elif data.endswith(_LAST_CHUNK):
+            # An event ends in a brace and line feeds, so nothing within a stream looks like this.
             self._remaining = 0
         if self._remaining is not None and self._remaining <= 0:
             exchange.done_s = now
             self._finish(None)
 
-    def _read_head(self, data: bytes) -> None:
+    def _read_head(self, data: bytes) -> bytes:
+        """Take in the head, if it is complete; what of the body came with it."""
         head, separator, body = data.partition(b"\r\n\r\n")
         self._head_read = bool(separator)
         for line in head.lower().split(b"\r\n"):
             if self._head_read and line.startswith(b"content-length:"):
-                self._remaining = int(line[15:]) - len(body)
+                self._remaining = int(line[15:])
             elif line.startswith(b"connection:") and b"close" in line:
                 self.reusable = False
+        return body
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False

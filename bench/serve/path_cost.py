@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean
 from typing import Any
 
 from bench.serve.answer import Answer
@@ -30,15 +30,15 @@ class PathCost:
 def path_cost(answer: Answer, timeline: Mapping[str, Any]) -> PathCost:
     """``timeline``: the answer of ``/v1/requests/{id}/timeline`` for this request, of one placement.
 
-    Decode steps are counted at the median time between two tokens, so what the hand-over to the decode node
-    adds before the second token, and any stall later, is the path's. Each stage is a
-    difference on one process's clock; HTTP is what the client saw beyond what the server did.
+    A decode step counts as the mean time between tokens after the second, so what the hand-over to the decode
+    node adds before the second token is the path's. Each stage is a difference on one process's clock; HTTP
+    is what the client saw beyond what the server did.
     """
     events = {event["event"]: event for event in timeline["events"]}
     placed, prefilled = events["placed"], events["prefilled"]
     api: Mapping[str, Any] = timeline.get("api") or {}
     waits = gaps(answer)
-    step_s = median(waits) if waits else 0.0
+    step_s = mean(waits[1:]) if len(waits) > 1 else 0.0
     fetch_s = events.get("prefix_loaded", {}).get("fetch_s", 0.0)
     call_s = prefilled["at_s"] - placed["at_s"]
     parse_s, tokenize_s = api.get("parse_s", 0.0), api.get("tokenize_s", 0.0)
@@ -55,7 +55,6 @@ def path_cost(answer: Answer, timeline: Mapping[str, Any]) -> PathCost:
         "transfer to decode node": transfer_s,
         "join decode batch": (waits[0] - step_s - transfer_s) if waits else 0.0,
         MODEL_DECODE: step_s * len(waits),
-        "stalls between tokens": sum(waits[1:]) - step_s * (len(waits) - 1) if waits else 0.0,
         "last token to end of stream": answer.done_s - answer.token_s[-1],
     }
     return PathCost(answer.e2e_s, stages)

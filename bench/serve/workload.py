@@ -16,10 +16,13 @@ FIRST_ID, LAST_ID = 300, 1999
 
 
 class Prompts:
-    """Draws prompts. No two share a prefix, but for ``shared_prefix_tokens``."""
+    """Draws prompts. No two share a prefix, but for ``shared_prefix_tokens``.
 
-    def __init__(self, seed: int, shared_prefix_tokens: int = 0) -> None:
-        self._rng = random.Random(seed)
+    ``purpose`` keeps one case's prompts out of another's: they would be found in the cache.
+    """
+
+    def __init__(self, seed: int, purpose: str, shared_prefix_tokens: int = 0) -> None:
+        self._rng = random.Random(f"{purpose} {seed}")
         self._shared = self.tokens(shared_prefix_tokens)
 
     def tokens(self, count: int) -> list[int]:
@@ -71,7 +74,7 @@ class Workload:
             )
 
     def conversations(self) -> list[Conversation]:
-        prompts = Prompts(self.seed, self.shared_prefix_tokens)
+        prompts = Prompts(self.seed, "load", self.shared_prefix_tokens)
         return [
             Conversation(
                 prompts.draw(self.prompt_tokens),

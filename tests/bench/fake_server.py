@@ -68,7 +68,7 @@ class FakeServer:
         if self._arrived >= self.party:
             self._complete.set()
         await self._complete.wait()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Last": "0"})
         response.enable_chunked_encoding()
         await response.prepare(request)
         for index in range(body["max_tokens"]):

@@ -127,3 +127,23 @@ def test_a_chunked_json_answer_is_read() -> None:
         + b"0\r\n\r\n"
     )
     assert read_json(exchange(raw, [50, 60])) == (200, {"a": 1})
+
+
+async def test_a_head_that_ends_like_a_last_chunk_is_not_the_end() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKED_HEAD[:-2] + b"Retries: 0\r\n\r\n")
+        await writer.drain()
+        await gate.wait()
+        writer.write(b"".join(framed([b'{"a": 1}'])) + b"0\r\n\r\n")
+        writer.close()
+
+    gate = asyncio.Event()
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+        host, port = listener.sockets[0].getsockname()
+        async with HttpClient(f"http://{host}:{port}") as http:
+            asking = asyncio.create_task(http.get("/"))
+            done, _ = await asyncio.wait([asking], timeout=0.1)
+            assert not done
+            gate.set()
+            assert read_json(await asking) == (200, {"a": 1})
