@@ -79,7 +79,8 @@ class Attempt:
             plan.prefill.client.attach(plan.key, self)
         context = copy_context()
         context.run(request_id.set, plan.key[0])
-        calls = [self._prefill()] if plan.decode is None else [self._decode(plan.decode), self._prefill()]
+        # The prefill goes out first: the first token waits for it.
+        calls = [self._prefill()] if plan.decode is None else [self._prefill(), self._decode(plan.decode)]
         for call in calls:
             task = asyncio.create_task(call, context=context)
             task.add_done_callback(self._call_done)
