@@ -17,7 +17,7 @@ from conductor.tokenizer import Tokenizer
 from runtime.options import Config
 from runtime.service import ServiceContext, run_service
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("conductor")  # __name__ is __main__ here
 
 
 async def main(config: Config, service: ServiceContext) -> None:

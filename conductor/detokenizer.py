@@ -31,6 +31,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # vocabulary does not know, without spaces) are let out character by character all the same.
 MAX_HELD_BYTES = 64
 
+# How much of a prompt matters to the text after it: an unfinished character, and that a text has begun.
+CONTEXT_TOKENS = 8
+
 
 class Detokenizer(Protocol):
     """The text of one sequence. ``push`` holds back characters whose bytes have not all come."""
@@ -118,8 +121,6 @@ class WindowDetokenizer:
 
     __slots__ = ("_core", "_ids", "_read", "_skip_special")
 
-    CONTEXT = 4  # tokens before the new ones: enough for decoders that look at their neighbours
-
     def __init__(self, core: TokenizerCore, skip_special: bool) -> None:
         self._core = core
         self._skip_special = skip_special
@@ -146,7 +147,7 @@ class WindowDetokenizer:
         return both[len(before) :]
 
     def _advance(self, text: str) -> str:
-        self._ids = self._ids[-self.CONTEXT :]
+        self._ids = self._ids[-CONTEXT_TOKENS:]
         self._read = len(self._ids)
         return text
 
@@ -173,8 +174,7 @@ class DetokenizerFactory:
     ) -> Detokenizer:
         """A detokenizer for what follows ``context`` (the prompt), whose own text it does not return."""
         detokenizer = self._bare(skip_special)
-        # Only what lies near the border matters: an unfinished character, and whether the text has begun.
-        for token_id in (*context[:1], *context[1:][-MAX_HELD_BYTES:]):
+        for token_id in context[-CONTEXT_TOKENS:]:
             detokenizer.push(int(token_id))
         detokenizer.settle()
         return detokenizer

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from conductor.api.chat_template import ChatTemplate
-from conductor.api.errors import ApiError
+from conductor.api.errors import draining
 from conductor.api.recent import RecentRequests
 from conductor.api.sampling_defaults import SamplingDefaults
 from conductor.conductor import Conductor
@@ -55,13 +55,7 @@ class ApiContext:
             ApiError: 503, the conductor is about to stop.
         """
         if self.draining:
-            raise ApiError(
-                503,
-                "the conductor is draining: send the request to another one",
-                kind="service_unavailable_error",
-                code="draining",
-                headers={"Retry-After": "1", "Connection": "close"},
-            )
+            raise draining()
         self._in_flight += 1
         self.idle.clear()
         try:

@@ -60,6 +60,11 @@ def bad_request(message: str, param: str | None, code: str | None = "invalid_val
     return ApiError(400, message, param=param, code=code)
 
 
+def draining() -> ApiError:
+    """503: this conductor is about to stop."""
+    return _unavailable("the conductor is draining: send the request to another one", "draining")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """What a client is told about any exception; those nobody foresaw are logged with their trace."""
     match error:
@@ -72,9 +77,9 @@ def as_api_error(error: Exception) -> ApiError:
                 429, str(error), kind="rate_limit_error", code="rate_limit_exceeded", headers=wait
             )
         case NoNodes():
-            return ApiError(503, str(error), kind="service_unavailable_error", code="no_nodes")
+            return _unavailable(str(error), "no_nodes")
         case ConductorClosed():
-            return ApiError(503, str(error), kind="service_unavailable_error", code="draining")
+            return _unavailable(str(error), "draining")
         case RequestInvalid():
             return bad_request(str(error), None, "invalid_request")
         case DuplicateRequest():
@@ -87,6 +92,8 @@ def as_api_error(error: Exception) -> ApiError:
             return bad_request(str(error), "messages")
         case web.HTTPException():
             return _from_http(error)
+        case ConnectionError():
+            return ApiError(400, "the connection was closed", code="disconnected")  # and nobody reads this
         case MoonpoolError():
             log.error("%s: %s", type(error).__name__, error)
             return ApiError(500, str(error), kind="server_error", code="internal_error")
@@ -94,6 +101,10 @@ def as_api_error(error: Exception) -> ApiError:
             log.error("unexpected %s", type(error).__name__, exc_info=error)
             message = f"internal error ({type(error).__name__}); the conductor's log has the details"
             return ApiError(500, message, kind="server_error", code="internal_error")
+
+
+def _unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, kind="service_unavailable_error", code=code, headers={"Retry-After": "1"})
 
 
 def _from_http(error: web.HTTPException) -> ApiError:

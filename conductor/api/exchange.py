@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from conductor.api.recent import RequestRecord
 from conductor.api.schemas import CompletionBody, GenerationBody, parse
 from conductor.request import GenerateRequest
 from runtime.log import request_id
+
+log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -63,7 +66,7 @@ class Exchange:
         """Complete the record, however it ended."""
         record, usage = self.record, usage_of(self._runs)
         if isinstance(error, Exception):
-            record.status = as_api_error(error).error_code or "error"
+            record.status = _name(error)
         elif record.status == "running":
             record.status = "cancelled"
         record.e2e_s = self._context.clock() - self._arrived_s
@@ -168,18 +171,19 @@ class Exchange:
             record.write_s += clock() - started_s
 
         try:
-            await self._generate(runs, sink, body)
-            end = answer.usage_event(usage_of(runs)) if body.include_usage else b""
-            await response.write(end + DONE)
+            try:
+                await self._generate(runs, sink, body)
+                end = DONE if not body.include_usage else answer.usage_event(usage_of(runs)) + DONE
+            except Exception as error:
+                if isinstance(error, ConnectionError) or not response.prepared:
+                    raise
+                record.status = _name(error)
+                end = b"data: " + as_api_error(error).body() + b"\n\n"
+            await response.write(end)
+            await response.write_eof()
         except ConnectionError:
-            return response  # the client has gone, and the core has been told
-        except Exception as error:
-            if not response.prepared:
-                raise
-            failure = as_api_error(error)
-            record.status = failure.error_code or "error"
-            await response.write(b"data: " + failure.body() + b"\n\n")
-        await response.write_eof()
+            # The client has gone, which the core has been told; nobody is left to be told here.
+            log.debug("%s: the connection was closed", self._id)
         return response
 
     async def _generate(self, runs: list[SequenceRun], sink: Sink, body: GenerationBody) -> None:
@@ -215,10 +219,8 @@ async def read_object(http: web.Request, limit_nbytes: int) -> dict[str, Any]:
 
 
 def unknown_model(name: str, served: str) -> ApiError:
-    return ApiError(
-        404, f"the model {name[:128]!r} does not exist; this cluster serves {served!r}", param="model",
-        code="model_not_found",
-    )  # fmt: skip
+    message = f"the model {name[:128]!r} does not exist; this cluster serves {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def usage_of(runs: Sequence[SequenceRun]) -> Usage:
@@ -230,9 +232,13 @@ def usage_of(runs: Sequence[SequenceRun]) -> Usage:
         key = id(choice.prompt)
         prompts[key] = len(choice.prompt.token_ids)
         cached[key] = min(cached.get(key, choice.num_cached_tokens), choice.num_cached_tokens)
-    return Usage(
-        sum(prompts.values()), sum(run.choice.num_tokens for run in runs), sum(cached.values())
-    )  # fmt: skip
+    num_output_tokens = sum(run.choice.num_tokens for run in runs)
+    return Usage(sum(prompts.values()), num_output_tokens, sum(cached.values()))
+
+
+def _name(error: Exception) -> str:
+    """How an error is called in records: by its code, or as in the core's timelines by its class."""
+    return (isinstance(error, ApiError) and error.error_code) or type(error).__name__
 
 
 def _wants_prompt_logprobs(body: GenerationBody) -> bool:

@@ -25,7 +25,7 @@ class RequestRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    status: str = "running"  # then done, cancelled, or the error's code
+    status: str = "running"  # then done, cancelled, or the error's name
     sequences: list[str] = field(default_factory=list)  # the core's request ids, one a choice
 
     def to_dict(self) -> dict[str, Any]:

@@ -52,6 +52,13 @@ function blocks(tiers) {
   return all;
 }
 
+// One fact of a timeline; of a placement, which is an object, the sentence that says why.
+function fact([key, value]) {
+  if (value && typeof value === "object") return value.detail ?? "";
+  if (typeof value === "number" && key.endsWith("_s")) return `${key.slice(0, -2)} ${seconds(value)}`;
+  return value === "" || value === null ? "" : `${key} ${typeof value === "number" ? number.format(value) : value}`;
+}
+
 async function json(path) {
   const response = await fetch(path, { cache: "no-store" });
   return response.json();
@@ -124,12 +131,12 @@ async function showTimeline(id) {
   const end = Math.max(...events.map((event) => event.at_s), 1e-9);
   box.querySelector("ol").replaceChildren(...events.map(({ event, at_s, unix_s, ...facts }) => {
     const item = element("li");
-    const told = Object.entries(facts).filter(([, value]) => value !== "" && value !== null);
+    const told = Object.entries(facts).map(fact).filter(Boolean).join(", ");
     const bar = element("progress");
     bar.max = end;
     bar.value = at_s;
     item.append(element("b", event), element("span", seconds(at_s) === "–" ? "0 ms" : seconds(at_s)),
-      element("small", told.map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ")), bar);
+      element("small", told), bar);
     return item;
   }));
   box.showModal();
