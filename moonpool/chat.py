@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from contextlib import aclosing
 
@@ -58,13 +59,13 @@ async def _interruptible(
     reply = Reply()
     task = asyncio.ensure_future(_answer(client, console, messages, max_tokens, temperature, reply))
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(2, task.cancel)
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
         await task
     except asyncio.CancelledError:
         console.print("[dim] (stopped)[/]")
     finally:
-        loop.remove_signal_handler(2)
+        loop.remove_signal_handler(signal.SIGINT)
     return reply.text
 
 

@@ -7,7 +7,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,7 +125,8 @@ def status_command(url: str, as_json: bool, once: bool) -> None:
             else:
                 await show_status(client, console, live=console.is_terminal and not once)
 
-    _run(run())
+    with contextlib.suppress(KeyboardInterrupt):  # the ordinary way to end a live table
+        _run(run())
 
 
 @cli.command("chat")
@@ -183,6 +185,15 @@ def bench_group() -> None:
     """Measure: serving, and the parts."""
 
 
+@asynccontextmanager
+async def start_local_cluster(sets: Sequence[str]) -> AsyncIterator[str]:
+    """A cluster on this machine with these options, around the block; yields the API's URL."""
+    from moonpool.local_cluster import LocalCluster
+
+    async with LocalCluster(load_config(None, sets)) as cluster:
+        yield cluster.url
+
+
 def _run(main: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(main)
 
@@ -190,17 +201,14 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
 def main() -> None:
     """Every error we raise on purpose is one sentence on stderr: 2 for a wrong option, 1 for all else."""
     try:
-        cli(prog_name="moonpool")
+        # bench may not import upwards, so it is handed what starts a cluster.
+        cli(prog_name="moonpool", obj=start_local_cluster)
     except ConfigError as error:
         click.echo(f"moonpool: {error}", err=True)
         sys.exit(2)
     except (MoonpoolError, OSError) as error:
         click.echo(f"moonpool: {error}", err=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        with contextlib.suppress(OSError):
-            click.echo()
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ async def show_status(client: Client, console: Console, *, live: bool) -> None:
     if not live:
         console.print(cluster_view(client.url, first))
         return
-    with Live(cluster_view(client.url, first), console=console, refresh_per_second=4) as view:
+    with Live(cluster_view(client.url, first), console=console, auto_refresh=False) as view:
         while True:
             await asyncio.sleep(REFRESH_S)
             try:
-                view.update(cluster_view(client.url, await client.cluster()))
+                view.update(cluster_view(client.url, await client.cluster()), refresh=True)
             except ApiError as error:
-                view.update(Text(str(error), style="red"))
+                view.update(Text(str(error), style="red"), refresh=True)
 
 
 def cluster_view(url: str, cluster: dict[str, Any]) -> RenderableType:
