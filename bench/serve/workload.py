@@ -13,6 +13,8 @@ from runtime.errors import ConfigError
 # Ordinary word pieces in every byte-level vocabulary we know of: above the bytes and marks, and below the end
 # of the smallest.
 FIRST_ID, LAST_ID = 300, 1999
+# One token each, with the space before them, in most vocabularies.
+_WORDS = "the of and to in a is that for it was on are as with his they".split()  # noqa: SIM905
 
 
 class Prompts:
@@ -87,7 +89,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a server understands. ``plain``: the OpenAI API's own fields only, as other services accept."""
+    """What a server understands.
+
+    ``plain``: only what every service takes that calls itself OpenAI-compatible. Prompts are then text of
+    about as many tokens, and an answer may end before its length.
+    """
 
     model: str
     plain: bool = False
@@ -96,7 +102,9 @@ class Dialect:
         """A greedy streamed completion of exactly ``output_tokens`` tokens (at most, when plain)."""
         fields = {
             "model": self.model,
-            "prompt": list(prompt),
+            "prompt": " ".join(_WORDS[token % len(_WORDS)] for token in prompt)
+            if self.plain
+            else list(prompt),
             "max_tokens": output_tokens,
             "temperature": 0,
             "stream": True,

@@ -83,7 +83,8 @@ async def test_requests_go_out_together_and_are_parsed(fake: FakeServer) -> None
 async def test_plain_sends_no_field_of_ours(fake: FakeServer) -> None:
     async with HttpClient(fake.url) as http:
         server = await Server.find("fake", http, model="m", plain=True)
-        await server.ask([1], 1)
+        await server.ask([1, 2, 3], 1)
+    assert len(fake.asked[0]["prompt"].split(" ")) == 3
     assert {*fake.asked[0]} - {"request_id"} == {
         *("model", "prompt", "max_tokens", "temperature", "stream", "stream_options")
     }
