@@ -17,11 +17,15 @@ from conductor.prediction import PredictionErrors
 _UNKNOWN_PREFILL_S = (2e-3, 2e-5, 0.0)
 _UNKNOWN_DECODE_S = (1e-3, 2e-4, 0.0)
 
-# A correction moves an eighth of the way to each new measurement, stays within a factor of eight of the
-# node's own profile, and is half forgotten after a minute without news: a bad moment shuts no node out.
-_WEIGHT = 1 / 8
+# A correction is the mean of about the last eight measurements, stays within a factor of eight of the node's
+# own profile, and is half forgotten after a minute without news: a bad moment shuts no node out.
+_MEMORY = 8
 _BOUND = 8.0
 _HALF_LIFE_S = 60.0
+# So many measurements weigh as much as what is known of the other nodes.
+_DOUBT = 2.0
+# How much the length of one output moves the expected one.
+_OUTPUT_WEIGHT = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +67,44 @@ class Profile:
 
 
 class Correction:
-    """A factor on a node's profile that follows what was measured; 1 when nothing was."""
+    """A factor on a profile that follows what was measured. Without news it leans on ``wider``, else on 1.
 
-    def __init__(self) -> None:
+    ``wider`` is the correction of all nodes of the role: one that was not measured lately is taken to be as
+    far off its profile as the others are off theirs.
+    """
+
+    __slots__ = ("_count", "_log", "_since_s", "_wider")
+
+    def __init__(self, wider: Correction | None = None) -> None:
+        self._wider = wider
         self._log = 0.0  # the factor's logarithm: twice as slow and twice as fast weigh the same
+        self._count = 0.0  # measurements it stands on, fading
         self._since_s = 0.0
 
     def observe(self, predicted_s: float, actual_s: float, now_s: float) -> None:
         """``predicted_s`` is the profile's own, uncorrected."""
         if predicted_s <= 0 or actual_s <= 0:
             return
+        if self._wider is not None:
+            self._wider.observe(predicted_s, actual_s, now_s)
         target = math.log(min(max(actual_s / predicted_s, 1 / _BOUND), _BOUND))
-        log = self._log * self._kept(now_s)
-        self._log = log + _WEIGHT * (target - log)
+        count = self._faded(now_s)
+        self._log += (target - self._log) / (count + 1)
+        self._count = min(count + 1, _MEMORY - 1)
         self._since_s = now_s
 
     def factor(self, now_s: float) -> float:
-        return math.exp(self._log * self._kept(now_s)) if self._log else 1.0
+        return math.exp(self._leaning(now_s))
 
-    def _kept(self, now_s: float) -> float:
-        return math.exp2(-max(now_s - self._since_s, 0.0) / _HALF_LIFE_S)
+    def _leaning(self, now_s: float) -> float:
+        count = self._faded(now_s)
+        wider = self._wider._leaning(now_s) if self._wider is not None else 0.0
+        return wider + (self._log - wider) * count / (count + _DOUBT)
+
+    def _faded(self, now_s: float) -> float:
+        if not self._count:
+            return 0.0
+        return self._count * math.exp2(-max(now_s - self._since_s, 0.0) / _HALF_LIFE_S)
 
 
 class NodeCost:
@@ -90,10 +112,13 @@ class NodeCost:
 
     __slots__ = ("decode_correction", "prefill_correction", "profile")
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(
+        self, profile: Profile, prefill: Correction | None = None, decode: Correction | None = None
+    ) -> None:
+        """``prefill`` and ``decode``: the corrections of all nodes of the role."""
         self.profile = profile
-        self.prefill_correction = Correction()
-        self.decode_correction = Correction()
+        self.prefill_correction = Correction(prefill)
+        self.decode_correction = Correction(decode)
 
     def prefill_s(self, uncached_tokens: int, cached_tokens: int, now_s: float) -> float:
         return self.profile.prefill_s(uncached_tokens, cached_tokens) * self.prefill_correction.factor(now_s)
@@ -107,9 +132,15 @@ class CostModel:
 
     def __init__(self) -> None:
         self.links = LinkModel()
+        self.prefill_correction = Correction()
+        self.decode_correction = Correction()
         self.errors = {name: PredictionErrors() for name in ("ttft", "prefill", "step", "transfer")}
         self._histograms = {name: core_metrics.prediction_error.labels(name) for name in self.errors}
         self._output_tokens = 128.0
+
+    def node(self, profile: Profile) -> NodeCost:
+        """The cost of a new node, corrected by what is known of the others."""
+        return NodeCost(profile, self.prefill_correction, self.decode_correction)
 
     def observe_ttft(self, predicted_s: float, actual_s: float) -> None:
         """From admission to the first token."""
@@ -123,12 +154,9 @@ class CostModel:
         plain_s = node.profile.prefill_s(uncached_tokens, cached_tokens)
         node.prefill_correction.observe(plain_s, actual_s, now_s)
 
-    def observe_step(
-        self, node: NodeCost, *, num_sequences: int, context_tokens: int, actual_s: float, now_s: float
-    ) -> None:
-        """Time between two messages of a decode node that was busy in between."""
-        self._check("step", node.step_s(num_sequences, context_tokens, now_s), actual_s)
-        plain_s = node.profile.step_s(num_sequences, context_tokens)
+    def observe_steps(self, node: NodeCost, *, plain_s: float, actual_s: float, now_s: float) -> None:
+        """Several steps in a row took ``actual_s``; ``plain_s`` is what the profile alone says of them."""
+        self._check("step", plain_s * node.decode_correction.factor(now_s), actual_s)
         node.decode_correction.observe(plain_s, actual_s, now_s)
 
     def observe_transfer(self, source: str, target: str, *, nbytes: int, actual_s: float) -> None:
@@ -138,7 +166,7 @@ class CostModel:
 
     def observe_output(self, num_tokens: int) -> None:
         """A request ended by itself after ``num_tokens``."""
-        self._output_tokens += _WEIGHT * (num_tokens - self._output_tokens)
+        self._output_tokens += _OUTPUT_WEIGHT * (num_tokens - self._output_tokens)
 
     def expected_output_tokens(self, remaining_tokens: int) -> int:
         """How many tokens a request that may still produce ``remaining_tokens`` probably will."""

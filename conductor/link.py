@@ -67,11 +67,13 @@ class LinkModel:
     def observe(self, source: str, target: str, nbytes: int, actual_s: float) -> None:
         if nbytes <= 0 or actual_s <= 0:
             return
-        self._any.observe(nbytes, actual_s)
         link = self._pairs.get((source, target))
-        if link is None:
-            # Nodes come and go under new names: the oldest pair makes room.
-            if len(self._pairs) >= self._capacity:
-                del self._pairs[next(iter(self._pairs))]
-            link = self._pairs[source, target] = LinkCost()
-        link.observe(nbytes, actual_s)
+        if link is not None:
+            link.observe(nbytes, actual_s)
+            self._any.observe(nbytes, actual_s)
+            return
+        # The first transfer of a pair connects the two, and no other one will: nothing is learned from it.
+        # Nodes come and go under new names: the oldest pair makes room.
+        if len(self._pairs) >= self._capacity:
+            del self._pairs[next(iter(self._pairs))]
+        self._pairs[source, target] = LinkCost()

@@ -7,13 +7,12 @@ from typing import Any
 
 from conductor.breaker import Breaker
 from conductor.cluster_view import NodeView
-from conductor.cost_model import CostModel, NodeCost, Profile
+from conductor.cost_model import CostModel, Profile
 from conductor.node_client import DecodeClient, NodeClient, RequestKey
+from conductor.step_window import StepWindow
 from kvstore.node_record import NodeRecord
 from protos import node_pb2
 
-# Two messages of a decode node this far apart were not two steps of one busy batch.
-_LONGEST_STEP_S = 5.0
 # A node that answers with errors, rather than not at all, is left alone after this many in a row: one request
 # that no node can serve must not take all of them away from the others.
 _ERRORS_IN_A_ROW = 3
@@ -37,7 +36,7 @@ class Member:
     ) -> None:
         self.record = record
         self.breaker = Breaker()
-        self.view = NodeView(record.node_id, NodeCost(Profile.from_record(record.profile)))
+        self.view = NodeView(record.node_id, cost_model.node(Profile.from_record(record.profile)))
         self.client = _client(record, conductor_id, on_change, self._on_step)
         self.kv_address = node_pb2.KvAddress.FromString(record.kv_address)
         self._cost_model = cost_model
@@ -51,7 +50,7 @@ class Member:
         self._decodes: dict[RequestKey, int] = {}  # tokens at placement
         self._others_running = 0
         self._context_tokens = 0
-        self._stepped_s = -1.0  # when the last message of a batch that goes on came; -1: none
+        self._steps = StepWindow()
         self.update(record)
 
     @property
@@ -186,19 +185,13 @@ class Member:
         }
 
     def _on_step(self, step: node_pb2.StepTokens, num_delivered: int) -> None:
+        view, steps = self.view, self._steps
+        plain_s = view.cost.profile.step_s(max(step.num_running, len(step.tokens)), self._context_tokens)
         now_s = self._clock()
-        view = self.view
-        if self._stepped_s >= 0 and step.tokens:
-            actual_s = now_s - self._stepped_s
-            if actual_s < _LONGEST_STEP_S:
-                self._cost_model.observe_step(
-                    view.cost,
-                    num_sequences=max(step.num_running, len(step.tokens)),
-                    context_tokens=self._context_tokens,
-                    actual_s=actual_s,
-                    now_s=now_s,
-                )
-        self._stepped_s = now_s if step.num_running else -1.0
+        if steps.add(plain_s, now_s, goes_on=step.num_running > 0):
+            self._cost_model.observe_steps(
+                view.cost, plain_s=steps.plain_s, actual_s=steps.actual_s, now_s=now_s
+            )
         self._context_tokens += num_delivered
         self._others_running = max(step.num_running - len(self._decodes), 0)
         view.num_waiting = step.num_waiting

@@ -41,7 +41,7 @@ class LeastTtft:
     ) -> tuple[PrefillEstimate, Reason]:
         best_s = min(candidate.ttft_s for candidate in candidates)
         near = [candidate for candidate in candidates if candidate.ttft_s <= best_s * _TIE_RATIO + _TIE_S]
-        chosen = min(near, key=lambda c: (-c.prefix_tokens, c.num_placed, c.ttft_s, c.node_id))
+        chosen = min(near, key=lambda c: (-c.local_tokens, c.num_placed, c.ttft_s, c.node_id))
         return chosen, _prefill_reason(chosen, candidates)
 
     def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView) -> DecodeEstimate:

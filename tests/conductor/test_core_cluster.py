@@ -181,10 +181,10 @@ async def test_nodes_of_another_model_or_shape_are_shown_and_not_used(redis: Red
 async def test_estimates_follow_what_nodes_report(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "d0") as cluster:
         for i in range(40):
-            await cluster.generate(request(f"r{i}"))
+            await cluster.generate(request(f"r{i}", max_tokens=20))
         errors = cluster.conductor.cluster()["prediction_errors"]
         assert errors["prefill"]["count"] == errors["transfer"]["count"] == errors["ttft"]["count"] == 40
-        assert errors["step"]["count"] > 40
+        assert errors["step"]["count"] >= 40
         node = next(n for n in cluster.conductor.cluster()["nodes"] if n["node_id"] == "p0")
         # It says 1 ms for what its profile predicts at 1.24 ms.
         assert node["prefill_correction"] == pytest.approx(1 / 1.24, rel=0.05)

@@ -8,6 +8,7 @@ from conductor.breaker import Breaker
 from conductor.cost_model import CostModel, NodeCost, Profile
 from conductor.link import LinkModel
 from conductor.prediction import PredictionErrors
+from conductor.step_window import StepWindow
 
 PROFILE = Profile(1e-3, 1e-5, 1e-9, 1e-3, 1e-4, 1e-8)
 
@@ -30,16 +31,46 @@ def test_the_correction_reaches_a_node_twice_as_slow_and_forgets_it() -> None:
     plain_s = PROFILE.prefill_s(100, 0)
     for i in range(40):
         model.observe_prefill(node, uncached_tokens=100, cached_tokens=0, actual_s=2 * plain_s, now_s=i / 100)
-    assert node.prefill_s(100, 0, now_s=0.4) == pytest.approx(2 * plain_s, rel=0.03)
+    assert node.prefill_s(100, 0, now_s=0.4) == pytest.approx(2 * plain_s, rel=0.2)
     assert node.step_s(1, 0, now_s=0.4) == PROFILE.step_s(1, 0)
-    assert node.prefill_s(100, 0, now_s=600.0) == pytest.approx(plain_s, rel=0.01)
-    assert model.errors["prefill"].quantile(0.0) < 3  # type: ignore[operator]
+    assert node.prefill_s(100, 0, now_s=1200.0) == pytest.approx(plain_s, rel=0.01)
+    assert model.errors["prefill"].quantile(0.0) < 20  # type: ignore[operator]
 
 
 def test_one_absurd_measurement_moves_an_estimate_by_little() -> None:
     model, node = CostModel(), NodeCost(PROFILE)
-    model.observe_step(node, num_sequences=1, context_tokens=10, actual_s=100.0, now_s=0.0)
-    assert node.step_s(1, 10, now_s=0.0) < 1.5 * PROFILE.step_s(1, 10)
+    plain_s = PROFILE.step_s(1, 10)
+    for _ in range(8):
+        model.observe_steps(node, plain_s=plain_s, actual_s=plain_s, now_s=0.0)
+    model.observe_steps(node, plain_s=plain_s, actual_s=100.0, now_s=0.0)
+    assert node.step_s(1, 10, now_s=0.0) < 1.5 * plain_s
+
+
+def test_a_node_that_was_not_measured_is_taken_to_be_as_far_off_as_the_others() -> None:
+    model = CostModel()
+    busy, idle = model.node(PROFILE), model.node(PROFILE)
+    plain_s = PROFILE.step_s(1, 10)
+    for _ in range(30):
+        model.observe_steps(busy, plain_s=plain_s, actual_s=2 * plain_s, now_s=0.0)
+    assert idle.step_s(1, 10, now_s=0.0) == pytest.approx(busy.step_s(1, 10, now_s=0.0), rel=0.15)
+    # What it shows itself counts more than what others do.
+    for _ in range(8):
+        model.observe_steps(idle, plain_s=plain_s, actual_s=plain_s, now_s=0.0)
+    assert idle.step_s(1, 10, now_s=0.0) < 1.2 * plain_s
+
+
+def test_steps_are_timed_in_clumps_and_never_across_a_pause() -> None:
+    window = StepWindow()
+    assert not window.add(1.0, 100.0, goes_on=True)  # began after a pause: its time is unknown
+    fulls = [window.add(1.0, 100.0 + 2.0 * step, goes_on=True) for step in range(1, 17)]
+    assert fulls == [False] * 15 + [True]
+    assert (window.plain_s, window.actual_s) == (16.0, 32.0)
+    assert not window.add(1.0, 134.0, goes_on=False)  # too few to tell
+    assert not window.add(1.0, 500.0, goes_on=True)
+    for step in range(1, 4):
+        window.add(1.0, 500.0 + step, goes_on=True)
+    assert window.add(1.0, 504.0, goes_on=False)
+    assert window.actual_s == 4.0
 
 
 def test_a_link_learns_latency_and_rate() -> None:
@@ -51,6 +82,12 @@ def test_a_link_learns_latency_and_rate() -> None:
     assert links.seconds("p", "d", 0) == 0.0
     # A pair that never moved anything is taken to be like those that did.
     assert links.seconds("a", "b", 10_000_000) == pytest.approx(2e-3 + 0.02, rel=0.1)
+
+
+def test_the_first_transfer_of_a_pair_teaches_nothing() -> None:
+    links, untouched = LinkModel(), LinkModel()
+    links.observe("p", "d", 1_000_000, 5.0)
+    assert links.seconds("p", "d", 1_000_000) == untouched.seconds("p", "d", 1_000_000)
 
 
 def test_a_link_of_one_size_only_is_right_for_that_size() -> None:

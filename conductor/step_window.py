@@ -1,0 +1,38 @@
+"""How long a decode node's steps took, seen from the messages they leave."""
+
+from __future__ import annotations
+
+# Messages arrive in clumps, so only the time of several steps together says something.
+_ENOUGH = 16
+_FEW = 4
+
+
+class StepWindow:
+    """Gathers steps that followed each other without a pause, until there are enough to measure."""
+
+    __slots__ = ("_count", "_since_s", "_sum_s", "_until_s", "actual_s", "plain_s")
+
+    def __init__(self) -> None:
+        self.plain_s = 0.0  # of the last full window: what was expected
+        self.actual_s = 0.0  # and what it took
+        self._count = 0
+        self._sum_s = 0.0
+        self._since_s = -1.0  # when the step before the first one ended; -1: the node was idle
+        self._until_s = 0.0
+
+    def add(self, plain_s: float, now_s: float, *, goes_on: bool) -> bool:
+        """A step's message came at ``now_s``. True when ``plain_s`` and ``actual_s`` are new.
+
+        ``goes_on``: the batch is not empty after it, so that the next step follows at once.
+        """
+        full = False
+        if self._since_s >= 0:
+            self._count += 1
+            self._sum_s += plain_s
+            full = self._count >= (_ENOUGH if goes_on else _FEW)
+            if full:
+                self.plain_s, self.actual_s = self._sum_s, now_s - self._since_s
+        if full or not goes_on or self._since_s < 0:
+            self._count, self._sum_s = 0, 0.0
+            self._since_s = now_s if goes_on else -1.0
+        return full
