@@ -31,7 +31,9 @@ class ModelOptions:
     path: str = option(
         "", "path", "Hugging Face checkpoint directory; empty: the model that ships with Moonpool"
     )
-    name: str = option("", "text", "name in the API; empty: the directory's name")
+    name: str = option(
+        "", "text", "name in the API; empty: the directory's, or moonpool-demo for the one that ships"
+    )
     dtype: str = option(
         "auto", "name", "auto, float32, bfloat16 or float16; auto: the fastest measured for the device"
     )
@@ -52,6 +54,11 @@ class ModelOptions:
     def directory(self) -> Path:
         """The checkpoint directory: ``path``, or the model in this installation. Its existence is not checked."""
         return Path(self.path) if self.path else Path(__file__).parent.parent / "moonpool" / "demo" / "model"
+
+    @property
+    def served_name(self) -> str:
+        """What the API calls the model."""
+        return self.name or (self.directory.resolve().name if self.path else "moonpool-demo")
 
 
 @dataclass(frozen=True, slots=True)
