@@ -52,7 +52,7 @@ class ModelOptions:
 
     @property
     def directory(self) -> Path:
-        """The checkpoint directory: ``path``, or the model in this installation. Its existence is not checked."""
+        """The checkpoint directory: ``path``, or the model that ships. It need not exist."""
         return Path(self.path) if self.path else Path(__file__).parent.parent / "moonpool" / "demo" / "model"
 
     @property
