@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -31,6 +32,7 @@ class Admission:
         self._runs: dict[str, Run] = {}
         self._mean_s = 1.0  # how long requests took
         self._closed = False
+        self._empty: asyncio.Future[None] | None = None
 
     @property
     def runs(self) -> Mapping[str, Run]:
@@ -54,7 +56,15 @@ class Admission:
         """Idempotent."""
         if self._runs.get(run.request_id) is run:
             del self._runs[run.request_id]
+            if not self._runs and self._empty is not None and not self._empty.done():
+                self._empty.set_result(None)
             self._mean_s += _WEIGHT * (self._clock() - run.started_s - self._mean_s)
+
+    async def emptied(self, timeout_s: float) -> None:
+        """Return when nobody is in any more, or after ``timeout_s``."""
+        if self._runs:
+            self._empty = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._empty,), timeout=timeout_s)
 
     def close(self) -> None:
         """Nobody gets in any more, and those inside are ended with ``ConductorClosed``."""

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 # Timelines kept for those who ask afterwards; a few kilobytes each.
 _TIMELINES_KEPT = 2048
 
+# How long closing waits for requests to end and for nodes to be told.
+_FAREWELL_S = 1.0
+
 
 class Conductor:
     """Places requests on nodes and streams their tokens. All methods are called on one event loop."""
@@ -85,6 +88,8 @@ class Conductor:
     async def close(self) -> None:
         """End every request in flight, everywhere, and close all connections. Idempotent."""
         self._services.admission.close()
+        # Those who consume the streams have to run once, for the nodes to hear of it.
+        await self._services.admission.emptied(_FAREWELL_S)
         await self._services.registry.close()
         await self._redis.aclose()
 

@@ -76,6 +76,8 @@ class Member:
         """A heartbeat of the same life."""
         if record.profile != self.record.profile:
             self.view.cost.profile = Profile.from_record(record.profile)
+        if record.kv_address != self.record.kv_address:
+            self.kv_address = node_pb2.KvAddress.FromString(record.kv_address)
         self.record = record
         load = record.load
         self.view.num_blocks = load.num_blocks

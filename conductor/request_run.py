@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator
 
-from conductor.attempt import Attempt, AttemptFailed, AttemptPlan, AttemptUseless
-from conductor.cluster_view import PlaceRequest, Slo
+from conductor.attempt import Attempt, AttemptFailed, AttemptUseless
 from conductor.errors import (
     ConductorError,
     DeadlineExceeded,
@@ -19,10 +17,10 @@ from conductor.errors import (
     RequestRejected,
 )
 from conductor.lineage import Lineage
-from conductor.place import place
 from conductor.placement import Placement, Rejection
 from conductor.recorder import Recorder
 from conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
+from conductor.request_placer import RequestPlacer
 from conductor.services import Services
 from conductor.timeline import RequestTimeline
 from protos import node_pb2
@@ -35,8 +33,6 @@ NODE_WAIT_S = 2.0
 _LOOK_AGAIN_S = 0.1
 # Nodes that are merely busy get a moment before they are asked again, longer each time.
 _REFUSED_PAUSE_S = 0.05
-# Our own deadline must be the first to fire: a call that times out looks like a dead node.
-_CALL_MARGIN_S = 1.0
 
 _FINISH = {node_pb2.FINISH_STOP: "stop", node_pb2.FINISH_LENGTH: "length"}
 
@@ -58,17 +54,19 @@ class RequestRun:
         self._lineage = Lineage(request.prompt_token_ids, services.model.block_size)
         room = services.model.max_model_len - self._lineage.num_prompt_tokens
         self._limit = min(request.sampling.max_tokens, room)  # tokens it may produce
-        # Drawn here, so that what is sampled does not depend on where or how often it is placed.
-        seed = request.sampling.seed
-        seed = services.rng.getrandbits(64) if seed is None else seed % 2**64
-        self._sampling = request.sampling.to_proto(seed)
         self._timeout_s = services.timeout_s if request.deadline_s is None else request.deadline_s
-        self._avoid: set[str] = set()
-        self._num_attempts = 0
+        self._placer = RequestPlacer(
+            request,
+            services,
+            self._lineage,
+            limit=self._limit,
+            timeout_s=self._timeout_s,
+            started_s=self.started_s,
+            started_unix_s=timeline.started_unix_s,
+        )
         self._attempt: Attempt | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._ending: Exception | None = None
-        self._hash_s = self._place_s = 0.0  # of the latest placement
 
     async def events(self) -> AsyncGenerator[TokenEvent, None]:
         """See ``Conductor.generate``."""
@@ -121,13 +119,13 @@ class RequestRun:
 
     async def _place(self) -> Attempt:
         """Start the next attempt, waiting a little for nodes when there are none."""
-        began_s = self._services.clock()
+        placer, began_s = self._placer, self._services.clock()
         waits_for = ""
         while self._ending is None:
-            outcome = self._decide()
+            outcome = placer.decide()
             if isinstance(outcome, Placement):
-                attempt = self._start(outcome)
-                self._recorder.placed(outcome, attempt.plan.key[1], self._hash_s, self._place_s)
+                attempt = placer.start(outcome)
+                self._recorder.placed(outcome, placer.num_attempts - 1, placer.hash_s, placer.place_s)
                 return attempt
             if not outcome.role:
                 raise self._refusal(outcome)
@@ -140,75 +138,10 @@ class RequestRun:
             await self._services.registry.change(min(_LOOK_AGAIN_S, NODE_WAIT_S - waited_s))
         raise self._ending
 
-    def _decide(self) -> Placement | Rejection:
-        services, lineage = self._services, self._lineage
-        root_key = services.registry.root_key(self._request.tenant)
-        if root_key is None:
-            return Rejection("no node has come yet", role="prefill")
-        began_s = services.clock()
-        keys = lineage.hash_blocks(root_key)
-        hashed_s = services.clock()
-        remaining = self._limit - len(lineage.output_ids)
-        # What has begun is brought to its end if that can be done at all.
-        begun = self._num_attempts > 0
-        request = PlaceRequest(
-            num_tokens=lineage.num_tokens,
-            remaining_tokens=remaining,
-            expected_tokens=services.cost_model.expected_output_tokens(remaining),
-            deadline_s=math.inf if begun else self._timeout_s,
-            reads_cache=not self._wants_prompt_logprobs,
-        )
-        view = services.registry.view(keys, self._avoid)
-        outcome = place(request, view, Slo() if begun else services.slo, services.policy)
-        self._hash_s, self._place_s = hashed_s - began_s, services.clock() - hashed_s
-        return outcome
-
     def _refusal(self, rejection: Rejection) -> ConductorError:
         if rejection.capacity_tokens:
             return RequestInvalid(rejection.reason)
         return RequestRejected(rejection.reason, rejection.retry_after_s)
-
-    def _start(self, placement: Placement) -> Attempt:
-        services = self._services
-        members, number = services.registry.members, self._num_attempts
-        self._num_attempts += 1
-        estimate = placement.prefill
-        fetches = estimate.fetched_tokens > 0
-        left_s = self.started_s + self._timeout_s - services.clock()
-        attempt = Attempt(
-            AttemptPlan(
-                key=(self.request_id, number),
-                work=self._work(number),
-                placement=placement,
-                prefill=members[estimate.node_id],
-                decode=members[placement.decode.node_id] if placement.decode else None,
-                fetch_from=members[estimate.fetch_from].kv_address if fetches else None,
-                num_fetch_blocks=estimate.prefix_tokens // services.model.block_size if fetches else 0,
-                prompt_logprobs=self._wants_prompt_logprobs,
-                conductor_id=services.conductor_id,
-                timeout_s=max(left_s, 0.0) + _CALL_MARGIN_S,
-            )
-        )
-        attempt.start()
-        return attempt
-
-    def _work(self, number: int) -> node_pb2.Work:
-        lineage = self._lineage
-        return node_pb2.Work(
-            request_id=self.request_id,
-            token_ids=lineage.token_ids().tobytes(),
-            num_prompt_tokens=lineage.num_prompt_tokens,
-            root_key=lineage.root_key,
-            block_keys=lineage.packed_keys(),
-            sampling=self._sampling,
-            priority=self._request.priority,
-            deadline_unix_s=self._recorder.timeline.started_unix_s + self._timeout_s,
-            attempt=number,
-        )
-
-    @property
-    def _wants_prompt_logprobs(self) -> bool:
-        return self._request.prompt_logprobs and not self._lineage.output_ids
 
     # ------------------------------------------------------------------ what comes back
 
@@ -266,17 +199,16 @@ class RequestRun:
 
     async def _failed(self, failure: AttemptFailed) -> None:
         """Get ready to be placed again. Raises when that was the last attempt."""
-        num_tokens = len(self._lineage.output_ids)
-        number = self._num_attempts - 1
-        log.warning("attempt %d after %d tokens: %s", number, num_tokens, failure.reason)
-        self._recorder.retry(failure, number, num_tokens)
-        self._avoid.update(failure.nodes)
-        if self._num_attempts >= self._services.max_attempts:
+        num_tokens, num_attempts = len(self._lineage.output_ids), self._placer.num_attempts
+        log.warning("attempt %d after %d tokens: %s", num_attempts - 1, num_tokens, failure.reason)
+        self._recorder.retry(failure, num_attempts - 1, num_tokens)
+        self._placer.avoid.update(failure.nodes)
+        if num_attempts >= self._services.max_attempts:
             if failure.cause == "refused" and not num_tokens:
                 raise RequestRejected(failure.reason, retry_after_s=1.0) from failure
-            raise RequestFailed(failure.reason, self._num_attempts, num_tokens) from failure
+            raise RequestFailed(failure.reason, num_attempts, num_tokens) from failure
         if failure.cause == "refused":
-            await asyncio.sleep(_REFUSED_PAUSE_S * number)
+            await asyncio.sleep(_REFUSED_PAUSE_S * (num_attempts - 1))
 
     def _expire(self) -> None:
         self.abort(DeadlineExceeded(self._timeout_s, len(self._lineage.output_ids)))
