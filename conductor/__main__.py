@@ -26,7 +26,7 @@ async def main(config: Config, service: ServiceContext) -> None:
     model = ServedModel.from_checkpoint(
         path,
         block_size=config.engine.block_size,
-        name=config.model.name,
+        name=config.model.served_name,
         max_model_len=config.model.max_model_len,
     )
     conductor = Conductor(model, config.conductor, config.index)

@@ -49,8 +49,11 @@ class NodeClient:
         self.connected = False
         self._on_change = on_change
         self._channel = rpc.channel(address)
+        self._node = node_pb2_grpc.NodeStub(self._channel)
         self._prefill = node_pb2_grpc.PrefillNodeStub(self._channel)
         self._dependents: dict[RequestKey, Dependent] = {}
+        self._cancels: dict[RequestKey, None] = {}  # not yet delivered; ordered
+        self._canceller: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -61,8 +64,10 @@ class NodeClient:
         watcher, self._watcher = self._watcher, None
         if watcher is None:
             return
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
+        tasks = [task for task in (watcher, self._canceller) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._set_connected(False, "the conductor let it go")
         await self._channel.close(None)
 
@@ -88,6 +93,13 @@ class NodeClient:
             )
         return reply
 
+    def cancel(self, key: RequestKey) -> None:
+        """Tell the node to stop ``key``, now or when it can be reached again. Returns at once."""
+        self._cancels[key] = None
+        if len(self._cancels) > _MOST_CANCELS_KEPT:
+            del self._cancels[next(iter(self._cancels))]
+        self._deliver_cancels()
+
     async def _watch(self) -> None:
         """Follow the channel's state. A closed connection is opened again at once, so that a loss shows."""
         ready, broken = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
@@ -107,7 +119,27 @@ class NodeClient:
             log.info("%s at %s is gone: %s", self.node_id, self.address, reason)
             # What a decode node sent may have been lost with the stream: every request on it begins again.
             self.abandon(reason)
+        else:
+            self._deliver_cancels()
         self._on_change()
+
+    def _deliver_cancels(self) -> None:
+        if self.connected and self._cancels and (self._canceller is None or self._canceller.done()):
+            self._canceller = asyncio.create_task(self._send_cancels(), name=f"cancel on {self.node_id}")
+
+    async def _send_cancels(self) -> None:
+        while self._cancels and self.connected:
+            key = next(iter(self._cancels))
+            request = node_pb2.CancelRequest(request_id=key[0], attempt=key[1])
+            try:
+                with rpc.calling(self.node_id):
+                    await self._node.Cancel(request, timeout=_CANCEL_TIMEOUT_S)
+            except NodeUnavailable:
+                return  # kept: sent again when the node is back
+            except MoonpoolError as error:
+                # The node knows better, for example that the request has ended.
+                log.debug("cancel of %s attempt %d: %s", *key, error)
+            self._cancels.pop(key, None)
 
 
 class DecodeClient(NodeClient):
@@ -127,14 +159,6 @@ class DecodeClient(NodeClient):
         self._conductor_id = conductor_id
         self._on_step = on_step
         self._decode = node_pb2_grpc.DecodeNodeStub(self._channel)
-        self._cancels: dict[RequestKey, None] = {}  # not yet delivered; ordered
-        self._canceller: asyncio.Task[None] | None = None
-
-    async def close(self) -> None:
-        await super().close()
-        if self._canceller is not None:
-            self._canceller.cancel()
-            await asyncio.gather(self._canceller, return_exceptions=True)
 
     async def decode(self, request: node_pb2.DecodeRequest, timeout_s: float) -> node_pb2.DecodeReply:
         with rpc.calling(self.node_id):
@@ -143,20 +167,12 @@ class DecodeClient(NodeClient):
             )
         return reply
 
-    def cancel(self, key: RequestKey) -> None:
-        """Tell the node to stop ``key``, now or when it can be reached again. Returns at once."""
-        self._cancels[key] = None
-        if len(self._cancels) > _MOST_CANCELS_KEPT:
-            del self._cancels[next(iter(self._cancels))]
-        self._deliver_cancels()
-
     async def _watch(self) -> None:
         pause_s = _REOPEN_FIRST_S
         while True:
             await self._channel.channel_ready()
             stream = self._decode.Tokens(node_pb2.TokensRequest(conductor_id=self._conductor_id))
             self._set_connected(True, "")
-            self._deliver_cancels()
             reason = "it closed the token stream"
             try:
                 with rpc.calling(self.node_id):
@@ -182,21 +198,3 @@ class DecodeClient(NodeClient):
                 dependent.put(token)
                 num_delivered += 1
         self._on_step(step, num_delivered)
-
-    def _deliver_cancels(self) -> None:
-        if self.connected and self._cancels and (self._canceller is None or self._canceller.done()):
-            self._canceller = asyncio.create_task(self._send_cancels(), name=f"cancel on {self.node_id}")
-
-    async def _send_cancels(self) -> None:
-        while self._cancels and self.connected:
-            key = next(iter(self._cancels))
-            request = node_pb2.CancelRequest(request_id=key[0], attempt=key[1])
-            try:
-                with rpc.calling(self.node_id):
-                    await self._decode.Cancel(request, timeout=_CANCEL_TIMEOUT_S)
-            except NodeUnavailable:
-                return  # kept: sent again when the node is back
-            except MoonpoolError as error:
-                # The node knows better, for example that the request has ended.
-                log.debug("cancel of %s attempt %d: %s", *key, error)
-            self._cancels.pop(key, None)

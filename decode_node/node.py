@@ -15,7 +15,7 @@ from decode_node.outbox import Outbox
 from decode_node.takeover import take_over
 from engine.events import StepEvent
 from engine.messages import token_out
-from engine.node import EngineNode, sequence_of
+from engine.node import EngineNode, Key, sequence_of
 from engine.node_metrics import DECODE_TOKENS, RECEIVED_BLOCKS, RECEIVED_BYTES
 from engine.sequence import Sequence
 from kvstore import keys as block_keys
@@ -25,8 +25,6 @@ from runtime.errors import MoonpoolError
 from runtime.options import Config
 
 log = logging.getLogger(__name__)
-
-Key = tuple[str, int]  # request id, attempt
 
 
 @dataclass(slots=True)
@@ -57,7 +55,13 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
 
     async def stop(self) -> None:
         for key in list(self._requests):
-            self._cancel(key)
+            self.cancel(key)
+
+    def cancel(self, key: Key) -> None:
+        request = self._requests.pop(key, None)
+        if request is not None:
+            request.takeover.cancel()
+            self.engine.cancel(*key)
 
     def sweep(self) -> None:
         super().sweep()
@@ -68,7 +72,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
             if orphans:
                 log.warning("conductor %s is gone: %d requests are cancelled", conductor_id, len(orphans))
             for key in orphans:
-                self._cancel(key)
+                self.cancel(key)
             del self._outboxes[conductor_id]
 
     # ------------------------------------------------------------------ service DecodeNode
@@ -91,12 +95,6 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
     ) -> AsyncIterator[node_pb2.StepTokens]:
         async for message in self._outbox(request.conductor_id).messages():
             yield message
-
-    async def Cancel(
-        self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.CancelReply:
-        self._cancel((request.request_id, request.attempt))
-        return node_pb2.CancelReply()
 
     # ------------------------------------------------------------------ the work
 
@@ -175,9 +173,3 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         if outbox is None:
             outbox = self._outboxes[conductor_id] = Outbox(self.clock)
         return outbox
-
-    def _cancel(self, key: Key) -> None:
-        request = self._requests.pop(key, None)
-        if request is not None:
-            request.takeover.cancel()
-            self.engine.cancel(*key)

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc.aio
 import numpy as np
-import redis.asyncio as redis
 
 from engine.block_memory import BlockMemory
 from engine.engine import Engine
@@ -25,6 +24,7 @@ from kvstore.index import KVIndex
 from kvstore.keys import BlockKey
 from kvstore.node_record import NodeLoad, NodeRecord
 from kvstore.publisher import IndexPublisher
+from kvstore.redis_client import connect
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
@@ -37,6 +37,8 @@ from transfer import TransferAgent
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.5
+
+Key = tuple[str, int]  # request id, attempt
 
 
 class NodeDraining(MoonpoolError):
@@ -79,6 +81,10 @@ class EngineNode(node_pb2_grpc.NodeServicer):
 
     async def stop(self) -> None:
         """End what still runs. Called once, before the engine closes."""
+        raise NotImplementedError
+
+    def cancel(self, key: Key) -> None:
+        """Stop this attempt of a request; nothing happens when it is not here."""
         raise NotImplementedError
 
     def sweep(self) -> None:
@@ -129,7 +135,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             f"http://{config.node.host}:{serve_metrics(config.node.host, config.node.metrics_port)}/metrics"
         )
         observe_engine(engine)
-        self._redis = redis.Redis.from_url(config.index.redis_url)
+        self._redis = connect(config.index.redis_url)
         index = KVIndex(self._redis, config.index.namespace)
         self.publisher = IndexPublisher(index, self.record, config.index, self._held)
         engine.pool.on_sealed = lambda block, key: self.publisher.stored(key, Tier.POOL)
@@ -261,6 +267,12 @@ class EngineNode(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.ReleaseReply:
         self.leases.release(request.lease_id)
         return node_pb2.ReleaseReply()
+
+    async def Cancel(
+        self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.CancelReply:
+        self.cancel((request.request_id, request.attempt))
+        return node_pb2.CancelReply()
 
 
 def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool = False) -> Sequence:

@@ -13,7 +13,7 @@ import grpc.aio
 from engine.events import StepEvent
 from engine.kv_exchange import Fetched, PeerIncompatible
 from engine.messages import token_logprobs, token_out
-from engine.node import EngineNode, sequence_of
+from engine.node import EngineNode, Key, sequence_of
 from engine.node_metrics import PREFILL_TOKENS
 from engine.sequence import FinishReason, Sequence
 from kvstore import keys as block_keys
@@ -25,8 +25,6 @@ from runtime.options import Config
 from transfer import TransferError
 
 log = logging.getLogger(__name__)
-
-Key = tuple[str, int]  # request id, attempt
 
 
 class PrefillFailed(MoonpoolError):
@@ -58,6 +56,14 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             handover.fail(f"node {self.node_id} is stopping")
         for task in list(self._holds):
             task.cancel()
+
+    def cancel(self, key: Key) -> None:
+        """Before the first token the call itself is cancelled; this is for what is held after it."""
+        handover = self._handovers.get(key)
+        if handover is not None and key not in self._first_tokens:
+            handover.fail("the request was cancelled")
+            handover.followed.set()
+            handover.taken.set()
 
     # ------------------------------------------------------------------ service PrefillNode
 

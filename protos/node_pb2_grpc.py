@@ -56,6 +56,11 @@ class NodeStub:
                 request_serializer=protos_dot_node__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/moonpool.Node/Cancel',
+                request_serializer=protos_dot_node__pb2.CancelRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.CancelReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -89,6 +94,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Cancel(self, request, context):
+        """Stop one attempt of a request and let everything go that it holds here. Unknown ones are no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=protos_dot_node__pb2.ReleaseRequest.FromString,
                     response_serializer=protos_dot_node__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=protos_dot_node__pb2.CancelRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.CancelReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +240,33 @@ class Node:
             '/moonpool.Node/Release',
             protos_dot_node__pb2.ReleaseRequest.SerializeToString,
             protos_dot_node__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Node/Cancel',
+            protos_dot_node__pb2.CancelRequest.SerializeToString,
+            protos_dot_node__pb2.CancelReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -380,11 +424,6 @@ class DecodeNodeStub:
                 request_serializer=protos_dot_node__pb2.TokensRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.StepTokens.FromString,
                 _registered_method=True)
-        self.Cancel = channel.unary_unary(
-                '/moonpool.DecodeNode/Cancel',
-                request_serializer=protos_dot_node__pb2.CancelRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.CancelReply.FromString,
-                _registered_method=True)
 
 
 class DecodeNodeServicer:
@@ -408,12 +447,6 @@ class DecodeNodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Cancel(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_DecodeNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -426,11 +459,6 @@ def add_DecodeNodeServicer_to_server(servicer, server):
                     servicer.Tokens,
                     request_deserializer=protos_dot_node__pb2.TokensRequest.FromString,
                     response_serializer=protos_dot_node__pb2.StepTokens.SerializeToString,
-            ),
-            'Cancel': grpc.unary_unary_rpc_method_handler(
-                    servicer.Cancel,
-                    request_deserializer=protos_dot_node__pb2.CancelRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.CancelReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -489,33 +517,6 @@ class DecodeNode:
             '/moonpool.DecodeNode/Tokens',
             protos_dot_node__pb2.TokensRequest.SerializeToString,
             protos_dot_node__pb2.StepTokens.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Cancel(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/moonpool.DecodeNode/Cancel',
-            protos_dot_node__pb2.CancelRequest.SerializeToString,
-            protos_dot_node__pb2.CancelReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class NodeStub:
     Lease: _grpc.UnaryUnaryMultiCallable[_node_pb2.LeaseRequest, _node_pb2.LeaseReply]
     """Pin the longest prefix of `keys` this node holds, so that the caller may read it until the lease ends."""
     Release: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReleaseRequest, _node_pb2.ReleaseReply]
+    Cancel: _grpc.UnaryUnaryMultiCallable[_node_pb2.CancelRequest, _node_pb2.CancelReply]
+    """Stop one attempt of a request and let everything go that it holds here. Unknown ones are no error."""
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -53,6 +55,8 @@ class NodeAsyncStub(NodeStub):
     Lease: _aio.UnaryUnaryMultiCallable[_node_pb2.LeaseRequest, _node_pb2.LeaseReply]  # type: ignore[assignment]
     """Pin the longest prefix of `keys` this node holds, so that the caller may read it until the lease ends."""
     Release: _aio.UnaryUnaryMultiCallable[_node_pb2.ReleaseRequest, _node_pb2.ReleaseReply]  # type: ignore[assignment]
+    Cancel: _aio.UnaryUnaryMultiCallable[_node_pb2.CancelRequest, _node_pb2.CancelReply]  # type: ignore[assignment]
+    """Stop one attempt of a request and let everything go that it holds here. Unknown ones are no error."""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- every node"""
@@ -86,6 +90,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.ReleaseReply, _abc.Awaitable[_node_pb2.ReleaseReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Cancel(
+        self,
+        request: _node_pb2.CancelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.CancelReply, _abc.Awaitable[_node_pb2.CancelReply]]:
+        """Stop one attempt of a request and let everything go that it holds here. Unknown ones are no error."""
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -159,7 +171,6 @@ class DecodeNodeStub:
     """One message a step with the new tokens of every request of this conductor. One stream a conductor.
     When it breaks and is not reopened within the orphan bound, that conductor's requests are cancelled.
     """
-    Cancel: _grpc.UnaryUnaryMultiCallable[_node_pb2.CancelRequest, _node_pb2.CancelReply]
 
 @_typing.type_check_only
 class DecodeNodeAsyncStub(DecodeNodeStub):
@@ -174,7 +185,6 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     """One message a step with the new tokens of every request of this conductor. One stream a conductor.
     When it breaks and is not reopened within the orphan bound, that conductor's requests are cancelled.
     """
-    Cancel: _aio.UnaryUnaryMultiCallable[_node_pb2.CancelRequest, _node_pb2.CancelReply]  # type: ignore[assignment]
 
 class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- decode"""
@@ -198,12 +208,5 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         """One message a step with the new tokens of every request of this conductor. One stream a conductor.
         When it breaks and is not reopened within the orphan bound, that conductor's requests are cancelled.
         """
-
-    @_abc_1.abstractmethod
-    def Cancel(
-        self,
-        request: _node_pb2.CancelRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_node_pb2.CancelReply, _abc.Awaitable[_node_pb2.CancelReply]]: ...
 
 def add_DecodeNodeServicer_to_server(servicer: DecodeNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -55,7 +55,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 async def greedy(api: openai.AsyncOpenAI, prompt: list[int], count: int) -> tuple[list[int], int]:
     answer = await api.completions.create(
-        model=MODEL.name,
+        model=Config().model.served_name,
         prompt=prompt,
         max_tokens=count,
         temperature=0,
@@ -92,7 +92,11 @@ async def test_many_at_once_are_each_as_alone(openai_client, reference) -> None:
 async def test_a_seeded_sample_repeats_and_differs_by_seed(openai_client) -> None:
     async def sample(seed: int) -> str:
         answer = await openai_client.completions.create(
-            model=MODEL.name, prompt="In the beginning", max_tokens=24, temperature=1.0, seed=seed
+            model=Config().model.served_name,
+            prompt="In the beginning",
+            max_tokens=24,
+            temperature=1.0,
+            seed=seed,
         )
         return answer.choices[0].text
 
@@ -138,15 +142,23 @@ async def test_the_timeline_tells_the_whole_way(client: Client) -> None:
 
 
 async def test_a_closed_connection_frees_every_block(cluster: LocalCluster, client: Client) -> None:
-    stream = client.complete("In the beginning", Reply(), max_tokens=4000, ignore_eos=True)
-    await anext(stream)
-    await stream.aclose()
+    for num_pieces in (1, 2, 40):
+        stream = client.complete("In the beginning", Reply(), max_tokens=4000, ignore_eos=True)
+        for _ in range(num_pieces):
+            await anext(stream)
+        await stream.aclose()
 
     async def idle() -> bool:
-        nodes = (await client.cluster())["nodes"]
-        return all(node["load"]["num_running"] == node["load"]["num_waiting"] == 0 for node in nodes)
+        loads = [node["load"] for node in (await client.cluster())["nodes"]]
+        return all(
+            load["num_running"] == load["num_waiting"] == 0
+            and load["num_free_blocks"] == load["num_blocks"]
+            and load["own_prefills"] == load["own_decodes"] == 0
+            for load in loads
+        )
 
-    await eventually(idle)
+    # Sooner than a lease that nobody gives back would end.
+    await eventually(idle, timeout_s=0.5 * cluster.config.store.lease_ttl_s)
 
 
 async def test_too_long_a_prompt_is_refused_with_the_numbers(openai_client) -> None:

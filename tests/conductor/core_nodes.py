@@ -96,13 +96,17 @@ class ScriptedNode(
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     async def start(self) -> ScriptedNode:
+        await self.serve(0)
+        await self.publisher.start()
+        return self
+
+    async def serve(self, port: int) -> None:
         add = [
             node_pb2_grpc.add_PrefillNodeServicer_to_server,
             node_pb2_grpc.add_DecodeNodeServicer_to_server,
         ][self.role == "decode"]
-        self._server, self.port = await rpc.serve([(add, self)], "127.0.0.1", 0)
-        await self.publisher.start()
-        return self
+        node = node_pb2_grpc.add_NodeServicer_to_server
+        self._server, self.port = await rpc.serve([(add, self), (node, self)], "127.0.0.1", port)
 
     async def die(self) -> None:
         """As abrupt as it can be within one process: every connection breaks, and no more heartbeats."""

@@ -143,12 +143,7 @@ async def test_a_cancel_reaches_a_node_that_could_not_be_reached(redis: RedisPro
         await node._server.stop(None)
         await cluster.until(lambda: not client.connected)
         client.cancel(("r", 3))
-        from protos import node_pb2_grpc
-        from runtime import rpc
-
-        node._server, _ = await rpc.serve(
-            [(node_pb2_grpc.add_DecodeNodeServicer_to_server, node)], "127.0.0.1", node.port
-        )
+        await node.serve(node.port)
         await cluster.until(lambda: node.cancelled == [("r", 3)])
 
 
