@@ -164,11 +164,9 @@ def _stored_dtype(path: Path, raw: Mapping[str, Any]) -> str:
 
 
 def _eos_token_ids(path: Path, raw: Mapping[str, Any]) -> frozenset[int]:
-    """generation_config.json's where it names any, else config.json's; possibly none."""
-    value = None
+    """config.json's and generation_config.json's: chat models name their end of turn in one of them."""
+    values = [raw.get("eos_token_id")]
     if (path / "generation_config.json").exists():
-        value = _read_json(path, "generation_config.json").get("eos_token_id")
-    if value is None:
-        value = raw.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    return frozenset(int(i) for i in ids)
+        values.append(_read_json(path, "generation_config.json").get("eos_token_id"))
+    ids = [i for value in values for i in (value if isinstance(value, list) else [value])]
+    return frozenset(int(i) for i in ids if i is not None)

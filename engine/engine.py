@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from bisect import insort
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,9 +19,12 @@ from engine.config import ModelConfig
 from engine.dtype import choose_device, choose_dtype
 from engine.errors import DuplicateSequence, EngineClosed, PoolTooSmall, SequenceTooLong
 from engine.events import StepEvent
+from engine.metrics import DECODE_SECONDS, PREFILL_SECONDS
+from engine.plan import Plan, StepOutput
 from engine.profile import CostProfile
+from engine.reservations import Reservations
 from engine.runner import ModelRunner
-from engine.scheduler import Plan, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, State
 from engine.weights import Progress, fingerprint
 from kvstore.layout import KVLayout
@@ -115,7 +117,7 @@ class Engine:
             max_len=self.max_model_len,
         )
         self._sequences: dict[tuple[str, int], Sequence] = {}
-        self._reservations: list[tuple[Sequence, asyncio.Future[None]]] = []
+        self._reservations = Reservations(self._take_for, self.release)
         self._outbox: list[StepEvent] = []
         self._wake = asyncio.Event()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moonpool-step")
@@ -166,9 +168,7 @@ class Engine:
         if self._task is not None:
             await asyncio.wait((self._task,))
         self._worker.shutdown(wait=False)
-        for _, granted in self._reservations:
-            granted.cancel()
-        self._reservations.clear()
+        self._reservations.close()
 
     async def wait(self) -> None:
         """Return when the engine was closed; raise what stopped it otherwise."""
@@ -241,24 +241,10 @@ class Engine:
         """
         if sequence.num_tokens >= self.max_model_len:
             raise SequenceTooLong(sequence.num_tokens, self.max_model_len)
-        if self.reserve(sequence):
-            return
         if self._closing:
             raise EngineClosed("the engine is closing")
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (sequence, granted)
-        insort(self._reservations, entry, key=lambda e: e[0].order)
-        self._wake_up()
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if self._closing:
-                raise EngineClosed("the engine closed while a sequence waited for blocks") from None
-            if entry in self._reservations:
-                self._reservations.remove(entry)
-            elif granted.done() and not granted.cancelled():
-                self.release(sequence)
-            raise
+        if not self.reserve(sequence):
+            await self._reservations.wait(sequence)
 
     def seal_received(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of the first ``num_tokens`` tokens has arrived in the blocks of a reserved sequence.
@@ -297,7 +283,9 @@ class Engine:
     async def _run(self) -> None:
         while not self._closing:
             self._wake.clear()
-            self._grant_reservations()
+            # Sequences that ran before and were preempted come before those that have not started.
+            if not self._scheduler.waiting:
+                self._reservations.grant()
             plan = self._scheduler.schedule()
             if plan is not None:
                 self._outbox += await self._step(plan)
@@ -313,18 +301,16 @@ class Engine:
 
     async def _step(self, plan: Plan) -> list[StepEvent]:
         """Run the plan and take its results in; a failure ends the sequences of this step, no others."""
-        assert self._runner is not None
         begun_s = self._clock()
         predicted_s = self._costs.predict_s(plan)
         for chunk in plan.chunks:
             chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
         try:
             if predicted_s <= INLINE_STEP_S:
-                output = self._runner.execute(plan)
+                output = self._execute(plan)
             else:
                 self._in_step = plan
-                loop = asyncio.get_running_loop()
-                output = await loop.run_in_executor(self._worker, self._runner.execute, plan)
+                output = await asyncio.get_running_loop().run_in_executor(self._worker, self._execute, plan)
             ended_s = self._clock()
             events = self._scheduler.postprocess(plan, output, ended_s)
         except Exception as error:
@@ -335,11 +321,20 @@ class Engine:
             self._in_step = None
         self._num_steps += 1
         self._step_s = ended_s - begun_s
-        self._costs.correct(plan, predicted_s, self._step_s)
+        self._costs.correct(plan, predicted_s, output.model_s)
+        (PREFILL_SECONDS if plan.chunks else DECODE_SECONDS).observe(output.model_s)
         return events
 
+    def _execute(self, plan: Plan) -> StepOutput:
+        """On either thread: the tensors only."""
+        assert self._runner is not None
+        begun_s = self._clock()
+        output = self._runner.execute(plan)
+        output.model_s = self._clock() - begun_s
+        return output
+
     def _fail(self, plan: Plan, error: Exception) -> list[StepEvent]:
-        events: list[StepEvent] = []
+        events = [StepEvent(sequence, 0, preempted=True) for sequence in plan.preempted]
         for sequence in plan.sequences():
             if sequence.state is not State.FINISHED:
                 message = f"{type(error).__name__}: {error}"
@@ -355,16 +350,6 @@ class Engine:
                 self._sequences.pop(event.sequence.key, None)
         if self.on_step is not None:
             self.on_step(events)
-
-    def _grant_reservations(self) -> None:
-        # Sequences that ran before and were preempted come before those that have not started.
-        while self._reservations and not self._scheduler.waiting:
-            sequence, granted = self._reservations[0]
-            if not granted.done():
-                if not self._take_for(sequence):
-                    return
-                granted.set_result(None)
-            self._reservations.pop(0)
 
     def _take_for(self, sequence: Sequence) -> bool:
         return self._scheduler.take_blocks(sequence, sequence.num_tokens + 1, sequence.num_tokens)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.model import StepInputs
-from engine.scheduler import Chunk, Plan
+from engine.plan import Chunk, Plan
 from engine.sequence import Sequence
 
 

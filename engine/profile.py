@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.plan import Chunk, Plan
 from engine.sampling import Sampling
-from engine.scheduler import Chunk, Plan
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 # How much one step's error moves the estimates.
 _GAIN = 0.05
 _BUDGET_S = 1.2
-_REPETITIONS = 3
+_REPETITIONS = 4
 
 
 @dataclass(slots=True)
@@ -147,15 +146,15 @@ class _Bench:
         return sequence
 
     def _time(self, plan: Plan) -> float:
-        """Median seconds of the step, after one that warms up (unless that one took long)."""
+        """Seconds of the step, the best of a few: what the machine can do, not what else it is doing."""
         seconds: list[float] = []
-        for _ in range(_REPETITIONS + 1):
+        for _ in range(_REPETITIONS):
             begun_s = self._clock()
             self._runner.execute(plan)
             seconds.append(self._clock() - begun_s)
             if not self.has_time():
                 break
-        return median(seconds[1:] or seconds)
+        return min(seconds)
 
 
 def _fit(samples: list[tuple[list[float], float]]) -> tuple[float, float, float]:

@@ -13,9 +13,9 @@ from engine.config import ModelConfig
 from engine.dtype import TORCH_DTYPES
 from engine.inputs import BatchInputs
 from engine.model import Model
+from engine.plan import Plan, StepOutput
 from engine.profile import CostProfile, measure
 from engine.sampler import SamplingBatch, describe, sample
-from engine.scheduler import Plan, StepOutput
 from engine.sequence import Sequence, TokenLogprobs
 from engine.weights import Checkpoint, Progress
 from runtime.options import EngineOptions

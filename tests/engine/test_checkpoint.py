@@ -82,12 +82,12 @@ def test_words_left_out_mean_what_transformers_means(copy) -> None:
     assert set(ModelConfig.from_checkpoint(copy("mistral", sliding_window=None)).windows) == {4096}
 
 
-def test_end_of_sequence_tokens_come_from_the_generation_config(copy) -> None:
+def test_end_of_sequence_tokens_come_from_both_configs(copy) -> None:
     path = copy(eos_token_id=5)
     (path / "generation_config.json").unlink(missing_ok=True)
     assert ModelConfig.from_checkpoint(path).eos_token_ids == {5}
     (path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
-    assert ModelConfig.from_checkpoint(path).eos_token_ids == {6, 7}
+    assert ModelConfig.from_checkpoint(path).eos_token_ids == {5, 6, 7}
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_penalties_count_what_openai_and_transformers_count() -> None:
     expected = theirs.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), logits.clone())
     for token, count in {3: 3, 4: 1}.items():
         expected[0, token] -= 0.4 * count - 0.3
-    batch = SamplingBatch([one], VOCAB, CPU)
+    ((_, _, batch),) = SamplingBatch([one], VOCAB, CPU).groups
     torch.testing.assert_close(batch.adjust(logits), expected)
     # The same tensors go on counting as tokens come.
     one.append(4)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from engine.block_pool import BlockPool
 from engine.events import StepEvent
+from engine.plan import Plan, StepOutput
 from engine.sampling import Sampling
-from engine.scheduler import Plan, Scheduler, StepOutput
+from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, State
 
 BLOCK_SIZE = 4
