@@ -29,7 +29,9 @@ async def chat(
         return
     model = await client.model()
     if sys.stdin.isatty():
-        console.print(f"[dim]{model['id']} at {client.url}. Ctrl-C stops an answer, Ctrl-D ends.[/]")
+        console.print(
+            f"{model['id']} at {client.url}. Ctrl-C stops an answer, Ctrl-D ends.", style="dim", markup=False
+        )
     while (question := await _ask(console)) is not None:
         if not question.strip():
             continue
@@ -37,7 +39,7 @@ async def chat(
         try:
             text = await _interruptible(client, console, messages, max_tokens, temperature)
         except ApiError as error:
-            console.print(f"[red]{error}[/]")
+            console.print(str(error), style="red", markup=False)
             messages.pop()  # not asked, as far as the next question knows
         else:
             messages.append({"role": "assistant", "content": text})

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 
 from rich.console import Console
+from rich.markup import escape
 
 from moonpool.checks import Finding, check_machine
 from moonpool.client import Client
@@ -28,9 +29,10 @@ def _show(findings: Iterable[Finding], console: Console) -> int:
     missing = 0
     for finding in findings:
         style = _STYLES[finding.state]
-        console.print(f"[{style}]{finding.state:<8}[/]{finding.what:<17} {finding.fact}", soft_wrap=True)
+        state = f"[{style}]{finding.state:<8}[/]"
+        console.print(f"{state}{finding.what:<17} {escape(finding.fact)}", soft_wrap=True)
         if finding.advice:
-            console.print(f"{'':<26}[dim]{finding.advice}[/]", soft_wrap=True)
+            console.print(f"{'':<26}[dim]{escape(finding.advice)}[/]", soft_wrap=True)
         missing += finding.state == "missing"
     return missing
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,12 @@ READY_TIMEOUT_S = 120.0  # a large checkpoint takes a while to load
 JOIN_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 RESTARTS = 3  # of one child; after that something is wrong that a restart does not mend
+
+
+def _short_directory() -> Path:
+    """A fresh one for us alone, with room for a Unix socket's name under the 107 bytes its path may have."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="moonpool-", dir=base if len(os.fsencode(base)) < 70 else "/tmp"))
 
 
 class LocalCluster:
@@ -70,7 +77,7 @@ class LocalCluster:
         """
         await check_before_start(self.config)
         if self._remove_directory:
-            self.directory = Path(tempfile.mkdtemp(prefix="moonpool-"))
+            self.directory = _short_directory()
         try:
             await self._start_redis()
             self._create_children()
@@ -163,7 +170,7 @@ class LocalCluster:
 
     async def _wait_joined(self) -> None:
         """Until the conductor sees every node ready."""
-        expected = {child.name for child in self.nodes}
+        missing = expected = {child.name for child in self.nodes}
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S), Client(self.url) as client:
                 while missing := expected - await self._seen(client):

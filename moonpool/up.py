@@ -8,6 +8,7 @@ import signal
 import time
 
 from rich.console import Console
+from rich.markup import escape
 
 from moonpool.client import Client
 from moonpool.first_conversation import hold_conversation, turns_table
@@ -26,9 +27,8 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
     began_s = time.perf_counter()
 
     def report(sentence: str) -> None:
-        console.print(
-            f"[dim]{time.perf_counter() - began_s:6.1f} s[/]  {sentence}", highlight=False, soft_wrap=True
-        )
+        elapsed = f"[dim]{time.perf_counter() - began_s:6.1f} s[/]"
+        console.print(f"{elapsed}  {escape(sentence)}", highlight=False, soft_wrap=True)
 
     task = asyncio.current_task()
     assert task is not None
@@ -48,7 +48,7 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
     report(f"starting a conductor, {nodes} with {config.model.directory}")
     try:
         async with LocalCluster(config, restart=not once, report=report) as cluster:
-            report("[bold green]ready[/]\n")
+            report("ready\n")
             async with Client(cluster.url) as client:
                 turns = await hold_conversation(client, console)
             console.print()
@@ -75,7 +75,7 @@ def _say_where(cluster: LocalCluster, console: Console) -> None:
         ("logs", str(cluster.directory)),
     ]
     for name, where in lines:
-        console.print(f"  {name:<11}{where}", highlight=False, soft_wrap=True)
+        console.out(f"  {name:<11}{where}", highlight=False)
     console.print()
     console.out(
         f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"

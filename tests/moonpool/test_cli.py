@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -63,6 +64,15 @@ def test_port_in_use(checkpoint: Path) -> None:
 def test_too_little_memory(checkpoint: Path) -> None:
     options = ("--port", "0", "--set", "engine.pool_nbytes=4TiB")
     assert "smaller pools" in sentence_of(moonpool("up", "--model", str(checkpoint), *options), 1)
+
+
+def test_a_child_that_cannot_start_shows_its_log(checkpoint: Path) -> None:
+    """Its files are there and mean nothing: the conductor says so, and we say what it said."""
+    stderr = sentence_of(moonpool("up", "--model", str(checkpoint), "--port", "0"), 1)
+    assert "ended with code" in stderr or "before it was ready" in stderr
+    directory = Path(stderr.split("The end of ")[1].split(".log")[0]).parent
+    assert (directory / "conductor.log").exists()
+    shutil.rmtree(directory)
 
 
 def test_redis_that_is_not_there(checkpoint: Path) -> None:
