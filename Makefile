@@ -8,6 +8,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 NEEDED_GB := 4
+NEEDED_GB_CUDA := 12
 
 # Which torch. Without an NVIDIA GPU: the CPU build, because the other one brings gigabytes of CUDA, and triton at
 # the version the kernels are tested with (there only its interpreter is used). With one: the CUDA build, which
@@ -79,6 +80,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	   ! $(BIN)/python -m pip install --dry-run --quiet --no-deps --disable-pip-version-check $(TORCH) >/dev/null 2>&1; then
 	  say "pip is offered no CPU-only build of torch 2.13.0, so it takes the default one, which may bring several GB of
 	   CUDA. To avoid that, stop here, add PyTorch's own index of CPU builds (PIP_EXTRA_INDEX_URL), and begin again."
+	  (( free_gb >= $(NEEDED_GB_CUDA) )) || fail "that needs $(NEEDED_GB_CUDA) GB and only $$free_gb GB are free on the \
+	disk of $$PWD: make room, or take a CPU build as said above"
 	  pip -c constraints.txt torch==2.13.0
 	else
 	  pip -c constraints.txt $(foreach word,$(TORCH),'$(word)')
