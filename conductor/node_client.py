@@ -17,6 +17,8 @@ from runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
 log = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 5.0
+# How long closing waits for cancels on their way.
+_FAREWELL_S = 0.5
 # How soon a broken token stream is opened again: the first try, and the longest pause between tries.
 _REOPEN_FIRST_S = 0.05
 _REOPEN_LONGEST_S = 1.0
@@ -65,6 +67,9 @@ class NodeClient:
         if watcher is None:
             return
         tasks = [task for task in (watcher, self._canceller) if task is not None]
+        if self.connected and self._canceller is not None:
+            # A node that is told now need not find out by itself that we are gone.
+            await asyncio.wait((self._canceller,), timeout=_FAREWELL_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -331,6 +331,15 @@ async def test_closing_the_stream_cancels_it_everywhere(url: str, index: int) ->
         assert timeline.summary.finish_reason == "cancelled"
 
 
+async def test_blocks_that_nobody_took_are_let_go_on_the_prefill_node(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="untaken") as cluster:
+        cluster.nodes["d0"].tell = lambda *a: None  # type: ignore[method-assign]  # never says it has them
+        stream = cluster.conductor.generate(request())
+        await anext(stream)
+        await stream.aclose()
+        await cluster.until(lambda: cluster.nodes["p0"].cancelled == [("r", 0)])
+
+
 async def test_requests_beyond_the_limit_and_doubles_are_refused(url: str) -> None:
     async with running(url, "p0", "d0", namespace="limit", max_requests=2) as cluster:
         cluster.nodes["d0"].script = hangs
@@ -414,5 +423,6 @@ async def test_closing_the_conductor_ends_what_is_in_flight(url: str) -> None:
         await cluster.conductor.close()
         with pytest.raises(ConductorClosed):
             await asked
+        assert cluster.nodes["d0"].cancelled == [("r", 0)]
         with pytest.raises(ConductorClosed):
             await cluster.generate(request("late"))
