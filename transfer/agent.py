@@ -13,15 +13,16 @@ from transfer.connecting import connect_peer
 from transfer.control import Control
 from transfer.copy_pool import CopyPool
 from transfer.descriptor import INCARNATION_NBYTES, AgentDescriptor, check_agent_id
-from transfer.errors import AgentClosed, DeadlineExceeded, PeerLost, RegionError
+from transfer.errors import AgentClosed, DeadlineExceeded, PeerLost
 from transfer.handshake import Identity, Met
 from transfer.host import announced_host, boot_id
-from transfer.lifeline import Lifeline
+from transfer.lifeline import Lifeline, readable_by_peers
 from transfer.link import Link
 from transfer.listener import Listener
 from transfer.local_link import AGENTS, LocalLink
 from transfer.notification import Notification, Notifications
 from transfer.peer import Peer
+from transfer.peer_memory import LIFELINE_ID
 from transfer.region import Region, RegionTable, adopt
 from transfer.serving import StreamServer
 from transfer.wire import Kind, RegionInfo
@@ -58,6 +59,8 @@ class TransferAgent:
         self._peers: dict[bytes, asyncio.Task[Peer]] = {}
         self._links: dict[Link, Peer] = {}
         self._listener = Listener(self.identity, options.secret, self._admit, self._num_connections)
+        # Anonymous memory has huge pages, so it is preferred wherever peers can read it.
+        self._backing: memory.Backing = "anonymous" if readable_by_peers() else "memfd"
         self._unix_name = ""
         self._tcp_host, self._tcp_port = "", 0
         self._closing: set[asyncio.Task[None]] = set()
@@ -103,7 +106,7 @@ class TransferAgent:
         self._raise_if_closed()
         if nbytes <= 0:
             raise ValueError(f"a region needs at least one byte, not {nbytes}")
-        return self.regions.add(name, memory.allocate(nbytes, name, "anonymous"), True)
+        return self.regions.add(name, memory.allocate(nbytes, name, self._backing), True)
 
     def register(self, buffer: Buffer, *, name: str = "", writable: bool = True) -> Region:
         """A region of memory the caller owns: anything contiguous with the buffer protocol. No copy is made.
@@ -116,9 +119,8 @@ class TransferAgent:
 
     def region_info(self, region_id: int) -> RegionInfo:
         """What peers are told of a region; of one that is not open, just that."""
-        try:
-            region = self.regions.get(region_id)
-        except RegionError:
+        region = self.regions.find(region_id)
+        if region is None:
             return RegionInfo(region_id, False, False, False, 0, 0)
         return RegionInfo(region_id, True, region.writable, region.fd >= 0, region.nbytes, region.address)
 
@@ -205,7 +207,15 @@ class TransferAgent:
         elif met.kind is Kind.DATA:
             self._server.serve(sock, met)
         else:
-            sock.close()
+            self._share(sock, met.argument)
+
+    def _share(self, sock: socket.socket, region_id: int) -> None:
+        with sock:
+            region = self.regions.find(region_id)
+            fd = self.lifeline.fd if region_id == LIFELINE_ID else -1 if region is None else region.fd
+            if fd >= 0 and sock.family == socket.AF_UNIX:
+                # A byte to go with it; the socket's buffer is empty, so this cannot block.
+                socket.send_fds(sock, [b"\0"], [fd])
 
     def note_received(self, control: Control, payload: bytes) -> None:
         identity = control.met.identity

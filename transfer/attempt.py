@@ -59,15 +59,16 @@ class Attempt:
         self._inside: list[Callable[[], None]] = []
         self._chunks_left = len(plan.chunks)
         self._ended = False
+        self._afterwards: list[Callable[[], None]] = []
         self.stopped = False
         self.error: Exception | None = None
 
     def enter(self, kick: Callable[[], None]) -> bool:
-        """False: it was stopped, keep out. ``kick`` must make this thread leave soon; it is called at most
+        """False: it is over, keep out. ``kick`` must make this thread leave soon; it is called at most
         once.
         """
         with self._lock:
-            if self.stopped:
+            if self.stopped or self._ended:
                 return False
             self._inside.append(kick)
             return True
@@ -107,8 +108,16 @@ class Attempt:
         return ended
 
     def _finish(self) -> None:
+        for callback in self._afterwards:
+            callback()
         self._hold.release()
         self._on_end(self.error)
+
+    def afterwards(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when nobody is inside any more and it has ended. Before the first ``enter``
+        only.
+        """
+        self._afterwards.append(callback)
 
     def rows(self, chunk: int) -> Rows:
         begin, end = self.plan.chunks[chunk]

@@ -182,7 +182,7 @@ class Batch:
 
     async def _try(self, path: Path) -> Exception | None:
         try:
-            await path.open(self._direction)
+            await path.open(self._direction, np.unique(self._remote.region).tolist())
         except PathFailed as error:
             return error
         started = time.perf_counter()

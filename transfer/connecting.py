@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import socket
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from transfer.control import Control
 from transfer.descriptor import AgentDescriptor
-from transfer.errors import PeerLost
-from transfer.handshake import meet_server
+from transfer.errors import PathFailed, PeerLost
+from transfer.handshake import meet_server, receive_descriptor
 from transfer.host import boot_id
-from transfer.lifeline import readable_process
+from transfer.lifeline import LIFELINE_NBYTES, living_process, readable_process
 from transfer.local_link import AGENTS, LocalLink
 from transfer.local_path import LocalPath
+from transfer.memory import map_shared
 from transfer.path import Path
 from transfer.peer import Peer
+from transfer.peer_memory import LIFELINE_ID, MappedMemory, PeerMemory, ProcessMemory
 from transfer.shm_path import ShmPath
 from transfer.stream_path import StreamPath
 from transfer.wire import Kind, Op, WireError
@@ -44,12 +50,14 @@ async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
     failures: list[str] = []
     if "shm" in names and target.unix_name and target.boot_id == boot_id():
         # Being reachable under a name of this network namespace is the proof that it is this host.
+        control: Control | None = None
         try:
             control = await _connect_control(agent, target, "shm")
-        except (OSError, WireError) as error:
+            return peer(link=control, paths=await _same_host_paths(agent, target, control, names))
+        except (OSError, WireError, PathFailed) as error:
             failures.append(f"shm: {error}")
-        else:
-            return peer(link=control, paths=_same_host_paths(agent, target, control, names))
+            if control is not None:
+                control.close()
     if "tcp" in names and target.tcp_port:
         try:
             control = await _connect_control(agent, target, "tcp")
@@ -72,13 +80,18 @@ async def _connect_control(agent: TransferAgent, target: AgentDescriptor, path: 
         raise
 
 
-def _same_host_paths(
+async def _same_host_paths(
     agent: TransferAgent, target: AgentDescriptor, control: Control, names: list[str]
 ) -> list[Path]:
-    paths: list[Path] = []
-    identity = control.met.identity
-    process = readable_process(control.met.pid, identity.lifeline, identity.incarnation)
-    writes = StreamPath(
+    identity, pid = control.met.identity, control.met.pid
+    memory: PeerMemory
+    process = readable_process(pid, identity.lifeline, identity.incarnation)
+    if process is not None:
+        memory = ProcessMemory(process, identity)
+    else:
+        map_region = functools.partial(_map_region, agent, target)
+        memory = MappedMemory(await map_region(LIFELINE_ID, LIFELINE_NBYTES), map_region, living_process(pid))
+    streams = StreamPath(
         "shm",
         functools.partial(_connect_data, agent, target, "shm"),
         streams=1,
@@ -86,13 +99,26 @@ def _same_host_paths(
         # Who may read the peer's memory is most likely readable by it, too; it says so if not.
         write_op=Op.PULL if process is not None else Op.WRITE,
     )
-    if process is not None:
-        paths.append(ShmPath(agent.pool, identity, process, control.known_region, writes))
-    else:
-        paths.append(writes)
-    if "tcp" in names and target.tcp_port:
-        paths.append(_tcp_path(agent, target))
-    return paths
+    path = ShmPath(agent.pool, identity, memory, control.known_region, streams)
+    control.on_region_closed(path.forget)
+    return [path, _tcp_path(agent, target)] if "tcp" in names and target.tcp_port else [path]
+
+
+async def _map_region(
+    agent: TransferAgent, target: AgentDescriptor, region_id: int, nbytes: int
+) -> npt.NDArray[np.uint8]:
+    """The memfd of a region of the peer, mapped read-only. Raises PathFailed."""
+    try:
+        sock = await _connect("shm", target)
+        with sock:
+            await meet_server(sock, target, agent.identity, agent.options.secret, Kind.SHARE, region_id)
+            fd = await receive_descriptor(sock)
+        try:
+            return map_shared(fd, nbytes)
+        finally:
+            os.close(fd)
+    except (OSError, WireError) as error:
+        raise PathFailed("shm", f"cannot map region {region_id}: {error}") from error
 
 
 def _tcp_path(agent: TransferAgent, target: AgentDescriptor) -> StreamPath:

@@ -11,7 +11,6 @@ from transfer.errors import TransferError
 from transfer.handshake import Met
 from transfer.wire import FRAME_HEADER, MAX_FRAME_NBYTES, REGION_ID, Frame, RegionInfo, WireError
 
-MAX_NOTE_NBYTES = MAX_FRAME_NBYTES - FRAME_HEADER.size
 _MAX_BACKLOG_NBYTES = 4 << 20
 _RECEIVE_NBYTES = 64 << 10
 
@@ -64,8 +63,6 @@ class Control:
 
     def note(self, payload: bytes) -> None:
         """Hand a note to the connection. TransferError when it is broken or too much waits already."""
-        if len(payload) > MAX_NOTE_NBYTES:
-            raise ValueError(f"a note has at most {MAX_NOTE_NBYTES} bytes, not {len(payload)}")
         self._send(Frame.NOTE, payload)
 
     def region_closed(self, region_id: int) -> None:

@@ -1,59 +1,103 @@
-"""A batch that is moved by copying memory: what one copying thread does."""
+"""A batch that is moved by copying memory, and the threads that share the work."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from transfer.attempt import Attempt
-from transfer.errors import TransferError
+from transfer.copy_pool import CopyPool
 from transfer.plan import Index
 from transfer.span import U64
 
+# Below this the hop to a thread costs more than the copy; the event loop's thread does it, in 50 µs at most.
+_INLINE_NBYTES = 256 << 10
+_INLINE_ROWS = 256
+# Below this a second thread has started when the first is done.
+_MIN_SHARED_NBYTES = 8 << 20
+
 
 class Copy(Protocol):
-    """``memory_copy.copy_from`` for some process, or ``copy_mapped``."""
+    """``memory_copy.copy_from`` for some process, or ``copy_here``."""
 
     def __call__(self, to: U64, source: U64, nbytes: U64, wanted: Callable[[], bool]) -> bool: ...
 
 
-def run_copy(
-    attempt: Attempt,
-    to: U64,
-    source: U64,
-    copy: Copy,
-    *,
-    verify: Callable[[Index], None],
-    conclude: Callable[[OSError | None], None],
-) -> None:
-    """Copy all chunks of ``attempt``: ``to`` and ``source`` are the addresses of its rows.
+class CopyJob:
+    """One attempt's copies. Threads take chunk after chunk until none is left."""
 
-    verify: called with spans that are complete. conclude: called once after the last copy, or with what the
-    kernel said; it raises the TransferError the attempt ends with, if any.
-    """
-    if not attempt.enter(_between_slices):
-        return
-    plan, done = attempt.plan, 0
-    error: Exception | None = None
-    try:
+    def __init__(
+        self,
+        attempt: Attempt,
+        to: U64,
+        source: U64,
+        copy: Copy,
+        *,
+        verify: Callable[[Index], None],
+        conclude: Callable[[OSError | None], None],
+    ) -> None:
+        """to, source: addresses of the attempt's rows. verify: called with spans that are complete.
+
+        conclude: called by each thread after its last copy, with what the kernel said if that failed; raises
+        the TransferError that ends the attempt.
+        """
+        self._attempt = attempt
+        self._to = to
+        self._source = source
+        self._copy = copy
+        self._verify = verify
+        self._conclude = conclude
+        self._chunks = itertools.count()
+
+    def start(self, pool: CopyPool) -> None:
+        """Run it: small ones here and now, others on the pool's threads."""
+        plan = self._attempt.plan
+        if plan.nbytes <= _INLINE_NBYTES and len(plan.rows) <= _INLINE_ROWS:
+            self._run()
+            return
+        lanes = 1
+        if plan.nbytes >= _MIN_SHARED_NBYTES:
+            lanes = min(pool.lanes.choose(), len(plan.chunks))
+            started = time.perf_counter()
+            self._attempt.afterwards(
+                lambda: pool.lanes.record(lanes, plan.nbytes / (time.perf_counter() - started))
+            )
+        for _ in range(lanes):
+            pool.submit(self._run)
+
+    def _run(self) -> None:
+        # What is on the list of those inside, so that two threads are told apart. Nothing needs to be
+        # kicked: the copy looks at ``stopped`` between slices.
+        def kick() -> None: ...
+
+        if not self._attempt.enter(kick):
+            return
+        done = 0
+        error: Exception | None = None
         try:
-            for chunk, (begin, end) in enumerate(plan.chunks):
-                if not copy(
-                    to[begin:end], source[begin:end], plan.rows.nbytes[begin:end], lambda: not attempt.stopped
-                ):
-                    break
-                spans = attempt.arrived(chunk)
-                verify(spans)
-                attempt.announce(spans)
-                done += 1
-        except OSError as failure:
-            conclude(failure)
-        else:
-            conclude(None)
-    except TransferError as failure:
-        error, done = failure, 0
-    attempt.leave(_between_slices, chunks=done, error=error)
+            try:
+                done = self._take_chunks()
+            except OSError as failure:
+                self._conclude(failure)
+            else:
+                self._conclude(None)
+        except Exception as failure:
+            # Whatever it is, it is the batch's: who awaits it must hear, and nobody else would.
+            error, done = failure, 0
+        self._attempt.leave(kick, chunks=done, error=error)
 
-
-def _between_slices() -> None:
-    """Nothing to kick: the copy looks at ``attempt.stopped`` between slices."""
+    def _take_chunks(self) -> int:
+        attempt, plan = self._attempt, self._attempt.plan
+        done = 0
+        while (chunk := next(self._chunks)) < len(plan.chunks):
+            rows = slice(*plan.chunks[chunk])
+            sizes = plan.rows.nbytes[rows]
+            if not self._copy(self._to[rows], self._source[rows], sizes, lambda: not attempt.stopped):
+                break
+            spans = attempt.arrived(chunk)
+            self._verify(spans)
+            attempt.announce(spans)
+            done += 1
+        return done

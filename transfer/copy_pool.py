@@ -1,4 +1,4 @@
-"""The threads that copy memory for an agent. They start when first needed and sleep when idle."""
+"""The threads that copy memory for an agent, and how many of them one batch is worth."""
 
 from __future__ import annotations
 
@@ -6,9 +6,52 @@ import queue
 import threading
 from collections.abc import Callable
 
+# Weight of the newest batch in the moving average.
+_NEW_WEIGHT = 0.2
+# One batch in so many is copied with another number of threads, to see whether that has become faster.
+_EXPLORE_EVERY = 32
+# More threads take a core from the computation: they must earn it.
+_CLEARLY_FASTER = 1.15
+
+
+class Lanes:
+    """How many threads copy one large batch, learned from what batches reached.
+
+    One core fills the memory bus of some machines and a third of it on others; and cores are busy or not.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._speed: dict[int, float] = {}
+        self._most = most
+        self._turn = 0
+
+    def choose(self) -> int:
+        """Number of threads for the next batch."""
+        if self._most == 1:
+            return 1
+        self._turn += 1
+        untried = [lanes for lanes in range(1, self._most + 1) if lanes not in self._speed]
+        if untried:
+            return untried[0]
+        if self._turn % _EXPLORE_EVERY == 0:
+            return 1 + (self._turn // _EXPLORE_EVERY) % self._most
+        best = 1
+        for lanes in range(2, self._most + 1):
+            if self._speed[lanes] > self._speed[best] * _CLEARLY_FASTER:
+                best = lanes
+        return best
+
+    def record(self, lanes: int, speed: float) -> None:
+        """A batch on ``lanes`` threads moved ``speed`` bytes/s."""
+        old = self._speed.get(lanes, speed)
+        self._speed[lanes] = old + _NEW_WEIGHT * (speed - old)
+
 
 class CopyPool:
+    """Threads that start when first needed and sleep when idle."""
+
     def __init__(self, num_threads: int) -> None:
+        self.lanes = Lanes(num_threads)
         self._num_threads = num_threads
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []

@@ -1,6 +1,6 @@
 """Everything that can go wrong while bytes move, as nouns with their facts.
 
-``BadSpan``, ``BadRegion`` and ``BadDescriptor`` are the caller's to fix: nothing was posted. The others end a
+``SpanError`` and ``DescriptorError`` are the caller's to fix: nothing was posted. The others end a
 batch that was posted: the bytes of its destination spans are undefined, and the transport no longer touches
 them.
 """
@@ -17,6 +17,8 @@ class TransferError(MoonpoolError):
 class SpanError(TransferError):
     """A span names bytes that may not be moved. Nothing was posted."""
 
+    code = "INVALID_ARGUMENT"
+
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(f"span {index}: {reason}")
         self.index = index
@@ -25,6 +27,8 @@ class SpanError(TransferError):
 
 class RegionError(TransferError):
     """A region is unknown to its owner, or was closed. A batch that was reading it is void."""
+
+    code = "NOT_FOUND"
 
     def __init__(self, region_id: int, reason: str) -> None:
         super().__init__(f"region {region_id}: {reason}")
@@ -35,9 +39,13 @@ class RegionError(TransferError):
 class DescriptorError(TransferError):
     """Bytes that should be an ``AgentDescriptor`` are not."""
 
+    code = "INVALID_ARGUMENT"
+
 
 class PeerLost(TransferError):
     """The peer's process is gone, or cannot be reached by any path."""
+
+    code = "UNAVAILABLE"
 
     def __init__(self, agent_id: str, reason: str) -> None:
         super().__init__(f"peer {agent_id} is lost: {reason}")
@@ -47,6 +55,8 @@ class PeerLost(TransferError):
 
 class StaleEpoch(TransferError):
     """Another incarnation of the agent answers at this address: what was known of the old one is void."""
+
+    code = "FAILED_PRECONDITION"
 
     def __init__(self, agent_id: str, expected: int, found: int) -> None:
         super().__init__(
@@ -61,6 +71,8 @@ class StaleEpoch(TransferError):
 class AccessDenied(TransferError):
     """The peer does not know the cluster's secret, or says that we do not."""
 
+    code = "PERMISSION_DENIED"
+
     def __init__(self, agent_id: str, reason: str) -> None:
         super().__init__(f"peer {agent_id} refused: {reason}; transfer.secret must be the same on all nodes")
         self.agent_id = agent_id
@@ -70,6 +82,8 @@ class AccessDenied(TransferError):
 class DeadlineExceeded(TransferError):
     """The deadline passed first."""
 
+    code = "DEADLINE_EXCEEDED"
+
     def __init__(self, agent_id: str, deadline_s: float, what: str) -> None:
         super().__init__(f"{what} with peer {agent_id} was not done within {deadline_s:g} s")
         self.agent_id = agent_id
@@ -78,6 +92,8 @@ class DeadlineExceeded(TransferError):
 
 class ChecksumMismatch(TransferError):
     """Bytes arrived that are not the ones promised."""
+
+    code = "DATA_LOSS"
 
     def __init__(self, index: int, expected: int, found: int) -> None:
         super().__init__(f"span {index}: checksum {found:#018x} arrived, {expected:#018x} was promised")
@@ -89,6 +105,8 @@ class ChecksumMismatch(TransferError):
 class PathFailed(TransferError):
     """One path to a peer failed; the batch goes on over the next one. Seen by callers only as a cause."""
 
+    code = "UNAVAILABLE"
+
     def __init__(self, path: str, reason: str, *, interrupted: bool = False) -> None:
         super().__init__(f"path {path}: {reason}")
         self.path = path
@@ -99,6 +117,8 @@ class PathFailed(TransferError):
 
 class AgentClosed(TransferError):
     """The agent was closed; it moves nothing any more."""
+
+    code = "UNAVAILABLE"
 
     def __init__(self, agent_id: str) -> None:
         super().__init__(f"transfer agent {agent_id} is closed")

@@ -161,6 +161,27 @@ async def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
     return received
 
 
+async def receive_descriptor(sock: socket.socket) -> int:
+    """The file descriptor the server sends after a handshake of kind SHARE. OSError when it sends none."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+
+    def arrived() -> None:
+        loop.remove_reader(sock.fileno())
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(sock.fileno(), arrived)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(sock.fileno())
+    _, descriptors, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors:
+        raise FileNotFoundError("the peer has no such shared memory")
+    return descriptors[0]
+
+
 def peer_pid(sock: socket.socket) -> int:
     """The process at the other end of a Unix socket, as the kernel saw it connect or listen; else 0."""
     if sock.family != socket.AF_UNIX:

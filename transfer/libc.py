@@ -7,6 +7,7 @@ import os
 
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
+PR_GET_DUMPABLE = 3
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
 IOV_MAX = 1024
@@ -76,6 +77,11 @@ def allow_readers() -> bool:
     parents.
     """
     return _prctl is not None and _prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0
+
+
+def is_dumpable() -> bool:
+    """False for a process that gained privileges by exec: then nobody of its user may read it."""
+    return _prctl is not None and _prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
 
 
 def process_vm_readv(pid: int, local: int, num_local: int, remote: int, num_remote: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from transfer.memory import address_of, allocate
 from transfer.plan import vectors
 from transfer.region import MAX_REGIONS
 
-NBYTES = INCARNATION_NBYTES + MAX_REGIONS
+LIFELINE_NBYTES = INCARNATION_NBYTES + MAX_REGIONS
 
 
 class Lifeline:
@@ -26,7 +27,7 @@ class Lifeline:
     """
 
     def __init__(self, incarnation: bytes) -> None:
-        self._memory = allocate(NBYTES, "lifeline", "memfd")
+        self._memory = allocate(LIFELINE_NBYTES, "lifeline", "memfd")
         self._memory.array[:INCARNATION_NBYTES] = np.frombuffer(incarnation, np.uint8)
         self.address = address_of(self._memory.array)
         self.states: npt.NDArray[np.uint8] = self._memory.array[INCARNATION_NBYTES:]
@@ -46,12 +47,15 @@ class Process:
         """Raises OSError when there is no such process."""
         self.pid = pid
         self._fd = os.pidfd_open(pid)
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
 
     @property
     def alive(self) -> bool:
-        return self._fd >= 0 and not self._poll.poll(0)
+        if self._fd < 0:
+            return False
+        # One of its own: a poll object serves one thread at a time.
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return not poll.poll(0)
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Raises OSError when we may not, or when there is nothing."""
@@ -69,13 +73,18 @@ class Process:
             os.close(fd)
 
 
+def living_process(pid: int) -> Process | None:
+    """A process whose number is known here; else None."""
+    try:
+        return Process(pid) if pid > 0 else None
+    except OSError:
+        return None
+
+
 def readable_process(pid: int, lifeline: int, incarnation: bytes) -> Process | None:
     """The process, if its memory can be read from here and it is the agent it says it is; else None."""
-    if pid <= 0:
-        return None
-    try:
-        process = Process(pid)
-    except OSError:
+    process = living_process(pid)
+    if process is None:
         return None
     # No right to (Yama, another user, seccomp), or another process: either way not by this path.
     with contextlib.suppress(OSError):
@@ -83,3 +92,24 @@ def readable_process(pid: int, lifeline: int, incarnation: bytes) -> Process | N
             return process
     process.close()
     return None
+
+
+def readable_by_peers() -> bool:
+    """Whether other processes of this user can read ours, as far as it can be told from inside."""
+    try:
+        yama = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        yama = 0
+    # 0: the same user; 1: whom we allow, and we allow all of the same user; beyond: only with privileges.
+    if yama > 1 or not libc.is_dumpable():
+        return False
+    marker = np.frombuffer(os.urandom(8), np.uint8)
+    process = living_process(os.getpid())
+    if process is None:
+        return False
+    try:
+        return process.read(address_of(marker), len(marker)) == marker.tobytes()
+    except OSError:
+        return False
+    finally:
+        process.close()

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import functools
-import os
+from collections.abc import Sequence
 
 from transfer.attempt import Attempt, Direction
 from transfer.checksum import checksum
-from transfer.copy_job import Copy, run_copy
+from transfer.copy_job import CopyJob
 from transfer.copy_pool import CopyPool
 from transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError
-from transfer.memory_copy import SLICE_NBYTES, copy_from, copy_mapped
+from transfer.memory_copy import SLICE_NBYTES, copy_here
 from transfer.plan import Index
 from transfer.region import Hold, RegionTable
-from transfer.span import U64, Spans
+from transfer.span import Spans
 
-INLINE_NBYTES = 256 << 10
-"""Below this the hop to a thread costs more than the copy: the event loop's thread does it, in some 50 µs at
-most.
-"""
-INLINE_ROWS = 256
 MAX_CHUNK_ROWS = 1024
-# From this size on memmove is faster than the system call; below, the loop over rows in Python is slower.
-_MEMMOVE_NBYTES = 128 << 10
 
 
 class LocalPath:
@@ -39,52 +32,38 @@ class LocalPath:
     def chunking(self, direction: Direction, nbytes: int) -> tuple[int, int]:
         return SLICE_NBYTES, MAX_CHUNK_ROWS
 
-    async def open(self, direction: Direction) -> None:
+    async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         pass
 
     def start(self, attempt: Attempt) -> None:
         rows = attempt.plan.rows
-        there = Spans(rows.region, rows.offset, rows.nbytes)
+        reads = attempt.direction == "read"
         try:
             hold = self._regions.hold(set(rows.region.tolist()), attempt.stop)
         except RegionError as error:
             attempt.stop(error)
             return
+        attempt.afterwards(hold.release)
         try:
-            addresses = self._regions.addresses(there, writable=attempt.direction == "write")
+            there = self._regions.addresses(Spans(rows.region, rows.offset, rows.nbytes), writable=not reads)
         except SpanError as error:
-            hold.release()
             attempt.stop(SpanError(attempt.plan.span_at(error.index), error.reason))
             return
-        work = functools.partial(self._run, attempt, addresses, hold)
-        if is_small(attempt):
-            work()
-        else:
-            self._pool.submit(work)
+        CopyJob(
+            attempt,
+            rows.address if reads else there,
+            there if reads else rows.address,
+            copy_here,
+            verify=attempt.verify_arrival if reads else functools.partial(_verify_there, attempt, hold),
+            conclude=self._conclude,
+        ).start(self._pool)
 
-    def _run(self, attempt: Attempt, there: U64, hold: Hold) -> None:
-        rows = attempt.plan.rows
-        big = attempt.plan.nbytes >= _MEMMOVE_NBYTES * len(rows)
-        copy: Copy = copy_mapped if big else functools.partial(copy_from, os.getpid())
-        reads = attempt.direction == "read"
-        to, source = (rows.address, there) if reads else (there, rows.address)
-
-        def conclude(failure: OSError | None) -> None:
-            hold.release()
-            if failure is not None:
-                raise PathFailed(self.name, str(failure)) from failure
-
-        verify = attempt.verify_arrival if reads else functools.partial(_verify_there, attempt, hold)
-        run_copy(attempt, to, source, copy, verify=verify, conclude=conclude)
-        hold.release()
+    def _conclude(self, failure: OSError | None) -> None:
+        if failure is not None:
+            raise PathFailed(self.name, str(failure)) from failure
 
     async def close(self) -> None:
         pass
-
-
-def is_small(attempt: Attempt) -> bool:
-    """Worth doing on the event loop's thread at once."""
-    return attempt.plan.nbytes <= INLINE_NBYTES and len(attempt.plan.rows) <= INLINE_ROWS
 
 
 def _verify_there(attempt: Attempt, hold: Hold, spans: Index) -> None:

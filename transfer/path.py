@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from transfer.attempt import Attempt, Direction
@@ -21,8 +22,8 @@ class Path(Protocol):
     def chunking(self, direction: Direction, nbytes: int) -> tuple[int, int]:
         """(most bytes, most rows) of the chunks it wants a batch of ``nbytes`` cut into."""
 
-    async def open(self, direction: Direction) -> None:
-        """Be ready to start: connect what is not connected. Cheap when it is.
+    async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
+        """Be ready to start, for these regions of the peer: connect what is not connected. Cheap when it is.
 
         Raises PathFailed, StaleEpoch, AccessDenied.
         """

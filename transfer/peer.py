@@ -15,6 +15,7 @@ from transfer.path import Path
 from transfer.path_choice import PathChoice
 from transfer.region import RegionTable
 from transfer.span import Span, Spans, check_disjoint, check_pairs
+from transfer.wire import MAX_FRAME_NBYTES
 
 
 class Peer:
@@ -94,12 +95,14 @@ class Peer:
         return self._post("write", local, remote, deadline_s, checksums, notify)
 
     def notify(self, payload: bytes) -> None:
-        """Hand the peer a note of at most 65,531 bytes; it comes out of its ``notifications()``, in order.
+        """Hand the peer a note of at most 64 KiB; it comes out of its ``notifications()``, in order.
 
         TransferError when the connection is broken, or a stopped peer left too many unread.
         """
         if self._lost is not None:
             raise self._lost
+        if len(payload) > MAX_FRAME_NBYTES:
+            raise ValueError(f"a note has at most {MAX_FRAME_NBYTES} bytes, not {len(payload)}")
         self.link.note(payload)
         metrics.NOTES.labels("sent").inc()
 

@@ -118,6 +118,9 @@ class RegionTable:
     def __len__(self) -> int:
         return len(self._regions)
 
+    def find(self, region_id: int) -> Region | None:
+        return self._regions.get(region_id)
+
     def get(self, region_id: int) -> Region:
         region = self._regions.get(region_id)
         if region is None:
@@ -167,6 +170,11 @@ class RegionTable:
     def close(self) -> None:
         for region in list(self._regions.values()):
             region.close()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any thread is at work on a region now."""
+        return bool(self._holds)
 
     def check_integrity(self) -> None:
         """Nothing runs, so nothing is held."""

@@ -9,7 +9,7 @@ import queue
 import socket
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class StreamPath:
         share = nbytes // (self._num_streams * _CHUNKS_PER_STREAM)
         return min(max(share, _MIN_CHUNK_NBYTES), _MAX_CHUNK_NBYTES), MAX_REQUEST_SPANS
 
-    async def open(self, direction: Direction) -> None:
+    async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         async with self._opening:
             while len(self._streams) < self._num_streams:
                 try:
@@ -124,7 +124,7 @@ class StreamPath:
         except queue.Empty:
             return None
 
-    def stream_ended(self, stream: _Stream, error: PathFailed) -> None:
+    def stream_ended(self, stream: _Stream, error: Exception) -> None:
         with self._lock:
             self._streams.discard(stream)
             if self._streams:
@@ -154,13 +154,15 @@ class _Stream:
         self.bytes.shut()
 
     def _run(self) -> None:
-        reason = "it was closed"
+        failure: Exception = PathFailed(self._path.name, "it was closed")
         try:
             while self._send_next():
                 self._receive()
-        except (OSError, TransferError) as error:
-            reason = str(error)
-        failure = PathFailed(self._path.name, reason, interrupted=self._kicked)
+        except (OSError, WireError) as error:
+            failure = PathFailed(self._path.name, str(error), interrupted=self._kicked)
+        except Exception as error:
+            # Our bug, not the path's: who awaits the batch must hear, and nobody else would.
+            failure = error
         # First out of the path, so that an attempt that is started again does not meet us there.
         self._path.stream_ended(self, failure)
         for task in (*self._sent, *self._next):
@@ -253,4 +255,8 @@ class _Stream:
             return RegionError(reply.detail, f"the peer says it {reason}")
         if reply.status is Status.BAD_SPAN:
             return SpanError(task.attempt.span_at(task.chunk, reply.detail), f"the peer says: {reason}")
+        if task.op is Op.PULL:
+            # The peer cannot read our memory after all: from now on we send it the bytes.
+            self._path.write_op = Op.WRITE
+            return PathFailed(self._path.name, reason, interrupted=True)
         return PathFailed(self._path.name, reason)

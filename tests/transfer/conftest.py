@@ -1,0 +1,103 @@
+"""Agents to test with: one here, and one in another process that can be told, stopped and killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.options import TransferOptions
+from transfer import AgentDescriptor, TransferAgent
+
+ROOT = Path(__file__).parents[2]
+
+
+class RemotePeer:
+    """The agent of ``peer_process.py``."""
+
+    def __init__(
+        self, transports: str, *, epoch: int = 1, port: int = 0, secret: str = "", forbid: bool = False
+    ) -> None:
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("peer_process.py")),
+                *(transports, str(epoch), str(port), secret, "forbid" if forbid else ""),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        assert self.process.stdout is not None
+        self.descriptor = AgentDescriptor.unpack(self.process.stdout.readline().strip())
+
+    async def do(self, command: str, **arguments: Any) -> dict[str, Any]:
+        return await asyncio.to_thread(self._do, {"do": command, **arguments})
+
+    def _do(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())  # type: ignore[no-any-return]
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """As kill -9; returns when it is gone."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+StartPeer = Callable[..., RemotePeer]
+
+
+@pytest.fixture
+def start_peer() -> Iterator[StartPeer]:
+    """``start_peer(transports, ...)``: one of the test's own; killed in the end, whatever state it is in."""
+    started: list[RemotePeer] = []
+
+    def start(transports: str, **more: Any) -> RemotePeer:
+        started.append(RemotePeer(transports, **more))
+        return started[-1]
+
+    yield start
+    for peer in started:
+        peer.kill()
+
+
+@pytest.fixture(scope="session")
+def shared_peer() -> Iterator[StartPeer]:
+    """The same, but one for all tests that ask for the same; they must leave it in order."""
+    started: dict[tuple[Any, ...], RemotePeer] = {}
+
+    def start(transports: str, **more: Any) -> RemotePeer:
+        key = (transports, *sorted(more.items()))
+        if key not in started:
+            started[key] = RemotePeer(transports, **more)
+        return started[key]
+
+    yield start
+    for peer in started.values():
+        peer.kill()
+
+
+@pytest.fixture
+async def agent() -> AsyncIterator[TransferAgent]:
+    """An agent here that speaks everything."""
+    async with await TransferAgent.start(TransferOptions(), agent_id="here", epoch=1) as agent:
+        yield agent
+        agent.regions.check_integrity()

@@ -1,0 +1,119 @@
+"""An agent in a process of its own, told what to do over stdin, one JSON line each way.
+
+Arguments: transports, epoch, TCP port (0: any), secret, and anything to forbid process_vm_readv.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from runtime.options import TcpOptions, TransferOptions
+from transfer import AgentDescriptor, TransferAgent, checksum, connecting, serving
+from transfer import agent as agent_module
+from transfer.region import Region
+
+REGION_NBYTES = 8 << 20
+
+
+def pattern(nbytes: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+class PeerProcess:
+    def __init__(self, agent: TransferAgent) -> None:
+        self.agent = agent
+        self.regions: dict[int, Region] = {}
+
+    async def allocate(self, nbytes: int, seed: int) -> dict[str, Any]:
+        region = self.agent.allocate(nbytes, "peer")
+        region.array[:] = pattern(nbytes, seed)
+        self.regions[region.id] = region
+        return {"region": region.id}
+
+    async def register(self, nbytes: int, seed: int, writable: bool = True) -> dict[str, Any]:
+        memory = pattern(nbytes, seed)
+        memory.flags.writeable = writable
+        region = self.agent.register(memory, writable=writable)
+        self.regions[region.id] = region
+        return {"region": region.id}
+
+    async def close_region(self, region: int) -> dict[str, Any]:
+        self.regions.pop(region).close()
+        return {}
+
+    async def close_regions(self) -> dict[str, Any]:
+        for region in list(self.regions):
+            await self.close_region(region)
+        return {}
+
+    async def checksum(self, region: int, offset: int, nbytes: int) -> dict[str, Any]:
+        return {"checksum": checksum(self.regions[region].buffer[offset : offset + nbytes])}
+
+    async def poke(self, region: int, offset: int, value: int) -> dict[str, Any]:
+        self.regions[region].array[offset] = value
+        return {}
+
+    async def next_note(self) -> dict[str, Any]:
+        note = await anext(self.agent.notifications())
+        return {"agent_id": note.agent_id, "payload": note.payload.decode()}
+
+    async def echo_notes(self, descriptor: str) -> dict[str, Any]:
+        """Send each note back to where ``descriptor`` says."""
+        peer = await self.agent.connect(AgentDescriptor.unpack(bytes.fromhex(descriptor)))
+
+        async def echo() -> None:
+            async for note in self.agent.notifications():
+                peer.notify(note.payload)
+
+        self.echo = asyncio.create_task(echo())
+        return {}
+
+    async def count_threads(self) -> dict[str, Any]:
+        return {"threads": threading.active_count()}
+
+    async def check(self) -> dict[str, Any]:
+        # The thread that sent the last byte of an answer lets go of the memory just after that.
+        while self.agent.regions.in_use:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        self.agent.regions.check_integrity()
+        return {}
+
+
+def forbid_process_vm_readv() -> None:
+    """As on a host where the right is missing. (It cannot be taken away from root for real.)"""
+    connecting.readable_process = lambda *_: None  # type: ignore[assignment]
+    serving.readable_process = lambda *_: None  # type: ignore[assignment]
+    agent_module.readable_by_peers = lambda: False
+
+
+async def main(transports: str, epoch: str, port: str, secret: str, forbid: str) -> None:
+    if forbid:
+        forbid_process_vm_readv()
+    tcp = TcpOptions()
+    options = TransferOptions(transports=tuple(transports.split(",")), secret=secret, tcp=tcp)
+    if int(port):
+        # The address of an agent that was here before.
+        bind = socket.create_server
+        socket.create_server = lambda address, **more: bind((address[0], int(port)), **more)  # type: ignore
+    async with await TransferAgent.start(options, agent_id="peer", epoch=int(epoch)) as agent:
+        peer = PeerProcess(agent)
+        print(agent.describe().pack().decode(), flush=True)
+        loop = asyncio.get_running_loop()
+        stdin = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
+        while line := await stdin.readline():
+            command = json.loads(line)
+            answer = await getattr(peer, command.pop("do"))(**command)
+            print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(main(*sys.argv[1:]))

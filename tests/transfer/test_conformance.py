@@ -1,0 +1,328 @@
+"""What every transport must do alike: one suite, run over each of them against a real peer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.options import TransferOptions
+from tests.transfer.conftest import StartPeer
+from tests.transfer.peer_process import PeerProcess, forbid_process_vm_readv, pattern
+from transfer import (
+    Batch,
+    ChecksumMismatch,
+    Peer,
+    Region,
+    RegionError,
+    Span,
+    SpanError,
+    Spans,
+    TransferAgent,
+    TransferReport,
+    checksum,
+    connecting,
+    serving,
+)
+from transfer import agent as agent_module
+
+# shm-mapped and shm-stream are what is left of shm where process_vm_readv is forbidden: for memory that is a
+# memfd, and for memory that is not.
+TRANSPORTS = ("local", "shm", "shm-mapped", "shm-stream", "tcp")
+NBYTES = 8 << 20
+SEED = 7
+DEADLINE_S = 20.0
+
+
+@dataclass
+class Wire:
+    """An agent here, a peer with one region of ``pattern(NBYTES, SEED)``, and memory of ours."""
+
+    agent: TransferAgent
+    peer: Peer
+    remote: int
+    memory: Region
+    theirs: Any  # RemotePeer or LocalPeer
+
+    async def remote_bytes(self) -> bytes:
+        """The peer's whole region, read the way that is under test."""
+        with self.agent.allocate(NBYTES, "copy") as copy:
+            await self.read_all(copy)
+            return copy.array.tobytes()
+
+    def read_all(self, region: Region) -> Batch:
+        return self.peer.read(
+            [Span(region.id, 0, NBYTES)], [Span(self.remote, 0, NBYTES)], deadline_s=DEADLINE_S
+        )
+
+
+class LocalPeer:
+    """What ``RemotePeer`` is, in this process."""
+
+    def __init__(self, agent: TransferAgent) -> None:
+        self._peer = PeerProcess(agent)
+        self.descriptor = agent.describe()
+
+    async def do(self, command: str, **arguments: Any) -> dict[str, Any]:
+        return await getattr(self._peer, command)(**arguments)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=TRANSPORTS)
+async def wire(
+    request: pytest.FixtureRequest, shared_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Wire]:
+    transport, _, variant = request.param.partition("-")
+    for module, name in (
+        (connecting, "readable_process"), (serving, "readable_process"), (agent_module, "readable_by_peers")
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, getattr(module, name))
+    if variant:
+        forbid_process_vm_readv()
+    options = TransferOptions(transports=(transport,))
+    async with await TransferAgent.start(options, agent_id="here", epoch=1) as agent:
+        if transport == "local":
+            other = await TransferAgent.start(options, agent_id="peer", epoch=1)
+            theirs: Any = LocalPeer(other)
+        else:
+            other = None
+            theirs = shared_peer(transport, forbid=bool(variant))
+        command = "register" if variant == "stream" else "allocate"
+        remote = (await theirs.do(command, nbytes=NBYTES, seed=SEED))["region"]
+        peer = await agent.connect(theirs.descriptor)
+        yield Wire(agent, peer, remote, agent.allocate(NBYTES, "memory"), theirs)
+        await theirs.do("close_regions")
+        await theirs.do("check")
+        agent.regions.check_integrity()
+        if other is not None:
+            await other.close()
+
+
+def scattered(count: int, seed: int) -> tuple[list[tuple[int, int, int]], int]:
+    """(offset here, offset there, nbytes) of disjoint spans of mixed sizes, in random order."""
+    rng = random.Random(seed)
+    here = there = 0
+    spans = []
+    for _ in range(count):
+        nbytes = rng.choice((1, 3, 100, 4096, 5000, 65536))
+        gap_here, gap_there = rng.choice((0, 0, 1, 64)), rng.choice((0, 0, 1, 64))
+        spans.append((here + gap_here, there + gap_there, nbytes))
+        here, there = here + gap_here + nbytes, there + gap_there + nbytes
+    assert max(here, there) <= NBYTES
+    rng.shuffle(spans)
+    return spans, here
+
+
+async def test_a_read_brings_exactly_the_bytes_named(wire: Wire) -> None:
+    source, expected = pattern(NBYTES, SEED), np.zeros(NBYTES, np.uint8)
+    spans, _ = scattered(300, seed=1)
+    local = [Span(wire.memory.id, here, nbytes) for here, _, nbytes in spans]
+    remote = [Span(wire.remote, there, nbytes) for _, there, nbytes in spans]
+    for here, there, nbytes in spans:
+        expected[here : here + nbytes] = source[there : there + nbytes]
+    report = await wire.peer.read(local, remote, deadline_s=DEADLINE_S)
+    assert report.nbytes == sum(nbytes for _, _, nbytes in spans)
+    assert report.transport == wire.peer.paths.ranked()[0].name
+    assert np.array_equal(wire.memory.array, expected)
+
+
+async def test_a_write_changes_exactly_the_bytes_named(wire: Wire) -> None:
+    wire.memory.array[:] = pattern(NBYTES, 2)
+    expected = pattern(NBYTES, SEED)
+    spans, _ = scattered(300, seed=3)
+    for here, there, nbytes in spans:
+        expected[there : there + nbytes] = wire.memory.array[here : here + nbytes]
+    await wire.peer.write(
+        [Span(wire.memory.id, here, nbytes) for here, _, nbytes in spans],
+        [Span(wire.remote, there, nbytes) for _, there, nbytes in spans],
+        deadline_s=DEADLINE_S,
+    )
+    assert await wire.remote_bytes() == expected.tobytes()
+
+
+async def test_thousands_of_small_spans_and_one_large(wire: Wire) -> None:
+    source = pattern(NBYTES, SEED)
+    order = np.random.default_rng(4).permutation(8192)
+    local = Spans.blocks(wire.memory.id, np.arange(8192) * 256, 256)
+    remote = Spans.blocks(wire.remote, order * 256, 256)
+    await wire.peer.read(local, remote, deadline_s=DEADLINE_S)
+    expected = source[: 8192 * 256].reshape(8192, 256)[order].reshape(-1)
+    assert np.array_equal(wire.memory.array[: 8192 * 256], expected)
+    whole = [Span(wire.memory.id, 0, NBYTES)], [Span(wire.remote, 0, NBYTES)]
+    await wire.peer.read(*whole, deadline_s=DEADLINE_S)
+    assert np.array_equal(wire.memory.array, source)
+
+
+async def test_batches_at_the_same_time_do_not_mix(wire: Wire) -> None:
+    source = pattern(NBYTES, SEED)
+    nbytes = NBYTES // 8
+    batches = [
+        wire.peer.read(
+            [Span(wire.memory.id, i * nbytes, nbytes)],
+            [Span(wire.remote, (7 - i) * nbytes, nbytes)],
+            deadline_s=DEADLINE_S,
+        )
+        for i in range(8)
+    ]
+    await asyncio.gather(*batches)
+    assert np.array_equal(wire.memory.array, source.reshape(8, nbytes)[::-1].reshape(-1))
+
+
+async def test_right_checksums_pass_and_wrong_ones_are_named(wire: Wire) -> None:
+    source = pattern(NBYTES, SEED)
+    local = [Span(wire.memory.id, i * 70_000, 70_000) for i in range(20)]
+    remote = [Span(wire.remote, i * 70_000, 70_000) for i in range(20)]
+    sums = [checksum(source[i * 70_000 : (i + 1) * 70_000]) for i in range(20)]
+    await wire.peer.read(local, remote, deadline_s=DEADLINE_S, checksums=sums)
+    await wire.peer.write(local, remote, deadline_s=DEADLINE_S, checksums=sums)
+    sums[13] ^= 1
+    for direction in (wire.peer.read, wire.peer.write):
+        with pytest.raises(ChecksumMismatch) as caught:
+            await direction(local, remote, deadline_s=DEADLINE_S, checksums=sums)
+        assert caught.value.index == 13
+        assert caught.value.expected == sums[13]
+
+
+async def test_bytes_that_change_under_way_are_found(wire: Wire) -> None:
+    source = pattern(NBYTES, SEED)
+    sums = [checksum(source[i << 16 : (i + 1) << 16]) for i in range(16)]
+    at = (5 << 16) + 77
+    await wire.theirs.do("poke", region=wire.remote, offset=at, value=int(source[at]) ^ 255)
+    with pytest.raises(ChecksumMismatch) as caught:
+        await wire.peer.read(
+            [Span(wire.memory.id, i << 16, 1 << 16) for i in range(16)],
+            [Span(wire.remote, i << 16, 1 << 16) for i in range(16)],
+            deadline_s=DEADLINE_S,
+            checksums=sums,
+        )
+    assert caught.value.index == 5
+
+
+async def test_bad_spans_raise_with_their_index_and_move_nothing(wire: Wire) -> None:
+    wire.memory.array[:] = 1
+    good = Span(wire.memory.id, 0, 8)
+    closed = wire.agent.allocate(8, "closed")
+    closed.close()
+    read_only = wire.agent.register(bytes(64), writable=False)
+    cases: list[tuple[Span, Span, str]] = [
+        (Span(wire.memory.id, NBYTES - 4, 8), Span(wire.remote, 0, 8), "outside"),
+        (Span(wire.memory.id, (1 << 64) - 4, 8), Span(wire.remote, 0, 8), "outside"),
+        (Span(wire.memory.id, 8, (1 << 64) - 4), Span(wire.remote, 0, (1 << 64) - 4), "outside"),
+        (Span(wire.memory.id, 8, 0), Span(wire.remote, 0, 0), "zero bytes"),
+        (Span(wire.memory.id, -8, 8), Span(wire.remote, 0, 8), "offset"),
+        (Span(wire.memory.id, 8, 8.0), Span(wire.remote, 0, 8.0), "nbytes"),  # type: ignore[arg-type]
+        (Span(wire.memory.id, 8, 8), Span(wire.remote, 0, 9), "9 remote"),
+        (Span(wire.memory.id, 4, 8), Span(wire.remote, 8, 8), "overlaps span 0"),
+        (Span(closed.id, 0, 8), Span(wire.remote, 8, 8), "not open"),
+        (Span(999, 0, 8), Span(wire.remote, 8, 8), "not open"),
+        (Span(read_only.id, 0, 8), Span(wire.remote, 8, 8), "read-only"),
+        (Span(wire.memory.id, 8, 8), Span(wire.remote, NBYTES - 7, 8), "outside"),
+        (Span(wire.memory.id, 8, 8), Span(wire.remote, (1 << 64) - 8, 8), "outside"),
+    ]
+    for local, remote, message in cases:
+        with pytest.raises(SpanError, match=message) as caught:
+            await wire.peer.read([good, local], [Span(wire.remote, 16, 8), remote], deadline_s=DEADLINE_S)
+        assert caught.value.index == 1
+    with pytest.raises(SpanError):
+        await wire.peer.read([], [], deadline_s=DEADLINE_S)
+    with pytest.raises(SpanError):
+        await wire.peer.read([good, good], [Span(wire.remote, 0, 8)], deadline_s=DEADLINE_S)
+    with pytest.raises(ValueError, match="deadline_s"):
+        await wire.peer.read([good], [Span(wire.remote, 0, 8)], deadline_s=0)
+    with pytest.raises(RegionError):
+        await wire.peer.read([good], [Span(999, 0, 8)], deadline_s=DEADLINE_S)
+    assert (wire.memory.array == 1).all()
+
+
+async def test_what_is_read_only_there_cannot_be_written(wire: Wire) -> None:
+    region = (await wire.theirs.do("register", nbytes=4096, seed=1, writable=False))["region"]
+    ours = [Span(wire.memory.id, 0, 4096)]
+    with pytest.raises(SpanError, match="read-only"):
+        await wire.peer.write(ours, [Span(region, 0, 4096)], deadline_s=DEADLINE_S)
+    await wire.peer.read(ours, [Span(region, 0, 4096)], deadline_s=DEADLINE_S)
+    assert np.array_equal(wire.memory.array[:4096], pattern(4096, 1))
+
+
+async def test_a_closed_region_is_an_error_and_the_next_one_is_not_taken_for_it(wire: Wire) -> None:
+    region = (await wire.theirs.do("allocate", nbytes=4096, seed=1))["region"]
+    ours, spans = [Span(wire.memory.id, 0, 4096)], [Span(region, 0, 4096)]
+    await wire.peer.read(ours, spans, deadline_s=DEADLINE_S)
+    await wire.theirs.do("close_region", region=region)
+    again = (await wire.theirs.do("allocate", nbytes=4096, seed=2))["region"]
+    assert again != region
+    for direction in (wire.peer.read, wire.peer.write):
+        with pytest.raises(RegionError):
+            await direction(ours, spans, deadline_s=DEADLINE_S)
+    await wire.peer.read(ours, [Span(again, 0, 4096)], deadline_s=DEADLINE_S)
+    assert np.array_equal(wire.memory.array[:4096], pattern(4096, 2))
+
+
+async def test_closing_our_region_ends_its_batches(wire: Wire) -> None:
+    region = wire.agent.allocate(NBYTES, "short-lived")
+    batch = wire.read_all(region)
+    await asyncio.sleep(0)
+    array = region.array
+    region.close()
+    array[:] = 9
+    (result,) = await asyncio.gather(batch, return_exceptions=True)
+    # It may have been done before.
+    assert isinstance(result, RegionError | SpanError | TransferReport)
+    assert (array == 9).all()
+
+
+async def test_cancelling_frees_the_spans(wire: Wire) -> None:
+    for turn in range(20):
+        batch = wire.read_all(wire.memory)
+        for _ in range(turn):
+            await asyncio.sleep(0)
+        waiting = asyncio.ensure_future(batch)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        result = await asyncio.gather(waiting, return_exceptions=True)
+        wire.memory.array[:] = turn + 1
+        if isinstance(result[0], asyncio.CancelledError):
+            await asyncio.sleep(0.002)
+            assert (wire.memory.array == turn + 1).all()
+    assert await wire.remote_bytes() == pattern(NBYTES, SEED).tobytes()
+
+
+async def test_completions_name_each_span_once_and_whole(wire: Wire) -> None:
+    source = pattern(NBYTES, SEED)
+    for nbytes in (1 << 20, 100_000, 5000):
+        count = min(NBYTES // nbytes, 500)
+        wire.memory.array[:] = 0
+        batch = wire.peer.read(
+            [Span(wire.memory.id, i * nbytes, nbytes) for i in range(count)],
+            [Span(wire.remote, i * nbytes, nbytes) for i in range(count)],
+            deadline_s=DEADLINE_S,
+        )
+        seen = []
+        async for index in batch.completions():
+            part = slice(index * nbytes, (index + 1) * nbytes)
+            assert np.array_equal(wire.memory.array[part], source[part])
+            seen.append(index)
+        assert sorted(seen) == list(range(count))
+        assert (await batch).nbytes == nbytes * count
+
+
+async def test_a_note_follows_the_bytes_it_announces(wire: Wire) -> None:
+    wire.memory.array[:] = 5
+    span = [Span(wire.memory.id, 0, NBYTES)], [Span(wire.remote, 0, NBYTES)]
+    await wire.peer.write(*span, deadline_s=DEADLINE_S, notify=b"layer 3")
+    note = await wire.theirs.do("next_note")
+    assert note == {"agent_id": "here", "payload": "layer 3"}
+    there = await wire.theirs.do("checksum", region=wire.remote, offset=0, nbytes=NBYTES)
+    assert there["checksum"] == checksum(wire.memory.buffer)
+
+
+async def test_notes_arrive_in_order(wire: Wire) -> None:
+    for i in range(200):
+        wire.peer.notify(b"%d" % i + b"." * (i * 200))
+    for i in range(200):
+        assert int((await wire.theirs.do("next_note"))["payload"].rstrip(".")) == i
+    with pytest.raises(ValueError, match="at most"):
+        wire.peer.notify(bytes(70_000))
