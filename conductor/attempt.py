@@ -117,8 +117,8 @@ class Attempt:
         plan.prefill.end_prefill(plan.key)
         plan.prefill.client.detach(plan.key)
         if plan.decode is not None:
-            if self._reply is not None and not self.kv_received:
-                # Its call is over, but it still holds the blocks for the decode node.
+            if not self.kv_received:
+                # Its call may be over, but it still holds the blocks for the decode node.
                 plan.prefill.client.cancel(plan.key)
             plan.decode.end_decode(plan.key, self._num_delivered)
             plan.decode.client.detach(plan.key)

@@ -40,10 +40,16 @@ class Profile:
     decode_context_s: float = _UNKNOWN_DECODE_S[2]
 
     @classmethod
-    def from_record(cls, coefficients: Mapping[str, float]) -> Profile:
-        """From a node record; a node that measured nothing (all zero, or absent) gets the defaults."""
+    def from_record(cls, coefficients: Mapping[str, object]) -> Profile:
+        """From a node record, whatever is in it; a node that measured nothing (zeros, or nothing at all)
+        gets the defaults.
+        """
         known = {field.name for field in fields(cls)}
-        values = {name: float(value) for name, value in coefficients.items() if name in known and value >= 0}
+        values = {
+            name: float(value)
+            for name, value in coefficients.items()
+            if name in known and isinstance(value, int | float) and 0 <= value < math.inf
+        }
         if not any(values.values()):
             return cls()
         return cls(**(dict.fromkeys(known, 0.0) | values))

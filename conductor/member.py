@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
+
+from google.protobuf.message import DecodeError
 
 from conductor.breaker import Breaker
 from conductor.cluster_view import NodeView
@@ -12,6 +15,8 @@ from conductor.node_client import DecodeClient, NodeClient, RequestKey
 from conductor.step_window import StepWindow
 from kvstore.node_record import NodeRecord
 from protos import node_pb2
+
+log = logging.getLogger(__name__)
 
 # A node that answers with errors, rather than not at all, is left alone after this many in a row: one request
 # that no node can serve must not take all of them away from the others.
@@ -38,7 +43,6 @@ class Member:
         self.breaker = Breaker()
         self.view = NodeView(record.node_id, cost_model.node(Profile.from_record(record.profile)))
         self.client = _client(record, conductor_id, on_change, self._on_step)
-        self.kv_address = node_pb2.KvAddress.FromString(record.kv_address)
         self._cost_model = cost_model
         self._clock = clock
         self._errors = 0
@@ -56,6 +60,15 @@ class Member:
     @property
     def node_id(self) -> str:
         return self.record.node_id
+
+    @property
+    def kv_address(self) -> node_pb2.KvAddress | None:
+        """Where its blocks can be read; None: what it wrote into the index makes no sense."""
+        try:
+            return node_pb2.KvAddress.FromString(self.record.kv_address)
+        except DecodeError:
+            log.warning("the KV address of %s cannot be read; nothing is fetched from it", self.node_id)
+            return None
 
     @property
     def decode_client(self) -> DecodeClient:
@@ -76,8 +89,6 @@ class Member:
         """A heartbeat of the same life."""
         if record.profile != self.record.profile:
             self.view.cost.profile = Profile.from_record(record.profile)
-        if record.kv_address != self.record.kv_address:
-            self.kv_address = node_pb2.KvAddress.FromString(record.kv_address)
         self.record = record
         load = record.load
         self.view.num_blocks = load.num_blocks

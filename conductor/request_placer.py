@@ -78,7 +78,8 @@ class RequestPlacer:
         self.num_attempts += 1
         members = services.registry.members
         estimate = placement.prefill
-        fetches = estimate.fetched_tokens > 0
+        fetch_from = members[estimate.fetch_from].kv_address if estimate.fetched_tokens else None
+        num_blocks = estimate.prefix_tokens // services.model.block_size
         attempt = Attempt(
             AttemptPlan(
                 key=(self._request.request_id, number),
@@ -86,8 +87,8 @@ class RequestPlacer:
                 placement=placement,
                 prefill=members[estimate.node_id],
                 decode=members[placement.decode.node_id] if placement.decode else None,
-                fetch_from=members[estimate.fetch_from].kv_address if fetches else None,
-                num_fetch_blocks=estimate.prefix_tokens // services.model.block_size if fetches else 0,
+                fetch_from=fetch_from,
+                num_fetch_blocks=num_blocks if fetch_from else 0,
                 prompt_logprobs=self._wants_prompt_logprobs,
                 conductor_id=services.conductor_id,
                 timeout_s=max(self._ends_s - services.clock(), 0.0) + _CALL_MARGIN_S,

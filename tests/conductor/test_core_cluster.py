@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from conductor.node_client import DecodeClient
+from kvstore.node_record import NodeRecord
 from protos import node_pb2
 from tests.conductor.core_nodes import (
+    LAYOUT,
     PROMPT,
     RedisProcess,
     ScriptedNode,
@@ -171,6 +173,25 @@ async def test_nodes_of_another_model_or_shape_are_shown_and_not_used(redis: Red
             cluster.nodes[name] = await node.start()
         await cluster.until(lambda: cluster.state("p3") == cluster.state("d3") == "ready")
         assert await cluster.generate(request("new")) == continuation(PROMPT, 8)
+
+
+async def test_a_record_that_makes_no_sense_harms_nobody(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0") as cluster:
+        record = NodeRecord(
+            "d1",
+            1,
+            "decode",
+            rpc_address="nowhere:x",
+            layout=LAYOUT,
+            model="tiny-1",
+            kv_address=b"\xff\xff",
+            profile={"decode_base_s": "fast"},  # type: ignore[dict-item]
+        )
+        await cluster.index.register(record, ttl_s=30.0)
+        await cluster.until(lambda: len(cluster.conductor.cluster()["nodes"]) == 3)
+        await cluster.add("d2")
+        for i in range(4):
+            assert await cluster.generate(request(f"r{i}")) == continuation(PROMPT, 8)
 
 
 async def test_estimates_follow_what_nodes_report(redis: RedisProcess) -> None:

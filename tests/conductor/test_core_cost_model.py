@@ -23,6 +23,7 @@ def test_a_profile_ignores_what_it_does_not_know_and_a_node_without_one_gets_def
     profile = Profile.from_record({"prefill_token_s": 3e-5, "later_field": 1.0})
     assert profile.prefill_token_s == 3e-5
     assert profile.prefill_base_s == 0.0
+    assert Profile.from_record({"prefill_token_s": "fast", "decode_base_s": -1.0}) == Profile()
     assert Profile.from_record({}) == Profile.from_record({"prefill_token_s": 0.0}) == Profile()
 
 
