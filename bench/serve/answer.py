@@ -58,6 +58,11 @@ def read_json(exchange: Exchange) -> tuple[int, Any]:
         raise AnswerInvalid(f"status {status}, and no JSON: {bytes(body[:200])!r}") from error
 
 
+def read_text(exchange: Exchange) -> str:
+    """The body of an answer that is not streamed, whatever its status."""
+    return _decode(exchange)[1].decode(errors="replace")
+
+
 def read_answer(exchange: Exchange) -> Answer:
     """A streamed completion or chat completion.
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from bench.report import Row, versus
-from bench.serve.answer import AnswerInvalid, read_json
+from bench.serve.answer import read_json
 from bench.serve.contestant import Contestant, ServerContestant
 from bench.serve.figures import latencies, percentile, spread
+from bench.serve.model_clock import ModelClock
 from bench.serve.path_cost import PathCost, path_cost
 from bench.serve.server import Server, new_request_id
 from bench.serve.workload import Prompts
@@ -92,22 +93,22 @@ def compared(
 
 
 async def path(ours: Server, *, requests: int, seed: int, say: Say) -> list[Row]:
-    """The path's own cost of single requests, by stage. Empty where the server has no timelines."""
+    """The path's own cost of single requests, by stage. Empty where the server is no Moonpool cluster."""
+    clock = await ModelClock.of(ours)
+    if clock is None:
+        say(f"{ours.name} does not tell what its model computed: the path's cost is left out")
+        return []
     prompts = Prompts(seed, "path")
     costs: list[PathCost] = []
     ttfts: list[float] = []
     for number in range(-2, requests):
         request_id = new_request_id()
+        before = await clock.read()
         answer = await ours.ask(prompts.draw(PROMPT_TOKENS), OUTPUT_TOKENS, request_id)
-        try:
-            status, timeline = read_json(await ours.http.get(f"/v1/requests/{request_id}/timeline"))
-        except AnswerInvalid:
-            status = 404
-        if status != 200:
-            say(f"{ours.name} has no request timelines: the path's cost is left out")
-            return []
+        model = (await clock.read()).since(before)
+        _, timeline = read_json(await ours.http.get(f"/v1/requests/{request_id}/timeline"))
         if number >= 0:
-            costs.append(path_cost(answer, timeline))
+            costs.append(path_cost(answer, timeline, model))
             ttfts.append(answer.ttft_s)
     rows = [
         replace(

@@ -41,9 +41,8 @@ class _Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._done: asyncio.Future[None] | None = None
         self._head_read = False
-        self._remaining: int | None = (
-            None  # body bytes still to come; None: the end is marked by a last chunk
-        )
+        self._chunked = False
+        self._remaining: int | None = None  # body bytes still to come; None: nobody said
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but says it is not
@@ -76,7 +75,7 @@ class _Connection(asyncio.Protocol):
             data = self._read_head(b"".join(packet for _, packet in exchange.packets))
         if self._remaining is not None:
             self._remaining -= len(data)
-        elif data.endswith(_LAST_CHUNK):
+        elif self._chunked and data.endswith(_LAST_CHUNK):
             # An event ends in a brace and line feeds, so nothing within a stream looks like this.
             self._remaining = 0
         if self._remaining is not None and self._remaining <= 0:
@@ -87,6 +86,7 @@ class _Connection(asyncio.Protocol):
         """Take in the head, if it is complete; what of the body came with it."""
         head, separator, body = data.partition(b"\r\n\r\n")
         self._head_read = bool(separator)
+        self._chunked = b"transfer-encoding: chunked" in head.lower()
         for line in head.lower().split(b"\r\n"):
             if self._head_read and line.startswith(b"content-length:"):
                 self._remaining = int(line[15:])
@@ -97,8 +97,10 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
         exchange = self._exchange
-        if exchange is not None and exchange.packets and self._remaining is None:
+        if exchange is not None and self._head_read and self._remaining is None and not self._chunked:
+            # Neither a length nor chunks: HTTP/1.0, whose answers end with the connection.
             exchange.done_s = exchange.packets[-1][0]
+            self._finish(None)
         self._finish(ServerUnreachable(f"the connection ended before the answer did: {exc or 'closed'}"))
 
     def _finish(self, error: ServerUnreachable | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.serve.answer import Answer
 from bench.serve.figures import gaps
+from bench.serve.model_clock import ModelTime
 
 MODEL_PREFILL = "model: prefill"
 MODEL_DECODE = "model: decode steps"
@@ -27,12 +28,12 @@ class PathCost:
         return sum(value for name, value in self.stages.items() if not name.startswith("model:"))
 
 
-def path_cost(answer: Answer, timeline: Mapping[str, Any]) -> PathCost:
-    """``timeline``: the answer of ``/v1/requests/{id}/timeline`` for this request, of one placement.
+def path_cost(answer: Answer, timeline: Mapping[str, Any], model: ModelTime) -> PathCost:
+    """``timeline``: what ``/v1/requests/{id}/timeline`` says of it; ``model``: what the nodes computed for it.
 
-    A decode step counts as the mean time between tokens after the second, so what the hand-over to the decode
-    node adds before the second token is the path's. Each stage is a difference on one process's clock; HTTP
-    is what the client saw beyond what the server did.
+    The decode loop takes the mean time between tokens after the second, so what the hand-over to the decode
+    node adds before the second token is a stage of its own. Each stage is a difference on one process's
+    clock; HTTP is what the client saw beyond what the server did. The request must have been placed once.
     """
     events = {event["event"]: event for event in timeline["events"]}
     placed, prefilled = events["placed"], events["prefilled"]
@@ -50,11 +51,13 @@ def path_cost(answer: Answer, timeline: Mapping[str, Any]) -> PathCost:
         "RPC to prefill node": call_s - prefilled["queued_s"] - prefilled["compute_s"] - fetch_s,
         "queue at prefill node": prefilled["queued_s"],
         "fetch prefix from a peer": fetch_s,
-        MODEL_PREFILL: prefilled["compute_s"],
+        MODEL_PREFILL: model.prefill_s,
+        "prefill steps beside the model": prefilled["compute_s"] - model.prefill_s,
         "HTTP and SSE to the first token": answer.ttft_s - parse_s - tokenize_s - prefilled["at_s"],
         "transfer to decode node": transfer_s,
         "join decode batch": (waits[0] - step_s - transfer_s) if waits else 0.0,
-        MODEL_DECODE: step_s * len(waits),
+        MODEL_DECODE: model.decode_s,
+        "decode steps beside the model": step_s * len(waits) - model.decode_s,
         "last token to end of stream": answer.done_s - answer.token_s[-1],
     }
     return PathCost(answer.e2e_s, stages)

@@ -34,6 +34,8 @@ class FakeServer:
             [
                 web.get("/v1/models", self._models),
                 web.post("/v1/completions", self._completions),
+                web.get("/v1/cluster", self._cluster),
+                web.get("/metrics", self._metrics),
                 web.get("/v1/requests/{id}/timeline", self._timeline),
             ]
         )
@@ -50,6 +52,12 @@ class FakeServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": MODEL}]})
+
+    async def _cluster(self, request: web.Request) -> web.Response:
+        return web.json_response({"nodes": [{"metrics_url": f"{self.url}/metrics"}]})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text='moonpool_model_seconds_sum{kind="decode"} 0.5\n')
 
     async def _timeline(self, request: web.Request) -> web.Response:
         events: list[dict[str, Any]] = [

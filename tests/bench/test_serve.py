@@ -18,6 +18,7 @@ from bench.serve.answer import Answer
 from bench.serve.cases import AIMS, compared
 from bench.serve.figures import Slo, load_rows, percentile
 from bench.serve.http import HttpClient
+from bench.serve.model_clock import ModelTime
 from bench.serve.path_cost import MODEL_DECODE, path_cost
 from bench.serve.server import Outcome, Server
 from bench.serve.workload import Prompts, Workload
@@ -88,11 +89,13 @@ def test_the_stages_of_a_path_add_up_to_the_whole() -> None:
         ],
         "api": {"parse_s": 0.001, "tokenize_s": 0.003},
     }
-    cost = path_cost(seen, timeline)
+    cost = path_cost(seen, timeline, ModelTime(0.04, 0.3))
     assert sum(cost.stages.values()) == pytest.approx(seen.e2e_s)
-    step_s = 0.35 / 3  # of the three after the first
-    assert cost.stages[MODEL_DECODE] == pytest.approx(4 * step_s)
-    assert cost.own_s == pytest.approx(1.0 - 4 * step_s - 0.05)
+    assert cost.own_s == pytest.approx(1.0 - 0.04 - 0.3)
+    # Four steps, each as long as the three after the first were on average.
+    assert cost.stages[MODEL_DECODE] + cost.stages["decode steps beside the model"] == pytest.approx(
+        4 * 0.35 / 3
+    )
 
 
 async def test_a_later_turn_brings_the_conversation_so_far(fake: FakeServer) -> None:

@@ -148,3 +148,18 @@ async def test_a_head_that_ends_like_a_last_chunk_is_not_the_end() -> None:
             assert not done
             gate.set()
             assert read_json(await asking) == (200, {"a": 1})
+
+
+async def test_without_length_or_chunks_the_end_is_the_connections() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n[1, ")
+        await writer.drain()
+        writer.write(b"2]")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+        host, port = listener.sockets[0].getsockname()
+        async with HttpClient(f"http://{host}:{port}") as http:
+            assert read_json(await http.get("/")) == (200, [1, 2])
+            assert read_json(await http.get("/")) == (200, [1, 2])
