@@ -1,7 +1,9 @@
 // Attention of one query token a sequence over its pages.
 //
-// All query heads of a kv head go together, tile of tokens after tile, so that K and V come from memory once; while
-// a tile is worked on, the next one's rows are asked for. A sequence's result does not depend on the batch.
+// A sequence goes in chunks of tokens: first all scores of a chunk, then their weights, then the weighted sum of V.
+// Both passes over the pages take a block's kv heads one after the other, as they lie in memory, and ask for a few
+// kilobytes ahead; the query heads that share a kv head go together, so that a page is read once. A sequence's
+// result does not depend on the batch.
 
 #include <algorithm>
 #include <vector>
@@ -11,19 +13,30 @@
 
 namespace {
 
-constexpr int64_t TILE = 64;  // tokens
+constexpr int64_t CHUNK = 256;             // tokens; a multiple of W
+constexpr int64_t PITCH = CHUNK + W;       // a row of scores, with room for one vector too many
+constexpr int64_t AHEAD_NBYTES = 4096;     // how far ahead memory is asked for
 
-// One kv head of one sequence, and the query heads that read it.
-template <class T>
-struct Work {
-    const T* q;                 // [group, dim]
-    int64_t group, dim;
-    const T* rows[2][TILE];     // K of this tile's tokens and of the next one's
-    int64_t count, next_count;  // tokens in them
-    int64_t kv_stride;
-    float* scores;              // [group, TILE]
-    float* sums;                // [group, dim]
+struct Rules {
+    float scale, soft_cap;
+    int64_t window;
 };
+
+// K or V of `count` tokens of one kv head, one after the other in memory, and what will be read a little later.
+template <class T>
+struct Run {
+    const T* rows;
+    const T* soon;  // or null
+    int64_t count;
+};
+
+// Asks for n more values behind `soon`. Spread over the work: asked for all at once they would hold it up.
+template <class T>
+MP_INLINE void ask(const T*& soon, int64_t n) {
+    if (!soon) return;
+    prefetch_row(soon, n);
+    soon += n;
+}
 
 // ---------------------------------------------------------------- q · k
 
@@ -56,88 +69,103 @@ MP_INLINE vf products_of(const bf16* q, const bf16* k, int64_t dim) {
 }
 #endif
 
+// scores[g][i] = scale · q[g] · k[i]. Writes whole vectors.
 template <class T, int N>
-void score(const Work<T>& work, float scale) {
-    for (int64_t first = 0; first < work.count; first += W) {
-        const int64_t last = work.count - 1;
-        for (int64_t i = first; i < first + W && i < work.next_count; i++) prefetch_row(work.rows[1][i], work.dim);
-        for (int64_t g = 0; g < work.group; g++) {
-            const T* q = work.q + g * work.dim;
+void score(const T* q, int64_t group, int64_t dim, Run<T> keys, float scale, float* scores) {
+    const int64_t width = N > 0 ? N * W : dim, share = (W * width + group - 1) / group;
+    const T* k = keys.rows;
+    for (int64_t first = 0; first < keys.count; first += W, k += W * width) {
+        const int64_t last = keys.count - first - 1;
+        for (int64_t g = 0; g < group; g++) {
+            ask(keys.soon, share);
             vf products[W];
+            if (last >= W - 1) {
 #pragma GCC unroll 16
-            for (int i = 0; i < W; i++)
-                products[i] = products_of<N>(q, work.rows[0][std::min(first + i, last)], work.dim);
-            store(work.scores + g * TILE + first, sum_each(products) * scale);
+                for (int i = 0; i < W; i++) products[i] = products_of<N>(q + g * width, k + i * width, width);
+            } else {
+                for (int i = 0; i < W; i++)
+                    products[i] = products_of<N>(q + g * width, k + std::min<int64_t>(i, last) * width, width);
+            }
+            store(scores + g * PITCH + first, sum_each(products) * scale);
         }
     }
 }
 
 // ---------------------------------------------------------------- weights · v
 
-// sums[g] += weights[g] · V for G heads and C vectors of dimensions from `first` on; begin with sums times factors.
+// sums[g] += weights[g] · v for G heads and C vectors of dimensions. Few sums are kept twice, for even and for odd
+// tokens, so that the adder need not wait for itself.
 template <class T, int G, int C>
-MP_INLINE void gather_values(const Work<T>& work, int64_t head, int64_t first, const float* factors, bool prefetch) {
-    const float* weights = work.scores + head * TILE;
-    float* sums = work.sums + head * work.dim + first;
-    vf registers[G][C];
+MP_INLINE void gather_part(const float* weights, Run<T> values, int64_t dim, float* sums) {
+    constexpr int COPIES = G * C <= 4 ? 2 : 1;
+    const T* v = values.rows;
+    vf registers[COPIES][G][C];
 #pragma GCC unroll 8
     for (int g = 0; g < G; g++)
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) registers[g][c] = load(sums + g * work.dim + c * W) * factors[head + g];
-    for (int64_t i = 0; i < work.count; i++) {
-        const T* row = work.rows[0][i] + work.kv_stride + first;
-        if (prefetch && i < work.next_count) prefetch_row(work.rows[1][i] + work.kv_stride, work.dim);
-        vf values[C];
+        for (int c = 0; c < C; c++) {
+            registers[0][g][c] = load(sums + g * dim + c * W);
+            if (COPIES > 1) registers[COPIES - 1][g][c] = splat(0.0f);
+        }
+    int64_t i = 0;
+    for (; i + COPIES <= values.count; i += COPIES)
+#pragma GCC unroll 2
+        for (int copy = 0; copy < COPIES; copy++, v += dim) {
+            ask(values.soon, dim);
+            vf row[C];
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) values[c] = load(row + c * W);
+            for (int c = 0; c < C; c++) row[c] = load(v + c * W);
 #pragma GCC unroll 8
-        for (int g = 0; g < G; g++)
+            for (int g = 0; g < G; g++)
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) registers[g][c] += values[c] * weights[g * TILE + i];
-    }
+                for (int c = 0; c < C; c++) registers[copy][g][c] += row[c] * weights[g * PITCH + i + copy];
+        }
 #pragma GCC unroll 8
     for (int g = 0; g < G; g++)
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) store(sums + g * work.dim + c * W, registers[g][c]);
+        for (int c = 0; c < C; c++) {
+            vf total = registers[0][g][c];
+            if (COPIES > 1) {
+                if (i < values.count) total += load(v + c * W) * weights[g * PITCH + i];
+                total += registers[COPIES - 1][g][c];
+            }
+            store(sums + g * dim + c * W, total);
+        }
 }
 
+// C vectors of dimensions for all heads. Only the first call of a run asks for what comes soon.
 template <class T, int C>
-void gather_columns(const Work<T>& work, int64_t first, const float* factors) {
-    int64_t g = 0;
-    for (; g + 4 <= work.group; g += 4) gather_values<T, 4, C>(work, g, first, factors, first + g == 0);
-    switch (work.group - g) {
-        case 3: gather_values<T, 3, C>(work, g, first, factors, first + g == 0); break;
-        case 2: gather_values<T, 2, C>(work, g, first, factors, first + g == 0); break;
-        case 1: gather_values<T, 1, C>(work, g, first, factors, first + g == 0); break;
-    }
+MP_INLINE void gather_columns(const float* weights, int64_t group, Run<T>& values, int64_t dim, float* sums) {
+    for (; group >= 4; group -= 4, weights += 4 * PITCH, sums += 4 * dim, values.soon = nullptr)
+        gather_part<T, 4, C>(weights, values, dim, sums);
+    if (group == 3) gather_part<T, 3, C>(weights, values, dim, sums);
+    if (group == 2) gather_part<T, 2, C>(weights, values, dim, sums);
+    if (group == 1) gather_part<T, 1, C>(weights, values, dim, sums);
+    values.soon = nullptr;
+    values.rows += C * W;
 }
 
+// sums[g] += weights[g] · v
 template <class T>
-void gather(const Work<T>& work, const float* factors) {
-    int64_t first = 0;
-    for (; first + 4 * W <= work.dim; first += 4 * W) gather_columns<T, 4>(work, first, factors);
-    for (; first + 2 * W <= work.dim; first += 2 * W) gather_columns<T, 2>(work, first, factors);
-    for (; first + W <= work.dim; first += W) gather_columns<T, 1>(work, first, factors);
-    if (first == work.dim) return;
-    const int rest = (int)(work.dim - first);
-    for (int64_t g = 0; g < work.group; g++) {
-        float* sums = work.sums + g * work.dim + first;
-        vf values = load_n(sums, rest) * factors[g];
-        for (int64_t i = 0; i < work.count; i++)
-            values += load_n(work.rows[0][i] + work.kv_stride + first, rest) * work.scores[g * TILE + i];
-        store_n(sums, values, rest);
+void gather(const float* weights, int64_t group, Run<T> values, int64_t dim, float* sums) {
+    int64_t at = 0;
+    for (; at + 4 * W <= dim; at += 4 * W) gather_columns<T, 4>(weights, group, values, dim, sums + at);
+    for (; at + 2 * W <= dim; at += 2 * W) gather_columns<T, 2>(weights, group, values, dim, sums + at);
+    for (; at + W <= dim; at += W) gather_columns<T, 1>(weights, group, values, dim, sums + at);
+    if (at == dim) return;
+    const int rest = (int)(dim - at);
+    for (int64_t g = 0; g < group; g++) {
+        vf total = load_n(sums + g * dim + at, rest);
+        for (int64_t i = 0; i < values.count; i++)
+            total += load_n(values.rows + i * dim, rest) * weights[g * PITCH + i];
+        store_n(sums + g * dim + at, total, rest);
     }
 }
 
 // ---------------------------------------------------------------- one sequence
 
-struct Rules {
-    float scale, soft_cap;
-    int64_t window;
-};
-
 template <class T>
-using Score = void (*)(const Work<T>&, float);
+using Score = void (*)(const T*, int64_t, int64_t, Run<T>, float, float*);
 
 template <class T>
 Score<T> score_for(int64_t dim) {
@@ -145,62 +173,89 @@ Score<T> score_for(int64_t dim) {
     if (dim == 2 * W) return score<T, 2>;
     if (dim == 4 * W) return score<T, 4>;
     if (dim == 8 * W) return score<T, 8>;
-    if (W < 16 && dim == 16 * W) return score<T, 16>;
+    if (dim == 16 * W) return score<T, 16>;
     return score<T, 0>;
 }
 
-template <class T>
-void attend(Work<T>& work, const Pool& pool, int64_t layer, int64_t head, const int32_t* table, int64_t context,
-            const Rules& rules, Softmax* states, float* factors, T* out) {
-    const Score<T> score = score_for<T>(work.dim);
-    const int64_t first = rules.window > 0 ? std::max<int64_t>(0, context - rules.window) : 0;
-    std::fill(states, states + work.group, Softmax());
-    std::fill(work.sums, work.sums + work.group * work.dim, 0.0f);
-    work.next_count = std::min(TILE, context - first);
-    find_tokens(pool, layer, head, table, first, first + work.next_count, work.rows[1]);
-    for (int64_t token = first; token < context; token += TILE) {
-        std::copy(work.rows[1], work.rows[1] + work.next_count, work.rows[0]);
-        work.count = work.next_count;
-        work.next_count = std::max<int64_t>(0, std::min(TILE, context - token - TILE));
-        find_tokens(pool, layer, head, table, token + TILE, token + TILE + work.next_count, work.rows[1]);
-        score(work, rules.scale);
-        const int64_t whole = (work.count + W - 1) / W * W;
-        for (int64_t g = 0; g < work.group; g++) {
-            float* scores = work.scores + g * TILE;
-            if (rules.soft_cap > 0) cap_scores(scores, whole, rules.soft_cap);
-            std::fill(scores + work.count, scores + whole, -INF);
-            factors[g] = states[g].take(scores, whole);
-        }
-        gather(work, factors);
+// Scratch of one sequence.
+struct Gathered {
+    std::vector<float> scores;    // [heads, PITCH]
+    std::vector<float> sums;      // [heads, dim]
+    std::vector<Softmax> states;  // [heads]
+
+    void begin(int64_t heads, int64_t dim) {
+        scores.resize(heads * PITCH);
+        sums.assign(heads * dim, 0.0f);
+        states.assign(heads, Softmax());
     }
-    for (int64_t g = 0; g < work.group; g++, out += work.dim)
-        for_vectors(work.dim, [&](int64_t i, int n) {
-            const float total = states[g].total;
-            store_some(out + i, load_some(work.sums + g * work.dim + i, n) / (context > 0 ? total : 1.0f), n);
+};
+
+// Calls f(kv head, run, tokens before it) for K (kv = 0) or V (kv = 1) of tokens first … end - 1: block after block,
+// and in a block head after head.
+template <class T, class F>
+MP_INLINE void walk(const Pool& pool, int64_t layer, const int32_t* table, int64_t first, int64_t end, int64_t kv, F f) {
+    const int64_t size = pool.block_size, heads = pool.num_kv_heads, last_block = (end - 1) / size;
+    const int64_t steps = 1 + AHEAD_NBYTES / (size * pool.head_dim * (int64_t)sizeof(T));
+    int64_t soon_block = first / size + steps / heads, soon_head = steps % heads;
+    for (int64_t token = first; token < end;) {
+        const int64_t block = token / size, offset = token % size, count = std::min(size - offset, end - token);
+        for (int64_t head = 0; head < heads; head++) {
+            const T* rows = block_k<T>(pool, table[block], layer, head) + kv * pool.kv_stride;
+            const T* soon = nullptr;
+            if (soon_block <= last_block)
+                soon = block_k<T>(pool, table[soon_block], layer, soon_head) + kv * pool.kv_stride;
+            if (++soon_head == heads) soon_head = 0, soon_block++;
+            f(head, Run<T>{rows + offset * pool.head_dim, soon, count}, token - first);
+        }
+        token += count;
+    }
+}
+
+template <class T>
+void attend(const Pool& pool, int64_t layer, const T* q, const int32_t* table, int64_t context, int64_t heads,
+            const Rules& rules, Gathered& gathered, T* out) {
+    const int64_t dim = pool.head_dim, group = heads / pool.num_kv_heads;
+    const Score<T> score = score_for<T>(dim);
+    gathered.begin(heads, dim);
+    float* scores = gathered.scores.data();
+    float* sums = gathered.sums.data();
+    int64_t first = rules.window > 0 ? std::max<int64_t>(0, context - rules.window) : 0;
+    for (int64_t end; first < context; first = end) {
+        end = std::min(first / CHUNK * CHUNK + CHUNK, context);
+        walk<T>(pool, layer, table, first, end, 0, [&](int64_t head, Run<T> keys, int64_t at) {
+            score(q + head * group * dim, group, dim, keys, rules.scale, scores + head * group * PITCH + at);
         });
+        const int64_t count = end - first, whole = (count + W - 1) / W * W;
+        for (int64_t head = 0; head < heads; head++) {
+            float* row = scores + head * PITCH;
+            if (rules.soft_cap > 0) cap_scores(row, whole, rules.soft_cap);
+            std::fill(row + count, row + whole, -INF);
+            const float factor = gathered.states[head].take(row, whole);
+            if (factor == 1.0f) continue;
+            for_vectors(dim, [&](int64_t i, int n) {
+                store_some(sums + head * dim + i, load_some(sums + head * dim + i, n) * factor, n);
+            });
+        }
+        walk<T>(pool, layer, table, first, end, 1, [&](int64_t head, Run<T> values, int64_t at) {
+            gather(scores + head * group * PITCH + at, group, values, dim, sums + head * group * dim);
+        });
+    }
+    for (int64_t head = 0; head < heads; head++) {
+        const float total = context > 0 ? gathered.states[head].total : 1.0f;
+        for_vectors(dim, [&](int64_t i, int n) {
+            store_some(out + head * dim + i, load_some(sums + head * dim + i, n) / total, n);
+        });
+    }
 }
 
 template <class T>
 void decode(const Pool& pool, int64_t layer, const T* q, T* out, const int32_t* tables, int64_t table_stride,
-            const int32_t* contexts, int64_t batch, int64_t num_heads, const Rules& rules) {
-    Work<T> work;
-    work.dim = pool.head_dim;
-    work.group = num_heads / pool.num_kv_heads;
-    work.kv_stride = pool.kv_stride;
-    static thread_local std::vector<float> scratch;
-    scratch.resize(work.group * (TILE + work.dim + 1));
-    static thread_local std::vector<Softmax> states;
-    states.resize(work.group);
-    work.scores = scratch.data();
-    work.sums = work.scores + work.group * TILE;
-    float* factors = work.sums + work.group * work.dim;
+            const int32_t* contexts, int64_t batch, int64_t heads, const Rules& rules) {
+    static thread_local Gathered gathered;
+    const int64_t stride = heads * pool.head_dim;
     for (int64_t i = 0; i < batch; i++)
-        for (int64_t head = 0; head < pool.num_kv_heads; head++) {
-            const int64_t at = (i * num_heads + head * work.group) * work.dim;
-            work.q = q + at;
-            attend(work, pool, layer, head, tables + i * table_stride, contexts[i], rules, states.data(), factors,
-                   out + at);
-        }
+        attend(pool, layer, q + i * stride, tables + i * table_stride, contexts[i], heads, rules, gathered,
+               out + i * stride);
 }
 
 }  // namespace

@@ -14,19 +14,20 @@ struct Softmax {
         vf best = load(scores);
         for (int64_t i = W; i < n; i += W) best = vmax(best, load(scores + i));
         const float before = top, tile_top = largest(best);
-        if (tile_top > top || tile_top != tile_top) top = tile_top;
-        if (top == -INF) {  // nothing seen yet
+        const float now = tile_top > before || tile_top != tile_top ? tile_top : before;
+        if (now == -INF) {  // nothing seen yet
             for (int64_t i = 0; i < n; i += W) store(scores + i, splat(0.0f));
             return 1.0f;
         }
         vf sums = {};
         for (int64_t i = 0; i < n; i += W) {
-            const vf weights = exp(load(scores + i) - top);
+            const vf weights = exp_falling(load(scores + i) - now);
             sums += weights;
             store(scores + i, weights);
         }
-        const float factor = before == top ? 1.0f : exp(splat(before - top))[0];
+        const float factor = now == before ? 1.0f : exp_falling(splat(before - now))[0];
         total = total * factor + sum(sums);
+        top = now;
         return factor;
     }
 };
