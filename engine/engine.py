@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,22 +18,15 @@ from engine.config import ModelConfig
 from engine.dtype import choose_device, choose_dtype
 from engine.errors import DuplicateSequence, EngineClosed, PoolTooSmall, SequenceTooLong
 from engine.events import StepEvent
-from engine.metrics import DECODE_SECONDS, PREFILL_SECONDS
-from engine.plan import Plan, StepOutput
 from engine.profile import CostProfile
 from engine.reservations import Reservations
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, State
+from engine.step_loop import StepLoop
 from engine.weights import Progress, fingerprint
 from kvstore.layout import KVLayout
 from runtime.options import EngineOptions, ModelOptions
-
-log = logging.getLogger(__name__)
-
-# A step predicted to take less runs on the loop's own thread: handing it to the worker costs more than it
-# frees.
-INLINE_STEP_S = 0.004
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +98,7 @@ class Engine:
             self.config.max_position,
             num_blocks * options.block_size,
         )
-        self.pool = BlockPool(num_blocks, options.block_size, on_freed=self._wake_up)
+        self.pool = BlockPool(num_blocks, options.block_size, on_freed=self._freed)
         self.on_step: Callable[[list[StepEvent]], None] | None = None
         self._pool_memory = pool_memory
         self._clock = clock
@@ -116,19 +108,11 @@ class Engine:
             max_batch_tokens=options.max_batch_tokens,
             max_len=self.max_model_len,
         )
-        self._sequences: dict[tuple[str, int], Sequence] = {}
         self._reservations = Reservations(self._take_for, self.release)
-        self._outbox: list[StepEvent] = []
-        self._wake = asyncio.Event()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moonpool-step")
-        self._runner: ModelRunner | None = None
-        self._costs = CostProfile()
+        self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._in_step: Plan | None = None  # what the worker thread is at
-        self._closing = False
-        self._num_steps = 0
-        self._num_failed_steps = 0
-        self._step_s = 0.0
+        self._closed = False
 
     async def start(self, progress: Progress | None = None) -> None:
         """Load the weights, measure the cost profile, begin stepping.
@@ -158,14 +142,18 @@ class Engine:
             )
             return runner, runner.measure_costs(self._clock)
 
-        self._runner, self._costs = await loop.run_in_executor(self._worker, load)
-        self._task = loop.create_task(self._run(), name="engine")
+        runner, costs = await loop.run_in_executor(self._worker, load)
+        self._loop = StepLoop(
+            self._scheduler, self._reservations, runner, costs, self._worker, self._clock, self._report
+        )
+        self._task = loop.create_task(self._loop.run(), name="engine")
 
     async def close(self) -> None:
         """Let the step in flight end, finish every sequence as CANCELLED, stop. Idempotent."""
-        self._closing = True
-        self._wake_up()
-        if self._task is not None:
+        self._closed = True
+        if self._loop is not None and self._task is not None:
+            self._loop.closing = True
+            self._loop.wake()
             await asyncio.wait((self._task,))
         self._worker.shutdown(wait=False)
         self._reservations.close()
@@ -185,33 +173,33 @@ class Engine:
         Raises SequenceTooLong, DuplicateSequence or EngineClosed; the sequence, and its blocks, are then
         untouched.
         """
-        if self._task is None or self._task.done() or self._closing:
-            raise EngineClosed("the engine is not running")
-        if sequence.key in self._sequences:
+        loop = self._running()
+        if sequence.key in loop.sequences:
             raise DuplicateSequence(*sequence.key)
         if sequence.num_tokens >= self.max_model_len:
             raise SequenceTooLong(sequence.num_tokens, self.max_model_len)
         sequence.prefill_only = prefill_only
         if not sequence.sampling.ignore_eos:
             sequence.stop_ids = sequence.sampling.stop_token_ids | self.config.eos_token_ids
-        self._sequences[sequence.key] = sequence
+        loop.sequences[sequence.key] = sequence
         self._scheduler.add(sequence)
-        self._wake_up()
+        loop.wake()
 
     def cancel(self, request_id: str, attempt: int) -> bool:
         """Stop a sequence wherever it is; its blocks are released at once, or after the step it is in.
 
         The next ``on_step`` reports it as CANCELLED. False when the engine does not know it (any more).
         """
-        sequence = self._sequences.get((request_id, attempt))
-        if sequence is None or sequence.cancelled:
+        loop = self._loop
+        sequence = None if loop is None else loop.sequences.get((request_id, attempt))
+        if loop is None or sequence is None or sequence.cancelled:
             return False
-        if self._in_step is not None and sequence in self._in_step.sequences():
+        if loop.is_stepping(sequence):
             sequence.cancelled = True
         else:
-            self._scheduler.finish(sequence, FinishReason.CANCELLED, self._outbox)
-            del self._sequences[sequence.key]
-            self._wake_up()
+            self._scheduler.finish(sequence, FinishReason.CANCELLED, loop.outbox)
+            del loop.sequences[sequence.key]
+            loop.wake()
         return True
 
     def release(self, sequence: Sequence) -> None:
@@ -220,7 +208,8 @@ class Engine:
         """
         if sequence.state in (State.NEW, State.HELD):
             self._scheduler.let_go(sequence)
-            self._sequences.pop(sequence.key, None)
+            if self._loop is not None:
+                self._loop.sequences.pop(sequence.key, None)
 
     def reserve(self, sequence: Sequence) -> bool:
         """Take blocks for the sequence's tokens and one more, cached ones first, without queueing it.
@@ -241,8 +230,7 @@ class Engine:
         """
         if sequence.num_tokens >= self.max_model_len:
             raise SequenceTooLong(sequence.num_tokens, self.max_model_len)
-        if self._closing:
-            raise EngineClosed("the engine is closing")
+        self._running()
         if not self.reserve(sequence):
             await self._reservations.wait(sequence)
 
@@ -258,7 +246,7 @@ class Engine:
         self._scheduler.seal_computed(sequence)
 
     def stats(self) -> EngineStats:
-        scheduler, pool = self._scheduler, self.pool
+        scheduler, pool, loop = self._scheduler, self.pool, self._loop
         queued = sum(s.num_tokens - s.num_computed_tokens for s in scheduler.waiting + scheduler.prefilling)
         return EngineStats(
             num_running=scheduler.num_running,
@@ -268,91 +256,28 @@ class Engine:
             num_free_blocks=pool.num_free,
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
-            num_steps=self._num_steps,
-            num_failed_steps=self._num_failed_steps,
+            num_steps=loop.num_steps if loop else 0,
+            num_failed_steps=loop.num_failed_steps if loop else 0,
             num_preemptions=scheduler.num_preemptions,
-            step_s=self._step_s,
+            step_s=loop.step_s if loop else 0.0,
         )
 
     def profile(self) -> dict[str, float]:
         """The fields of ``protos.Profile``: measured at the start, corrected by every step since."""
-        return self._costs.coefficients()
+        return (self._loop.costs if self._loop else CostProfile()).coefficients()
 
-    # ------------------------------------------------------------------ the loop
-
-    async def _run(self) -> None:
-        while not self._closing:
-            self._wake.clear()
-            # Sequences that ran before and were preempted come before those that have not started.
-            if not self._scheduler.waiting:
-                self._reservations.grant()
-            plan = self._scheduler.schedule()
-            if plan is not None:
-                self._outbox += await self._step(plan)
-            self._deliver()
-            if plan is None:
-                await self._wake.wait()
-            else:
-                # Let the loop serve its sockets between two steps.
-                await asyncio.sleep(0)
-        for sequence in list(self._sequences.values()):
-            self._scheduler.finish(sequence, FinishReason.CANCELLED, self._outbox)
-        self._deliver()
-
-    async def _step(self, plan: Plan) -> list[StepEvent]:
-        """Run the plan and take its results in; a failure ends the sequences of this step, no others."""
-        begun_s = self._clock()
-        predicted_s = self._costs.predict_s(plan)
-        for chunk in plan.chunks:
-            chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
-        try:
-            if predicted_s <= INLINE_STEP_S:
-                output = self._execute(plan)
-            else:
-                self._in_step = plan
-                output = await asyncio.get_running_loop().run_in_executor(self._worker, self._execute, plan)
-            ended_s = self._clock()
-            events = self._scheduler.postprocess(plan, output, ended_s)
-        except Exception as error:
-            log.exception("a step of %d sequences failed", len(plan.decodes) + len(plan.chunks))
-            self._num_failed_steps += 1
-            return self._fail(plan, error)
-        finally:
-            self._in_step = None
-        self._num_steps += 1
-        self._step_s = ended_s - begun_s
-        self._costs.correct(plan, predicted_s, output.model_s)
-        (PREFILL_SECONDS if plan.chunks else DECODE_SECONDS).observe(output.model_s)
-        return events
-
-    def _execute(self, plan: Plan) -> StepOutput:
-        """On either thread: the tensors only."""
-        assert self._runner is not None
-        begun_s = self._clock()
-        output = self._runner.execute(plan)
-        output.model_s = self._clock() - begun_s
-        return output
-
-    def _fail(self, plan: Plan, error: Exception) -> list[StepEvent]:
-        events = [StepEvent(sequence, 0, preempted=True) for sequence in plan.preempted]
-        for sequence in plan.sequences():
-            if sequence.state is not State.FINISHED:
-                message = f"{type(error).__name__}: {error}"
-                self._scheduler.finish(sequence, FinishReason.ERROR, events, message)
-        return events
-
-    def _deliver(self) -> None:
-        if not self._outbox:
-            return
-        events, self._outbox = self._outbox, []
-        for event in events:
-            if event.finish_reason and event.sequence.state is State.FINISHED:
-                self._sequences.pop(event.sequence.key, None)
-        if self.on_step is not None:
-            self.on_step(events)
+    def _running(self) -> StepLoop:
+        if self._loop is None or self._task is None or self._task.done() or self._closed:
+            raise EngineClosed("the engine is not running")
+        return self._loop
 
     def _take_for(self, sequence: Sequence) -> bool:
         return self._scheduler.take_blocks(sequence, sequence.num_tokens + 1, sequence.num_tokens)
 
-    def _wake_up(self) -> None:
-        self._wake.set()
+    def _report(self, events: list[StepEvent]) -> None:
+        if self.on_step is not None:
+            self.on_step(events)
+
+    def _freed(self) -> None:
+        if self._loop is not None:
+            self._loop.wake()

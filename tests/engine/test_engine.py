@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Engine, FinishReason, State
-from engine import engine as engine_module
+from engine import Engine, FinishReason, Sampling, Sequence, State, step_loop
 from engine.errors import DuplicateSequence, EngineClosed, SequenceTooLong
 from runtime.options import EngineOptions, ModelOptions
 
 
 @pytest.fixture(params=["inline", "in a thread"], autouse=True)
 def where_steps_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "INLINE_STEP_S", 1e9 if request.param == "inline" else -1.0)
+    monkeypatch.setattr(step_loop, "INLINE_STEP_S", 1e9 if request.param == "inline" else -1.0)
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 def blocks(engine: Engine) -> Any:
     """The pool's bytes, a row a block."""
-    pool = engine._runner.pool
+    pool = engine._loop.runner.pool
     return pool.view(pool.shape[0], -1)
 
 
@@ -134,7 +133,7 @@ async def test_cancelling_at_any_time_frees_the_blocks_and_disturbs_nobody(check
 
 async def test_a_failed_step_ends_its_sequences_and_no_others(checkpoint, serve, monkeypatch) -> None:
     async with serve(checkpoint.path, max_batch_size=2) as driver:
-        runner = driver.engine._runner
+        runner = driver.engine._loop.runner
         real, calls = runner.execute, []
 
         def execute(plan: Any) -> Any:
@@ -160,8 +159,6 @@ async def test_a_listener_that_fails_stops_the_engine_loudly(checkpoint) -> None
 
     engine.on_step = on_step
     await engine.start()
-    from engine import Sampling, Sequence
-
     engine.add(Sequence("r", 0, [1, 2], 2, sampling=Sampling(), root_key=b"r" * 16))
     with pytest.raises(KeyError, match="listener"):
         await engine.wait()
@@ -244,8 +241,6 @@ async def test_the_pool_lies_in_the_memory_given(checkpoint) -> None:
     memory[:] = 0
     done = asyncio.Event()
     engine.on_step = lambda events: done.set()
-    from engine import Sampling, Sequence
-
     sequence = Sequence("r", 0, prompt(8), 8, sampling=Sampling(max_tokens=1), root_key=b"r" * 16)
     engine.add(sequence, prefill_only=True)
     await done.wait()

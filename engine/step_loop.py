@@ -1,0 +1,136 @@
+"""The loop of a node's life: schedule, run, postprocess, tell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from engine.events import StepEvent
+from engine.metrics import DECODE_SECONDS, PREFILL_SECONDS
+from engine.plan import Plan, StepOutput
+from engine.profile import CostProfile
+from engine.reservations import Reservations
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.sequence import FinishReason, Sequence, State
+
+log = logging.getLogger(__name__)
+
+# A step predicted to take less runs on the loop's own thread: there and back to the worker is 0.1 ms on an
+# idle machine and several on a busy one.
+INLINE_STEP_S = 0.004
+
+
+class StepLoop:
+    """Steps while there is work, sleeps while there is none.
+
+    ``sequences`` are those the engine answers for; one that has finished leaves it before ``report`` hears.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        reservations: Reservations,
+        runner: ModelRunner,
+        costs: CostProfile,
+        worker: ThreadPoolExecutor,
+        clock: Callable[[], float],
+        report: Callable[[list[StepEvent]], None],
+    ) -> None:
+        self.scheduler = scheduler
+        self.reservations = reservations
+        self.runner = runner
+        self.costs = costs
+        self.sequences: dict[tuple[str, int], Sequence] = {}
+        self.outbox: list[StepEvent] = []  # events of what happened between steps
+        self.closing = False
+        self.num_steps = 0
+        self.num_failed_steps = 0
+        self.step_s = 0.0
+        self._worker = worker
+        self._clock = clock
+        self._report = report
+        self._wake = asyncio.Event()
+        self._in_worker: Plan | None = None
+
+    def wake(self) -> None:
+        """There may be something to do now."""
+        self._wake.set()
+
+    def is_stepping(self, sequence: Sequence) -> bool:
+        """Whether the worker thread reads or writes the sequence's blocks at this moment."""
+        return self._in_worker is not None and any(s is sequence for s in self._in_worker.sequences())
+
+    async def run(self) -> None:
+        """Until ``closing``; then every sequence ends as CANCELLED. Raises what ``report`` raises."""
+        while not self.closing:
+            self._wake.clear()
+            # Sequences that ran before and were preempted come before those that have not started.
+            if not self.scheduler.waiting:
+                self.reservations.grant()
+            plan = self.scheduler.schedule()
+            events = [] if plan is None else await self._step(plan)
+            self._tell(events)
+            if plan is None:
+                await self._wake.wait()
+            else:
+                # Let the loop serve its sockets between two steps.
+                await asyncio.sleep(0)
+        events = []
+        for sequence in list(self.sequences.values()):
+            self.scheduler.finish(sequence, FinishReason.CANCELLED, events)
+        self._tell(events)
+
+    async def _step(self, plan: Plan) -> list[StepEvent]:
+        """Run the plan and take its results in; a failure ends the sequences of this step, no others."""
+        begun_s = self._clock()
+        predicted_s = self.costs.predict_s(plan)
+        for chunk in plan.chunks:
+            chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
+        try:
+            if predicted_s <= INLINE_STEP_S:
+                output = self._execute(plan)
+            else:
+                self._in_worker = plan
+                output = await asyncio.get_running_loop().run_in_executor(self._worker, self._execute, plan)
+            ended_s = self._clock()
+            events = self.scheduler.postprocess(plan, output, ended_s)
+        except Exception as error:
+            log.exception("a step of %d sequences failed", len(plan.decodes) + len(plan.chunks))
+            self.num_failed_steps += 1
+            return self._fail(plan, error)
+        finally:
+            self._in_worker = None
+        self.num_steps += 1
+        self.step_s = ended_s - begun_s
+        self.costs.correct(plan, predicted_s, output.model_s)
+        (PREFILL_SECONDS if plan.chunks else DECODE_SECONDS).observe(output.model_s)
+        return events
+
+    def _execute(self, plan: Plan) -> StepOutput:
+        """On either thread: the tensors only."""
+        begun_s = self._clock()
+        output = self.runner.execute(plan)
+        output.model_s = self._clock() - begun_s
+        return output
+
+    def _fail(self, plan: Plan, error: Exception) -> list[StepEvent]:
+        events = [StepEvent(sequence, 0, preempted=True) for sequence in plan.preempted]
+        message = f"{type(error).__name__}: {error}"
+        for sequence in plan.sequences():
+            if sequence.state is not State.FINISHED:
+                self.scheduler.finish(sequence, FinishReason.ERROR, events, message)
+        return events
+
+    def _tell(self, events: list[StepEvent]) -> None:
+        if self.outbox:
+            events = self.outbox + events
+            self.outbox = []
+        if not events:
+            return
+        for event in events:
+            if event.finish_reason and event.sequence.state is State.FINISHED:
+                self.sequences.pop(event.sequence.key, None)
+        self._report(events)
