@@ -127,6 +127,7 @@ class LocalCluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._remove_directory &= not isinstance(error, Exception)
         await self.stop()
 
     async def _start_redis(self) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from moonpool.client import Client
+from moonpool.errors import ApiError
 from moonpool.first_conversation import hold_conversation, turns_table
 from moonpool.local_cluster import LocalCluster
 from runtime.options import Config
@@ -50,7 +51,12 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
         async with LocalCluster(config, restart=not once, report=report) as cluster:
             report("ready\n")
             async with Client(cluster.url) as client:
-                turns = await hold_conversation(client, console)
+                try:
+                    turns = await hold_conversation(client, console)
+                except ApiError:
+                    console.print()
+                    report(f"the conversation failed; the logs are in {cluster.directory}")
+                    raise
             console.print()
             console.print(turns_table(turns))
             console.print()
