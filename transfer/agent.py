@@ -176,18 +176,23 @@ class TransferAgent:
                 raise DeadlineExceeded(descriptor.agent_id, self.options.deadline_s, "connecting") from None
             raise
         self._links[peer.link] = peer
+        peer.on_lost = self._forget
         return peer
 
     def link_lost(self, link: Link, reason: str) -> None:
         """The process at the other end of a peer's link is gone."""
-        peer = self._links.pop(link, None)
-        if peer is None:
-            return
+        peer = self._links.get(link)
+        if peer is not None:
+            peer.lose(PeerLost(peer.agent_id, reason))
+
+    def _forget(self, peer: Peer) -> None:
+        """``peer`` is lost: whoever asks for it connects anew."""
+        self._links.pop(peer.link, None)
         for incarnation, task in list(self._peers.items()):
             if task.done() and not task.cancelled() and task.exception() is None and task.result() is peer:
                 del self._peers[incarnation]
-        peer.lose(PeerLost(peer.agent_id, reason))
-        self._closing.add(closing := self.loop.create_task(peer.close()))
+        closing = self.loop.create_task(peer.close())
+        self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     def notifications(self) -> Notifications:
@@ -248,7 +253,6 @@ class TransferAgent:
             await asyncio.wait(connecting)
         for peer in list(self._links.values()):
             peer.lose(AgentClosed(self.agent_id))
-            await peer.close()
         if self._closing:
             await asyncio.wait(list(self._closing))
         for control in list(self._controls):

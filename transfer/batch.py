@@ -20,6 +20,7 @@ from transfer.errors import (
     PeerLost,
     RegionError,
     SpanError,
+    StaleEpoch,
     TransferError,
 )
 from transfer.path import Path
@@ -135,6 +136,8 @@ class Batch:
             metrics.FAILURES.labels(self._direction, type(error).__name__).inc()
             if isinstance(error, ChecksumMismatch):
                 metrics.CHECKSUM_MISMATCHES.labels(self._direction).inc()
+            if isinstance(error, PeerLost | StaleEpoch):
+                self._peer.lose(error)
             raise
         finally:
             in_flight.dec(self.nbytes)

@@ -57,9 +57,9 @@ class ByteStream:
         # One thread sends, so nothing is gained by waiting until a segment is full.
         self._each(table, libc.send_vectors, socket.MSG_NOSIGNAL)
 
-    def receive_into(self, address: U64, nbytes: U64) -> None:
-        """Fill the runs of memory at ``address``, each of ``nbytes``."""
-        self._each(self._table(address, nbytes), libc.receive_vectors, socket.MSG_WAITALL)
+    def receive_into(self, address: U64, nbytes: U64, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Fill the runs of memory at ``address``, each of ``nbytes``. An error once not ``wanted()``."""
+        self._each(self._table(address, nbytes), libc.receive_vectors, socket.MSG_WAITALL, wanted)
 
     def receive(self, nbytes: int) -> bytes:
         received = self.sock.recv(nbytes, socket.MSG_WAITALL)
@@ -97,13 +97,21 @@ class ByteStream:
             address = address[run] + skipped
         return vectors(address, nbytes)
 
-    def _each(self, table: U64, call: Callable[[int, int, int, int], int], flags: int) -> None:
+    def _each(
+        self,
+        table: U64,
+        call: Callable[[int, int, int, int], int],
+        flags: int,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         base = address_of(table)
         for begin, end in windows(table[:, 1], libc.IOV_MAX, self._slice_nbytes):
             left = int(table[begin:end, 1].sum())
             while True:
                 if time.monotonic() > self._deadline:
                     raise TimeoutError("the time limit of the request is over")
+                if not wanted():
+                    raise ConnectionAbortedError("nobody waits for these bytes any more")
                 moved = call(self._fd, base + 16 * begin, end - begin, flags)
                 if moved == left:
                     break

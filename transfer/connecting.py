@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import ipaddress
 import logging
 import os
 import socket
@@ -144,9 +146,8 @@ async def _connect(path: str, target: AgentDescriptor) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         address: Any = f"\0{target.unix_name}"
     else:
-        resolved = await loop.getaddrinfo(target.tcp_host, target.tcp_port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = resolved[0]
-        sock = socket.socket(family, kind, protocol)
+        family, address = await _resolve(target.tcp_host, target.tcp_port)
+        sock = socket.socket(family, socket.SOCK_STREAM)
         _keep_alive(sock)
     try:
         sock.setblocking(False)
@@ -155,6 +156,15 @@ async def _connect(path: str, target: AgentDescriptor) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+async def _resolve(host: str, port: int) -> tuple[int, Any]:
+    with contextlib.suppress(ValueError):
+        # Numbers, as usual: no need for a resolver and its thread.
+        version = ipaddress.ip_address(host).version
+        return (socket.AF_INET6 if version == 6 else socket.AF_INET), (host, port)
+    resolved = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return resolved[0][0], resolved[0][4]
 
 
 def _keep_alive(sock: socket.socket) -> None:

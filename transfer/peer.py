@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transfer import metrics
 from transfer.attempt import Direction
 from transfer.batch import Batch
-from transfer.errors import PeerLost, RegionError, SpanError, TransferError
+from transfer.errors import RegionError, SpanError, TransferError
 from transfer.link import Link
 from transfer.path import Path
 from transfer.path_choice import PathChoice
@@ -43,6 +43,7 @@ class Peer:
         self._verify_writes = verify_writes
         self._batches: set[Batch] = set()
         self._lost: TransferError | None = None
+        self.on_lost: Callable[[Peer], None] | None = None
         link.on_region_closed(self._region_closed)
 
     @property
@@ -149,6 +150,8 @@ class Peer:
             self._lost = error
             for batch in list(self._batches):
                 batch.fail(error)
+            if self.on_lost is not None:
+                self.on_lost(self)
 
     def _region_closed(self, region_id: int) -> None:
         for batch in list(self._batches):
@@ -156,8 +159,7 @@ class Peer:
                 batch.fail(RegionError(region_id, "was closed by its owner"))
 
     async def close(self) -> None:
-        """End everything; idempotent."""
-        self.lose(PeerLost(self.agent_id, "the connection was closed here"))
+        """Let go of it, once lost."""
         for batch in list(self._batches):
             await batch.ended()
         self.link.close()

@@ -126,7 +126,7 @@ class _ServedStream:
         if request.op is Op.READ:
             self.stream.send(Reply(Status.OK, 0, request.nbytes).pack(), addresses, spans.nbytes)
         elif request.op is Op.WRITE:
-            self.stream.receive_into(addresses, spans.nbytes)
+            self.stream.receive_into(addresses, spans.nbytes, lambda: self._wanted(deadline))
             self.stream.send(Reply(Status.OK, 0, 0).pack())
         elif request.op is Op.PULL:
             self._pull(unpack_sources(body, request.num_spans), addresses, spans.nbytes, deadline)
@@ -151,9 +151,15 @@ class _ServedStream:
             return
 
         def wanted() -> bool:
-            # The client hangs up when its batch is over; then its memory may mean something else already.
-            return time.monotonic() < deadline and not self._poll.poll(0)
+            return self._wanted(deadline)
 
         if not copy_from(self._client.pid, addresses, sources, nbytes, wanted):
             raise ConnectionResetError("the client no longer wants its write")
         self.stream.send(Reply(Status.OK, 0, 0).pack())
+
+    def _wanted(self, deadline: float) -> bool:
+        """Whether a write may still change our memory, or look at the client's.
+
+        The client hangs up when its batch is over; by then its memory may mean something else.
+        """
+        return time.monotonic() < deadline and not self._poll.poll(0)

@@ -57,6 +57,11 @@ class PeerProcess:
     async def checksum(self, region: int, offset: int, nbytes: int) -> dict[str, Any]:
         return {"checksum": checksum(self.regions[region].buffer[offset : offset + nbytes])}
 
+    async def num_foreign(self, region: int, seed: int, value: int) -> dict[str, Any]:
+        """How many bytes are neither as allocated nor ``value``."""
+        array = self.regions[region].array
+        return {"num_foreign": int(((array != pattern(len(array), seed)) & (array != value)).sum())}
+
     async def poke(self, region: int, offset: int, value: int) -> dict[str, Any]:
         self.regions[region].array[offset] = value
         return {}
