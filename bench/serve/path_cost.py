@@ -29,7 +29,7 @@ class PathCost:
 
 
 def path_cost(answer: Answer, timeline: Mapping[str, Any], model: ModelTime) -> PathCost:
-    """``timeline``: what ``/v1/requests/{id}/timeline`` says of it; ``model``: what the nodes computed for it.
+    """``timeline``: what ``/v1/requests/{id}/timeline`` says; ``model``: what the nodes computed for it.
 
     The decode loop takes the mean time between tokens after the second, so what the hand-over to the decode
     node adds before the second token is a stage of its own. Each stage is a difference on one process's

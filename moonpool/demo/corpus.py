@@ -146,9 +146,15 @@ COMMON_WORDS = frozenset(
 
 
 class Conversations:
-    """Draws conversations from the texts. The same ``random.Random`` gives the same ones."""
+    """Draws conversations from the texts. The same ``random.Random`` gives the same ones.
 
-    def __init__(self, chapters: list[Chapter], entries: list[Entry], rng: random.Random) -> None:
+    ``definitions``: the part of the questions that ask for the meaning of a word.
+    """
+
+    def __init__(
+        self, chapters: list[Chapter], entries: list[Entry], rng: random.Random, definitions: float = 0.4
+    ) -> None:
+        self._definitions = definitions
         self._chapters = chapters
         self._entries = entries
         self._rng = rng
@@ -185,15 +191,15 @@ class Conversations:
                 yield rng.choice(ONWARD), answer
                 continue
             draw = rng.random()
-            if draw < 0.06:
+            if draw < 0.08:
                 question, answer = rng.choice(GREETINGS)
                 yield question + rng.choice(("", "", ".", "!")) * (question[-1] != "?"), answer
                 place = None
-            elif draw < 0.46:
+            elif draw < 0.08 + self._definitions:
                 yield self._define()
                 place = None
             else:
-                question, answer, place = self._from_bible(draw)
+                question, answer, place = self._from_bible()
                 yield question, answer
 
     def _define(self) -> Turn:
@@ -203,20 +209,21 @@ class Conversations:
         templates = DESCRIBE if entry.kind.startswith(("adj", "v")) else DEFINE
         return self._rng.choice(templates).format(w=word, a=article + word), entry.gloss
 
-    def _from_bible(self, draw: float) -> tuple[str, str, tuple[int, int] | None]:
+    def _from_bible(self) -> tuple[str, str, tuple[int, int] | None]:
         rng = self._rng
-        if draw < 0.66:
+        draw = rng.random()
+        if draw < 0.37:
             word = rng.choices(self._names, self._name_weights)[0]
             answer, place = self._passage(*rng.choice(self._places[word]))
             return rng.choice(PERSON).format(w=word), answer, place
-        if draw < 0.80:
+        if draw < 0.63:
             word = rng.choice(self._things)
             answer, place = self._passage(*rng.choice(self._places[word]))
             the = "the " if rng.random() < 0.5 else ""
             return rng.choice(ABOUT).format(w=the + word), answer, place
         number = rng.randrange(len(self._chapters))
         chapter = self._chapters[number]
-        if draw < 0.86:
+        if draw < 0.74:
             answer, place = self._passage(number, 0)
             return rng.choice(READ).format(w=chapter.title), answer, place
         index = rng.randrange(len(chapter.verses))

@@ -5,7 +5,8 @@
         python -m moonpool.demo.train --out moonpool/demo/model --minutes 60
 
 (The tunables keep freed memory, which saves a third of the time.) Muon trains the matrices, AdamW the rest.
-The context grows with time, from 512 tokens to 8,192. A checkpoint is written every three minutes.
+The context grows with time, from 512 tokens to 8,192, and the last part is mostly conversation. A checkpoint is
+written every three minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -25,22 +27,41 @@ from moonpool.demo.checkpoint import load_tokenizer, load_weights, save, train_t
 from moonpool.demo.corpus import Chapter, Conversations, Entry, documents, read_chapters, read_entries
 from moonpool.demo.net import DemoModel, NextTokenLoss
 
-# From which fraction of the time on: context, sequences a step.
-STAGES = ((0.0, 512, 8), (0.5, 2048, 2), (0.74, 4096, 1), (0.9, 8192, 1))
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """``since``: the fraction of the time from which on it is this one's turn."""
+
+    since: float
+    context: int  # tokens
+    sequences: int  # in a step
+    talk: float  # characters of conversation for each character of documents
+    definitions: float  # the part of the questions that ask for a word's meaning
+
+
+STAGES = (
+    Stage(0.0, 512, 8, 0.67, 0.4),
+    Stage(0.4, 2048, 2, 0.67, 0.4),
+    Stage(0.6, 4096, 1, 0.67, 0.4),
+    Stage(0.72, 8192, 1, 0.67, 0.4),
+    # Last what it is shown for: answering, and the dictionary by heart.
+    Stage(0.8, 2048, 2, 3.0, 0.65),
+)
 MATRIX_LR, OTHER_LR = 3e-3, 2e-3
 WARMUP, DECAY_FROM = 0.01, 0.3
 CHECKPOINT_S = 180.0
 
 
 def windows(
-    chapters: list[Chapter], entries: list[Entry], tokenizer: Tokenizer, context: int, rng: random.Random
+    stage: Stage, chapters: list[Chapter], entries: list[Entry], tokenizer: Tokenizer, rng: random.Random
 ) -> Iterator[Tensor]:
-    """Endless int64 [context + 1] windows of a shuffled stream: three parts documents, two of talk."""
-    talk = Conversations(chapters, entries, rng)
+    """Endless int64 [context + 1] windows of a shuffled stream of documents and conversations."""
+    context = stage.context
+    talk = Conversations(chapters, entries, rng, stage.definitions)
     most_turns = max(4, context // 256)
     while True:
         texts = documents(chapters, entries, rng, whole_books=context >= 2048)
-        wanted = 0.67 * sum(map(len, texts))
+        wanted = stage.talk * sum(map(len, texts))
         while wanted > 0:
             texts.append(talk.draw(rng.randint(1, rng.choice((2, 4, most_turns)))))
             wanted -= len(texts[-1])
@@ -101,9 +122,10 @@ class Trainer:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="directory of the checkpoint")
 @click.option("--init", type=click.Path(path_type=Path, exists=True), help="checkpoint to start from")
 @click.option("--minutes", default=60.0, help="wall-clock time of the whole run")
+@click.option("--start", default=0.0, help="fraction of the run to start at, with --init")
 @click.option("--threads", default=1)
 @click.option("--seed", default=1)
-def main(out: Path, init: Path | None, minutes: float, threads: int, seed: int) -> None:
+def main(out: Path, init: Path | None, minutes: float, start: float, threads: int, seed: int) -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -115,33 +137,28 @@ def main(out: Path, init: Path | None, minutes: float, threads: int, seed: int) 
     if init:
         load_weights(init, model)
     trainer = Trainer(model)
-    start = saved = time.monotonic()
+    saved = time.monotonic()
+    began = saved - start * 60 * minutes
     save(out, model, tokenizer)
     tokens, step, running = 0, 0, 0.0
-    for number, (since, context, sequences) in enumerate(STAGES):
-        until = STAGES[number + 1][0] if number + 1 < len(STAGES) else 1.0
-        source = windows(chapters, entries, tokenizer, context, rng)
-        done = since
+    done = start
+    for stage, until in zip(STAGES, [*(stage.since for stage in STAGES[1:]), 1.0], strict=True):
+        source = windows(stage, chapters, entries, tokenizer, rng)
         while done < until:
-            batch = torch.stack([next(source) for _ in range(sequences)])
+            batch = torch.stack([next(source) for _ in range(stage.sequences)])
             loss = trainer.step(batch, learning_rate(done))
             now = time.monotonic()
-            done = max(since, (now - start) / (60 * minutes))
-            tokens, step = tokens + batch.shape[0] * context, step + 1
+            done = (now - began) / (60 * minutes)
+            tokens, step = tokens + stage.sequences * stage.context, step + 1
             running = loss if step == 1 else 0.98 * running + 0.02 * loss
             if step % 50 == 0:
-                rate = tokens / (now - start)
-                say(f"{done:6.1%} step {step} context {context} loss {running:.3f} {rate:.0f} tokens/s")
+                click.echo(f"{done:6.1%} {tokens:,} tokens, context {stage.context}, loss {running:.3f}")
             if now - saved > CHECKPOINT_S:
                 save(out, model, tokenizer)
-                say(f"saved; held-out chapters {validate(model, held_out, tokenizer, context):.3f}")
+                click.echo(f"saved; held-out chapters {validate(model, held_out, tokenizer, 2048):.3f}")
                 saved = time.monotonic()
     save(out, model, tokenizer)
-    say(f"done: {tokens} tokens; held-out chapters {validate(model, held_out, tokenizer, 2048):.3f}")
-
-
-def say(line: str) -> None:
-    click.echo(line)
+    click.echo(f"done: {tokens:,} tokens; held-out chapters {validate(model, held_out, tokenizer, 2048):.3f}")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,10 @@ async def _succeed(command: Sequence[str]) -> None:
         await process.wait()
         raise
     if code != 0:
-        raise PeerFailed(f"{' '.join(command)} ended with {code}; its output is above")
+        raise PeerFailed(
+            f"{' '.join(command)} ended with {code}; its output is above. Where pip does not find torch's CPU build, "
+            "name an index that has it in PIP_EXTRA_INDEX_URL"
+        )
 
 
 @asynccontextmanager
