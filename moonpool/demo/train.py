@@ -5,8 +5,8 @@
         python -m moonpool.demo.train --out moonpool/demo/model --minutes 60
 
 (The tunables keep freed memory, which saves a third of the time.) Muon trains the matrices, AdamW the rest.
-The context grows with time, from 512 tokens to 8,192, and the last part is mostly conversation. A checkpoint is
-written every three minutes.
+The context grows with time, from 512 tokens to 8,192, and the last part is mostly conversation. A checkpoint
+is written every three minutes.
 """
 
 from __future__ import annotations

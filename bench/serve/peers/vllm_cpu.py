@@ -67,8 +67,8 @@ async def _succeed(command: Sequence[str]) -> None:
         raise
     if code != 0:
         raise PeerFailed(
-            f"{' '.join(command)} ended with {code}; its output is above. Where pip does not find torch's CPU build, "
-            "name an index that has it in PIP_EXTRA_INDEX_URL"
+            f"{' '.join(command)} ended with {code}; its output is above. Where pip finds no CPU build of "
+            "torch, name an index that has it in PIP_EXTRA_INDEX_URL"
         )
 
 
