@@ -33,6 +33,7 @@ class BatchInputs:
         self._shift = block_size.bit_length() - 1
         assert block_size == 1 << self._shift
         self._device = device
+        self._copies = device.type != "cpu"
         rows = min(max_batch_size, max_batch_tokens)
         max_blocks = -(-max_len // block_size)
         self._tokens = np.zeros(max_batch_tokens, np.int64)
@@ -59,7 +60,7 @@ class BatchInputs:
         table_changed = not same or bool(plan.moved_blocks)
         if plan.chunks:
             return self._with_chunks(plan, n, table_changed)
-        if not same or self._decode_only is None or self._device.type != "cpu":
+        if not same or self._decode_only is None or self._copies:
             self._decode_only = self._decode_inputs(n, n, table_changed)
         return self._decode_only
 
@@ -84,7 +85,7 @@ class BatchInputs:
         np.add(blocks * self._block_size, positions & (self._block_size - 1), out=self._slots[:n])
 
     def _decode_inputs(self, num_tokens: int, n: int, table_changed: bool) -> StepInputs:
-        if self._device.type != "cpu":
+        if self._copies:
             return self._on_device(num_tokens, n, table_changed)
         return StepInputs(
             token_ids=torch.from_numpy(self._tokens[:num_tokens]),

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.loading import Loader
 from engine.rope import rope_tables
-from engine.weights import Checkpoint, expected_tensors
+from engine.weights import Checkpoint
 from kernels import (
-    PackedLinear,
     paged_decode_attention,
     paged_prefill_attention,
     rms_norm,
@@ -38,19 +38,6 @@ class StepInputs:
     chunk_lens: Tensor | None = None  # int32 [num_chunks], cached and new tokens
 
 
-@dataclass(slots=True)
-class Layer:
-    input_norm: Tensor
-    qkv: PackedLinear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: PackedLinear
-    post_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
-    window: int
-
-
 class Model:
     """The weights and the forward pass. Holds no state of any sequence: that is all in the pool."""
 
@@ -64,31 +51,21 @@ class Model:
         max_len: int,
     ) -> None:
         """Load the checkpoint, computing in ``dtype``. Raises CheckpointError before anything is loaded."""
-        checkpoint.check(expected_tensors(config))
+        loader = Loader(config, checkpoint, dtype, device)
         self.config = config
         self.dtype = dtype
         self.scale = config.head_dim**-0.5
-        self._checkpoint = checkpoint
-        self._device = device
-        self.embedding = self._tensor("model.embed_tokens.weight")
-        self.layers = [self._layer(i) for i in range(config.num_layers)]
-        self.norm = self._tensor("model.norm.weight")
-        head = self.embedding if config.tie_word_embeddings else self._tensor("lm_head.weight")
-        self.head = PackedLinear(head)
+        self.embedding, self.head = loader.embedding_and_head()
+        self.layers = [loader.layer(i) for i in range(config.num_layers)]
+        self.norm = loader.tensor("model.norm.weight")
         cos, sin = rope_tables(config.rope, config.head_dim, max_len, dtype)
         self.cos, self.sin = cos.to(device), sin.to(device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights as computed with."""
-        linears = (x for layer in self.layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down))
-        return self.embedding.nbytes + sum(linear.weight.nbytes for linear in linears)
 
     def forward(self, inputs: StepInputs, pool: Tensor) -> Tensor:
         """The last hidden states, normed: [num_tokens, hidden]. Writes the tokens' KV to ``pool``."""
         config = self.config
         eps, scale, head_dim = config.rms_norm_eps, self.scale, config.head_dim
-        hidden = F.embedding(inputs.token_ids, self.embedding)
+        hidden = F.embedding(inputs.token_ids, self.embedding).to(self.dtype)
         num_tokens = hidden.shape[0]
         residual = hidden
         for i, layer in enumerate(self.layers):
@@ -156,31 +133,3 @@ class Model:
             out=out[n:],
         )
         return out
-
-    # ------------------------------------------------------------------ loading
-
-    def _layer(self, i: int) -> Layer:
-        config = self.config
-        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        norm = self._tensor if config.qk_norm else lambda _: None
-        return Layer(
-            input_norm=self._tensor(f"model.layers.{i}.input_layernorm.weight"),
-            qkv=self._linear([f"{attention}.{part}_proj" for part in "qkv"], bias=config.qkv_bias),
-            q_norm=norm(f"{attention}.q_norm.weight"),
-            k_norm=norm(f"{attention}.k_norm.weight"),
-            o=self._linear([f"{attention}.o_proj"], bias=config.o_bias),
-            post_norm=self._tensor(f"model.layers.{i}.post_attention_layernorm.weight"),
-            gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], bias=config.mlp_bias),
-            down=self._linear([f"{mlp}.down_proj"], bias=config.mlp_bias),
-            window=config.windows[i],
-        )
-
-    def _linear(self, names: list[str], *, bias: bool) -> PackedLinear:
-        """One matrix of several that read the same input: their rows one after the other."""
-        weight = self._tensor(*(f"{name}.weight" for name in names))
-        return PackedLinear(weight, self._tensor(*(f"{name}.bias" for name in names)) if bias else None)
-
-    def _tensor(self, *names: str) -> Tensor:
-        """The tensors, stacked along their first dimension, in our dtype, on our device, in our memory."""
-        parts = [self._checkpoint.read(name).to(self._device, self.dtype) for name in names]
-        return torch.cat(parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,23 +78,21 @@ class CostProfile:
 def measure(runner: ModelRunner, clock: Callable[[], float]) -> CostProfile:
     """Time prefills and decode steps of a few shapes within about a second and fit the coefficients to them.
 
-    Writes to the pool's first blocks. A model so slow that the second is spent after the first shapes gets
-    its coefficients from those alone: proportional to tokens.
+    Writes to the pool's first blocks. A model so slow that a second is not enough is known from its cheapest
+    shapes alone, and the coefficients they do not tell are 0.
     """
     bench = _Bench(runner, clock)
     profile = CostProfile()
     profile.prefill_base_s, profile.prefill_token_s, profile.prefill_attention_s = _fit(
         [
             ([1.0, n, n * (start + n / 2)], bench.prefill_s(start, n))
-            for start, n in bench.prefill_shapes()
-            if bench.has_time()
+            for start, n in bench.in_time(bench.prefill_shapes())
         ]
     )
     profile.decode_base_s, profile.decode_sequence_s, profile.decode_context_s = _fit(
         [
             ([1.0, n, n * context], bench.decode_s(n, context))
-            for n, context in bench.decode_shapes()
-            if bench.has_time()
+            for n, context in bench.in_time(bench.decode_shapes())
         ]
     )
     return profile
@@ -106,7 +104,7 @@ class _Bench:
     def __init__(self, runner: ModelRunner, clock: Callable[[], float]) -> None:
         self._runner = runner
         self._clock = clock
-        self._begun_s = clock()
+        self._end_s = 0.0
         self._version = -2
         options = runner.options
         self._block_size = options.block_size
@@ -114,8 +112,14 @@ class _Bench:
         self._max_tokens = min(options.max_batch_tokens, self._room)
         self._max_rows = min(options.max_batch_size, options.max_batch_tokens)
 
-    def has_time(self) -> bool:
-        return self._clock() - self._begun_s < _BUDGET_S
+    def in_time(self, shapes: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The first shape, and the others while half of the budget lasts."""
+        self._end_s = self._clock() + _BUDGET_S / 2
+        yield shapes[0]
+        for shape in shapes[1:]:
+            if self._clock() >= self._end_s:
+                return
+            yield shape
 
     def prefill_shapes(self) -> list[tuple[int, int]]:
         """(tokens cached, tokens new), cheap ones first."""
@@ -152,7 +156,7 @@ class _Bench:
             begun_s = self._clock()
             self._runner.execute(plan)
             seconds.append(self._clock() - begun_s)
-            if not self.has_time():
+            if self._clock() >= self._end_s:
                 break
         return min(seconds)
 
@@ -160,12 +164,13 @@ class _Bench:
 def _fit(samples: list[tuple[list[float], float]]) -> tuple[float, float, float]:
     """Least squares with no coefficient below 0: (features, seconds) → three coefficients.
 
-    Errors count relative to the seconds, so that short steps are predicted as well as long ones.
+    Fewer than three samples tell the first coefficients only. Errors count relative to the seconds, so that
+    short steps are predicted as well as long ones.
     """
     features = np.array([row for row, _ in samples])
     seconds = np.array([s for _, s in samples])
     weights = 1 / np.maximum(seconds, 1e-9)
-    active = list(range(3))
+    active = list(range(min(3, len(samples))))
     while True:
         solution, *_ = np.linalg.lstsq(features[:, active] * weights[:, None], seconds * weights, rcond=None)
         if (solution >= 0).all():

@@ -53,8 +53,8 @@ class Checkpoint:
         self._maps: dict[Path, mmap.mmap] = {}
         for file in _shards(path):
             self._entries.update(_read_header(path, file))
-        self._nbytes_total = sum(e.end - e.start for e in self._entries.values())
-        self._nbytes_done = 0
+        self._nbytes_total = self._nbytes_done = 0
+        self._unread: set[str] = set()
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError or UnsupportedModel unless all of ``expected`` (name → shape) is there."""
@@ -72,6 +72,8 @@ class Checkpoint:
                 )
             if entry.dtype not in _DTYPES:
                 raise UnsupportedModel(self.path, f"tensor {name} is stored as {entry.dtype}")
+        self._unread = set(expected)
+        self._nbytes_total = sum(self._nbytes(name) for name in expected)
         ignored = [n for n in self._entries if n not in expected and not n.endswith("rotary_emb.inv_freq")]
         if "lm_head.weight" in ignored:
             ignored.remove("lm_head.weight")  # a copy of the tied embeddings
@@ -92,10 +94,15 @@ class Checkpoint:
             self._maps[entry.file] = mapped
         dtype = _DTYPES[entry.dtype]
         tensor = torch.frombuffer(mapped, dtype=dtype, count=prod(entry.shape), offset=entry.start)
-        self._nbytes_done += entry.end - entry.start
+        if name in self._unread:
+            self._unread.discard(name)
+            self._nbytes_done += self._nbytes(name)
         if self._progress is not None:
             self._progress(self._nbytes_done, self._nbytes_total, name)
         return tensor.view(entry.shape)
+
+    def _nbytes(self, name: str) -> int:
+        return self._entries[name].end - self._entries[name].start
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -45,8 +45,9 @@ def check(path: Path) -> None:
     Checkpoint(path).check(expected_tensors(ModelConfig.from_checkpoint(path)))
 
 
-async def test_sharded_checkpoints_load_with_progress(make_checkpoint, serve) -> None:
-    sharded = make_checkpoint("llama", shard_size="30KB")
+@pytest.mark.parametrize("tied", [False, True])
+async def test_sharded_checkpoints_load_with_progress(make_checkpoint, serve, tied) -> None:
+    sharded = make_checkpoint("llama", shard_size="30KB", tie_word_embeddings=tied)
     assert len(list(sharded.path.glob("*.safetensors"))) > 3
     reports: list[tuple[int, int, str]] = []
     engine = Engine(sharded.path, EngineOptions(pool_nbytes=1 << 20), ModelOptions(device="cpu"))

@@ -115,9 +115,10 @@ async def test_half_precision_stays_within_its_rounding(family, dtype, make_chec
     assert (ours - rows).abs().mean() < 1.3 * (theirs - rows).abs().mean()
 
 
-async def test_bfloat16_checkpoint_computed_in_float32(make_checkpoint, serve):
+@pytest.mark.parametrize("tied", [False, True])
+async def test_bfloat16_checkpoint_computed_in_float32(make_checkpoint, serve, tied):
     """What ``auto`` does on a CPU: exactly transformers' float32 forward over the stored weights."""
-    reference = make_checkpoint("llama", dtype="bfloat16")
+    reference = make_checkpoint("llama", dtype="bfloat16", tie_word_embeddings=tied)
     exact = transformers.AutoModelForCausalLM.from_pretrained(reference.path, dtype=torch.float32)
     prompt = prompts(3)[-1]
     async with serve(reference.path) as driver:

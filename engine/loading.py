@@ -1,0 +1,75 @@
+"""From a checkpoint's tensors to what the model computes with: fused, in its dtype, on its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.weights import Checkpoint, expected_tensors
+from kernels import PackedLinear
+
+
+@dataclass(slots=True)
+class Layer:
+    input_norm: Tensor
+    qkv: PackedLinear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: PackedLinear
+    post_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+    window: int
+
+
+class Loader:
+    """Reads one checkpoint. The mapped files go with the loader, so do not keep it."""
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raises CheckpointError or UnsupportedModel, before anything is loaded, unless all tensors are
+        there.
+        """
+        checkpoint.check(expected_tensors(config))
+        self._config = config
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+
+    def embedding_and_head(self) -> tuple[Tensor, PackedLinear]:
+        """The embedding stays in the dtype it is stored in: widening the rows of a step is exact and cheap,
+        and a vocabulary of 150 k words is the largest matrix of a small model.
+        """
+        embedding = self._checkpoint.read("model.embed_tokens.weight")
+        tied = self._config.tie_word_embeddings
+        head = PackedLinear(self.tensor("model.embed_tokens.weight" if tied else "lm_head.weight"))
+        narrow = embedding.dtype.itemsize <= self._dtype.itemsize
+        return embedding.to(self._device, embedding.dtype if narrow else self._dtype, copy=True), head
+
+    def layer(self, i: int) -> Layer:
+        config = self._config
+        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        return Layer(
+            input_norm=self.tensor(f"model.layers.{i}.input_layernorm.weight"),
+            qkv=self._linear([f"{attention}.{part}_proj" for part in "qkv"], bias=config.qkv_bias),
+            q_norm=self.tensor(f"{attention}.q_norm.weight") if config.qk_norm else None,
+            k_norm=self.tensor(f"{attention}.k_norm.weight") if config.qk_norm else None,
+            o=self._linear([f"{attention}.o_proj"], bias=config.o_bias),
+            post_norm=self.tensor(f"model.layers.{i}.post_attention_layernorm.weight"),
+            gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], bias=config.mlp_bias),
+            down=self._linear([f"{mlp}.down_proj"], bias=config.mlp_bias),
+            window=config.windows[i],
+        )
+
+    def tensor(self, *names: str) -> Tensor:
+        """The tensors, stacked along their first dimension, in our dtype, on our device, in our memory."""
+        return torch.cat([self._checkpoint.read(name).to(self._device, self._dtype) for name in names])
+
+    def _linear(self, names: list[str], *, bias: bool) -> PackedLinear:
+        """One matrix of several that read the same input: their rows one after the other."""
+        weight = self.tensor(*(f"{name}.weight" for name in names))
+        return PackedLinear(weight, self.tensor(*(f"{name}.bias" for name in names)) if bias else None)

@@ -1,0 +1,81 @@
+"""The cost profile: it predicts what it measured, learns, and gives up in time on a slow model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from engine.plan import Chunk, Plan
+from engine.profile import CostProfile, measure
+from engine.sampling import Sampling
+from engine.sequence import Sequence
+from runtime.options import EngineOptions
+
+
+class Machine:
+    """A runner whose steps take exactly what the formula says, on a clock that only they move."""
+
+    def __init__(self, slowness: float = 1.0, max_len: int = 4096) -> None:
+        self.truth = CostProfile(2e-3, 1e-4, 3e-8, 1e-3, 2e-4, 5e-8)
+        self.slowness = slowness
+        self.now_s = 100.0
+        self.num_steps = 0
+        self.options = EngineOptions()
+        self.max_len = max_len
+        self.pool = SimpleNamespace(shape=(4096,))
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def execute(self, plan: Plan) -> None:
+        assert all(s.num_tokens <= self.max_len for s in plan.sequences())
+        self.num_steps += 1
+        self.now_s += self.slowness * self.truth.predict_s(plan)
+
+
+def decode_plan(n: int, context: int) -> Plan:
+    sequence = Sequence("r", 0, [0] * context, context, sampling=Sampling(), root_key=b"")
+    return Plan([sequence] * n, [], [], 0, [])
+
+
+def prefill_plan(start: int, n: int) -> Plan:
+    sequence = Sequence("r", 0, [0] * (start + n), start + n, sampling=Sampling(), root_key=b"")
+    return Plan([], [Chunk(sequence, start, n, True)], [], 0, [])
+
+
+@pytest.mark.parametrize("plan", [decode_plan(5, 700), prefill_plan(100, 300), prefill_plan(0, 7)])
+def test_what_was_measured_is_predicted(plan: Plan) -> None:
+    machine = Machine()
+    profile = measure(machine, machine.clock)
+    assert profile.predict_s(plan) == pytest.approx(machine.truth.predict_s(plan), rel=1e-3)
+
+
+@pytest.mark.parametrize("slowness", [30.0, 10_000.0])
+def test_a_slow_model_is_measured_in_bounded_steps(slowness: float) -> None:
+    machine = Machine(slowness)
+    profile = measure(machine, machine.clock)
+    assert machine.num_steps >= 2
+    longest_s = slowness * machine.truth.predict_s(prefill_plan(1024, 128))
+    assert machine.now_s - 100 < 1.2 + 2 * longest_s
+    if slowness > 1000:
+        assert machine.num_steps == 2, "one prefill, one decode step"
+    assert profile.predict_s(decode_plan(1, 64)) == pytest.approx(
+        slowness * machine.truth.predict_s(decode_plan(1, 64)), rel=0.1
+    )
+
+
+def test_a_short_model_is_not_measured_beyond_its_length() -> None:
+    machine = Machine(max_len=40)
+    measure(machine, machine.clock)
+    assert machine.num_steps > 10
+
+
+def test_steps_correct_the_profile_and_a_single_odd_one_hardly_does() -> None:
+    profile, plan = CostProfile(1e-3, 1e-4, 0, 1e-3, 1e-4, 0), decode_plan(4, 100)
+    profile.correct(plan, profile.predict_s(plan), 100 * profile.predict_s(plan))
+    assert profile.decode_scale < 1.2
+    for _ in range(300):
+        profile.correct(plan, profile.predict_s(plan), 5e-3)
+    assert profile.predict_s(plan) == pytest.approx(5e-3, rel=0.02)
+    assert profile.coefficients()["prefill_base_s"] == 1e-3, "prefills were not seen"
