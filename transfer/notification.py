@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_WAITING = 16_384
-"""Notes kept for a reader that is behind; then peers on connections are made to wait."""
+MAX_WAITING_NBYTES = 32 << 20
+"""What is kept for a reader that is behind; beyond either, peers on connections are made to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +26,22 @@ class Notifications:
 
     def __init__(self) -> None:
         self._waiting: deque[Notification] = deque()
+        self._nbytes = 0
         self._arrived = asyncio.Event()
         self._stalled: set[Callable[[], None]] = set()
         self._closed = False
 
     def put(self, note: Notification) -> None:
         self._waiting.append(note)
+        self._nbytes += len(note.payload)
         self._arrived.set()
 
     @property
     def full(self) -> bool:
-        return len(self._waiting) >= MAX_WAITING
+        return self._beyond(1)
+
+    def _beyond(self, share: int) -> bool:
+        return len(self._waiting) * share >= MAX_WAITING or self._nbytes * share >= MAX_WAITING_NBYTES
 
     def when_drained(self, resume: Callable[[], None]) -> None:
         """Call ``resume`` once when there is room again."""
@@ -55,7 +61,8 @@ class Notifications:
             self._arrived.clear()
             await self._arrived.wait()
         note = self._waiting.popleft()
-        if self._stalled and len(self._waiting) <= MAX_WAITING // 2:
+        self._nbytes -= len(note.payload)
+        if self._stalled and not self._beyond(2):
             stalled, self._stalled = self._stalled, set()
             for resume in stalled:
                 resume()

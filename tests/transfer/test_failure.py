@@ -34,7 +34,7 @@ from transfer import (
     TransferReport,
 )
 
-NBYTES = 64 << 20
+NBYTES = 32 << 20
 # What an error may be late. A machine that is busy with other things gets more.
 GRACE_S = 0.1 if not os.environ.get("CI") else 0.5
 

@@ -1,0 +1,88 @@
+"""Which path is taken, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.options import TransferOptions
+from tests.transfer.conftest import StartPeer
+from tests.transfer.peer_process import pattern
+from transfer import PathFailed, PeerLost, Span, TransferAgent
+from transfer.attempt import Attempt
+from transfer.path_choice import PathChoice
+
+
+@dataclass
+class Named:
+    name: str
+
+
+def choice(now: list[float]) -> tuple[PathChoice, Any, Any]:
+    shm, tcp = Named("shm"), Named("tcp")
+    return PathChoice([shm, tcp], lambda: now[0]), shm, tcp  # type: ignore[list-item]
+
+
+def test_a_failing_path_is_left_alone_for_longer_each_time_and_then_tried_again() -> None:
+    now = [100.0]
+    paths, shm, tcp = choice(now)
+    assert paths.ranked() == [shm, tcp]
+    for pause in (0.1, 0.2, 0.4, 0.8):
+        paths.failed(shm)
+        assert paths.ranked() == [tcp, shm]
+        now[0] += pause * 0.99
+        assert paths.ranked() == [tcp, shm]
+        now[0] += pause * 0.02
+        assert paths.ranked() == [shm, tcp]
+    for _ in range(20):
+        paths.failed(shm)
+    now[0] += 10.01
+    assert paths.ranked() == [shm, tcp]
+    paths.failed(shm)
+    paths.failed(tcp)
+    assert set(map(id, paths.ranked())) == {id(shm), id(tcp)}
+    paths.succeeded(shm, 10, 1.0)
+    assert paths.ranked() == [shm, tcp]
+
+
+def test_a_path_that_is_clearly_faster_is_preferred() -> None:
+    paths, shm, tcp = choice([0.0])
+    for _ in range(30):
+        paths.succeeded(shm, 4 << 20, 1e-3)
+        paths.succeeded(tcp, 4 << 20, 0.9e-3)
+    assert paths.ranked() == [shm, tcp]
+    for _ in range(30):
+        paths.succeeded(tcp, 4 << 20, 0.5e-3)
+    assert paths.ranked() == [tcp, shm]
+    assert paths.bandwidth["shm"] == pytest.approx((4 << 20) / 1e-3)
+    # Small ones say nothing about bandwidth.
+    paths.succeeded(shm, 4096, 1.0)
+    assert paths.bandwidth["shm"] == pytest.approx((4 << 20) / 1e-3)
+
+
+async def test_a_batch_goes_on_over_the_next_path(start_peer: StartPeer) -> None:
+    theirs = start_peer("shm,tcp")
+    async with await TransferAgent.start(TransferOptions(), agent_id="here", epoch=1) as agent:
+        remote = (await theirs.do("allocate", nbytes=1 << 20, seed=4))["region"]
+        peer = await agent.connect(theirs.descriptor)
+        memory = agent.allocate(1 << 20, "memory")
+        spans = [Span(memory.id, 0, 1 << 20)], [Span(remote, 0, 1 << 20)]
+        assert (await peer.read(*spans, deadline_s=5)).transport == "shm"
+        shm = peer.paths.ranked()[0]
+
+        def broken(attempt: Attempt) -> None:
+            attempt.stop(PathFailed("shm", "broken for the test"))
+
+        shm.start = broken  # type: ignore[method-assign]
+        memory.array[:] = 0
+        assert (await peer.read(*spans, deadline_s=5)).transport == "tcp"
+        assert np.array_equal(memory.array, pattern(1 << 20, 4))
+        # The next does not even try.
+        assert [path.name for path in peer.paths.ranked()] == ["tcp", "shm"]
+        tcp = peer.paths.ranked()[0]
+        tcp.start = lambda attempt: attempt.stop(PathFailed("tcp", "this one, too"))  # type: ignore[method-assign]
+        with pytest.raises(PeerLost, match="this one, too"):
+            await peer.read(*spans, deadline_s=5)

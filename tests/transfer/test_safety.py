@@ -1,0 +1,381 @@
+"""Strangers, liars and garbage on an agent's sockets: refused, forgotten, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from runtime.options import TransferOptions
+from transfer import (
+    AccessDenied,
+    AgentDescriptor,
+    DescriptorError,
+    PeerLost,
+    Region,
+    Span,
+    Spans,
+    StaleEpoch,
+    TransferAgent,
+    listener,
+    wire,
+)
+from transfer.handshake import meet_server
+from transfer.wire import FRAME_HEADER, Kind, Op, Reply, Request, Status, pack_spans
+
+NBYTES = 1 << 20
+
+
+class Served:
+    """An agent with a region, and one that reads from it."""
+
+    def __init__(self, server: TransferAgent, region: Region, client: TransferAgent) -> None:
+        self.server = server
+        self.region = region
+        self.client = client
+
+    async def works(self) -> None:
+        """A read on new connections and one on those there are: both arrive, and soon."""
+        started = time.perf_counter()
+        async with await start("late") as late:
+            for agent in (late, self.client):
+                with agent.allocate(NBYTES, "copy") as copy:
+                    peer = await agent.connect(self.server.describe())
+                    await peer.read(
+                        [Span(copy.id, 0, NBYTES)], [Span(self.region.id, 0, NBYTES)], deadline_s=2
+                    )
+                    assert np.array_equal(copy.array, self.region.array)
+        assert time.perf_counter() - started < 1
+
+    async def meet(self, kind: Kind) -> socket.socket:
+        """A connection that has proved itself, blocking, with two seconds for everything."""
+        descriptor = self.server.describe()
+        sock = socket.socket()
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, (descriptor.tcp_host, descriptor.tcp_port))
+        await meet_server(sock, descriptor, self.client.identity, "", kind)
+        return sock
+
+
+async def start(agent_id: str, transports: str = "tcp", secret: str = "") -> TransferAgent:
+    options = TransferOptions(transports=tuple(transports.split(",")), secret=secret)
+    return await TransferAgent.start(options, agent_id=agent_id, epoch=1)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with await start("server") as server, await start("client") as client:
+        region = server.allocate(NBYTES, "region")
+        region.array[:] = np.random.default_rng(5).integers(0, 256, NBYTES, np.uint8)
+        before = region.array.copy()
+        yield Served(server, region, client)
+        assert np.array_equal(region.array, before), "somebody wrote"
+
+
+async def connect(descriptor: AgentDescriptor) -> socket.socket:
+    sock = socket.socket()
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (descriptor.tcp_host, descriptor.tcp_port))
+    return sock
+
+
+async def ends(sock: socket.socket, within_s: float = 2) -> bytes:
+    """What the server says until it hangs up."""
+    loop, received = asyncio.get_running_loop(), b""
+    try:
+        async with asyncio.timeout(within_s):
+            while part := await loop.sock_recv(sock, 1 << 16):
+                received += part
+    except ConnectionResetError:
+        pass
+    finally:
+        sock.close()
+    return received
+
+
+# ---------------------------------------------------------------------- who comes in
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_the_secret_must_be_the_same(transport: str) -> None:
+    async with await start("server", transport, "open sesame") as server:
+        async with await start("friend", transport, "open sesame") as friend:
+            await friend.connect(server.describe())
+        for wrong in ("", "open sesam", "open sesame "):
+            async with await start("stranger", transport, wrong) as stranger:
+                with pytest.raises(AccessDenied):
+                    await stranger.connect(server.describe())
+
+
+async def test_a_server_must_prove_itself_too(served: Served) -> None:
+    """Somebody who listens at the address and repeats what is public gets nothing."""
+    descriptor = served.server.describe()
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    async def impostor() -> None:
+        loop = asyncio.get_running_loop()
+        listening.setblocking(False)
+        sock, _ = await loop.sock_accept(listening)
+        real = await connect(descriptor)
+        # It lets the real server answer the hello, but cannot answer the proof.
+        await loop.sock_sendall(real, await loop.sock_recv(sock, 1000))
+        await loop.sock_sendall(sock, await loop.sock_recv(real, 1000))
+        await loop.sock_recv(sock, 1000)
+        await loop.sock_sendall(sock, bytes(4) + os.urandom(32) + bytes(8))
+        sock.close()
+        real.close()
+
+    task = asyncio.create_task(impostor())
+    with pytest.raises(AccessDenied):
+        await served.client.connect(replace(descriptor, tcp_port=listening.getsockname()[1]))
+    await task
+    listening.close()
+
+
+async def test_another_incarnation_is_stale(served: Served) -> None:
+    other = replace(served.server.describe(), incarnation=os.urandom(16), epoch=0)
+    with pytest.raises(StaleEpoch) as caught:
+        await served.client.connect(other)
+    assert (caught.value.expected, caught.value.found) == (0, 1)
+
+
+async def test_nobody_listens(served: Served) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    with pytest.raises(PeerLost):
+        await served.client.connect(replace(served.server.describe(), incarnation=bytes(16), tcp_port=port))
+
+
+async def test_strangers_who_say_nothing_do_not_keep_others_out(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptor = served.server.describe()
+    silent = [await connect(descriptor) for _ in range(listener.MAX_STRANGERS * 3)]
+    await served.works()
+    for sock in silent:
+        sock.close()
+
+
+async def test_strangers_are_shown_out_in_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.1)
+    sock = await connect(served.server.describe())
+    assert await ends(sock, within_s=1) == b""
+
+
+async def test_too_many_connections_are_turned_away(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    await served.works()
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 1)
+    async with await start("late") as late:
+        with pytest.raises(PeerLost, match="connection to spare"):
+            await late.connect(served.server.describe())
+
+
+# ---------------------------------------------------------------------- what they say
+
+
+@hypothesis.settings(
+    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+@hypothesis.given(data=st.data())
+def test_garbage_before_the_handshake(data: st.DataObject) -> None:
+    """Any bytes at all: the connection ends, the agent does not."""
+
+    async def run() -> None:
+        async with await start("server") as server:
+            descriptor = server.describe()
+            hello = b"MPh1" + (1).to_bytes(2, "little") + b"\x01\0" + descriptor.incarnation
+            for _ in range(3):
+                sock = await connect(descriptor)
+                garbage = data.draw(st.sampled_from([b"", hello, b"GET / HTTP/1.1\r\n\r\n"])) + data.draw(
+                    st.binary(max_size=300)
+                )
+                await asyncio.get_running_loop().sock_sendall(sock, garbage)
+                sock.shutdown(socket.SHUT_WR)
+                await ends(sock)
+            async with await start("client") as client:
+                await client.connect(descriptor)
+
+    asyncio.run(run())
+
+
+def requests(region: int) -> dict[str, tuple[bytes, Status | None]]:
+    """Requests a proved but broken or hostile peer may send, and what the answer is; None: it hangs up."""
+
+    def ask(op: Op, *spans: tuple[int, int, int], nbytes: int | None = None, num: int | None = None) -> bytes:
+        columns = Spans.of([Span(*span) for span in spans])
+        total = sum(span[2] for span in spans) & ((1 << 64) - 1)
+        request = Request(op, len(spans) if num is None else num, 1000, total if nbytes is None else nbytes)
+        return request.pack() + pack_spans(columns)
+
+    return {
+        "past the end": (ask(Op.READ, (region, NBYTES - 1, 2)), Status.BAD_SPAN),
+        "far past the end": (ask(Op.READ, (region, 1 << 63, 2)), Status.BAD_SPAN),
+        "sum overflows": (ask(Op.READ, (region, (1 << 64) - 1, 2)), Status.BAD_SPAN),
+        "size overflows": (ask(Op.READ, (region, 1, (1 << 64) - 1), nbytes=1), Status.BAD_SPAN),
+        "nothing": (ask(Op.READ, (region, 0, 0), nbytes=1), Status.BAD_SPAN),
+        "unknown region": (ask(Op.READ, (region + 1, 0, 8)), Status.BAD_REGION),
+        "sizes do not add up": (ask(Op.READ, (region, 0, 8), nbytes=9), None),
+        "too many bytes": (ask(Op.READ, (region, 0, 8), nbytes=1 << 40), None),
+        "too many spans": (ask(Op.READ, (region, 0, 8), num=1 << 31), None),
+        "no span": (ask(Op.READ, nbytes=8), None),
+        "unknown operation": (ask(Op.READ, (region, 0, 8)).replace(b"MPq1\x01", b"MPq1\x09"), None),
+        "not a request": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2, None),
+        "write past the end": (ask(Op.WRITE, (region, NBYTES - 4, 8)) + bytes(8), Status.BAD_SPAN),
+        "fetch from nowhere": (ask(Op.PULL, (region, 0, 8)) + bytes(8), Status.FAILED),
+    }
+
+
+@pytest.mark.parametrize("name", requests(1))
+async def test_a_bad_request_is_refused_or_ends_the_connection(served: Served, name: str) -> None:
+    request, status = requests(served.region.id)[name]
+    loop = asyncio.get_running_loop()
+    sock = await served.meet(Kind.DATA)
+    await loop.sock_sendall(sock, request)
+    if status is None:
+        assert await ends(sock) == b""
+    else:
+        reply = Reply.unpack(await exactly(sock, wire.REPLY_NBYTES))
+        assert reply.status == status
+        assert await exactly(sock, reply.nbytes)
+        # And the connection is good for the next one.
+        good = Request(Op.READ, 1, 1000, 8).pack() + pack_spans(Spans.of([Span(served.region.id, 8, 8)]))
+        await loop.sock_sendall(sock, good)
+        assert Reply.unpack(await exactly(sock, wire.REPLY_NBYTES)) == Reply(Status.OK, 0, 8)
+        assert await exactly(sock, 8) == served.region.array[8:16].tobytes()
+        sock.close()
+    await served.works()
+
+
+async def exactly(sock: socket.socket, nbytes: int) -> bytes:
+    received = b""
+    async with asyncio.timeout(2):
+        while len(received) < nbytes:
+            part = await asyncio.get_running_loop().sock_recv(sock, nbytes - len(received))
+            assert part, "hung up"
+            received += part
+    return received
+
+
+async def test_random_bytes_on_a_proved_connection(served: Served) -> None:
+    rng = random.Random(3)
+    good = Request(Op.READ, 2, 100, 16).pack() + pack_spans(
+        Spans.of([Span(served.region.id, 0, 8), Span(served.region.id, 64, 8)])
+    )
+    for turn in range(100):
+        sock = await served.meet(Kind.DATA if turn % 2 else Kind.CONTROL)
+        garbage = bytearray(good if turn % 3 else FRAME_HEADER.pack(4, 2) + rng.randbytes(200))
+        for _ in range(rng.randrange(1, 6)):
+            garbage[rng.randrange(len(garbage))] = rng.randrange(256)
+        garbage = garbage[: rng.randrange(1, len(garbage) + 1)]
+        await asyncio.get_running_loop().sock_sendall(sock, bytes(garbage))
+        with contextlib.suppress(OSError):
+            # It may have hung up by now.
+            sock.shutdown(socket.SHUT_WR)
+        await ends(sock, within_s=5)
+    await served.works()
+
+
+async def test_an_endless_frame_is_not_kept(served: Served) -> None:
+    sock = await served.meet(Kind.CONTROL)
+    await asyncio.get_running_loop().sock_sendall(sock, FRAME_HEADER.pack(1 << 31, 1) + bytes(1000))
+    assert await ends(sock) == b""
+    await served.works()
+
+
+async def test_slow_peers_hold_nobody_up(served: Served) -> None:
+    """They ask for everything and read nothing, or announce a write and do not send it."""
+    loop = asyncio.get_running_loop()
+    everything = Spans.of([Span(served.region.id, 0, NBYTES)])
+    slow = []
+    for turn in range(20):
+        sock = await served.meet(Kind.DATA)
+        if turn % 2:
+            ask = Request(Op.READ, 1, 60_000, NBYTES).pack() + pack_spans(everything)
+            await loop.sock_sendall(sock, ask * 8)
+        else:
+            await loop.sock_sendall(sock, Request(Op.READ, 1, 60_000, NBYTES).pack() + b"\0")
+        slow.append(sock)
+    await served.works()
+    # A region they are stuck on can be closed all the same.
+    started = time.perf_counter()
+    with served.server.allocate(4 << 20, "wanted by the slow") as region:
+        spans = pack_spans(Spans.of([Span(region.id, 0, 4 << 20)]))
+        await loop.sock_sendall(slow[1], b"")
+        sock = await served.meet(Kind.DATA)
+        await loop.sock_sendall(sock, (Request(Op.READ, 1, 60_000, 4 << 20).pack() + spans) * 4)
+        slow.append(sock)
+        await asyncio.sleep(0.05)
+    assert time.perf_counter() - started < 1
+    for sock in slow:
+        sock.close()
+
+
+async def test_a_note_is_kept_within_bounds(served: Served) -> None:
+    """A peer that notes faster than anybody reads is made to wait, and loses nothing."""
+    peer = await served.client.connect(served.server.describe())
+    sent = 0
+    # More than both sides buffer: the sender learns of it.
+    with pytest.raises(Exception, match="has not taken"):
+        for sent in range(1_000_000):
+            peer.notify(b"%08d" % sent + bytes(1000))
+            if sent % 100 == 0:
+                await asyncio.sleep(0)
+    assert len(served.server.notes._waiting) <= 20_000
+    notes = served.server.notifications()
+    for expected in range(sent):
+        async with asyncio.timeout(2):
+            assert (await anext(notes)).payload[:8] == b"%08d" % expected
+
+
+# ---------------------------------------------------------------------- descriptors
+
+
+async def test_a_descriptor_survives_packing(served: Served) -> None:
+    descriptor = served.server.describe()
+    assert AgentDescriptor.unpack(descriptor.pack()) == descriptor
+    assert len(descriptor.pack()) < 600
+
+
+def changed(**fields: Any) -> bytes:
+    whole = {
+        "version": 1, "agent_id": "a", "epoch": 1, "incarnation": "00" * 16, "transports": ["tcp"],
+        "boot_id": "", "unix_name": "", "tcp_host": "127.0.0.1", "tcp_port": 1,
+    } | fields  # fmt: skip
+    return json.dumps({name: value for name, value in whole.items() if value is not None}).encode()
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"", b"\xff", b"[]", b"null", b"{}", b"[" * 3000, bytes(5000),
+        *(changed(**{name: None}) for name in json.loads(changed())),
+        changed(version=2), changed(agent_id=""), changed(agent_id="a" * 129), changed(agent_id="a\nb"),
+        changed(agent_id=3), changed(epoch=-1), changed(epoch=1 << 64), changed(epoch=True), changed(epoch="1"),
+        changed(incarnation="00" * 15), changed(incarnation="zz" * 16), changed(transports="tcp"),
+        changed(transports=[1]), changed(transports=["x"] * 17), changed(tcp_port=65536),
+        changed(unix_name="a\0b"), changed(tcp_host="h" * 256),
+    ],
+)  # fmt: skip
+def test_what_is_no_descriptor_is_refused(packed: bytes) -> None:
+    AgentDescriptor.unpack(changed())
+    with pytest.raises(DescriptorError):
+        AgentDescriptor.unpack(packed)
+
+
+@hypothesis.given(st.binary(max_size=200))
+def test_any_bytes_are_a_descriptor_or_refused(packed: bytes) -> None:
+    with pytest.raises(DescriptorError):
+        AgentDescriptor.unpack(packed)
