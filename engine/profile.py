@@ -108,7 +108,8 @@ class _Bench:
         self._version = -2
         options = runner.options
         self._block_size = options.block_size
-        self._room = min(runner.max_len, runner.pool.shape[0] * options.block_size) - 1
+        self._num_blocks = int(runner.pool.shape[0])
+        self._room = min(runner.max_len, self._num_blocks * options.block_size) - 1
         self._max_tokens = min(options.max_batch_tokens, self._room)
         self._max_rows = min(options.max_batch_size, options.max_batch_tokens)
 
@@ -129,8 +130,9 @@ class _Bench:
 
     def decode_shapes(self) -> list[tuple[int, int]]:
         """(sequences, context of each)"""
-        few, far = min(8, self._max_rows), min(1024, self._room)
+        far = min(1024, self._room)
         near = min(64, far)
+        few = min(8, self._max_rows, self._num_blocks // self._blocks(far))
         return [(1, near), (few, near), (1, far), (few, far)]
 
     def prefill_s(self, start: int, n: int) -> float:
@@ -138,15 +140,19 @@ class _Bench:
         return self._time(Plan([], [Chunk(sequence, start, n, True)], [], -1, []))
 
     def decode_s(self, n: int, context: int) -> float:
-        # All rows share their blocks: they write the same slot, which disturbs nothing that is measured.
         self._version -= 1
-        return self._time(Plan([self._sequence(context) for _ in range(n)], [], [], self._version, []))
+        return self._time(Plan([self._sequence(context, i) for i in range(n)], [], [], self._version, []))
 
-    def _sequence(self, num_tokens: int) -> Sequence:
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _sequence(self, num_tokens: int, i: int = 0) -> Sequence:
+        """The i-th of its kind, in blocks of its own: shared ones would be read from the nearest cache."""
         sequence = Sequence(
             "profile", 0, np.zeros(num_tokens, np.int32), num_tokens, sampling=Sampling(), root_key=b""
         )
-        sequence.block_table = list(range(-(-num_tokens // self._block_size)))
+        num_blocks = self._blocks(num_tokens)
+        sequence.block_table = list(range(i * num_blocks, (i + 1) * num_blocks))
         return sequence
 
     def _time(self, plan: Plan) -> float:
