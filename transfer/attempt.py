@@ -10,9 +10,9 @@ import numpy as np
 
 from transfer.checksum import checksum
 from transfer.errors import ChecksumMismatch
-from transfer.plan import Index, Plan, Rows
+from transfer.plan import Plan, Rows
 from transfer.region import Hold
-from transfer.span import Spans
+from transfer.span import Index, Spans
 
 Direction = Literal["read", "write"]
 
@@ -52,7 +52,6 @@ class Attempt:
         self.verify_remote = verify_remote
         """Of a write: ask the peer for the checksums of what it now has."""
         self._hold = hold
-        self._buffers = {region.id: region.buffer for region in hold.regions}
         self._on_spans = on_spans
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -156,7 +155,8 @@ class Attempt:
 
     def _checksum(self, index: int) -> int:
         offset, nbytes = int(self.local.offset[index]), int(self.local.nbytes[index])
-        return checksum(self._buffers[int(self.local.region[index])][offset : offset + nbytes])
+        buffer = self._hold.buffer(int(self.local.region[index]))
+        return checksum(buffer[offset : offset + nbytes])
 
 
 def _compare(index: int, expected: int, found: int) -> None:

@@ -24,8 +24,8 @@ from transfer.errors import (
     TransferError,
 )
 from transfer.path import Path
-from transfer.plan import Index, Plan
-from transfer.span import Spans, check_bounds
+from transfer.plan import Plan
+from transfer.span import U64, Index, Spans, check_bounds, region_ids, spans_in
 
 if TYPE_CHECKING:
     from transfer.peer import Peer
@@ -55,6 +55,7 @@ class Batch:
         peer: Peer,
         direction: Direction,
         local: Spans,
+        addresses: U64,
         remote: Spans,
         *,
         deadline_s: float,
@@ -66,7 +67,10 @@ class Batch:
         self._peer = peer
         self._direction: Direction = direction
         self._local = local
+        self._local_regions = region_ids(local)
+        self._addresses = addresses
         self._remote = remote
+        self._remote_regions = region_ids(remote)
         self._deadline_s = deadline_s
         self._checksums = checksums
         self._verify_on_network = verify_on_network
@@ -102,7 +106,7 @@ class Batch:
         await asyncio.wait([self._task])
 
     def uses(self, region_id: int) -> bool:
-        return bool((self._remote.region == region_id).any())
+        return region_id in self._remote_regions
 
     async def completions(self) -> AsyncIterator[int]:
         """The indices of spans as they become complete (and verified), in no particular order, each once.
@@ -124,7 +128,7 @@ class Batch:
 
     async def _run(self) -> TransferReport:
         self._begun = True
-        in_flight = metrics.IN_FLIGHT_BYTES.labels(self._direction)
+        in_flight = metrics.in_flight(self._direction)
         in_flight.inc(self.nbytes)
         started = time.perf_counter()
         try:
@@ -185,7 +189,7 @@ class Batch:
 
     async def _try(self, path: Path) -> Exception | None:
         try:
-            await path.open(self._direction, np.unique(self._remote.region).tolist())
+            await path.open(self._direction, self._remote_regions)
         except PathFailed as error:
             return error
         started = time.perf_counter()
@@ -198,11 +202,11 @@ class Batch:
         """The remote spans, as far as we know the peer's regions; the peer itself checks again where it
         can.
         """
-        for region_id in np.unique(self._remote.region).tolist():
+        for region_id in self._remote_regions:
             info = await self._peer.link.region(region_id)
             if not info.open:
                 raise RegionError(region_id, f"is not open at peer {self._peer.agent_id}")
-            where = np.flatnonzero(self._remote.region == region_id)
+            where = spans_in(self._remote, region_id, self._remote_regions)
             if self._direction == "write" and not info.writable:
                 raise SpanError(int(where[0]), f"region {region_id} of {self._peer.agent_id} is read-only")
             check_bounds(self._remote, region_id, info.nbytes, where)
@@ -211,13 +215,11 @@ class Batch:
         """Returns what it ended with. Until then nobody else may touch the spans, cancelled or not."""
         ended: asyncio.Future[Exception | None] = self._loop.create_future()
         chunk_nbytes, chunk_rows = path.chunking(self._direction, self.nbytes)
-        regions = self._peer.regions
-        addresses = regions.addresses(self._local, writable=self._direction == "read")
         verify = self._checksums is not None or (self._verify_on_network and path.networked)
         verify_remote = verify and self._direction == "write"
         plan = Plan(
             self._local,
-            addresses,
+            self._addresses,
             self._remote,
             chunk_nbytes=chunk_nbytes,
             chunk_rows=chunk_rows,
@@ -229,7 +231,8 @@ class Batch:
             if attempt is not None:
                 attempt.stop(error)
 
-        hold = regions.hold(set(self._local.region.tolist()), region_closed)
+        # Regions that are open have never been closed, so their addresses are still what they were.
+        hold = self._peer.regions.hold(self._local_regions, region_closed)
         attempt = Attempt(
             self._direction,
             self._local,
@@ -267,10 +270,10 @@ class Batch:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _count(self, path: Path, seconds: float) -> None:
-        labels = (path.name, self._direction)
-        metrics.BYTES.labels(*labels).inc(self.nbytes)
-        metrics.SPANS.labels(*labels).inc(len(self._local))
-        metrics.SECONDS.labels(*labels).observe(seconds)
+        counters = metrics.of_path(path.name, self._direction)
+        counters.nbytes.inc(self.nbytes)
+        counters.spans.inc(len(self._local))
+        counters.seconds.observe(seconds)
 
 
 def _settle(ended: asyncio.Future[Exception | None], error: Exception | None) -> None:

@@ -9,8 +9,7 @@ from typing import Protocol
 
 from transfer.attempt import Attempt
 from transfer.copy_pool import CopyPool
-from transfer.plan import Index
-from transfer.span import U64
+from transfer.span import U64, Index
 
 # Below this the hop to a thread costs more than the copy; the event loop's thread does it, in 50 µs at most.
 _INLINE_NBYTES = 256 << 10

@@ -11,9 +11,8 @@ from transfer.copy_job import CopyJob
 from transfer.copy_pool import CopyPool
 from transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError
 from transfer.memory_copy import SLICE_NBYTES, copy_here
-from transfer.plan import Index
 from transfer.region import Hold, RegionTable
-from transfer.span import Spans
+from transfer.span import Index, Spans, region_ids
 
 MAX_CHUNK_ROWS = 1024
 
@@ -38,14 +37,15 @@ class LocalPath:
     def start(self, attempt: Attempt) -> None:
         rows = attempt.plan.rows
         reads = attempt.direction == "read"
+        spans = Spans(rows.region, rows.offset, rows.nbytes)
         try:
-            hold = self._regions.hold(set(rows.region.tolist()), attempt.stop)
+            hold = self._regions.hold(region_ids(spans), attempt.stop)
         except RegionError as error:
             attempt.stop(error)
             return
         attempt.afterwards(hold.release)
         try:
-            there = self._regions.addresses(Spans(rows.region, rows.offset, rows.nbytes), writable=not reads)
+            there = self._regions.addresses(spans, writable=not reads)
         except SpanError as error:
             attempt.stop(SpanError(attempt.plan.span_at(error.index), error.reason))
             return
@@ -69,9 +69,8 @@ class LocalPath:
 def _verify_there(attempt: Attempt, hold: Hold, spans: Index) -> None:
     if attempt.checksums is None:
         return
-    buffers = {region.id: region.buffer for region in hold.regions}
     for index in spans.tolist():
         offset, nbytes = int(attempt.remote.offset[index]), int(attempt.remote.nbytes[index])
-        found = checksum(buffers[int(attempt.remote.region[index])][offset : offset + nbytes])
+        found = checksum(hold.buffer(int(attempt.remote.region[index]))[offset : offset + nbytes])
         if found != attempt.checksums[index]:
             raise ChecksumMismatch(index, attempt.checksums[index], found)

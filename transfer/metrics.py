@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 from prometheus_client import Counter, Gauge, Histogram
 
 _LABELS = ("path", "direction")
@@ -28,3 +31,24 @@ CHECKSUM_MISMATCHES = Counter(
 IN_FLIGHT_BYTES = Gauge("moonpool_transfer_in_flight_bytes", "Bytes of batches under way", ("direction",))
 NOTES = Counter("moonpool_transfer_notes_total", "Notifications", ("direction",))
 REFUSED = Counter("moonpool_transfer_refused_connections_total", "Connections that did not prove themselves")
+
+
+@dataclass(frozen=True, slots=True)
+class PathMetrics:
+    """The counters of one path and direction, with the labels looked up once."""
+
+    nbytes: Counter
+    spans: Counter
+    seconds: Histogram
+
+
+@functools.cache
+def of_path(path: str, direction: str) -> PathMetrics:
+    return PathMetrics(
+        BYTES.labels(path, direction), SPANS.labels(path, direction), SECONDS.labels(path, direction)
+    )
+
+
+@functools.cache
+def in_flight(direction: str) -> Gauge:
+    return IN_FLIGHT_BYTES.labels(direction)

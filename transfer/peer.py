@@ -126,12 +126,13 @@ class Peer:
             raise SpanError(
                 min(len(checksums), len(here)), f"{len(here)} spans, but {len(checksums)} checksums"
             )
-        self.regions.addresses(here, writable=direction == "read")
+        addresses = self.regions.addresses(here, writable=direction == "read")
         check_disjoint(here if direction == "read" else there)
         batch = Batch(
             self,
             direction,
             here,
+            addresses,
             there,
             deadline_s=deadline_s,
             checksums=checksums,

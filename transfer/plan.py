@@ -4,15 +4,13 @@ one.
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from transfer.span import U32, U64, Spans
-
-Index = npt.NDArray[np.intp]
+from transfer.span import U32, U64, Index, Spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +82,8 @@ def windows(nbytes: U64, most_rows: int, most_nbytes: int) -> list[tuple[int, in
     """Consecutive (begin, end) row ranges of at most ``most_rows`` rows and, beyond one row, ``most_nbytes``
     bytes.
     """
+    if 0 < len(nbytes) <= most_rows and int(nbytes.sum()) <= most_nbytes:
+        return [(0, len(nbytes))]
     ends = np.cumsum(nbytes)
     ranges: list[tuple[int, int]] = []
     begin, count = 0, len(nbytes)
@@ -117,29 +117,39 @@ class Plan:
         self.rows = (rows.merged() if merge else rows).split(chunk_nbytes)
         self.chunks = windows(self.rows.nbytes, chunk_rows, chunk_nbytes)
         self.nbytes = rows.total_nbytes
-        # Rows keep the spans' order, so both cut the same line of bytes: span i is done when every chunk it
-        # shares bytes with is.
-        self._span_end = span_end = np.cumsum(local.nbytes)
-        chunk_end = np.cumsum(self.rows.nbytes)[[end - 1 for _, end in self.chunks]]
-        self._first_span = np.searchsorted(span_end, chunk_end - _sizes(chunk_end), side="right")
-        self._last_span = np.searchsorted(span_end, chunk_end, side="left")
-        first_chunk = np.searchsorted(chunk_end, span_end - local.nbytes, side="right")
-        self._missing = np.searchsorted(chunk_end, span_end, side="left") - first_chunk + 1
+        self._spans = local
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def _progress(self) -> _Progress:
+        return _Progress(self._spans.nbytes, self.rows.nbytes, self.chunks)
 
     def span_at(self, row: int) -> int:
         """The first span with bytes in ``row``."""
         begin = self.rows.nbytes[:row].sum(dtype=np.uint64)
-        return int(np.searchsorted(self._span_end, begin, side="right"))
+        return int(np.searchsorted(np.cumsum(self._spans.nbytes), begin, side="right"))
 
     def done(self, chunk: int) -> Index:
         """Note that a chunk has been moved. Returns the spans this completed."""
-        first, last = int(self._first_span[chunk]), int(self._last_span[chunk]) + 1
         with self._lock:
-            missing = self._missing[first:last]
-            missing -= 1
-            return first + np.flatnonzero(missing == 0)
+            return self._progress.done(chunk)
 
 
-def _sizes(ends: U64) -> U64:
-    return np.diff(ends, prepend=np.uint64(0))
+class _Progress:
+    """Which spans are whole. Rows keep the spans' order, so both cut the same line of bytes."""
+
+    def __init__(self, span_nbytes: U64, row_nbytes: U64, chunks: list[tuple[int, int]]) -> None:
+        span_end = np.cumsum(span_nbytes)
+        chunk_end = np.cumsum(row_nbytes)[[end - 1 for _, end in chunks]]
+        chunk_begin = np.concatenate((np.zeros(1, np.uint64), chunk_end[:-1]))
+        self._first_span = np.searchsorted(span_end, chunk_begin, side="right")
+        self._last_span = np.searchsorted(span_end, chunk_end, side="left")
+        # A span is whole when every chunk it shares bytes with is done.
+        first_chunk = np.searchsorted(chunk_end, span_end - span_nbytes, side="right")
+        self._missing = np.searchsorted(chunk_end, span_end, side="left") - first_chunk + 1
+
+    def done(self, chunk: int) -> Index:
+        first, last = int(self._first_span[chunk]), int(self._last_span[chunk]) + 1
+        missing = self._missing[first:last]
+        missing -= 1
+        return first + np.flatnonzero(missing == 0)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from transfer.errors import RegionError, SpanError, TransferError
 from transfer.memory import Memory, address_of
-from transfer.span import U64, Spans, check_bounds
+from transfer.span import U64, Spans, check_bounds, region_ids, spans_in
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -90,6 +90,10 @@ class Hold:
         self._table = table
         self.regions = regions
         self.stop = stop
+
+    def buffer(self, region_id: int) -> memoryview:
+        """The bytes of one of its regions."""
+        return next(region.buffer for region in self.regions if region.id == region_id)
 
     def release(self) -> None:
         """From any thread; idempotent."""
@@ -188,8 +192,9 @@ class RegionTable:
         written.
         """
         addresses = spans.offset.copy()
-        for region_id in np.unique(spans.region).tolist():
-            where = np.flatnonzero(spans.region == region_id)
+        ids = region_ids(spans)
+        for region_id in ids:
+            where = spans_in(spans, region_id, ids)
             region = self._regions.get(region_id)
             if region is None:
                 raise SpanError(int(where[0]), f"region {region_id} is not open")

@@ -17,7 +17,7 @@ from transfer.handshake import Met
 from transfer.lifeline import Process, readable_process
 from transfer.memory_copy import copy_from
 from transfer.region import Hold, RegionTable
-from transfer.span import U64, Spans
+from transfer.span import U64, Spans, region_ids
 from transfer.wire import (
     REQUEST_NBYTES,
     Op,
@@ -96,7 +96,7 @@ class _ServedStream:
         deadline = time.monotonic() + budget_s
         writes = request.op in (Op.WRITE, Op.PULL)
         try:
-            hold = self._server.regions.hold(np.unique(spans.region).tolist(), lambda _: self.stream.shut())
+            hold = self._server.regions.hold(region_ids(spans), lambda _: self.stream.shut())
             try:
                 addresses = self._server.regions.addresses(spans, writable=writes)
                 if spans.total_nbytes != request.nbytes:
@@ -131,9 +131,8 @@ class _ServedStream:
         elif request.op is Op.PULL:
             self._pull(unpack_sources(body, request.num_spans), addresses, spans.nbytes, deadline)
         else:
-            buffers = {region.id: region.buffer for region in hold.regions}
             found = [
-                checksum(buffers[region][offset : offset + nbytes])
+                checksum(hold.buffer(region)[offset : offset + nbytes])
                 for region, offset, nbytes in zip(
                     spans.region.tolist(), spans.offset.tolist(), spans.nbytes.tolist(), strict=True
                 )

@@ -19,6 +19,7 @@ from transfer.handshake import Identity
 from transfer.local_path import MAX_CHUNK_ROWS
 from transfer.memory_copy import SLICE_NBYTES
 from transfer.peer_memory import PeerMemory
+from transfer.span import Spans, region_ids
 from transfer.stream_path import StreamPath
 from transfer.wire import RegionInfo
 
@@ -67,20 +68,23 @@ class ShmPath:
 
     def start(self, attempt: Attempt) -> None:
         rows = attempt.plan.rows
-        region_ids = np.unique(rows.region).tolist()
-        if attempt.direction == "write" or self._unreachable.intersection(region_ids):
+        ids = region_ids(Spans(rows.region, rows.offset, rows.nbytes))
+        if attempt.direction == "write" or self._unreachable.intersection(ids):
             self._streams.start(attempt)
             return
         source = rows.offset.copy()
         keep: list[object] = []
-        for region_id in region_ids:
+        for region_id in ids:
             info = self._region(region_id)
             if info is None:
                 attempt.stop(RegionError(region_id, "was closed by its owner"))
                 return
             base, kept = self._memory.base(info)
             keep.append(kept)
-            source[rows.region == region_id] += np.uint64(base)
+            if len(ids) == 1:
+                source += np.uint64(base)
+            else:
+                source[rows.region == region_id] += np.uint64(base)
         attempt.afterwards(keep.clear)
         CopyJob(
             attempt,
@@ -88,7 +92,7 @@ class ShmPath:
             source,
             self._memory.copy,
             verify=attempt.verify_arrival,
-            conclude=functools.partial(self._conclude, region_ids),
+            conclude=functools.partial(self._conclude, ids),
         ).start(self._pool)
 
     def _conclude(self, region_ids: list[int], failure: OSError | None) -> None:

@@ -13,6 +13,7 @@ from transfer.errors import SpanError
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
+Index = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,21 @@ def _first_bad(spans: Sequence[Span]) -> SpanError:
     return SpanError(0, "spans must be a sequence of Span")
 
 
+def region_ids(spans: Spans) -> list[int]:
+    """The regions that occur, each once. Nearly always one, so that is made cheap."""
+    first = spans.region[0]
+    if len(spans) == 1 or bool((spans.region == first).all()):
+        return [int(first)]
+    return np.unique(spans.region).tolist()  # type: ignore[no-any-return]
+
+
+def spans_in(spans: Spans, region_id: int, ids: list[int]) -> Index:
+    """Which spans are in ``region_id``, one of their region ``ids``."""
+    if len(ids) == 1:
+        return np.arange(len(spans))
+    return np.flatnonzero(spans.region == region_id)
+
+
 def check_pairs(local: Spans, remote: Spans) -> None:
     """Local and remote spans must pair up: as many, each of the same, non-zero size."""
     if len(local) != len(remote):
@@ -112,11 +128,14 @@ def check_pairs(local: Spans, remote: Spans) -> None:
         raise SpanError(at, f"{int(local.nbytes[at])} bytes local, but {int(remote.nbytes[at])} remote")
 
 
-def check_bounds(spans: Spans, region_id: int, region_nbytes: int, where: npt.NDArray[np.intp]) -> None:
+def check_bounds(spans: Spans, region_id: int, region_nbytes: int, where: Index) -> None:
     """``spans[where]`` must lie in a region of ``region_nbytes``; written so that no sum can overflow."""
-    offset, nbytes = spans.offset[where], spans.nbytes[where]
+    whole = len(where) == len(spans)
+    offset = spans.offset if whole else spans.offset[where]
+    nbytes = spans.nbytes if whole else spans.nbytes[where]
     size = np.uint64(region_nbytes)
-    bad = (nbytes == 0) | (offset > size) | (nbytes > size - np.minimum(offset, size))
+    # An empty span counts as longer than anything.
+    bad = (nbytes - np.uint64(1) >= size) | (offset > size - np.minimum(nbytes, size))
     if bad.any():
         at = int(where[int(bad.argmax())])
         start, length = int(spans.offset[at]), int(spans.nbytes[at])
@@ -129,6 +148,8 @@ def check_bounds(spans: Spans, region_id: int, region_nbytes: int, where: npt.ND
 
 def check_disjoint(spans: Spans) -> None:
     """Destination spans may not overlap: which bytes would win is nobody's choice."""
+    if len(spans) == 1:
+        return
     order = np.lexsort((spans.offset, spans.region))
     region, offset, nbytes = spans.region[order], spans.offset[order], spans.nbytes[order]
     overlaps = (region[1:] == region[:-1]) & (offset[:-1] + nbytes[:-1] > offset[1:])

@@ -16,8 +16,7 @@ import numpy as np
 from transfer.attempt import Attempt, Direction
 from transfer.byte_stream import ByteStream
 from transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError, TransferError
-from transfer.plan import Index
-from transfer.span import Spans
+from transfer.span import Index, Spans
 from transfer.wire import (
     MAX_REQUEST_SPANS,
     REPLY_NBYTES,
