@@ -8,8 +8,10 @@ from dataclasses import dataclass
 _LATENCY_S = 0.5e-3
 _BYTES_PER_S = 2e9
 
-# The weight of the past after one more measurement; about the last sixteen count.
-_KEEP = 15 / 16
+# The weight of the past after one more measurement; about the last eight count.
+_KEEP = 7 / 8
+# No single measurement counts as more than so many times what was expected.
+_SURPRISE = 4.0
 # The expectation above counts as two measurements, one of each of these sizes, that are never forgotten: it
 # keeps the slope finite when every transfer had the same size.
 _PRIOR_NBYTES = (0.0, 4e6)
@@ -28,6 +30,8 @@ class LinkCost:
     byte_s: float = 1 / _BYTES_PER_S
 
     def observe(self, nbytes: int, actual_s: float) -> None:
+        # A reader that lost its core for a moment must not make the link look slow for the next eight.
+        actual_s = min(actual_s, _SURPRISE * self.seconds(nbytes))
         self.count = self.count * _KEEP + 1
         self.sum_x = self.sum_x * _KEEP + nbytes
         self.sum_y = self.sum_y * _KEEP + actual_s

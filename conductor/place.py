@@ -10,9 +10,6 @@ from conductor.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
 from conductor.placement import DecodeEstimate, Placement, PrefillEstimate, Reason, Rejection, describe
 from conductor.policies import POLICIES, Policy
 
-# Fetching must promise this much of the time recomputing takes: a fetch can fail, computing does not.
-_FETCH_GAIN = 0.9
-
 # Candidates of each role that a placement remembers: a request's timeline must stay small in a large cluster.
 _KEPT = 8
 
@@ -117,7 +114,7 @@ def _estimate_prefill(
         fetch_s = view.links.seconds(source, node.node_id, nbytes)
         held = local_tokens + fetched_tokens
         rest_s = node.cost.prefill_s(request.num_tokens - held, held, view.now_s)
-        if fetch_s + rest_s < _FETCH_GAIN * compute_s:
+        if fetch_s + rest_s < compute_s:
             return PrefillEstimate(
                 node_id=node.node_id,
                 queue_s=node.queue_s,

@@ -64,7 +64,7 @@ def test_a_cached_prefix_decides_between_equal_nodes() -> None:
 def test_a_long_queue_outweighs_a_cached_prefix() -> None:
     # 16 cached blocks save 25.6 ms of compute; fetching them would not pay over this slow link.
     view = cluster([node("p0"), node("p1", queue_s=0.05)], [node("d0")], {"p1": 16})
-    for _ in range(2):
+    for _ in range(30):
         view.links.observe("p1", "p0", 1 << 20, 1.0)
     placement = placed(REQUEST, view)
     assert placement.prefill.node_id == "p0"
