@@ -16,7 +16,7 @@ import torch
 from engine.block_pool import BlockPool
 from engine.config import ModelConfig
 from engine.dtype import choose_device, choose_dtype
-from engine.errors import DuplicateSequence, EngineClosed, PoolTooSmall, SequenceTooLong
+from engine.errors import DuplicateSequence, EngineClosed, PoolTooSmall, SequenceTooLong, UnknownToken
 from engine.events import StepEvent
 from engine.profile import CostProfile
 from engine.reservations import Reservations
@@ -170,17 +170,19 @@ class Engine:
         engine's to release. With ``num_computed_tokens == num_tokens - 1`` it joins the decode batch at once;
         with less, the rest is computed, after whatever more of its prefix the pool holds.
 
-        Raises SequenceTooLong, DuplicateSequence or EngineClosed; the sequence, and its blocks, are then
-        untouched.
+        Raises SequenceTooLong, UnknownToken, DuplicateSequence or EngineClosed; the sequence, and its blocks,
+        are then untouched.
         """
         loop = self._running()
         if sequence.key in loop.sequences:
             raise DuplicateSequence(*sequence.key)
-        if sequence.num_tokens >= self.max_model_len:
-            raise SequenceTooLong(sequence.num_tokens, self.max_model_len)
+        self._check(sequence)
         sequence.prefill_only = prefill_only
+        stop_ids = sequence.sampling.stop_token_ids
         if not sequence.sampling.ignore_eos:
-            sequence.stop_ids = sequence.sampling.stop_token_ids | self.config.eos_token_ids
+            stop_ids |= self.config.eos_token_ids
+        # A token that cannot occur stops nothing.
+        sequence.stop_ids = frozenset(i for i in stop_ids if i < self.config.vocab_size)
         loop.sequences[sequence.key] = sequence
         self._scheduler.add(sequence)
         loop.wake()
@@ -203,9 +205,7 @@ class Engine:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Let go of the blocks of a sequence that was reserved and not added, or was prefilled only.
-        Idempotent.
-        """
+        """Let go of the blocks of a sequence only reserved, or prefilled only. Idempotent."""
         if sequence.state in (State.NEW, State.HELD):
             self._scheduler.let_go(sequence)
             if self._loop is not None:
@@ -223,14 +223,12 @@ class Engine:
         return self._take_for(sequence)
 
     async def reserved(self, sequence: Sequence) -> None:
-        """Wait until ``reserve`` succeeds, in order of (priority, arrival). Cancelling takes it out of the
-        queue.
+        """Wait until ``reserve`` succeeds, in order of (priority, arrival). Cancelled, it holds nothing.
 
-        Raises SequenceTooLong, or EngineClosed when the engine stops meanwhile; nothing is held then.
+        Raises as ``add`` does, EngineClosed also when the engine stops meanwhile; nothing is held then.
         """
-        if sequence.num_tokens >= self.max_model_len:
-            raise SequenceTooLong(sequence.num_tokens, self.max_model_len)
         self._running()
+        self._check(sequence)
         if not self.reserve(sequence):
             await self._reservations.wait(sequence)
 
@@ -270,6 +268,18 @@ class Engine:
         if self._loop is None or self._task is None or self._task.done() or self._closed:
             raise EngineClosed("the engine is not running")
         return self._loop
+
+    def _check(self, sequence: Sequence) -> None:
+        """Refuse what would fail the whole batch it ran in."""
+        if sequence.num_tokens >= self.max_model_len:
+            raise SequenceTooLong(sequence.num_tokens, self.max_model_len)
+        vocab_size = self.config.vocab_size
+        for token_id in (int(sequence.token_ids.min()), int(sequence.token_ids.max())):
+            if not 0 <= token_id < vocab_size:
+                raise UnknownToken(token_id, vocab_size, "token")
+        for token_id in sequence.sampling.logit_bias:
+            if not 0 <= token_id < vocab_size:
+                raise UnknownToken(token_id, vocab_size, "logit_bias for token")
 
     def _take_for(self, sequence: Sequence) -> bool:
         return self._scheduler.take_blocks(sequence, sequence.num_tokens + 1, sequence.num_tokens)

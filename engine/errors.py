@@ -63,6 +63,18 @@ class SequenceTooLong(EngineError):
         self.limit = limit
 
 
+class UnknownToken(EngineError):
+    """A token id is outside the model's vocabulary; ``where`` says which of the request's it is."""
+
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, token_id: int, vocab_size: int, where: str) -> None:
+        super().__init__(f"{where} {token_id} is outside the model's vocabulary of {vocab_size}")
+        self.token_id = token_id
+        self.vocab_size = vocab_size
+        self.where = where
+
+
 class DuplicateSequence(EngineError):
     """A sequence of the same request id and attempt is in the engine already."""
 
@@ -75,6 +87,4 @@ class DuplicateSequence(EngineError):
 
 
 class EngineClosed(EngineError):
-    """The engine is not running: it was not started, was closed, or stopped for an error it could not
-    contain.
-    """
+    """The engine is not running: not started, closed, or stopped by an error it could not contain."""

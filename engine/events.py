@@ -25,6 +25,4 @@ class StepEvent:
     logprobs: TokenLogprobs | None = None  # where asked for
     preempted: bool = False  # its blocks were taken for others and are computed again; nothing is lost
     error: str = ""  # with FinishReason.ERROR: what happened
-    prompt_logprobs: list[TokenLogprobs] | None = (
-        None  # of tokens 1 … n-1, with the first token, where asked for
-    )
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of tokens 1 … n-1; with the first token

@@ -31,9 +31,7 @@ class Loader:
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Raises CheckpointError or UnsupportedModel, before anything is loaded, unless all tensors are
-        there.
-        """
+        """Raises CheckpointError or UnsupportedModel unless all tensors are there, before any is loaded."""
         checkpoint.check(expected_tensors(config))
         self._config = config
         self._checkpoint = checkpoint

@@ -23,9 +23,7 @@ from kernels import (
 
 @dataclass(slots=True)
 class StepInputs:
-    """The tensors of one step: num_decodes tokens of decoding sequences, then the tokens of the prompt
-    chunks.
-    """
+    """The tensors of one step: the tokens of num_decodes sequences, then those of the prompt chunks."""
 
     token_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]

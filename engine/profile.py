@@ -23,9 +23,7 @@ _REPETITIONS = 4
 
 @dataclass(slots=True)
 class CostProfile:
-    """The coefficients of ``protos.Profile``, in seconds, with a correction of each half learned while
-    running.
-    """
+    """The coefficients of ``protos.Profile``, in seconds, each half with a factor learned while running."""
 
     prefill_base_s: float = 0.0
     prefill_token_s: float = 0.0

@@ -43,9 +43,7 @@ class Scheduler:
         return len(self.waiting) + len(self.ready)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue the sequence. Blocks in its table, held by the caller so far, are the scheduler's from now
-        on.
-        """
+        """Queue the sequence. Blocks in its table are the scheduler's to release from now on."""
         if sequence.block_table and sequence.num_computed_tokens >= sequence.num_tokens:
             self._uncover_last_block(sequence)
         if sequence.block_table and sequence.num_computed_tokens == sequence.num_tokens - 1:
@@ -56,8 +54,7 @@ class Scheduler:
         insort(queue, sequence, key=_order)
 
     def take_blocks(self, sequence: Sequence, num_tokens: int, max_hit_tokens: int) -> bool:
-        """Give the sequence blocks for ``num_tokens`` tokens, cached ones first, at most ``max_hit_tokens``
-        so.
+        """Give the sequence blocks for ``num_tokens`` tokens, at most ``max_hit_tokens`` of them cached ones.
 
         False, and nothing changed, when there is not enough room: besides the blocks themselves, one for each
         running sequence is left, so that newcomers do not preempt those who run.
@@ -78,9 +75,7 @@ class Scheduler:
         return True
 
     def schedule(self) -> Plan | None:
-        """The next step, or None when nothing can run now. Every sequence of the plan has the blocks it
-        needs.
-        """
+        """The next step, or None when nothing can run now. Its sequences have all the blocks they need."""
         while self.ready and self.num_running < self.max_running:
             self._start_decoding(self.ready.pop(0))
         preempted = self._grow_tables()
@@ -157,7 +152,7 @@ class Scheduler:
     def finish(
         self, sequence: Sequence, reason: FinishReason, events: list[StepEvent], error: str = ""
     ) -> None:
-        """Take the sequence out wherever it is, release its blocks and report it. Not during its step."""
+        """Take the sequence out wherever it is, release its blocks, report it. Not while a step runs it."""
         self._remove(sequence)
         sequence.finish_reason = reason
         self.let_go(sequence)

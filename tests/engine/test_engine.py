@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine import Engine, FinishReason, Sampling, Sequence, State, step_loop
-from engine.errors import DuplicateSequence, EngineClosed, SequenceTooLong
+from engine.errors import DuplicateSequence, EngineClosed, SequenceTooLong, UnknownToken
 from runtime.options import EngineOptions, ModelOptions
 
 
@@ -234,7 +234,12 @@ async def test_what_cannot_run_is_refused_at_once(checkpoint, serve) -> None:
             driver.engine.add(driver.sequence(prompt(48)))
         with pytest.raises(SequenceTooLong):
             await driver.engine.reserved(driver.sequence(prompt(50)))
-        sequence = driver.sequence(prompt(47), max_tokens=9)
+        for wrong in ([1, 160], [-1, 2]):
+            with pytest.raises(UnknownToken, match="outside the model's vocabulary of 160"):
+                driver.engine.add(driver.sequence(wrong))
+        with pytest.raises(UnknownToken, match="logit_bias for token 999"):
+            driver.engine.add(driver.sequence([1], logit_bias={999: 1.0}))
+        sequence = driver.sequence(prompt(47), max_tokens=9, stop_token_ids=frozenset({5000}), min_tokens=3)
         driver.engine.add(sequence)
         with pytest.raises(DuplicateSequence):
             driver.engine.add(driver.sequence([1], request_id=sequence.request_id))
