@@ -65,6 +65,12 @@ class PackedLinear:
         return plain.to(self.dtype)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes the weight takes as it is kept, which is also what one call reads."""
+        kept = self._packed if self._weight is None else self._weight
+        return kept.nbytes
+
+    @property
     def form(self) -> str:
         """What runs, for reports: ``torch``, or ``packed`` with the dtype the weight is stored in."""
         return (

@@ -52,9 +52,11 @@ class Compiler:
     path: str
 
     @property
-    def native_flag(self) -> str:
-        """What asks for the instructions of this machine; ARM compilers spell it differently."""
-        return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    def flags(self) -> list[str]:
+        """Ours, then what asks for the instructions of this machine (ARM compilers spell it differently), then
+        $CXXFLAGS, which may ask for others."""
+        native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+        return [*COMPILE_FLAGS, native, *os.environ.get("CXXFLAGS", "").split()]
 
     def identity(self) -> str:
         """Changes when the compiler is replaced."""
@@ -98,7 +100,7 @@ def library_path(compiler: Compiler) -> Path:
     digest = hashlib.sha256()
     for file in sorted([*SOURCE_DIR.glob("*.h"), *sources()]):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    for fact in (compiler.identity(), processor(), " ".join(COMPILE_FLAGS)):
+    for fact in (compiler.identity(), processor(), " ".join(compiler.flags)):
         digest.update(fact.encode() + b"\0")
     return cache_dir() / f"kernels-{digest.hexdigest()[:20]}.so"
 
@@ -115,7 +117,7 @@ def _compile(compiler: Compiler, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = {file: Path(scratch) / f"{file.stem}.o" for file in sources()}
         commands = [
-            [compiler.path, *COMPILE_FLAGS, compiler.native_flag, "-c", str(file), "-o", str(made)]
+            [compiler.path, *compiler.flags, "-c", str(file), "-o", str(made)]
             for file, made in objects.items()
         ]
         with ThreadPoolExecutor(max_workers=min(len(commands), os.cpu_count() or 1)) as workers:

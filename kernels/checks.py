@@ -1,0 +1,189 @@
+"""What the fast forms take on trust, verified: shapes, dtypes, contiguity, and every index that reaches
+memory.
+
+``MOONPOOL_KERNELS=checked`` puts these in front of every operation. That costs many times the operation
+itself: it is for tests and for finding the caller that broke its promise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from runtime.errors import MoonpoolError
+
+Form = TypeVar("Form", bound=Callable[..., Any])
+
+
+class KernelMisuse(MoonpoolError):
+    """A kernel was called with tensors it must not be given. Nothing has been read or written."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise KernelMisuse(what)
+
+
+def _tensor(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> None:
+    require(x.dtype == dtype, f"{name} must be {dtype}, is {x.dtype}")
+    require(x.shape == shape, f"{name} must have the shape {list(shape)}, has {list(x.shape)}")
+    require(x.is_contiguous(), f"{name} must be contiguous, has strides {x.stride()}")
+
+
+def _pool(pool: Tensor, layer: int) -> None:
+    require(pool.dim() == 6 and pool.shape[2] == 2, f"a pool has six dimensions, got {list(pool.shape)}")
+    contiguous = pool.stride(5) == 1 and pool.stride(4) == pool.shape[5]
+    require(contiguous, f"the pool's last two dimensions must be contiguous, got strides {pool.stride()}")
+    require(0 <= layer < pool.shape[1], f"layer {layer} is not one of the pool's {pool.shape[1]}")
+
+
+def _slots(slot_mapping: Tensor, pool: Tensor, n: int) -> None:
+    _tensor("slot_mapping", slot_mapping, torch.int64, n)
+    num_slots = pool.shape[0] * pool.shape[4]
+    require(bool((slot_mapping < num_slots).all()), f"a slot lies beyond the pool's {num_slots}")
+    used = [slot for slot in slot_mapping.tolist() if slot >= 0]
+    require(len(set(used)) == len(used), "two tokens share a slot")
+
+
+def _table(block_table: Tensor, pool: Tensor, context_lens: Tensor, seen_from: list[int]) -> None:
+    """Every block of tokens seen_from[i] … context_lens[i] - 1 must be in the pool."""
+    require(block_table.dtype == torch.int32, f"block_table must be int32, is {block_table.dtype}")
+    require(block_table.stride(1) == 1, "a row of block_table must be contiguous")
+    _tensor("context_lens", context_lens, torch.int32, block_table.shape[0])
+    num_blocks, block_size = pool.shape[0], pool.shape[4]
+    for i, length in enumerate(context_lens.tolist()):
+        wanted = -(-length // block_size)
+        require(
+            wanted <= block_table.shape[1], f"sequence {i} of {length} tokens has too few blocks in its table"
+        )
+        row = block_table[i, seen_from[i] // block_size : wanted]
+        inside = bool(((row >= 0) & (row < num_blocks)).all())
+        require(inside, f"sequence {i} names a block outside of the pool: {row.tolist()}")
+
+
+def _heads(q: Tensor, pool: Tensor) -> None:
+    require(q.dtype == pool.dtype, f"q must be {pool.dtype} as the pool, is {q.dtype}")
+    require(
+        q.dim() == 3 and q.shape[2] == pool.shape[5], f"q must be [n, heads, head_dim], is {list(q.shape)}"
+    )
+    require(q.is_contiguous(), f"q must be contiguous, has strides {q.stride()}")
+    require(q.shape[1] % pool.shape[3] == 0, f"{q.shape[1]} heads over {pool.shape[3]} kv heads")
+
+
+def _check_rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> None:
+    _tensor("x", x, x.dtype, *x.shape[:1], weight.shape[0])
+    _tensor("weight", weight, x.dtype, x.shape[1])
+    if residual is not None:
+        _tensor("residual", residual, x.dtype, *x.shape)
+
+
+def _check_silu_mul(gate_up: Tensor) -> None:
+    _tensor("gate_up", gate_up, gate_up.dtype, gate_up.shape[0], gate_up.shape[1] // 2 * 2)
+
+
+def _check_argmax_rows(logits: Tensor) -> None:
+    require(logits.dim() == 2 and logits.shape[1] > 0, f"logits must be [n, vocab], are {list(logits.shape)}")
+
+
+def _check_write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+    _pool(pool, layer)
+    for name, x in (("k", k), ("v", v)):
+        _tensor(name, x, pool.dtype, k.shape[0], pool.shape[3], pool.shape[5])
+    _slots(slot_mapping, pool, k.shape[0])
+
+
+def _check_rotate_and_write(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    _pool(pool, layer)
+    n = positions.shape[0]
+    require((num_kv_heads, head_dim) == (pool.shape[3], pool.shape[5]), "heads differ from the pool's")
+    _tensor("qkv", qkv, pool.dtype, n, (num_heads + 2 * num_kv_heads) * head_dim)
+    _tensor("positions", positions, torch.int64, n)
+    for name, table in (("cos", cos), ("sin", sin)):
+        _tensor(name, table, torch.float32, *cos.shape)
+    require(2 * cos.shape[1] <= head_dim, f"rotary tables of {cos.shape[1]} angles for heads of {head_dim}")
+    inside = bool(((positions >= 0) & (positions < cos.shape[0])).all())
+    require(inside, f"a position lies beyond the rotary tables of {cos.shape[0]}")
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm is not None:
+            _tensor(name, norm, qkv.dtype, head_dim)
+    _slots(slot_mapping, pool, n)
+
+
+def _check_paged_decode_attention(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    block_table: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    out: Tensor | None = None,
+) -> None:
+    _pool(pool, layer)
+    _heads(q, pool)
+    require(q.shape[0] == block_table.shape[0], f"{q.shape[0]} queries, {block_table.shape[0]} tables")
+    seen_from = [max(0, length - window) if window else 0 for length in context_lens.tolist()]
+    _table(block_table, pool, context_lens, seen_from)
+    if out is not None:
+        _tensor("out", out, q.dtype, *q.shape)
+
+
+def _check_paged_prefill_attention(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    out: Tensor | None = None,
+) -> None:
+    _pool(pool, layer)
+    _heads(q, pool)
+    _tensor("cu_seqlens_q", cu_seqlens_q, torch.int32, block_table.shape[0] + 1)
+    starts, lengths = cu_seqlens_q.tolist(), context_lens.tolist()
+    require(starts[0] == 0 and starts[-1] == q.shape[0], f"cu_seqlens_q {starts} for {q.shape[0]} queries")
+    seen_from = []
+    for i, length in enumerate(lengths):
+        new = starts[i + 1] - starts[i]
+        require(0 <= new <= length, f"sequence {i} has {new} new tokens of {length}")
+        seen_from.append(max(0, length - new - window + 1) if window else 0)
+    _table(block_table, pool, context_lens, seen_from)
+    if out is not None:
+        _tensor("out", out, q.dtype, *q.shape)
+
+
+def checked(form: Form) -> Form:
+    """The form, refusing with KernelMisuse what it must not be given."""
+    check: Callable[..., None] = globals()[f"_check_{form.__name__}"]
+
+    @functools.wraps(form)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return form(*args, **kwargs)
+
+    return cast(Form, call)

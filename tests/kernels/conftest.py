@@ -1,0 +1,32 @@
+"""One suite for every form: the plain torch one, and the compiled one where there is a compiler."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.cpu.library import load
+
+# As a node computes; and two threads on two busy cores wait for each other.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["reference", "compiled"], scope="session")
+def form(request: pytest.FixtureRequest) -> ModuleType:
+    """A module with every operation."""
+    if request.param == "reference":
+        return reference
+    if load() is None:
+        pytest.skip("no compiler here")
+    from kernels.cpu import ops
+
+    return ops
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str, scope="session")
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found

@@ -1,0 +1,222 @@
+"""Attention over pages equals attention by its definition, and reads nothing it must not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu.library import load
+from tests.kernels.paged import PagedBatch, Shape, assert_near
+
+# Length 1, a block less one, exactly a block, one over; with and without a cached prefix.
+DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 300))
+CHUNKS = ((1, 1), (16, 16), (17, 17), (5, 20), (1, 40), (70, 200))
+
+
+def decode(form: ModuleType, batch: PagedBatch, **more: Any) -> Tensor:
+    out: Tensor = form.paged_decode_attention(
+        batch.q, batch.pool, batch.shape.layer, batch.block_table, batch.context_lens, **batch.rules, **more
+    )
+    return out
+
+
+def prefill(form: ModuleType, batch: PagedBatch, **more: Any) -> Tensor:
+    out: Tensor = form.paged_prefill_attention(
+        batch.q,
+        batch.pool,
+        batch.shape.layer,
+        batch.block_table,
+        batch.cu_seqlens_q,
+        batch.context_lens,
+        **batch.rules,
+        **more,
+    )
+    return out
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 40, 64, 96, 128, 256])
+def test_head_dims(form: ModuleType, dtype: torch.dtype, head_dim: int) -> None:
+    batch = PagedBatch(Shape(DECODES, head_dim=head_dim, dtype=dtype))
+    assert_near(decode(form, batch), batch.expected(), dtype)
+    batch = PagedBatch(Shape(((3, 3), (20, 85)), head_dim=head_dim, dtype=dtype))
+    assert_near(prefill(form, batch), batch.expected(), dtype)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (8, 1), (7, 1), (100, 1)])
+def test_groups_of_heads(form: ModuleType, num_heads: int, num_kv_heads: int) -> None:
+    heads = Shape(((1, 20), (1, 70)), num_heads=num_heads, num_kv_heads=num_kv_heads)
+    batch = PagedBatch(heads)
+    assert_near(decode(form, batch), batch.expected(), torch.float32)
+    batch = PagedBatch(replace(heads, lens=((3, 20), (5, 5))))
+    assert_near(prefill(form, batch), batch.expected(), torch.float32)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64, 512])
+def test_block_sizes(form: ModuleType, dtype: torch.dtype, block_size: int) -> None:
+    lens = tuple((1, n) for n in (1, block_size - 1, block_size, block_size + 1, 2 * block_size))
+    batch = PagedBatch(Shape(lens, block_size=block_size, dtype=dtype))
+    assert_near(decode(form, batch), batch.expected(), dtype)
+    lens = ((block_size, block_size), (3, block_size + 1), (1, block_size))
+    batch = PagedBatch(Shape(lens, block_size=block_size, dtype=dtype, num_heads=2, num_kv_heads=1))
+    assert_near(prefill(form, batch), batch.expected(), dtype)
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 17, 64, 1000])
+def test_sliding_window(form: ModuleType, window: int) -> None:
+    """Blocks before the window are -1 in the table: they may be gone."""
+    batch = PagedBatch(Shape(DECODES, window=window))
+    assert_near(decode(form, batch), batch.expected(), torch.float32)
+    batch = PagedBatch(Shape(CHUNKS, window=window))
+    assert_near(prefill(form, batch), batch.expected(), torch.float32)
+
+
+def test_soft_cap(form: ModuleType, dtype: torch.dtype) -> None:
+    batch = PagedBatch(Shape(DECODES, soft_cap=2.0, dtype=dtype))
+    assert_near(decode(form, batch), batch.expected(), dtype)
+    batch = PagedBatch(Shape(CHUNKS, soft_cap=2.0, window=30, dtype=dtype))
+    assert_near(prefill(form, batch), batch.expected(), dtype)
+
+
+def test_decode_is_prefill_of_one_token(form: ModuleType) -> None:
+    batch = PagedBatch(Shape(DECODES))
+    assert_near(decode(form, batch), prefill(form, batch), torch.float32)
+
+
+def test_a_padded_batch_row_gives_zeros(form: ModuleType) -> None:
+    batch = PagedBatch(Shape(((1, 5), (1, 20))))
+    batch.context_lens[1] = 0
+    batch.block_table[1] = -1
+    out = decode(form, batch, out=torch.full_like(batch.q, float("nan")))
+    assert out[1].eq(0).all()
+    assert not out.isnan().any()
+
+
+def test_nothing_to_do(form: ModuleType) -> None:
+    batch = PagedBatch(Shape(((0, 20), (3, 20), (0, 1))))
+    assert_near(prefill(form, batch), batch.expected(), torch.float32)
+    empty = PagedBatch(Shape(()))
+    assert prefill(form, empty).shape == (0, 4, 32)
+    assert decode(form, empty).shape == (0, 4, 32)
+
+
+def test_out_is_filled_and_returned(form: ModuleType) -> None:
+    batch = PagedBatch(Shape(DECODES))
+    out = torch.full_like(batch.q, float("nan"))
+    assert decode(form, batch, out=out) is out
+    assert_near(out, batch.expected(), torch.float32)
+    out = torch.full_like(batch.q, float("nan"))
+    assert prefill(form, batch, out=out) is out
+    assert_near(out, batch.expected(), torch.float32)
+
+
+def test_a_pool_with_any_strides(form: ModuleType) -> None:
+    """A pool may be a view: here one of another layout, with its dimensions brought into ours."""
+    batch = PagedBatch(Shape(CHUNKS))
+    expected = prefill(form, batch)
+    layer_major = batch.pool.permute(1, 2, 0, 3, 4, 5).contiguous().permute(2, 0, 1, 3, 4, 5)
+    assert not layer_major.is_contiguous()
+    batch.pool = layer_major
+    assert torch.equal(prefill(form, batch), expected)
+
+
+def test_large_scores_stay_finite(form: ModuleType) -> None:
+    batch = PagedBatch(Shape(CHUNKS))
+    batch.q = batch.q * 1000
+    assert_near(prefill(form, batch), batch.expected(), torch.float32, factor=300)
+    batch = PagedBatch(Shape(DECODES))
+    batch.q = batch.q * 1000
+    assert_near(decode(form, batch), batch.expected(), torch.float32, factor=300)
+
+
+def test_nan_in_a_key_that_is_seen_is_not_hidden(form: ModuleType) -> None:
+    batch = PagedBatch(Shape(((1, 20), (1, 20))))
+    place = batch.block_table[0, 0]
+    batch.pool[place, batch.shape.layer, 0, :, 3] = float("nan")
+    out = decode(form, batch)
+    assert out[0].isnan().all()
+    assert not out[1].isnan().any()
+
+
+needs_library = pytest.mark.skipif(load() is None, reason="no compiler here")
+
+
+@needs_library
+def test_a_sequence_does_not_depend_on_its_batch() -> None:
+    """Bit for bit: whoever else is in the batch, and however a prompt is cut into chunks."""
+    from kernels.cpu import ops
+
+    batch = PagedBatch(Shape(DECODES))
+    together = decode(ops, batch)
+    for i in range(len(DECODES)):
+        alone = ops.paged_decode_attention(
+            batch.q[i : i + 1],
+            batch.pool,
+            1,
+            batch.block_table[i : i + 1],
+            batch.context_lens[i : i + 1],
+            **batch.rules,  # type: ignore[arg-type]
+        )
+        assert torch.equal(alone[0], together[i])
+
+
+@needs_library
+def test_a_prompt_may_be_cut_anywhere() -> None:
+    """Bit for bit the same, with a window too."""
+    from kernels.cpu import ops
+
+    complete = PagedBatch(Shape(((150, 150),)))
+    complete.shape = replace(complete.shape, window=70)
+    at_once = prefill(ops, complete)
+    for first, end in ((0, 33), (33, 64), (64, 149), (149, 150)):
+        chunk = ops.paged_prefill_attention(
+            complete.q[first:end],
+            complete.pool,
+            1,
+            complete.block_table,
+            torch.tensor([0, end - first], dtype=torch.int32),
+            torch.tensor([end], dtype=torch.int32),
+            **complete.rules,  # type: ignore[arg-type]
+        )
+        assert torch.equal(chunk, at_once[first:end])
+
+
+shapes = st.builds(
+    lambda lens, group, kv_heads, head_dim, block_size, window, soft_cap, dtype: Shape(
+        tuple((min(new, total), total) for new, total in lens),
+        num_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        window=window,
+        soft_cap=soft_cap,
+        dtype=dtype,
+    ),
+    st.lists(st.tuples(st.integers(1, 90), st.integers(1, 140)), min_size=1, max_size=4),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from([8, 32, 48, 64, 80, 128]),
+    st.sampled_from([8, 16, 32, 64]),
+    st.one_of(st.just(0), st.integers(1, 150)),
+    st.sampled_from([0.0, 5.0]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+
+
+@needs_library
+@settings(max_examples=60)
+@given(shapes, st.integers(0, 1000))
+def test_compiled_equals_reference(shape: Shape, seed: int) -> None:
+    from kernels.cpu import ops
+
+    batch = PagedBatch(shape, seed)
+    assert_near(prefill(ops, batch), prefill(reference, batch), shape.dtype, factor=2)
+    batch = PagedBatch(replace(shape, lens=tuple((1, total) for _, total in shape.lens)), seed)
+    assert_near(decode(ops, batch), decode(reference, batch), shape.dtype, factor=2)
