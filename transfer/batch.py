@@ -214,7 +214,8 @@ class Batch:
     async def _attempt(self, path: Path) -> Exception | None:
         """Returns what it ended with. Until then nobody else may touch the spans, cancelled or not."""
         ended: asyncio.Future[Exception | None] = self._loop.create_future()
-        chunk_nbytes, chunk_rows = path.chunking(self._direction, self.nbytes)
+        observed = self._completed is not None or self._checksums is not None
+        chunk_nbytes, chunk_rows = path.chunking(self._direction, self.nbytes, observed)
         verify = self._checksums is not None or (self._verify_on_network and path.networked)
         verify_remote = verify and self._direction == "write"
         plan = Plan(

@@ -9,13 +9,26 @@ from typing import Protocol
 
 from transfer.attempt import Attempt
 from transfer.copy_pool import CopyPool
+from transfer.memory_copy import SLICE_NBYTES
 from transfer.span import U64, Index
 
 # Below this the hop to a thread costs more than the copy; the event loop's thread does it, in 50 µs at most.
 _INLINE_NBYTES = 256 << 10
 _INLINE_ROWS = 256
+# Small enough that what has been copied is still in the cache when it is verified.
+_OBSERVED_CHUNK_NBYTES = 2 << 20
+_MAX_CHUNK_NBYTES = 32 << 20
+_MAX_CHUNK_ROWS = 16 * 1024
+_OBSERVED_CHUNK_ROWS = 1024
 # Below this a second thread has started when the first is done.
 _MIN_SHARED_NBYTES = 8 << 20
+
+
+def copy_chunking(nbytes: int, observed: bool) -> tuple[int, int]:
+    """``Path.chunking`` of a batch that is copied: large chunks, or small ones for those who follow it."""
+    if observed:
+        return _OBSERVED_CHUNK_NBYTES, _OBSERVED_CHUNK_ROWS
+    return min(max(nbytes // 8, SLICE_NBYTES), _MAX_CHUNK_NBYTES), _MAX_CHUNK_ROWS
 
 
 class Copy(Protocol):

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 from transfer.attempt import Attempt, Direction
 from transfer.checksum import checksum
-from transfer.copy_job import CopyJob
+from transfer.copy_job import CopyJob, copy_chunking
 from transfer.copy_pool import CopyPool
 from transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError
-from transfer.memory_copy import SLICE_NBYTES, copy_here
+from transfer.memory_copy import copy_here
 from transfer.region import Hold, RegionTable
 from transfer.span import Index, Spans, region_ids
-
-MAX_CHUNK_ROWS = 1024
 
 
 class LocalPath:
@@ -28,8 +26,8 @@ class LocalPath:
         self._pool = pool
         self._regions = regions
 
-    def chunking(self, direction: Direction, nbytes: int) -> tuple[int, int]:
-        return SLICE_NBYTES, MAX_CHUNK_ROWS
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
+        return copy_chunking(nbytes, observed)
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         pass

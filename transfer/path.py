@@ -19,8 +19,11 @@ class Path(Protocol):
     def networked(self) -> bool:
         """Bytes leave the host, so that writes are verified at the other end unless that is turned off."""
 
-    def chunking(self, direction: Direction, nbytes: int) -> tuple[int, int]:
-        """(most bytes, most rows) of the chunks it wants a batch of ``nbytes`` cut into."""
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
+        """(most bytes, most rows) of the chunks it wants a batch of ``nbytes`` cut into.
+
+        observed: somebody follows the batch span by span, or verifies it, and that goes chunk by chunk.
+        """
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         """Be ready to start, for these regions of the peer: connect what is not connected. Cheap when it is.

@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from transfer.attempt import Attempt, Direction
-from transfer.copy_job import CopyJob
+from transfer.copy_job import CopyJob, copy_chunking
 from transfer.copy_pool import CopyPool
 from transfer.descriptor import INCARNATION_NBYTES
 from transfer.errors import PathFailed, PeerLost, RegionError
 from transfer.handshake import Identity
-from transfer.local_path import MAX_CHUNK_ROWS
-from transfer.memory_copy import SLICE_NBYTES
 from transfer.peer_memory import PeerMemory
 from transfer.span import Spans, region_ids
 from transfer.stream_path import StreamPath
@@ -52,10 +50,10 @@ class ShmPath:
         self._streams = streams
         self._unreachable: set[int] = set()
 
-    def chunking(self, direction: Direction, nbytes: int) -> tuple[int, int]:
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
         if direction == "write":
-            return self._streams.chunking(direction, nbytes)
-        return SLICE_NBYTES, MAX_CHUNK_ROWS
+            return self._streams.chunking(direction, nbytes, observed)
+        return copy_chunking(nbytes, observed)
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         if direction == "read":

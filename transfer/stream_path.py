@@ -76,7 +76,7 @@ class StreamPath:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._opening = asyncio.Lock()
 
-    def chunking(self, direction: Direction, nbytes: int) -> tuple[int, int]:
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
         if direction == "write" and self.write_op is Op.PULL:
             return _MAX_PULL_NBYTES, MAX_REQUEST_SPANS
         share = nbytes // (self._num_streams * _CHUNKS_PER_STREAM)
