@@ -24,7 +24,7 @@ class SamplingBatch:
         self.groups: list[tuple[int, int, _Group]] = []  # (first row, end row, parameters)
         if self.plain:
             return
-        # Temporaries of many megabytes are memory the kernel maps, zeroes and unmaps at every step.
+        # Temporaries of many megabytes are mapped, zeroed and unmapped by the system at every step.
         size = max(1, _GROUP_ELEMENTS // vocab_size) if device.type == "cpu" else len(sequences)
         for first in range(0, len(sequences), size):
             some = sequences[first : first + size]
