@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
+
+import torch
 
 from kernels import reference
 from kernels.checks import checked
 from kernels.cpu.library import load
+from kernels.mode import mode
 
 Form = TypeVar("Form", bound=Callable[..., Any])
 
 
 def best(plain: Form) -> Form:
     """The fastest form of the operation whose torch form is ``plain``, with its signature."""
-    form = plain
-    if load() is not None:
-        from kernels.cpu import ops
+    form = _cpu_form(plain)
+    if torch.cuda.is_available():
+        form = _by_device(form, plain)
+    return checked(form) if mode() == "checked" else form
 
-        form = cast(Form, getattr(ops, plain.__name__))
-    return checked(form) if os.environ.get("MOONPOOL_KERNELS", "") == "checked" else form
+
+def _cpu_form(plain: Form) -> Form:
+    if load() is None:
+        return plain
+    from kernels.cpu import ops
+
+    return cast(Form, getattr(ops, plain.__name__))
+
+
+def _by_device(cpu: Form, other: Form) -> Form:
+    """``cpu`` where the first tensor lies in main memory, ``other`` anywhere else."""
+
+    @functools.wraps(cpu)
+    def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (cpu if first.is_cpu else other)(first, *args, **kwargs)
+
+    return cast(Form, call)
 
 
 argmax_rows = best(reference.argmax_rows)

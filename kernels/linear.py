@@ -28,8 +28,10 @@ class PackedLinear:
         self.dtype = weight.dtype
         self._weight: Tensor | None = weight
         self._bias = bias
+        # Empty where the plain form runs.
         self._held: dict[torch.dtype, Function] = {}
         self._freed: dict[torch.dtype, Function] = {}
+        self._most_held_rows = _LONG_PRODUCTS // max(1, self.in_features * self.out_features)
         library = load() if weight.device.type == "cpu" else None
         if library is not None and _own_form_is_faster(weight.dtype):
             self._pack(library, weight)
@@ -50,7 +52,6 @@ class PackedLinear:
             if pair[1] is stored.dtype:
                 self._held[pair[0]] = library.held["linear"][pair]
                 self._freed[pair[0]] = library.freed["linear"][pair]
-        self._most_held_rows = _LONG_PRODUCTS // (self.in_features * self.out_features)
 
     @property
     def weight(self) -> Tensor:

@@ -53,7 +53,7 @@ class Compiler:
 
     @property
     def flags(self) -> list[str]:
-        """Ours, then what asks for the instructions of this machine (ARM compilers spell it differently), then
+        """Ours, then what asks for this machine's instructions (ARM compilers spell it differently), then
         $CXXFLAGS, which may ask for others."""
         native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
         return [*COMPILE_FLAGS, native, *os.environ.get("CXXFLAGS", "").split()]

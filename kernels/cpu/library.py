@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.build import BuildFailed, build
+from kernels.mode import mode
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def _bind(loaded: ctypes.CDLL) -> dict[str, dict[Any, Function]]:
 
 @cache
 def _loaded() -> tuple[Library | None, str]:
-    if os.environ.get("MOONPOOL_KERNELS", "") == "torch":
+    if mode() == "torch":
         return None, "MOONPOOL_KERNELS=torch asks for the plain forms"
     try:
         return Library(build()), ""
