@@ -90,8 +90,8 @@ class _Connection(asyncio.Protocol):
         for line in head.lower().split(b"\r\n"):
             if self._head_read and line.startswith(b"content-length:"):
                 self._remaining = int(line[15:])
-            elif line.startswith(b"connection:") and b"close" in line:
-                self.reusable = False
+            elif line.startswith(b"http/1.0") or (line.startswith(b"connection:") and b"close" in line):
+                self.reusable = False  # HTTP/1.0 closes without saying so
         return body
 
     def connection_lost(self, exc: Exception | None) -> None:
