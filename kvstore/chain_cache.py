@@ -1,0 +1,213 @@
+"""Which blocks a tier holds, in which slots, and which one makes room: bookkeeping shared by the tiers.
+
+It holds a prefix of every chain it holds anything of, as far as it can know: blocks are evicted from the end
+of a chain, and a block that goes for another reason takes what follows it along. A chain's first blocks may
+lie in a faster tier and come later, or never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from kvstore.eviction.policy import EvictionPolicy
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class ChainCache(Generic[Key]):
+    """Slots ``0 … capacity-1``. ``on_evicted(key, slot)`` is called before the slot is given to another
+    block, its bytes still there."""
+
+    def __init__(
+        self,
+        capacity: int,
+        policy: EvictionPolicy,
+        *,
+        on_evicted: Callable[[Key, int], None] | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self.policy = policy
+        self.on_evicted = on_evicted
+        self.num_evictions = 0
+        self.num_refusals = 0  # blocks not taken because everything is pinned
+        self.num_bypassed = 0  # blocks the policy did not think worth a place
+        self._slots: dict[Key, int] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+        self._parents: dict[Key, Key] = {}
+        self._children: dict[Key, set[Key]] = {}  # held keys by the key before them, held or not
+        self._pins: dict[int, int] = {}  # by slot
+        self._doomed: set[int] = set()  # removed while pinned: their slots go free with the last pin
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._slots
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
+
+    def keys(self) -> Iterable[Key]:
+        return self._slots.keys()
+
+    def slot_of(self, key: Key) -> int | None:
+        return self._slots.get(key)
+
+    def match(self, keys: Sequence[Key]) -> list[int]:
+        """Slots of the longest held prefix of ``keys``. Pins nothing, and counts as no use."""
+        found: list[int] = []
+        for key in keys:
+            slot = self._slots.get(key)
+            if slot is None:
+                break
+            found.append(slot)
+        return found
+
+    def use(self, keys: Sequence[Key]) -> int:
+        """A request uses this chain: tell the policy. Returns how many of its first blocks are held."""
+        num_held = len(self.match(keys))
+        self.policy.used(keys, num_held)
+        return num_held
+
+    # ------------------------------------------------------------------ blocks come
+
+    def add(self, key: Key, parent: Key | None) -> int | None:
+        """A slot for a new block after ``parent`` in its chain (None: the first), making room by eviction.
+
+        None when there is none: all is pinned, or the policy keeps what it has. Then what this tier holds
+        after the block is evicted, for nobody can reach it; nothing else has changed.
+        """
+        assert key not in self._slots
+        if not self._free and not self._make_room(key, parent):
+            for after in self._after(key):
+                self._evict(after)
+            return None
+        slot = self._free.pop()
+        self._slots[key] = slot
+        if parent is not None:
+            self._parents[key] = parent
+            self._children.setdefault(parent, set()).add(key)
+        self.policy.added(key)
+        return slot
+
+    def _make_room(self, key: Key, parent: Key | None) -> bool:
+        if not self.policy.admits(key):
+            self.num_bypassed += 1
+            return False
+        # The chain the block continues must not be eaten from its end to make room for it.
+        above = [] if parent is None else self._unpinned_above(parent)
+        self.pin(above)
+        try:
+            return self.evict()
+        finally:
+            self.unpin(above)
+
+    def _unpinned_above(self, key: Key) -> list[int]:
+        slots: list[int] = []
+        here: Key | None = key
+        while here is not None and (slot := self._slots.get(here)) is not None and slot not in self._pins:
+            slots.append(slot)
+            here = self._parents.get(here)
+        return slots
+
+    def evict(self) -> bool:
+        """Evict one block. False, counted, when everything is pinned."""
+        key = self.policy.victim(self._can_go)
+        if key is None:
+            self.num_refusals += 1
+            return False
+        leaf: Key = key  # type: ignore[assignment]
+        while below := self._children.get(leaf):
+            leaf = next(iter(below))
+        self._evict(leaf)
+        return True
+
+    def _evict(self, key: Key) -> None:
+        if self.on_evicted is not None:
+            self.on_evicted(key, self._slots[key])
+        self.num_evictions += 1
+        self._forget(key)
+
+    def _can_go(self, key: Hashable) -> bool:
+        # Whoever pins a block pins what comes before it: after an unpinned block nothing is pinned.
+        return self._slots[key] not in self._pins  # type: ignore[index]
+
+    # ------------------------------------------------------------------ pins
+
+    def pin(self, slots: Iterable[int]) -> None:
+        """Keep the blocks in these slots (the first of a chain, from ``match``) until ``unpin``."""
+        pins = self._pins
+        for slot in slots:
+            pins[slot] = pins.get(slot, 0) + 1
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """Undo one ``pin`` of each."""
+        pins = self._pins
+        for slot in slots:
+            left = pins[slot] - 1
+            if left:
+                pins[slot] = left
+                continue
+            del pins[slot]
+            if slot in self._doomed:
+                self._doomed.discard(slot)
+                self._free.append(slot)
+
+    # ------------------------------------------------------------------ blocks go
+
+    def remove(self, key: Key) -> list[Key]:
+        """Drop a block and what follows it, without ``on_evicted``. Those pinned keep their bytes until they
+        are released, but are found no more. Returns the keys that went, the last of a chain first."""
+        if key not in self._slots:
+            return []
+        gone = [*self._after(key), key]
+        for each in gone:
+            self._forget(each)
+        return gone
+
+    def _after(self, key: Key) -> list[Key]:
+        """What is held after a block of its chain, the last first."""
+        found: list[Key] = []
+        stack = list(self._children.get(key, ()))
+        while stack:
+            child = stack.pop()
+            found.append(child)
+            stack += self._children.get(child, ())
+        return found[::-1]
+
+    def _forget(self, key: Key) -> None:
+        slot = self._slots.pop(key)
+        if slot in self._pins:
+            self._doomed.add(slot)
+        else:
+            self._free.append(slot)
+        parent = self._parents.pop(key, None)
+        if parent is not None:
+            siblings = self._children[parent]
+            siblings.discard(key)
+            if not siblings:
+                del self._children[parent]
+        self.policy.removed(key)
+
+    def check_integrity(self) -> None:
+        """Assert everything this class promises; costs time proportional to the tier."""
+        taken = set(self._slots.values())
+        free = set(self._free)
+        assert len(taken) == len(self._slots), "a slot holds two blocks"
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert not taken & free, "a held slot is free"
+        assert not self._doomed & (taken | free), "a doomed slot is held or free"
+        assert len(taken) + len(free) + len(self._doomed) == self.capacity, "a slot is lost"
+        assert self._doomed <= self._pins.keys(), "a slot nobody pins is not given back"
+        assert self._pins.keys() <= taken | self._doomed, "a free slot is pinned"
+        for key, parent in self._parents.items():
+            assert key in self._slots, "a link from a block that is not held"
+            assert key in self._children[parent], "a block its parent does not know"
+        assert sum(map(len, self._children.values())) == len(self._parents), "a child without a link back"

@@ -1,0 +1,74 @@
+"""LFU, and Mooncake's length-aware policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+
+class _Ranked:
+    """The block of the lowest rank goes first. Ranks only change when a block is used."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._ranks: dict[Hashable, tuple[int, int, int]] = {}
+        self._heap: list[
+            tuple[tuple[int, int, int], int, Hashable]
+        ] = []  # entries of older ranks stay until met
+        self._clock = count()
+        self._positions: dict[Hashable, int] = {}  # of the chain in use
+
+    def _rank(self, uses: int, position: int, now: int) -> tuple[int, int, int]:
+        """Starts with the number of uses."""
+        raise NotImplementedError
+
+    def used(self, chain: Sequence[Hashable], num_held: int) -> None:
+        self._positions = {key: position for position, key in enumerate(chain)}
+        for position, key in enumerate(chain[:num_held]):
+            self._set(key, self._ranks[key][0] + 1, position)
+
+    def admits(self, key: Hashable) -> bool:
+        return True
+
+    def added(self, key: Hashable) -> None:
+        self._set(key, 1, self._positions.get(key, 0))
+
+    def removed(self, key: Hashable) -> None:
+        del self._ranks[key]
+
+    def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
+        passed = []
+        found: Hashable | None = None
+        while self._heap and found is None:
+            entry = self._heap[0]
+            if self._ranks.get(entry[2]) != entry[0]:
+                heappop(self._heap)
+            elif can_go(entry[2]):
+                found = entry[2]
+            else:
+                passed.append(heappop(self._heap))
+        for entry in passed:
+            heappush(self._heap, entry)
+        return found
+
+    def _set(self, key: Hashable, uses: int, position: int) -> None:
+        now = next(self._clock)
+        rank = self._ranks[key] = self._rank(uses, position, now)
+        heappush(self._heap, (rank, now, key))
+        if len(self._heap) > 4 * len(self._ranks) + 1024:
+            self._heap = [entry for entry in self._heap if self._ranks.get(entry[2]) == entry[0]]
+            heapify(self._heap)
+
+
+class Lfu(_Ranked):
+    """The block used least often while it was held goes first; of those, the one unused for longest."""
+
+    def _rank(self, uses: int, position: int, now: int) -> tuple[int, int, int]:
+        return (uses, now, 0)
+
+
+class LengthAware(_Ranked):
+    """As Mooncake's: of the blocks used least often, the one furthest from the start of its chain."""
+
+    def _rank(self, uses: int, position: int, now: int) -> tuple[int, int, int]:
+        return (uses, -position, now)
