@@ -8,6 +8,7 @@ import click
 
 _COMMANDS = {
     "serve": "bench.serve.command:serve",
+    "transfer": "bench.transfer.command:transfer",
 }
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
-from transfer.checksum import checksum
+from transfer.checksum import checksums
 from transfer.errors import ChecksumMismatch
 from transfer.plan import Plan, Rows
 from transfer.region import Hold
@@ -37,7 +37,7 @@ class Attempt:
         plan: Plan,
         *,
         deadline_s: Callable[[], float],
-        checksums: Sequence[int] | None,
+        promised: Sequence[int] | None,
         verify_remote: bool,
         on_spans: Callable[[Index], None] | None,
         on_end: Callable[[Exception | None], None],
@@ -48,7 +48,7 @@ class Attempt:
         self.plan = plan
         self.deadline_s = deadline_s
         """Seconds left, at the time of the call."""
-        self.checksums = checksums
+        self.promised = promised
         self.verify_remote = verify_remote
         """Of a write: ask the peer for the checksums of what it now has."""
         self._hold = hold
@@ -130,35 +130,39 @@ class Attempt:
         """A chunk's bytes are where they should be. Returns the spans this completed, if anybody asks. Call
         inside.
         """
-        if self._on_spans is None and self.checksums is None and not self.verify_remote:
+        if self._on_spans is None and self.promised is None and not self.verify_remote:
             return _NONE
         return self.plan.done(chunk)
 
     def verify_arrival(self, spans: Index) -> None:
         """Compare what a read brought with what was promised. Call inside. Raises ChecksumMismatch."""
-        if self.checksums is not None:
-            for index in spans.tolist():
-                _compare(index, self.checksums[index], self._checksum(index))
+        if self.promised is not None and len(spans):
+            compare(spans, self.promised, self._local_checksums(spans))
 
     def verify_delivery(self, spans: Index, found: Sequence[int]) -> None:
-        """Compare the checksums a peer ``found`` after a write with ours. Call inside. Raises
-        ChecksumMismatch.
+        """Compare the checksums ``found`` at the peer after a write with ours. Call inside.
+
+        Raises ChecksumMismatch.
         """
-        for index, there in zip(spans.tolist(), found, strict=True):
-            here = self.checksums[index] if self.checksums is not None else self._checksum(index)
-            _compare(index, here, there)
+        if self.promised is not None:
+            compare(spans, self.promised, found)
+        else:
+            promised = dict(zip(spans.tolist(), self._local_checksums(spans), strict=True))
+            compare(spans, promised, found)
 
     def announce(self, spans: Index) -> None:
         """Tell whoever follows the batch span by span."""
         if self._on_spans is not None and len(spans):
             self._on_spans(spans)
 
-    def _checksum(self, index: int) -> int:
-        offset, nbytes = int(self.local.offset[index]), int(self.local.nbytes[index])
-        buffer = self._hold.buffer(int(self.local.region[index]))
-        return checksum(buffer[offset : offset + nbytes])
+    def _local_checksums(self, spans: Index) -> list[int]:
+        return checksums(self.local.take(spans), self._hold.buffer)
 
 
-def _compare(index: int, expected: int, found: int) -> None:
-    if expected != found:
-        raise ChecksumMismatch(index, expected, found)
+def compare(spans: Index, promised: Sequence[int] | Mapping[int, int], found: Sequence[int]) -> None:
+    """``found[k]`` is the checksum of span ``spans[k]``, ``promised[i]`` that of span i. Raises
+    ChecksumMismatch.
+    """
+    for index, arrived in zip(spans.tolist(), found, strict=True):
+        if promised[index] != arrived:
+            raise ChecksumMismatch(index, promised[index], arrived)

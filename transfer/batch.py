@@ -241,7 +241,7 @@ class Batch:
             hold,
             plan,
             deadline_s=lambda: self._ends_at - self._loop.time(),
-            checksums=self._checksums,
+            promised=self._checksums,
             verify_remote=verify_remote,
             on_spans=self._on_spans if self._completed is not None else None,
             on_end=lambda error: self._call(_settle, ended, error),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from transfer.attempt import Attempt, Direction
-from transfer.checksum import checksum
+from transfer.attempt import Attempt, Direction, compare
+from transfer.checksum import checksums
 from transfer.copy_job import CopyJob, copy_chunking
 from transfer.copy_pool import CopyPool
-from transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError
+from transfer.errors import PathFailed, RegionError, SpanError
 from transfer.memory_copy import copy_here
 from transfer.region import Hold, RegionTable
 from transfer.span import Index, Spans, region_ids
@@ -65,10 +65,5 @@ class LocalPath:
 
 
 def _verify_there(attempt: Attempt, hold: Hold, spans: Index) -> None:
-    if attempt.checksums is None:
-        return
-    for index in spans.tolist():
-        offset, nbytes = int(attempt.remote.offset[index]), int(attempt.remote.nbytes[index])
-        found = checksum(hold.buffer(int(attempt.remote.region[index]))[offset : offset + nbytes])
-        if found != attempt.checksums[index]:
-            raise ChecksumMismatch(index, attempt.checksums[index], found)
+    if attempt.promised is not None and len(spans):
+        compare(spans, attempt.promised, checksums(attempt.remote.take(spans), hold.buffer))

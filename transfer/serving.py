@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from transfer.byte_stream import ByteStream
-from transfer.checksum import checksum
+from transfer.checksum import checksums
 from transfer.errors import RegionError, SpanError
 from transfer.handshake import Met
 from transfer.lifeline import Process, readable_process
@@ -131,12 +131,7 @@ class _ServedStream:
         elif request.op is Op.PULL:
             self._pull(unpack_sources(body, request.num_spans), addresses, spans.nbytes, deadline)
         else:
-            found = [
-                checksum(hold.buffer(region)[offset : offset + nbytes])
-                for region, offset, nbytes in zip(
-                    spans.region.tolist(), spans.offset.tolist(), spans.nbytes.tolist(), strict=True
-                )
-            ]
+            found = checksums(spans, hold.buffer)
             payload = np.array(found, np.uint64).tobytes()
             self.stream.send(Reply(Status.OK, 0, len(payload)).pack() + payload)
 

@@ -51,7 +51,7 @@ class ShmPath:
         self._unreachable: set[int] = set()
 
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
-        if direction == "write":
+        if direction == "write" or self._unreachable:
             return self._streams.chunking(direction, nbytes, observed)
         return copy_chunking(nbytes, observed)
 

@@ -47,6 +47,10 @@ class Spans:
     def total_nbytes(self) -> int:
         return int(self.nbytes.sum())
 
+    def take(self, which: Index) -> Spans:
+        """Some of them, in that order."""
+        return Spans(self.region[which], self.offset[which], self.nbytes[which])
+
     @classmethod
     def of(cls, spans: Sequence[Span] | Spans) -> Spans:
         """Columns of ``spans``.

@@ -189,8 +189,7 @@ class _Stream:
     def _send(self, task: _Task) -> None:
         attempt, rows = task.attempt, task.attempt.rows(task.chunk)
         if task.op is Op.CHECKSUM:
-            remote, which = attempt.remote, task.written
-            spans = Spans(remote.region[which], remote.offset[which], remote.nbytes[which])
+            spans = attempt.remote.take(task.written)
         else:
             spans = Spans(rows.region, rows.offset, rows.nbytes)
         budget_ms = max(1, min(int(attempt.deadline_s() * 1000), (1 << 32) - 1))
