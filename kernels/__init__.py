@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kernels.dispatch import (
         argmax_rows,
+        copy_blocks,
+        gather_blocks,
+        merge_attention_states,
         paged_decode_attention,
         paged_prefill_attention,
         rms_norm,
         rotate_and_write,
+        scatter_blocks,
         silu_mul,
         write_kv,
     )
@@ -28,10 +32,14 @@ __all__ = [
     "PackedLinear",
     "argmax_rows",
     "backend_report",
+    "copy_blocks",
+    "gather_blocks",
+    "merge_attention_states",
     "paged_decode_attention",
     "paged_prefill_attention",
     "rms_norm",
     "rotate_and_write",
+    "scatter_blocks",
     "silu_mul",
     "write_kv",
 ]

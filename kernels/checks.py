@@ -177,6 +177,41 @@ def _check_paged_prefill_attention(
         _tensor("out", out, q.dtype, *q.shape)
 
 
+def _block_ids(name: str, block_ids: Tensor, pool: Tensor, n: int, *, distinct: bool) -> None:
+    _tensor(name, block_ids, torch.int64, n)
+    inside = bool(((block_ids >= 0) & (block_ids < pool.shape[0])).all())
+    require(inside, f"{name} names a block outside of the pool's {pool.shape[0]}")
+    require(not distinct or len(set(block_ids.tolist())) == n, f"{name} names a block twice")
+
+
+def _check_gather_blocks(pool: Tensor, block_ids: Tensor, *, out: Tensor | None = None) -> None:
+    require(pool.is_contiguous(), "the pool must be contiguous")
+    _block_ids("block_ids", block_ids, pool, block_ids.shape[0], distinct=False)
+    if out is not None:
+        _tensor("out", out, pool.dtype, block_ids.shape[0], *pool.shape[1:])
+
+
+def _check_scatter_blocks(blocks: Tensor, pool: Tensor, block_ids: Tensor) -> None:
+    require(pool.is_contiguous(), "the pool must be contiguous")
+    _tensor("blocks", blocks, pool.dtype, block_ids.shape[0], *pool.shape[1:])
+    _block_ids("block_ids", block_ids, pool, block_ids.shape[0], distinct=True)
+
+
+def _check_copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    require(pool.is_contiguous(), "the pool must be contiguous")
+    _block_ids("source_ids", source_ids, pool, target_ids.shape[0], distinct=False)
+    _block_ids("target_ids", target_ids, pool, target_ids.shape[0], distinct=True)
+    both = set(source_ids.tolist()) & set(target_ids.tolist())
+    require(not both, f"blocks {sorted(both)} are both source and target")
+
+
+def _check_merge_attention_states(outs: Tensor, lses: Tensor) -> None:
+    require(
+        outs.dim() == 4 and outs.is_contiguous(), f"outs must be four-dimensional, are {list(outs.shape)}"
+    )
+    _tensor("lses", lses, torch.float32, *outs.shape[:3])
+
+
 def checked(form: Form) -> Form:
     """The form, refusing with KernelMisuse what it must not be given."""
     check: Callable[..., None] = globals()[f"_check_{form.__name__}"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,7 +22,7 @@ def best(plain: Form) -> Form:
     """The fastest form of the operation whose torch form is ``plain``, with its signature."""
     form = _cpu_form(plain)
     if torch.cuda.is_available():
-        form = _by_device(form, plain)
+        form = _by_device(form, _gpu_form(plain))
     return checked(form) if mode() == "checked" else form
 
 
@@ -29,7 +31,17 @@ def _cpu_form(plain: Form) -> Form:
         return plain
     from kernels.cpu import ops
 
-    return cast(Form, getattr(ops, plain.__name__))
+    return cast(Form, getattr(ops, plain.__name__, plain))
+
+
+def _gpu_form(plain: Form) -> Form:
+    if mode() == "torch" or find_spec("triton") is None:
+        return plain
+    for module in ("decode", "prefill", "rows", "kv", "blocks"):
+        form = getattr(import_module(f"kernels.triton_{module}"), plain.__name__, None)
+        if form is not None:
+            return cast(Form, form)
+    return plain
 
 
 def _by_device(cpu: Form, other: Form) -> Form:
@@ -43,9 +55,13 @@ def _by_device(cpu: Form, other: Form) -> Form:
 
 
 argmax_rows = best(reference.argmax_rows)
+copy_blocks = best(reference.copy_blocks)
+gather_blocks = best(reference.gather_blocks)
+merge_attention_states = best(reference.merge_attention_states)
 paged_decode_attention = best(reference.paged_decode_attention)
 paged_prefill_attention = best(reference.paged_prefill_attention)
 rms_norm = best(reference.rms_norm)
 rotate_and_write = best(reference.rotate_and_write)
+scatter_blocks = best(reference.scatter_blocks)
 silu_mul = best(reference.silu_mul)
 write_kv = best(reference.write_kv)

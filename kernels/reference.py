@@ -214,3 +214,32 @@ def paged_decode_attention(
         k, v = _sequence_kv(pool, layer, block_table[i], first_key, length)
         out[i] = _attend(q[i : i + 1], k, v, length - 1, first_key, scale, window, soft_cap)[0].to(out.dtype)
     return out
+
+
+def merge_attention_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """One attention over all keys, out of attentions over parts of them.
+
+    outs: [parts, n, num_heads, head_dim]; lses: float32 [parts, n, num_heads], the natural logarithm of each
+    part's sum of exponentials, -inf where it saw no key (its out is then not looked at). Returns out [n,
+    num_heads, head_dim] in the dtype of outs, and its lse; a row that saw nothing gives zeros.
+    """
+    lse = torch.logsumexp(wide(lses), 0)
+    weights = (lses - lse.masked_fill(lse.isneginf(), 0.0)).exp()
+    parts = wide(outs).masked_fill(lses.isneginf()[..., None], 0.0)
+    return (parts * weights[..., None]).sum(0).to(outs.dtype), lse
+
+
+def gather_blocks(pool: Tensor, block_ids: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Copies of blocks, one after the other: [n, *pool.shape[1:]]. block_ids: int64 [n]; pool: contiguous."""
+    return torch.index_select(pool, 0, block_ids, out=out)
+
+
+def scatter_blocks(blocks: Tensor, pool: Tensor, block_ids: Tensor) -> None:
+    """The reverse: block i of ``blocks`` goes to block_ids[i]. No block may be named twice."""
+    pool.index_copy_(0, block_ids, blocks)
+
+
+def copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    """Block source_ids[i] goes to target_ids[i]; no target may be named twice, or be a source of this
+    call."""
+    pool.index_copy_(0, target_ids, pool.index_select(0, source_ids))

@@ -162,7 +162,7 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
             1,
             batch.block_table[i : i + 1],
             batch.context_lens[i : i + 1],
-            **batch.rules,  # type: ignore[arg-type]
+            **batch.rules,
         )
         assert torch.equal(alone[0], together[i])
 
@@ -183,7 +183,7 @@ def test_a_prompt_may_be_cut_anywhere() -> None:
             complete.block_table,
             torch.tensor([0, end - first], dtype=torch.int32),
             torch.tensor([end], dtype=torch.int32),
-            **complete.rules,  # type: ignore[arg-type]
+            **complete.rules,
         )
         assert torch.equal(chunk, at_once[first:end])
 

@@ -1,0 +1,211 @@
+"""Triton forms of the operations that put K and V into the pool."""
+
+# Triton has no types to check, and its code has compile-time constants in capitals.
+# mypy: disable-error-code="import-untyped,untyped-decorator,no-untyped-def"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import reference
+from kernels.triton_decode import padded
+
+
+@triton.jit
+def slot_place(slot, block_stride, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr):
+    """Elements before a slot's first value of kv head 0."""
+    return slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * DIM
+
+
+@triton.jit
+def write_token(
+    k,
+    v,
+    pool,
+    slots,
+    layer_offset,
+    block_stride,
+    kv_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Grid: (num_tokens,). k, v: [num_tokens, HEADS, DIM]."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    lane = tl.arange(0, WIDTH)
+    there = lane < HEADS * DIM
+    to = pool + layer_offset + slot_place(slot, block_stride, BLOCK_SIZE, DIM)
+    to += (lane // DIM).to(tl.int64) * head_stride + lane % DIM
+    source = token * HEADS * DIM + lane
+    tl.store(to, tl.load(k + source, mask=there).to(pool.dtype.element_ty), mask=there)
+    tl.store(to + kv_stride, tl.load(v + source, mask=there).to(pool.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def rotate_head(
+    qkv,
+    positions,
+    cos,
+    sin,
+    pool,
+    slots,
+    q,
+    q_norm,
+    k_norm,
+    layer_offset,
+    block_stride,
+    kv_stride,
+    head_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+):
+    """One head of one token. Grid: (num_tokens, HEADS + 2 * KV_HEADS): the q heads, the k heads, the v heads.
+
+    A head is held as its first half, its second half and the rest that rotation leaves alone.
+    """
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token)
+    if (head >= HEADS) & (slot < 0):
+        return
+    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM
+    lane, rest_lane = tl.arange(0, HALF_PADDED), tl.arange(0, REST_PADDED)
+    there, rest_there = lane < HALF, rest_lane < DIM - 2 * HALF
+    first = tl.load(source + lane, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + lane, mask=there, other=0.0).to(tl.float32)
+    rest = tl.load(source + 2 * HALF + rest_lane, mask=rest_there, other=0.0).to(tl.float32)
+
+    to = q + (token * HEADS + head) * DIM
+    if head >= HEADS:
+        is_v = head >= HEADS + KV_HEADS
+        kv_head = (head - HEADS - tl.where(is_v, KV_HEADS, 0)).to(tl.int64)
+        to = pool + layer_offset + slot_place(slot, block_stride, BLOCK_SIZE, DIM) + kv_head * head_stride
+        to += tl.where(is_v, kv_stride, 0)
+    if head < HEADS + KV_HEADS:
+        if NORM_Q or NORM_K:
+            squares = tl.sum(first * first, 0) + tl.sum(second * second, 0) + tl.sum(rest * rest, 0)
+            scale = tl.rsqrt(squares / DIM + eps)
+            normed = ((head < HEADS) & NORM_Q) | ((head >= HEADS) & NORM_K)
+            weight = k_norm
+            if head < HEADS:
+                weight = q_norm
+            scale = tl.where(normed, scale, 1.0)
+            one = tl.where(normed, 0.0, 1.0)  # what replaces the weight of an unnormed head
+            use = there & normed
+            first *= scale * (tl.load(weight + lane, mask=use, other=0.0).to(tl.float32) + one)
+            second *= scale * (tl.load(weight + HALF + lane, mask=use, other=0.0).to(tl.float32) + one)
+            use = rest_there & normed
+            rest *= scale * (tl.load(weight + 2 * HALF + rest_lane, mask=use, other=0.0).to(tl.float32) + one)
+        angle = tl.load(positions + token) * HALF + lane
+        c = tl.load(cos + angle, mask=there, other=0.0)
+        s = tl.load(sin + angle, mask=there, other=0.0)
+        first, second = first * c - second * s, second * c + first * s
+    tl.store(to + lane, first.to(q.dtype.element_ty), mask=there)
+    tl.store(to + HALF + lane, second.to(q.dtype.element_ty), mask=there)
+    tl.store(to + 2 * HALF + rest_lane, rest.to(q.dtype.element_ty), mask=rest_there)
+
+
+def write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+    """As ``reference.write_kv``."""
+    num_tokens, num_kv_heads, head_dim = k.shape
+    if not (k.is_contiguous() and v.is_contiguous()):
+        k, v = k.contiguous(), v.contiguous()
+    if num_tokens:
+        strides = pool.stride()
+        write_token[(num_tokens,)](
+            k,
+            v,
+            pool,
+            slot_mapping,
+            layer * strides[1],
+            strides[0],
+            strides[2],
+            strides[3],
+            HEADS=num_kv_heads,
+            DIM=head_dim,
+            BLOCK_SIZE=pool.shape[4],
+            WIDTH=padded(num_kv_heads * head_dim),
+            num_warps=4,
+        )
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """As ``reference.rotate_and_write``."""
+    n, half = qkv.shape[0], cos.shape[1]
+    if qkv.dtype is not pool.dtype or not qkv.is_contiguous():
+        return reference.rotate_and_write(
+            qkv,
+            positions,
+            cos,
+            sin,
+            pool,
+            layer,
+            slot_mapping,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+        )
+    q = torch.empty((n, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if n:
+        strides = pool.stride()
+        rotate_head[(n, num_heads + 2 * num_kv_heads)](
+            qkv,
+            positions,
+            cos,
+            sin,
+            pool,
+            slot_mapping,
+            q,
+            qkv if q_norm is None else q_norm,
+            qkv if k_norm is None else k_norm,
+            layer * strides[1],
+            strides[0],
+            strides[2],
+            strides[3],
+            eps,
+            HEADS=num_heads,
+            KV_HEADS=num_kv_heads,
+            DIM=head_dim,
+            HALF=half,
+            HALF_PADDED=padded(half),
+            REST_PADDED=padded(max(1, head_dim - 2 * half)),
+            BLOCK_SIZE=pool.shape[4],
+            NORM_Q=q_norm is not None,
+            NORM_K=k_norm is not None,
+            num_warps=1,
+        )
+    return q
