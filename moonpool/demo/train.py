@@ -46,6 +46,7 @@ STAGES = (
     Stage(0.72, 8192, 1, 0.67, 0.4),
     # Last what it is shown for: answering, and the dictionary by heart.
     Stage(0.8, 2048, 2, 3.0, 0.65),
+    Stage(0.87, 512, 8, 6.0, 0.8),
 )
 MATRIX_LR, OTHER_LR = 3e-3, 2e-3
 WARMUP, DECAY_FROM = 0.01, 0.3
