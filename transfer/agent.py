@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from transfer.local_link import AGENTS, LocalLink
 from transfer.notification import Notification, Notifications
 from transfer.peer import Peer
 from transfer.peer_memory import LIFELINE_ID
-from transfer.region import Region, RegionTable, adopt
+from transfer.region import Region, RegionTable, SupportsDLPack, adopt
 from transfer.serving import StreamServer
 from transfer.wire import Kind, RegionInfo
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _COPY_THREADS = 2
+
+
+_log = logging.getLogger(__name__)
 
 
 class TransferAgent:
@@ -50,7 +54,7 @@ class TransferAgent:
         self.incarnation = os.urandom(INCARNATION_NBYTES)
         self.lifeline = Lifeline(self.incarnation)
         self.identity = Identity(agent_id, epoch, self.incarnation, self.lifeline.address)
-        self.regions = RegionTable(self.lifeline.states, self._region_closed)
+        self.regions = RegionTable(self.lifeline.open_ids, self._region_closed)
         self.pool = CopyPool(min(_COPY_THREADS, os.cpu_count() or 1))
         self.notes = Notifications()
         self.local_links: set[LocalLink] = set()
@@ -92,6 +96,8 @@ class TransferAgent:
             self._listener.listen(unix)
         if "tcp" in self.options.transports:
             host = self.options.tcp.host
+            if not self.options.secret and not host.startswith("127.") and host not in ("::1", "localhost"):
+                _log.warning("transfer.secret is empty: whoever reaches %s can read and write the pool", host)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             tcp = socket.create_server((host, 0), family=family)
             self._tcp_host, self._tcp_port = announced_host(host), tcp.getsockname()[1]
@@ -108,11 +114,12 @@ class TransferAgent:
             raise ValueError(f"a region needs at least one byte, not {nbytes}")
         return self.regions.add(name, memory.allocate(nbytes, name, self._backing), True)
 
-    def register(self, buffer: Buffer, *, name: str = "", writable: bool = True) -> Region:
-        """A region of memory the caller owns: anything contiguous with the buffer protocol. No copy is made.
+    def register(self, buffer: Buffer | SupportsDLPack, *, name: str = "", writable: bool = True) -> Region:
+        """A region of memory the caller owns, without a copy: anything contiguous in host memory that has
+        the buffer protocol or speaks DLPack, such as a numpy array or a torch tensor.
 
         The region keeps the buffer alive until it is closed. Raises ValueError when it is not contiguous, is
-        empty, or is read-only and ``writable`` is asked for.
+        empty, on a device, or read-only where ``writable`` is asked for.
         """
         self._raise_if_closed()
         return self.regions.add(name, adopt(buffer, writable), writable)

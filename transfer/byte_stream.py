@@ -33,8 +33,6 @@ class ByteStream:
 
     def __init__(self, sock: socket.socket, slice_nbytes: int) -> None:
         sock.setblocking(True)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self._fd = sock.fileno()
         self._slice_nbytes = slice_nbytes

@@ -27,6 +27,7 @@ from transfer.path import Path
 from transfer.peer import Peer
 from transfer.peer_memory import LIFELINE_ID, MappedMemory, PeerMemory, ProcessMemory
 from transfer.shm_path import ShmPath
+from transfer.sockets import prepare
 from transfer.stream_path import StreamPath
 from transfer.wire import Kind, Op, WireError
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from transfer.agent import TransferAgent
 
 _log = logging.getLogger(__name__)
-# A dead link is noticed by the kernel after idle + interval * probes seconds.
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
@@ -148,9 +147,8 @@ async def _connect(path: str, target: AgentDescriptor) -> socket.socket:
     else:
         family, address = await _resolve(target.tcp_host, target.tcp_port)
         sock = socket.socket(family, socket.SOCK_STREAM)
-        _keep_alive(sock)
     try:
-        sock.setblocking(False)
+        prepare(sock)
         await loop.sock_connect(sock, address)
     except BaseException:
         sock.close()
@@ -165,10 +163,3 @@ async def _resolve(host: str, port: int) -> tuple[int, Any]:
         return (socket.AF_INET6 if version == 6 else socket.AF_INET), (host, port)
     resolved = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return resolved[0][0], resolved[0][4]
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -115,6 +115,9 @@ async def meet_client(sock: socket.socket, me: Identity, secret: str, *, busy: b
         verdict = Verdict.STALE
     elif busy:
         verdict = Verdict.BUSY
+    elif is_other_user(sock):
+        # Without a secret this is all that keeps other users of the host from our memory.
+        verdict = Verdict.DENIED
     own_name = me.agent_id.encode()
     challenge = _CHALLENGE.pack(
         _CHALLENGE_MAGIC, VERSION, verdict, me.incarnation, os.urandom(32), me.epoch, len(own_name)
@@ -137,7 +140,7 @@ async def meet_client(sock: socket.socket, me: Identity, secret: str, *, busy: b
 
 def _raise_unless_ok(verdict: int, agent_id: str) -> None:
     if verdict == Verdict.DENIED:
-        raise AccessDenied(agent_id, "it says that our secret is not its own")
+        raise AccessDenied(agent_id, "it says that our secret, or our user, is not its own")
     if verdict == Verdict.BUSY:
         raise PeerLost(agent_id, "it has no connection to spare")
     if verdict != Verdict.OK:
@@ -184,7 +187,14 @@ async def receive_descriptor(sock: socket.socket) -> int:
 
 def peer_pid(sock: socket.socket) -> int:
     """The process at the other end of a Unix socket, as the kernel saw it connect or listen; else 0."""
-    if sock.family != socket.AF_UNIX:
-        return 0
-    pid, _, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(pid)
+    return _peer_credentials(sock)[0] if sock.family == socket.AF_UNIX else 0
+
+
+def is_other_user(sock: socket.socket) -> bool:
+    """Another user's process is at the other end of a Unix socket. Root is nobody's other user."""
+    return sock.family == socket.AF_UNIX and _peer_credentials(sock)[1] not in (0, os.getuid())
+
+
+def _peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid), int(uid)

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from transfer import libc
 from transfer.descriptor import INCARNATION_NBYTES
 from transfer.memory import address_of, allocate
 from transfer.plan import vectors
-from transfer.region import MAX_REGIONS
+from transfer.region import MAX_OPEN_REGIONS
+from transfer.span import U32
 
-LIFELINE_NBYTES = INCARNATION_NBYTES + MAX_REGIONS
+LIFELINE_NBYTES = INCARNATION_NBYTES + 4 * MAX_OPEN_REGIONS
 
 
 class Lifeline:
-    """incarnation, then one byte a region: 1 while it is open.
+    """incarnation, then the ids of the open regions by slot, uint32 [MAX_OPEN_REGIONS]; see ``RegionTable``.
 
-    A peer that has copied from our memory reads the byte of the region afterwards: ids are never used twice,
-    so an open region was open throughout.
+    A peer that has copied from our memory looks for the region's id afterwards: ids are never used twice, so
+    a region that is open has been open throughout.
     """
 
     def __init__(self, incarnation: bytes) -> None:
         self._memory = allocate(LIFELINE_NBYTES, "lifeline", "memfd")
         self._memory.array[:INCARNATION_NBYTES] = np.frombuffer(incarnation, np.uint8)
         self.address = address_of(self._memory.array)
-        self.states: npt.NDArray[np.uint8] = self._memory.array[INCARNATION_NBYTES:]
+        self.open_ids: U32 = self._memory.array[INCARNATION_NBYTES:].view(np.uint32)
 
     @property
     def fd(self) -> int:
@@ -38,6 +40,12 @@ class Lifeline:
 
     def close(self) -> None:
         self._memory.close()
+
+
+def lifeline_parts(region_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """(offset, size) of what to look at for some regions: the incarnation, then the slot of each."""
+    slots = [(INCARNATION_NBYTES + 4 * (region_id % MAX_OPEN_REGIONS), 4) for region_id in region_ids]
+    return [(0, INCARNATION_NBYTES), *slots]
 
 
 class Process:
@@ -57,13 +65,16 @@ class Process:
         poll.register(self._fd, select.POLLIN)
         return not poll.poll(0)
 
-    def read(self, address: int, nbytes: int) -> bytes:
-        """Raises OSError when we may not, or when there is nothing."""
-        copy = np.empty(nbytes, np.uint8)
-        here = vectors(np.array([address_of(copy)], np.uint64), np.array([nbytes], np.uint64))
-        there = vectors(np.array([address], np.uint64), np.array([nbytes], np.uint64))
-        if libc.process_vm_readv(self.pid, address_of(here), 1, address_of(there), 1) != nbytes:
-            raise OSError(14, "the other process has no memory there")
+    def read(self, address: int, parts: Sequence[tuple[int, int]]) -> bytes:
+        """The bytes of each (offset from ``address``, size), joined. OSError: we may not, or there are
+        none.
+        """
+        sizes = np.array([size for _, size in parts], np.uint64)
+        copy = np.empty(int(sizes.sum()), np.uint8)
+        here = vectors(np.array([address_of(copy)], np.uint64), np.array([len(copy)], np.uint64))
+        there = vectors(np.array([address + offset for offset, _ in parts], np.uint64), sizes)
+        if libc.process_vm_readv(self.pid, address_of(here), 1, address_of(there), len(parts)) != len(copy):
+            raise OSError(errno.EFAULT, "the other process has no memory there")
         return copy.tobytes()
 
     def close(self) -> None:
@@ -88,7 +99,7 @@ def readable_process(pid: int, lifeline: int, incarnation: bytes) -> Process | N
         return None
     # No right to (Yama, another user, seccomp), or another process: either way not by this path.
     with contextlib.suppress(OSError):
-        if process.read(lifeline, INCARNATION_NBYTES) == incarnation:
+        if process.read(lifeline, lifeline_parts(())) == incarnation:
             return process
     process.close()
     return None
@@ -108,7 +119,7 @@ def readable_by_peers() -> bool:
     if process is None:
         return False
     try:
-        return process.read(address_of(marker), len(marker)) == marker.tobytes()
+        return process.read(address_of(marker), [(0, len(marker))]) == marker.tobytes()
     except OSError:
         return False
     finally:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from transfer import metrics
 from transfer.errors import TransferError
 from transfer.handshake import Identity, Met, meet_client
+from transfer.sockets import prepare
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Listener:
                 self._loop.remove_reader(listening.fileno())
                 self._loop.call_later(_PAUSE_S, self._resume, listening)
                 return
-            sock.setblocking(False)
+            prepare(sock)
             if len(self._strangers) >= MAX_STRANGERS:
                 next(iter(self._strangers)).cancel()
             task = self._loop.create_task(self._meet(sock))

@@ -32,6 +32,7 @@ class Memory:
     array: npt.NDArray[np.uint8]
     backing: Backing
     fd: int
+    owner: object = None
 
     def close(self) -> None:
         """Give up the descriptor. The bytes go when nobody refers to ``array`` any more."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from transfer.copy_job import Copy
 from transfer.handshake import Identity
-from transfer.lifeline import LIFELINE_NBYTES, Process
+from transfer.lifeline import Process, lifeline_parts
 from transfer.memory import address_of
 from transfer.memory_copy import copy_from, copy_here
 from transfer.wire import RegionInfo
@@ -34,8 +34,8 @@ class PeerMemory(Protocol):
     def base(self, region: RegionInfo) -> tuple[int, object]:
         """Where a reached region begins, for ``copy``; and what to keep for as long as that is used."""
 
-    def lifeline(self) -> bytes:
-        """The peer's ``Lifeline`` as it is now. OSError when it is out of reach: the process has ended."""
+    def lifeline(self, region_ids: Sequence[int]) -> bytes:
+        """The ``lifeline_parts`` of the peer, as they are now. OSError when it has ended."""
 
     def forget(self, region_id: int) -> None:
         """The peer closed it."""
@@ -58,11 +58,11 @@ class ProcessMemory:
     def base(self, region: RegionInfo) -> tuple[int, object]:
         return region.address, None
 
-    def lifeline(self) -> bytes:
-        page = self._process.read(self._peer.lifeline, LIFELINE_NBYTES)
+    def lifeline(self, region_ids: Sequence[int]) -> bytes:
+        parts = self._process.read(self._peer.lifeline, lifeline_parts(region_ids))
         if not self._process.alive:
             raise ProcessLookupError("the process has ended")
-        return page
+        return parts
 
     def forget(self, region_id: int) -> None:
         pass
@@ -100,10 +100,11 @@ class MappedMemory:
         array = self._maps[region.id]
         return address_of(array), array
 
-    def lifeline(self) -> bytes:
+    def lifeline(self, region_ids: Sequence[int]) -> bytes:
         if self._process is not None and not self._process.alive:
             raise ProcessLookupError("the process has ended")
-        return self._lifeline.tobytes()
+        parts = lifeline_parts(region_ids)
+        return b"".join(self._lifeline[offset : offset + size].tobytes() for offset, size in parts)
 
     def forget(self, region_id: int) -> None:
         # A copy that still runs keeps the array, so the map stays until it is through.

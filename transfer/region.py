@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from transfer.dlpack import tensor_bytes
 from transfer.errors import RegionError, SpanError, TransferError
 from transfer.memory import Memory, address_of
-from transfer.span import U64, Spans, check_bounds, region_ids, spans_in
+from transfer.span import U32, U64, Spans, check_bounds, region_ids, spans_in
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+
+class SupportsDLPack(Protocol):
+    def __dlpack__(self) -> object: ...
+
+
 # A use that was told to stop must be gone in this time: it is between two system calls, or its socket was
 # shut.
 _STOP_S = 5.0
-MAX_REGIONS = 4096
+MAX_OPEN_REGIONS = 4096
 
 
 class Region:
@@ -104,14 +110,17 @@ class RegionTable:
     """The regions of one agent. ``hold`` and ``release`` may be called from any thread, the rest from the
     owner's.
 
-    state: uint8 [MAX_REGIONS], 1 at the id of an open region. Peers on this host read it after a copy, to
-    know that the memory was still meant to be read.
+    open_ids: uint32 [MAX_OPEN_REGIONS]; a region lives in slot id % MAX_OPEN_REGIONS, which holds its id
+    while it is open. Peers on this host look there after a copy, to know that the memory was still meant to
+    be read.
     """
 
-    def __init__(self, state: npt.NDArray[np.uint8], on_close: Callable[[int], None]) -> None:
-        self._state = state
+    def __init__(self, open_ids: U32, on_close: Callable[[int], None]) -> None:
+        self._open_ids = open_ids
         self._on_close = on_close
-        self._ids = itertools.count(1)
+        # The id each slot gives next; the slot that has been free for longest comes first. 0 is no region's
+        # id.
+        self._next_ids = deque(range(1, MAX_OPEN_REGIONS))
         self._regions: dict[int, Region] = {}
         self._holds: dict[Hold, None] = {}
         self._changed = threading.Condition(threading.RLock())
@@ -132,13 +141,12 @@ class RegionTable:
         return region
 
     def add(self, name: str, memory: Memory, writable: bool) -> Region:
-        region_id = next(self._ids)
-        if region_id >= len(self._state):
-            raise TransferError(f"an agent can register {len(self._state) - 1} regions in its life, not more")
-        region = Region(self, region_id, name, memory, writable)
+        if not self._next_ids:
+            raise TransferError(f"an agent can have {MAX_OPEN_REGIONS - 1} regions open at a time, not more")
+        region = Region(self, self._next_ids.popleft(), name, memory, writable)
         with self._changed:
-            self._regions[region_id] = region
-            self._state[region_id] = 1
+            self._regions[region.id] = region
+            self._open_ids[region.id % MAX_OPEN_REGIONS] = region.id
         return region
 
     def hold(self, region_ids: Iterable[int], stop: Callable[[RegionError], None]) -> Hold:
@@ -159,7 +167,7 @@ class RegionTable:
             region = self._regions.pop(region_id, None)
             if region is None:
                 return False
-            self._state[region_id] = 0
+            self._open_ids[region_id % MAX_OPEN_REGIONS] = 0
             users = [hold for hold in self._holds if region in hold.regions]
         self._on_close(region_id)
         # Outside the lock: stopping a use may end it at once, and that releases its hold.
@@ -169,6 +177,8 @@ class RegionTable:
             gone = self._changed.wait_for(lambda: not any(hold in self._holds for hold in users), _STOP_S)
         if not gone:
             raise TransferError(f"region {region_id} is still in use {_STOP_S:g} s after it was closed")
+        if region_id + MAX_OPEN_REGIONS < 1 << 32:
+            self._next_ids.append(region_id + MAX_OPEN_REGIONS)
         return True
 
     def close(self) -> None:
@@ -183,9 +193,8 @@ class RegionTable:
     def check_integrity(self) -> None:
         """Nothing runs, so nothing is held."""
         assert not self._holds, f"{len(self._holds)} holds are left"
-        assert set(np.flatnonzero(self._state)) == set(self._regions), (
-            "the published states differ from the table"
-        )
+        published = set(self._open_ids[self._open_ids > 0].tolist())
+        assert published == set(self._regions), "what peers are shown differs from the table"
 
     def addresses(self, spans: Spans, *, writable: bool) -> U64:
         """Address of each span, uint64 [n]. Raises SpanError when one is out of bounds or may not be
@@ -205,15 +214,21 @@ class RegionTable:
         return addresses
 
 
-def adopt(buffer: Buffer, writable: bool) -> Memory:
-    """Memory the caller owns: anything with the buffer protocol, contiguous. Raises ValueError when it is
-    not usable.
+def adopt(buffer: Buffer | SupportsDLPack, writable: bool) -> Memory:
+    """Memory the caller owns: anything contiguous in host memory that has the buffer protocol or speaks
+    DLPack.
+
+    Raises ValueError when it is not usable, TypeError when it is neither.
     """
+    owner: object = None
+    readonly = False
     if isinstance(buffer, np.ndarray):
         # Not through memoryview: it knows no bfloat16 and the like.
         if not buffer.flags.c_contiguous:
             raise ValueError("only contiguous memory can be registered")
         array, readonly = buffer.reshape(-1).view(np.uint8), not buffer.flags.writeable
+    elif hasattr(buffer, "__dlpack__"):
+        array, owner = tensor_bytes(buffer)
     else:
         view = memoryview(buffer)
         if not view.c_contiguous:
@@ -223,4 +238,4 @@ def adopt(buffer: Buffer, writable: bool) -> Memory:
         raise ValueError("memory of zero bytes cannot be registered")
     if writable and readonly:
         raise ValueError("the buffer is read-only; register it with writable=False")
-    return Memory(array, "registered", -1)
+    return Memory(array, "registered", -1, owner)

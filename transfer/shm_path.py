@@ -96,13 +96,14 @@ class ShmPath:
     def _conclude(self, region_ids: list[int], failure: OSError | None) -> None:
         """Was that the peer's memory, and its region, to the end? Region ids are never used twice."""
         try:
-            lifeline = self._memory.lifeline()
+            lifeline = self._memory.lifeline(region_ids)
         except OSError as error:
             raise PeerLost(self._peer.agent_id, f"its memory is gone ({error})") from error
         if lifeline[:INCARNATION_NBYTES] != self._peer.incarnation:
             raise PeerLost(self._peer.agent_id, "its process is gone")
-        for region_id in region_ids:
-            if not lifeline[INCARNATION_NBYTES + region_id]:
+        open_ids = np.frombuffer(lifeline, np.uint32, offset=INCARNATION_NBYTES).tolist()
+        for region_id, open_id in zip(region_ids, open_ids, strict=True):
+            if region_id != open_id:
                 raise RegionError(region_id, "was closed by its owner during the read")
         if failure is not None and failure.errno == errno.ESRCH:
             raise PeerLost(self._peer.agent_id, "its process is gone") from failure

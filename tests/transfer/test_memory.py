@@ -12,6 +12,8 @@ import pytest
 
 from transfer import AgentClosed, RegionError, Span, SpanError, TransferAgent, libc, memory
 from transfer.copy_pool import Lanes
+from transfer.host_report import host_report
+from transfer.region import MAX_OPEN_REGIONS
 
 
 @pytest.mark.parametrize("backing", ["anonymous", "memfd"])
@@ -91,6 +93,33 @@ async def test_what_can_be_registered(agent: TransferAgent) -> None:
         agent.allocate(0, "nothing")
 
 
+async def test_tensors_are_registered_without_importing_their_library(agent: TransferAgent) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(100, dtype=torch.bfloat16)
+    region = agent.register(tensor)
+    assert region.nbytes == 200
+    before = tensor.clone()
+    region.array[:2] = 0
+    region.array[:2] = before.view(torch.uint8).numpy()[:2]
+    assert torch.equal(tensor, before)
+    tensor[3] = -7
+    expected = tensor.view(torch.uint8).numpy().tobytes()
+    del tensor
+    assert region.buffer.tobytes() == expected
+    with pytest.raises(ValueError, match="contiguous"):
+        agent.register(torch.zeros(4, 4).t()[:, 1:])
+    with pytest.raises(ValueError, match="zero bytes"):
+        agent.register(torch.zeros(0))
+    assert agent.register(torch.zeros(4, 4)[1:2]).nbytes == 16
+    region.close()
+
+
+def test_the_report_says_something_of_every_way() -> None:
+    report = host_report()
+    assert set(report) == {"same process", "same host", "network", "memory"}
+    assert all(report.values())
+
+
 async def test_an_agent_reads_itself(agent: TransferAgent) -> None:
     region = agent.allocate(4096, "both")
     region.array[:1000] = 5
@@ -102,7 +131,8 @@ async def test_an_agent_reads_itself(agent: TransferAgent) -> None:
 
 async def test_ids_are_never_used_again(agent: TransferAgent) -> None:
     seen = set()
-    for _ in range(50):
+    # More than there are slots, so that slots are used again.
+    for _ in range(MAX_OPEN_REGIONS + 50):
         with agent.allocate(1, "short") as region:
             assert region.id not in seen
             seen.add(region.id)
