@@ -199,9 +199,11 @@ class Member:
 
     def _on_step(self, step: node_pb2.StepTokens, num_delivered: int) -> None:
         view, steps = self.view, self._steps
-        plain_s = view.cost.profile.step_s(max(step.num_running, len(step.tokens)), self._context_tokens)
+        num_steps = max(step.num_steps, 1)
+        batch_size = max(step.num_running, len(step.tokens) // num_steps)
+        plain_s = num_steps * view.cost.profile.step_s(batch_size, self._context_tokens)
         now_s = self._clock()
-        if steps.add(plain_s, now_s, goes_on=step.num_running > 0):
+        if step.num_steps and steps.add(plain_s, now_s, num_steps, goes_on=step.num_running > 0):
             self._cost_model.observe_steps(
                 view.cost, plain_s=steps.plain_s, actual_s=steps.actual_s, now_s=now_s
             )

@@ -20,14 +20,14 @@ class StepWindow:
         self._since_s = -1.0  # when the step before the first one ended; -1: the node was idle
         self._until_s = 0.0
 
-    def add(self, plain_s: float, now_s: float, *, goes_on: bool) -> bool:
-        """A step's message came at ``now_s``. True when ``plain_s`` and ``actual_s`` are new.
+    def add(self, plain_s: float, now_s: float, num_steps: int, *, goes_on: bool) -> bool:
+        """The message of so many steps came at ``now_s``. True when ``plain_s`` and ``actual_s`` are new.
 
         ``goes_on``: the batch is not empty after it, so that the next step follows at once.
         """
         full = False
         if self._since_s >= 0:
-            self._count += 1
+            self._count += num_steps
             self._sum_s += plain_s
             full = self._count >= (_ENOUGH if goes_on else _FEW)
             if full:

@@ -155,9 +155,9 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                 del self._requests[key]
         DECODE_TOKENS.inc(num_tokens)
         for conductor_id, tokens in batches.items():
-            self._tell(conductor_id, *tokens)
+            self._tell(conductor_id, *tokens, num_steps=1)
 
-    def _tell(self, conductor_id: str, *tokens: node_pb2.TokenOut) -> None:
+    def _tell(self, conductor_id: str, *tokens: node_pb2.TokenOut, num_steps: int = 0) -> None:
         stats = self.engine.stats()
         self._outbox(conductor_id).put(
             node_pb2.StepTokens(
@@ -165,6 +165,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
                 num_free_blocks=stats.num_free_blocks,
+                num_steps=num_steps,
             )
         )
 

@@ -94,6 +94,7 @@ class ScriptedNode(
         self.publisher = IndexPublisher(index, self._record, options, lambda: list(self.held.items()))
         self._outboxes: dict[str, asyncio.Queue[node_pb2.StepTokens]] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> ScriptedNode:
         await self.serve(0)
@@ -119,13 +120,24 @@ class ScriptedNode(
         publishing, self.publisher._task = self.publisher._task, None
         if publishing is not None:
             publishing.cancel()
-        await self._server.stop(None)
+        await self.stop_serving()
 
     async def leave(self) -> None:
         """A farewell."""
         self.dead = True
         await self.publisher.close()
-        await self._server.stop(None)
+        await self.stop_serving()
+
+    async def stop_serving(self) -> None:
+        """Break every connection. May be called by one of the calls that this cancels: a server whose stop is
+        cut off would keep gRPC from ever shutting down.
+        """
+        self._stopping = asyncio.create_task(self._server.stop(None))
+        await asyncio.shield(self._stopping)
+
+    async def stopped(self) -> None:
+        if self._stopping is not None:
+            await self._stopping
 
     def hold(self, keys: list[BlockKey]) -> None:
         for key in keys:
@@ -196,7 +208,12 @@ class ScriptedNode(
     def tell(self, conductor_id: str, *tokens: node_pb2.TokenOut) -> None:
         running = len(self._tasks)
         self._outbox(conductor_id).put_nowait(
-            node_pb2.StepTokens(tokens=tokens, num_running=running, num_free_blocks=4096)
+            node_pb2.StepTokens(
+                tokens=tokens,
+                num_running=running,
+                num_free_blocks=4096,
+                num_steps=int(any(token.has_token for token in tokens)),
+            )
         )
 
     def _outbox(self, conductor_id: str) -> asyncio.Queue[node_pb2.StepTokens]:
@@ -256,14 +273,23 @@ class Cluster:
         self.index = index
         self.conductor = conductor
         self.nodes: dict[str, ScriptedNode] = {}
+        self._former: list[ScriptedNode] = []  # earlier lives
 
     async def add(self, node_id: str, script: Script = obedient) -> ScriptedNode:
         """A node by its name ("p0" prefills, "d0" decodes), known to the conductor when this returns."""
         role = "prefill" if node_id.startswith("p") else "decode"
         node = ScriptedNode(self.index, node_id, role, script)
+        if node_id in self.nodes:
+            self._former.append(self.nodes[node_id])
         self.nodes[node_id] = await node.start()
         await self.until(lambda: self.state(node_id) == "ready")
         return node
+
+    async def stop(self) -> None:
+        for node in self.nodes.values():
+            await node.die()
+        for node in [*self._former, *self.nodes.values()]:
+            await node.stopped()
 
     def state(self, node_id: str) -> str:
         """As the conductor sees it: that of this life."""
@@ -361,7 +387,5 @@ async def running(
         yield cluster
     finally:
         await conductor.close()
-        for node in cluster.nodes.values():
-            if not node.dead:
-                await node.die()
+        await cluster.stop()
         await client.aclose()

@@ -62,15 +62,15 @@ def test_a_node_that_was_not_measured_is_taken_to_be_as_far_off_as_the_others() 
 
 def test_steps_are_timed_in_clumps_and_never_across_a_pause() -> None:
     window = StepWindow()
-    assert not window.add(1.0, 100.0, goes_on=True)  # began after a pause: its time is unknown
-    fulls = [window.add(1.0, 100.0 + 2.0 * step, goes_on=True) for step in range(1, 17)]
+    assert not window.add(1.0, 100.0, 1, goes_on=True)  # began after a pause: its time is unknown
+    fulls = [window.add(1.0, 100.0 + 2.0 * step, 1, goes_on=True) for step in range(1, 17)]
     assert fulls == [False] * 15 + [True]
     assert (window.plain_s, window.actual_s) == (16.0, 32.0)
-    assert not window.add(1.0, 134.0, goes_on=False)  # too few to tell
-    assert not window.add(1.0, 500.0, goes_on=True)
+    assert not window.add(1.0, 134.0, 1, goes_on=False)  # too few to tell
+    assert not window.add(1.0, 500.0, 1, goes_on=True)
     for step in range(1, 4):
-        window.add(1.0, 500.0 + step, goes_on=True)
-    assert window.add(1.0, 504.0, goes_on=False)
+        window.add(1.0, 500.0 + step, 1, goes_on=True)
+    assert window.add(1.0, 504.0, 1, goes_on=False)
     assert window.actual_s == 4.0
 
 
