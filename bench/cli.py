@@ -7,6 +7,7 @@ from importlib import import_module
 import click
 
 _COMMANDS = {
+    "kernels": "bench.kernels.command:kernels",
     "serve": "bench.serve.command:serve",
     "transfer": "bench.transfer.command:transfer",
 }

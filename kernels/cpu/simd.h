@@ -252,28 +252,28 @@ MP_INLINE vf shuffle(vf a, vf b, vi at) {
 #endif
 }
 
-// The two halves of an exchange between a and b: of every pair of lanes that differ in bit STEP, `low` keeps a's
-// where the bit is clear and takes b's beside it where it is set, `high` the other way round.
+// Of every pair of lanes that differ in bit STEP: a's where the bit is clear, b's where it is set.
 template <int STEP>
-MP_INLINE void exchange(vf a, vf b, vf* low, vf* high) {
-    vi low_at, high_at;
-    for (int i = 0; i < W; i++) {
-        low_at[i] = i & STEP ? W + (i ^ STEP) : i;
-        high_at[i] = i & STEP ? W + i : i ^ STEP;
-    }
-    *low = shuffle(a, b, low_at);
-    *high = shuffle(a, b, high_at);
+MP_INLINE vf blend(vf a, vf b) {
+    vi at;
+    for (int i = 0; i < W; i++) at[i] = i & STEP ? W + i : i;
+    return shuffle(a, b, at);
+}
+
+// Every lane changes places with the one that differs in bit STEP.
+template <int STEP>
+MP_INLINE vf swap(vf v) {
+    vi at;
+    for (int i = 0; i < W; i++) at[i] = i ^ STEP;
+    return shuffle(v, v, at);
 }
 
 // Lane i of the result is the sum over the lanes of v[i]. Destroys v.
 template <int STEP = 1>
 MP_INLINE vf sum_each(vf* v) {
     if constexpr (STEP < W) {
-        for (int i = 0; i < W / STEP / 2; i++) {
-            vf low, high;
-            exchange<STEP>(v[2 * i], v[2 * i + 1], &low, &high);
-            v[i] = low + high;
-        }
+        for (int i = 0; i < W / STEP / 2; i++)
+            v[i] = blend<STEP>(v[2 * i], v[2 * i + 1]) + swap<STEP>(blend<STEP>(v[2 * i + 1], v[2 * i]));
         return sum_each<2 * STEP>(v);
     } else {
         return v[0];
@@ -285,7 +285,11 @@ template <int STEP = 1>
 MP_INLINE void transpose(vf* v) {
     if constexpr (STEP < W) {
         for (int i = 0; i < W; i++)
-            if (!(i & STEP)) exchange<STEP>(v[i], v[i | STEP], &v[i], &v[i | STEP]);
+            if (!(i & STEP)) {
+                const vf a = v[i], b = v[i | STEP];
+                v[i] = blend<STEP>(a, swap<STEP>(b));
+                v[i | STEP] = blend<STEP>(swap<STEP>(a), b);
+            }
         transpose<2 * STEP>(v);
     }
 }

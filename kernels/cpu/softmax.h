@@ -25,7 +25,8 @@ struct Softmax {
             sums += weights;
             store(scores + i, weights);
         }
-        const float factor = now == before ? 1.0f : exp_falling(splat(before - now))[0];
+        // At first there is nothing to be multiplied.
+        const float factor = now == before || before == -INF ? 1.0f : exp_falling(splat(before - now))[0];
         total = total * factor + sum(sums);
         top = now;
         return factor;
