@@ -121,8 +121,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
             self._requests.pop(key, None)
             reason = str(error) or "the request's deadline passed"
             log.warning("%s was not taken over: %s", sequence.request_id, reason)
-            self._tell(
-                request.conductor_id,
+            self._outbox(request.conductor_id).put(
                 node_pb2.TokenOut(
                     request_id=key[0], attempt=key[1], finish_reason=node_pb2.FINISH_ERROR, error=reason
                 ),
@@ -132,9 +131,8 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
             engine.release(sequence)
             self._requests.pop(key, None)
             raise
-        self._tell(
-            request.conductor_id,
-            node_pb2.TokenOut(request_id=key[0], attempt=key[1], received=received),
+        self._outbox(request.conductor_id).put(
+            node_pb2.TokenOut(request_id=key[0], attempt=key[1], received=received)
         )
         if finished:
             engine.release(sequence)
@@ -155,22 +153,16 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                 del self._requests[key]
         DECODE_TOKENS.inc(num_tokens)
         for conductor_id, tokens in batches.items():
-            self._tell(conductor_id, *tokens, num_steps=1)
+            self._outbox(conductor_id).put_step(tokens)
 
-    def _tell(self, conductor_id: str, *tokens: node_pb2.TokenOut, num_steps: int = 0) -> None:
+    def _describe_load(self, message: node_pb2.StepTokens) -> None:
         stats = self.engine.stats()
-        self._outbox(conductor_id).put(
-            node_pb2.StepTokens(
-                tokens=tokens,
-                num_running=stats.num_running,
-                num_waiting=stats.num_waiting,
-                num_free_blocks=stats.num_free_blocks,
-                num_steps=num_steps,
-            )
-        )
+        message.num_running = stats.num_running
+        message.num_waiting = stats.num_waiting
+        message.num_free_blocks = stats.num_free_blocks
 
     def _outbox(self, conductor_id: str) -> Outbox:
         outbox = self._outboxes.get(conductor_id)
         if outbox is None:
-            outbox = self._outboxes[conductor_id] = Outbox(self.clock)
+            outbox = self._outboxes[conductor_id] = Outbox(self.clock, self._describe_load)
         return outbox

@@ -16,44 +16,49 @@ INTERVAL_S = 0.002
 class Outbox:
     """What one conductor is to be told, and since when nobody has been listening. For one event loop."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], describe_load: Callable[[node_pb2.StepTokens], None]
+    ) -> None:
+        """``describe_load`` fills in how busy the node is, when a message is about to go."""
         self._clock = clock
+        self._describe_load = describe_load
         self._loop = asyncio.get_running_loop()
         self._messages: deque[node_pb2.StepTokens] = deque()
-        self._held: node_pb2.StepTokens | None = None  # waits for the steps after it
-        self._due_s = 0.0  # of the loop's clock: when the next message may go
+        self._held: list[node_pb2.TokenOut] = []  # not in a message yet
+        self._num_held_steps = 0
+        self._due_s = 0.0  # of the loop's clock: when the next step's message may go
         self._timer: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
         self._reader = 0  # the latest stream; an older one that still lingers ends
         self._unread_since_s: float | None = clock()
 
-    def put(self, message: node_pb2.StepTokens) -> None:
-        """Send the message, or at most ``INTERVAL_S`` later together with those that follow it.
+    def put_step(self, tokens: list[node_pb2.TokenOut]) -> None:
+        """Send what a step produced, or at most ``INTERVAL_S`` later together with the steps that follow it.
 
-        What ends a request, and what is not of a step (``num_steps`` 0), goes at once.
+        What ends a request goes at once.
         """
-        if self._held is not None:
-            message = _joined(self._held, message)
-            self._held = None
-        urgent = message.num_steps == 0 or any(token.finish_reason for token in message.tokens)
-        if urgent or self._loop.time() >= self._due_s:
-            self._send(message)
-            return
-        self._held = message
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._due_s, self._send_held)
+        self._held += tokens
+        self._num_held_steps += 1
+        ends = any(token.finish_reason for token in tokens)
+        now_s = self._loop.time()
+        if ends or now_s >= self._due_s:
+            self._due_s = now_s + INTERVAL_S
+            self._send()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(self._due_s, self._send)
 
-    def _send_held(self) -> None:
-        self._timer = None
-        if self._held is not None:
-            message, self._held = self._held, None
-            self._send(message)
+    def put(self, token: node_pb2.TokenOut) -> None:
+        """Send news that is not of a step, at once, after all that was put before it."""
+        self._held.append(token)
+        self._send()
 
-    def _send(self, message: node_pb2.StepTokens) -> None:
-        self._due_s = self._loop.time() + INTERVAL_S
+    def _send(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        message = node_pb2.StepTokens(tokens=self._held, num_steps=self._num_held_steps)
+        self._describe_load(message)
+        self._held, self._num_held_steps = [], 0
         self._messages.append(message)
         self._news.set()
 
@@ -77,13 +82,3 @@ class Outbox:
         finally:
             if me == self._reader:
                 self._unread_since_s = self._clock()
-
-
-def _joined(first: node_pb2.StepTokens, then: node_pb2.StepTokens) -> node_pb2.StepTokens:
-    """One message for both; its load is the later one's."""
-    first.tokens.extend(then.tokens)
-    first.num_steps += then.num_steps
-    first.num_running = then.num_running
-    first.num_waiting = then.num_waiting
-    first.num_free_blocks = then.num_free_blocks
-    return first

@@ -131,6 +131,15 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             config.node.port,
         )
         self.rpc_address = f"{config.node.host}:{port}"
+        self.kv_address = node_pb2.KvAddress(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            rpc_address=self.rpc_address,
+            agent=agent.describe().pack(),
+            layout_fingerprint=engine.layout.fingerprint,
+            block_nbytes=engine.layout.block_nbytes,
+        )
+        self._packed_kv_address = self.kv_address.SerializeToString()
         self.metrics_url = (
             f"http://{config.node.host}:{serve_metrics(config.node.host, config.node.metrics_port)}/metrics"
         )
@@ -194,7 +203,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             state=self.state,
             model=self.engine.model_fingerprint.hex(),
             layout=self.engine.layout.fingerprint.hex(),
-            kv_address=self.kv_address().SerializeToString(),
+            kv_address=self._packed_kv_address,
             load=NodeLoad(
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
@@ -203,16 +212,6 @@ class EngineNode(node_pb2_grpc.NodeServicer):
                 free_blocks=stats.num_free_blocks,
             ),
             profile=self.engine.profile(),
-        )
-
-    def kv_address(self) -> node_pb2.KvAddress:
-        return node_pb2.KvAddress(
-            node_id=self.node_id,
-            epoch=self.epoch,
-            rpc_address=self.rpc_address,
-            agent=self.agent.describe().pack(),
-            layout_fingerprint=self.engine.layout.fingerprint,
-            block_nbytes=self.engine.layout.block_nbytes,
         )
 
     def _held(self) -> list[tuple[BlockKey, Tier]]:
@@ -244,7 +243,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
                     num_cached_blocks=stats.num_cached_blocks,
                 )
             ],
-            kv=self.kv_address(),
+            kv=self.kv_address,
             profile=node_pb2.Profile(**self.engine.profile()),
         )
 

@@ -158,7 +158,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
     def _handover(self, key: Key) -> Handover:
         handover = self._handovers.get(key)
         if handover is None:
-            handover = self._handovers[key] = Handover(self.memory, self.kv_address())
+            handover = self._handovers[key] = Handover(self.memory, self.kv_address)
         return handover
 
     def _hold(self, sequence: Sequence, handover: Handover, deadline_unix_s: float) -> None:

@@ -135,7 +135,7 @@ class IndexOptions:
     )
     lease_ttl_s: float = option(3.0, "seconds", "a node silent for this long is dropped from the index")
     publish_interval_s: float = option(
-        0.005, "seconds", "how long block changes are gathered before they are published"
+        0.02, "seconds", "how long block changes are gathered before they are published"
     )
 
     def __post_init__(self) -> None:

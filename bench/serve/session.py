@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.cluster import StartCluster
 from bench.report import Row
 from bench.serve import cases, load
-from bench.serve.contestant import Contestant, ServerContestant
+from bench.serve.contestant import Contestant
 from bench.serve.figures import Slo, load_rows
 from bench.serve.http import HttpClient
 from bench.serve.peers.transformers import DTYPES, TransformersPeer
@@ -18,7 +18,10 @@ from bench.serve.peers.vllm_cpu import vllm_server
 from bench.serve.server import RequestFailed, Server
 from bench.serve.workload import Workload
 
-CASES = ("together", "alone", "second-turn", "load")
+# Those with peers come last, so that no peer is there while we are measured alone.
+OWN_CASES = ("path", "second-turn", "load")
+COMPARED_CASES = ("together", "alone")
+CASES = (*OWN_CASES, *COMPARED_CASES)
 PEERS = ("transformers", "vllm-cpu", "vllm-cpu-eager")
 # The longest prompt of the cases and its output, with room.
 PEER_MODEL_LEN = 4096
@@ -45,7 +48,7 @@ class Settings:
 
 
 async def measure(settings: Settings, start_cluster: StartCluster | None, say: Say) -> list[Row]:
-    """Run the cases in order; the rows in the order of the cases.
+    """Run the cases; their rows in the order of ``CASES``.
 
     Raises:
         MoonpoolError: a server or peer did not start, or failed a request. All that was started is stopped.
@@ -58,25 +61,22 @@ async def measure(settings: Settings, start_cluster: StartCluster | None, say: S
             url = await stack.enter_async_context(start_cluster(settings.sets))
         http = await stack.enter_async_context(HttpClient(url, api_key=settings.api_key))
         ours = await Server.find("the server", http, model=settings.model, plain=settings.plain)
-        peers = [peer for name in settings.peers for peer in await _start_peers(stack, name, settings, say)]
+        rounds, seed = settings.rounds, settings.seed
         rows: list[Row] = []
-        for case in settings.cases:
-            rows += await _run_case(case, settings, ours, peers, say)
+        if "path" in settings.cases:
+            rows += await cases.path(ours, requests=3 * rounds, seed=seed, say=say)
+        if "second-turn" in settings.cases:
+            rows += await cases.second_turn(ours, rounds=rounds, seed=seed, say=say)
+        if "load" in settings.cases:
+            rows += await _load(settings, ours, say)
+        if not set(COMPARED_CASES) & set(settings.cases):
+            return rows
+        peers = [peer for name in settings.peers for peer in await _start_peers(stack, name, settings, say)]
+        if "together" in settings.cases:
+            rows += await cases.together(ours, peers, rounds=rounds, seed=seed, say=say)
+        if "alone" in settings.cases:
+            rows += await cases.alone(ours, peers, rounds=rounds, seed=seed, say=say)
         return rows
-
-
-async def _run_case(
-    case: str, settings: Settings, ours: Server, peers: Sequence[Contestant], say: Say
-) -> list[Row]:
-    rounds, seed = settings.rounds, settings.seed
-    if case == "together":
-        return await cases.together(ours, peers, rounds=rounds, seed=seed, say=say)
-    if case == "alone":
-        rows = await cases.alone(ours, peers, rounds=rounds, seed=seed, say=say)
-        return rows + await cases.path(ours, requests=3 * rounds, seed=seed, say=say)
-    if case == "second-turn":
-        return await cases.second_turn(ours, rounds=rounds, seed=seed, say=say)
-    return await _load(settings, ours, say)
 
 
 async def _load(settings: Settings, ours: Server, say: Say) -> list[Row]:
@@ -106,4 +106,4 @@ async def _start_peers(stack: AsyncExitStack, name: str, settings: Settings, say
         return [await stack.enter_async_context(peer) for peer in started]
     eager = name == "vllm-cpu-eager"
     server = vllm_server(settings.model_dir, eager=eager, max_model_len=PEER_MODEL_LEN, say=say)
-    return [ServerContestant(await stack.enter_async_context(server))]
+    return [await stack.enter_async_context(server)]

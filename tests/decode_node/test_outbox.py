@@ -9,17 +9,23 @@ from decode_node.outbox import INTERVAL_S, Outbox
 from protos import node_pb2
 
 
-def step(index: int, *, finish: bool = False) -> node_pb2.StepTokens:
+def step(index: int, *, finish: bool = False) -> list[node_pb2.TokenOut]:
     reason = node_pb2.FINISH_LENGTH if finish else node_pb2.FINISH_NONE
-    token = node_pb2.TokenOut(request_id="r", index=index, has_token=True, finish_reason=reason)
-    return node_pb2.StepTokens(tokens=[token], num_running=0 if finish else 1, num_steps=1)
+    return [node_pb2.TokenOut(request_id="r", index=index, has_token=True, finish_reason=reason)]
+
+
+def new_outbox() -> Outbox:
+    def describe_load(message: node_pb2.StepTokens) -> None:
+        message.num_running = 7
+
+    return Outbox(time.monotonic, describe_load)
 
 
 async def test_short_steps_share_messages_and_none_is_lost() -> None:
-    outbox = Outbox(time.monotonic)
+    outbox = new_outbox()
     for index in range(50):
-        outbox.put(step(index))
-    outbox.put(step(50, finish=True))
+        outbox.put_step(step(index))
+    outbox.put_step(step(50, finish=True))
     messages = []
     async with asyncio.timeout(5):
         async for message in outbox.messages():
@@ -28,14 +34,14 @@ async def test_short_steps_share_messages_and_none_is_lost() -> None:
                 break
     assert [token.index for message in messages for token in message.tokens] == list(range(51))
     assert sum(message.num_steps for message in messages) == 51
-    assert messages[-1].num_running == 0
+    assert messages[-1].num_running == 7
     assert len(messages) < 51
 
 
 async def test_a_held_message_goes_by_itself() -> None:
-    outbox = Outbox(time.monotonic)
-    outbox.put(step(0))
-    outbox.put(step(1))
+    outbox = new_outbox()
+    outbox.put_step(step(0))
+    outbox.put_step(step(1))
     reader = outbox.messages()
     async with asyncio.timeout(5):
         seen = [token.index for _ in range(2) for token in (await anext(reader)).tokens]
@@ -44,11 +50,11 @@ async def test_a_held_message_goes_by_itself() -> None:
 
 
 async def test_steps_that_take_long_have_a_message_each() -> None:
-    outbox = Outbox(time.monotonic)
+    outbox = new_outbox()
     reader = outbox.messages()
     loop = asyncio.get_running_loop()
     for index in range(3):
-        outbox.put(step(index))
+        outbox.put_step(step(index))
         async with asyncio.timeout(5):
             assert [token.index for token in (await anext(reader)).tokens] == [index]
         done = asyncio.Event()
@@ -58,10 +64,10 @@ async def test_steps_that_take_long_have_a_message_each() -> None:
 
 
 async def test_what_is_not_of_a_step_goes_at_once_and_in_order() -> None:
-    outbox = Outbox(time.monotonic)
-    outbox.put(step(0))
-    outbox.put(step(1))
-    outbox.put(node_pb2.StepTokens(tokens=[node_pb2.TokenOut(request_id="other")]))
+    outbox = new_outbox()
+    outbox.put_step(step(0))
+    outbox.put_step(step(1))
+    outbox.put(node_pb2.TokenOut(request_id="other"))
     reader = outbox.messages()
     first, second = await anext(reader), await anext(reader)
     assert [token.index for token in first.tokens] == [0]
@@ -69,15 +75,25 @@ async def test_what_is_not_of_a_step_goes_at_once_and_in_order() -> None:
     await reader.aclose()
 
 
+async def test_news_does_not_delay_the_step_after_it() -> None:
+    outbox = new_outbox()
+    outbox.put(node_pb2.TokenOut(request_id="r"))
+    outbox.put_step(step(0))
+    reader = outbox.messages()
+    assert (await anext(reader)).num_steps == 0
+    assert (await anext(reader)).num_steps == 1
+    await reader.aclose()
+
+
 async def test_a_new_reader_ends_the_one_before_and_goes_on_where_it_was() -> None:
-    outbox = Outbox(time.monotonic)
+    outbox = new_outbox()
     old = outbox.messages()
-    outbox.put(step(0, finish=True))
+    outbox.put_step(step(0, finish=True))
     await anext(old)
     waiting = asyncio.ensure_future(anext(old))
     await asyncio.sleep(0)
     new = outbox.messages()
-    outbox.put(step(1, finish=True))
+    outbox.put_step(step(1, finish=True))
     assert (await anext(new)).tokens[0].index == 1
     async with asyncio.timeout(5):
         await asyncio.wait((waiting,))
