@@ -40,9 +40,7 @@ class Outbox:
         self._held += tokens
         self._num_held_steps += 1
         ends = any(token.finish_reason for token in tokens)
-        now_s = self._loop.time()
-        if ends or now_s >= self._due_s:
-            self._due_s = now_s + INTERVAL_S
+        if ends or self._loop.time() >= self._due_s:
             self._send()
         elif self._timer is None:
             self._timer = self._loop.call_at(self._due_s, self._send)
@@ -56,6 +54,8 @@ class Outbox:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._num_held_steps:
+            self._due_s = self._loop.time() + INTERVAL_S
         message = node_pb2.StepTokens(tokens=self._held, num_steps=self._num_held_steps)
         self._describe_load(message)
         self._held, self._num_held_steps = [], 0
