@@ -1,9 +1,9 @@
 // Attention of one query token a sequence over its pages.
 //
-// A sequence goes in chunks of tokens: first all scores of a chunk, then their weights, then the weighted sum of V.
-// Both passes over the pages take a block's kv heads one after the other, as they lie in memory, and ask for a few
-// kilobytes ahead; the query heads that share a kv head go together, so that a page is read once. A sequence's
-// result does not depend on the batch.
+// A sequence goes in chunks of tokens: first all scores of a chunk, then their weights, then the weighted sum
+// of V. Both passes over the pages take a block's kv heads one after the other, as they lie in memory, and
+// ask for a few kilobytes ahead; the query heads that share a kv head go together, so that a page is read
+// once. A sequence's result does not depend on the batch.
 
 #include <algorithm>
 #include <vector>
@@ -22,7 +22,8 @@ struct Rules {
     int64_t window;
 };
 
-// K or V of `count` tokens of one kv head, one after the other in memory, and what will be read a little later.
+// K or V of `count` tokens of one kv head, one after the other in memory, and what will be read a little
+// later.
 template <class T>
 struct Run {
     const T* rows;
@@ -93,8 +94,8 @@ void score(const T* q, int64_t group, int64_t dim, Run<T> keys, float scale, flo
 
 // ---------------------------------------------------------------- weights · v
 
-// sums[g] += weights[g] · v for G heads and C vectors of dimensions. Few sums are kept twice, for even and for odd
-// tokens, so that the adder need not wait for itself.
+// sums[g] += weights[g] · v for G heads and C vectors of dimensions. Few sums are kept twice, for even and
+// for odd tokens, so that the adder need not wait for itself.
 template <class T, int G, int C>
 MP_INLINE void gather_part(const float* weights, Run<T> values, int64_t dim, float* sums) {
     constexpr int COPIES = G * C <= 4 ? 2 : 1;
@@ -190,8 +191,8 @@ struct Gathered {
     }
 };
 
-// Calls f(kv head, run, tokens before it) for K (kv = 0) or V (kv = 1) of tokens first … end - 1: block after block,
-// and in a block head after head.
+// Calls f(kv head, run, tokens before it) for K (kv = 0) or V (kv = 1) of tokens first … end - 1: block after
+// block, and in a block head after head.
 template <class T, class F>
 MP_INLINE void walk(const Pool& pool, int64_t layer, const int32_t* table, int64_t first, int64_t end, int64_t kv, F f) {
     const int64_t size = pool.block_size, heads = pool.num_kv_heads, last_block = (end - 1) / size;
@@ -260,12 +261,12 @@ void decode(const Pool& pool, int64_t layer, const T* q, T* out, const int32_t* 
 
 }  // namespace
 
-#define MP_DECODE(T, NAME)                                                                                       \
-    MP_EXPORT void decode_##NAME(const Pool* pool, int64_t layer, const T* q, T* out, const int32_t* tables,     \
-                                 int64_t table_stride, const int32_t* contexts, int64_t batch,                   \
-                                 int64_t num_heads, float scale, int64_t window, float soft_cap) {               \
-        decode(*pool, layer, q, out, tables, table_stride, contexts, batch, num_heads,                           \
-               Rules{scale, soft_cap, window});                                                                  \
+#define MP_DECODE(T, NAME)                                                                                   \
+    MP_EXPORT void decode_##NAME(const Pool* pool, int64_t layer, const T* q, T* out, const int32_t* tables, \
+                                 int64_t table_stride, const int32_t* contexts, int64_t batch,               \
+                                 int64_t num_heads, float scale, int64_t window, float soft_cap) {           \
+        decode(*pool, layer, q, out, tables, table_stride, contexts, batch, num_heads,                       \
+               Rules{scale, soft_cap, window});                                                              \
     }
 
 MP_DECODE(float, f32)

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "lanes.h"
 #include "pool.h"
 
 namespace {
@@ -83,17 +84,17 @@ void write_kv(const T* k, const T* v, const Pool& pool, int64_t layer, const int
 }  // namespace
 
 // head_dim: at most 1024.
-#define MP_KV(T, NAME)                                                                                            \
-    MP_EXPORT void rotate_and_write_##NAME(                                                                       \
-        const T* qkv, const int64_t* positions, const float* cos, const float* sin, int64_t half,                 \
-        const Pool* pool, int64_t layer, const int64_t* slots, T* q, int64_t n, int64_t num_heads,                \
-        const T* q_norm, const T* k_norm, float eps) {                                                            \
-        rotate_and_write(qkv, positions, Rotary{cos, sin, half}, *pool, layer, slots, q, n, num_heads, q_norm,    \
-                         k_norm, eps);                                                                            \
-    }                                                                                                             \
+#define MP_KV(T, NAME)                                                                                       \
+    MP_EXPORT void rotate_and_write_##NAME(                                                                  \
+        const T* qkv, const int64_t* positions, const float* cos, const float* sin, int64_t half,            \
+        const Pool* pool, int64_t layer, const int64_t* slots, T* q, int64_t n, int64_t num_heads,           \
+        const T* q_norm, const T* k_norm, float eps) {                                                       \
+        rotate_and_write(qkv, positions, Rotary{cos, sin, half}, *pool, layer, slots, q, n, num_heads, q_norm, \
+                         k_norm, eps);                                                                       \
+    }                                                                                                        \
     MP_EXPORT void write_kv_##NAME(const T* k, const T* v, const Pool* pool, int64_t layer, const int64_t* slots, \
-                                   int64_t n) {                                                                   \
-        write_kv(k, v, *pool, layer, slots, n);                                                                   \
+                                   int64_t n) {                                                              \
+        write_kv(k, v, *pool, layer, slots, n);                                                              \
     }
 
 MP_KV(float, f32)

@@ -68,14 +68,15 @@ class PoolView:
     """A pool tensor as the library takes it. ``address`` is that of the struct, valid while the view
     lives."""
 
-    __slots__ = ("address", "dtype", "head_dim", "num_kv_heads", "struct")
+    __slots__ = ("address", "block_nbytes", "dtype", "struct")
 
     def __init__(self, pool: Tensor) -> None:
         strides = pool.stride()
         if pool.dim() != 6 or strides[5] != 1 or strides[4] != pool.shape[5]:
             raise ValueError(f"a pool has six dimensions, the last two contiguous; got strides {strides}")
         self.dtype = pool.dtype
-        self.num_kv_heads, self.head_dim = pool.shape[3], pool.shape[5]
+        # Of one block and layer.
+        self.block_nbytes = 2 * pool.shape[3] * pool.shape[4] * pool.shape[5] * pool.element_size()
         self.struct = PoolStruct(pool.data_ptr(), pool.shape[3], pool.shape[4], pool.shape[5], *strides[:4])
         self.address = ctypes.addressof(self.struct)
 

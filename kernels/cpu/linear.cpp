@@ -1,11 +1,12 @@
 // y = x W^T + bias, with W laid out in the order it is read.
 //
-// Outputs lie in lanes. W is cut into panels of 4 vectors of outputs; a panel holds, input after input, the weights
-// of its outputs, so that one pass streams it front to back. bf16 weights come in pairs of inputs (one vector: W
-// outputs x 2 inputs), which is what the bf16 dot product wants, and what widens to float32 by a shift and a mask.
+// Outputs lie in lanes. W is cut into panels of 4 vectors of outputs; a panel holds, input after input, the
+// weights of its outputs, so that one pass streams it front to back. bf16 weights come in pairs of inputs
+// (one vector: W outputs x 2 inputs), which is what the bf16 dot product wants, and what widens to float32 by
+// a shift and a mask.
 //
-// Every output is summed over the inputs in order, whatever the number of rows: a row's result does not depend on
-// its company, bit for bit.
+// Every output is summed over the inputs in order, whatever the number of rows: a row's result does not
+// depend on its company, bit for bit.
 
 #include <algorithm>
 #include <vector>

@@ -18,8 +18,8 @@ _library = load()
 assert _library is not None, "import kernels.cpu.ops only where the library loads"
 LIBRARY: Library = _library
 
-# A decode over more blocks than this takes long enough to give the global lock up.
-_LONG_BLOCKS = 256
+# A decode over more bytes of K and V than this (about 100 µs) gives Python's global lock up.
+_LONG_NBYTES = 2 << 20
 
 _rms_norm = LIBRARY.held["rms_norm"]
 _silu_mul = LIBRARY.held["silu_mul"]
@@ -156,7 +156,8 @@ def paged_decode_attention(
 ) -> Tensor:
     view = view_of(pool)
     batch, max_blocks = block_table.shape
-    function = (_decode_long if batch * max_blocks > _LONG_BLOCKS else _decode).get(view.dtype)
+    long = batch * max_blocks * view.block_nbytes > _LONG_NBYTES
+    function = (_decode_long if long else _decode).get(view.dtype)
     if function is None or q.dtype is not view.dtype or not q.is_contiguous():
         return reference.paged_decode_attention(
             q, pool, layer, block_table, context_lens, scale=scale, window=window, soft_cap=soft_cap, out=out

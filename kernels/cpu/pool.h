@@ -1,5 +1,5 @@
-// The paged KV pool as the kernels see it: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], of
-// which the last two dimensions are contiguous and the others have any stride.
+// The paged KV pool as the kernels see it: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim],
+// of which the last two dimensions are contiguous and the others have any stride.
 #pragma once
 
 #include "simd.h"
@@ -17,7 +17,8 @@ MP_INLINE T* block_k(const Pool& pool, int64_t block, int64_t layer, int64_t hea
     return (T*)pool.data + block * pool.block_stride + layer * pool.layer_stride + head * pool.head_stride;
 }
 
-// Where the K of tokens first … end - 1 of one sequence and head lie. Blocks of other tokens are not looked at.
+// Where the K of tokens first … end - 1 of one sequence and head lie. Blocks of other tokens are not looked
+// at.
 template <class T>
 MP_INLINE void find_tokens(const Pool& pool, int64_t layer, int64_t head, const int32_t* table, int64_t first,
                            int64_t end, const T** rows) {

@@ -1,9 +1,9 @@
 // Causal attention of many new tokens over cached and new pages.
 //
-// For one kv head, query rows (tokens x the heads that share the kv head) go in blocks; keys come in tiles on an
-// absolute grid of 64 positions. A tile of K is transposed to float32 so that keys lie in lanes, one of V widened,
-// and both products are the few-rows-times-few-vectors loop of the linear layers. A row's result does not depend
-// on the other rows, nor on how a prompt was cut into chunks.
+// For one kv head, query rows (tokens x the heads that share the kv head) go in blocks; keys come in tiles on
+// an absolute grid of 64 positions. A tile of K is transposed to float32 so that keys lie in lanes, one of V
+// widened, and both products are the few-rows-times-few-vectors loop of the linear layers. A row's result
+// does not depend on the other rows, nor on how a prompt was cut into chunks.
 
 #include <algorithm>
 #include <vector>
@@ -174,13 +174,13 @@ void prefill(const Pool& pool, int64_t layer, const T* q, T* out, const int32_t*
 
 }  // namespace
 
-#define MP_PREFILL(T, NAME)                                                                                      \
-    MP_EXPORT void prefill_##NAME(const Pool* pool, int64_t layer, const T* q, T* out, const int32_t* tables,    \
-                                  int64_t table_stride, const int32_t* starts, const int32_t* contexts,          \
-                                  int64_t batch, int64_t num_heads, float scale, int64_t window,                 \
-                                  float soft_cap) {                                                              \
-        prefill(*pool, layer, q, out, tables, table_stride, starts, contexts, batch, num_heads,                  \
-                Rules{scale, soft_cap, window});                                                                 \
+#define MP_PREFILL(T, NAME)                                                                                  \
+    MP_EXPORT void prefill_##NAME(const Pool* pool, int64_t layer, const T* q, T* out, const int32_t* tables, \
+                                  int64_t table_stride, const int32_t* starts, const int32_t* contexts,      \
+                                  int64_t batch, int64_t num_heads, float scale, int64_t window,             \
+                                  float soft_cap) {                                                          \
+        prefill(*pool, layer, q, out, tables, table_stride, starts, contexts, batch, num_heads,              \
+                Rules{scale, soft_cap, window});                                                             \
     }
 
 MP_PREFILL(float, f32)

@@ -2,7 +2,8 @@
 
 #include <cmath>
 
-#include "simd.h"
+#include "exp.h"
+#include "lanes.h"
 
 namespace {
 
@@ -75,16 +76,16 @@ void argmax_rows(const T* x, int64_t* out, int64_t n, int64_t vocab) {
 
 }  // namespace
 
-#define MP_ROWS(T, NAME)                                                                                       \
-    MP_EXPORT void rms_norm_##NAME(const T* x, const T* residual, const T* weight, T* normed, T* total,        \
-                                   int64_t n, int64_t hidden, float eps) {                                     \
-        rms_norm(x, residual, weight, normed, total, n, hidden, eps);                                          \
-    }                                                                                                          \
-    MP_EXPORT void silu_mul_##NAME(const T* gate_up, T* out, int64_t n, int64_t inter) {                       \
-        silu_mul(gate_up, out, n, inter);                                                                      \
-    }                                                                                                          \
-    MP_EXPORT void argmax_rows_##NAME(const T* x, int64_t* out, int64_t n, int64_t vocab) {                    \
-        argmax_rows(x, out, n, vocab);                                                                         \
+#define MP_ROWS(T, NAME)                                                                                     \
+    MP_EXPORT void rms_norm_##NAME(const T* x, const T* residual, const T* weight, T* normed, T* total,      \
+                                   int64_t n, int64_t hidden, float eps) {                                   \
+        rms_norm(x, residual, weight, normed, total, n, hidden, eps);                                        \
+    }                                                                                                        \
+    MP_EXPORT void silu_mul_##NAME(const T* gate_up, T* out, int64_t n, int64_t inter) {                     \
+        silu_mul(gate_up, out, n, inter);                                                                    \
+    }                                                                                                        \
+    MP_EXPORT void argmax_rows_##NAME(const T* x, int64_t* out, int64_t n, int64_t vocab) {                  \
+        argmax_rows(x, out, n, vocab);                                                                       \
     }
 
 MP_ROWS(float, f32)

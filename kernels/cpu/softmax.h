@@ -1,8 +1,9 @@
-// The online softmax that both attention kernels keep a row of: the largest score so far, the sum of exponentials
-// relative to it, and (with the caller) the weighted values on the same scale.
+// The online softmax that both attention kernels keep a row of: the largest score so far, the sum of
+// exponentials relative to it, and (with the caller) the weighted values on the same scale.
 #pragma once
 
-#include "simd.h"
+#include "exp.h"
+#include "lanes.h"
 
 struct Softmax {
     float top = -INF;

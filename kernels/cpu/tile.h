@@ -1,4 +1,5 @@
-// The one inner loop behind the linear layers and the attention of many queries: a few rows times a few vectors.
+// The one inner loop behind the linear layers and the attention of many queries: a few rows times a few
+// vectors.
 #pragma once
 
 #include "simd.h"
@@ -24,7 +25,8 @@ MP_INLINE void accumulate(const float* x, int64_t ldx, const T* w, int64_t ldw, 
     }
 }
 
-// Registers in and out of memory around such a loop. sums: rows of stride ld; with begin they start from zero.
+// Registers in and out of memory around such a loop. sums: rows of stride ld; with begin they start from
+// zero.
 template <int R, int C>
 MP_INLINE void fetch(vf (&registers)[R][C], const float* sums, int64_t ld, bool begin) {
 #pragma GCC unroll 8
@@ -50,8 +52,8 @@ MP_INLINE void with_constant(int64_t n, F f) {
     f(std::integral_constant<int, MOST>());
 }
 
-// Splits rows into as few groups of at most ROWS as there must be, of equal size: 8 go as 4 + 4, not as 6 + 2.
-// f(first row, number of rows as a constant).
+// Splits rows into as few groups of at most ROWS as there must be, of equal size: 8 go as 4 + 4, not as 6 +
+// 2. f(first row, number of rows as a constant).
 template <class F>
 MP_INLINE void for_row_groups(int64_t rows, F f) {
     const int64_t groups = (rows + ROWS - 1) / ROWS;

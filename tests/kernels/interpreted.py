@@ -79,7 +79,7 @@ def test_more_heads_than_rows() -> None:
 
 @pytest.mark.parametrize("lens", [[1], [3, 4], [128, 1, 1, 200, 0, 0, 31], [0, 0, 1], [1] * 9])
 def test_every_token_has_exactly_one_tile(lens: list[int]) -> None:
-    """The law behind sequence_of: tiles starts[i] // T + i … are those of sequence i, and there are enough."""
+    """The law behind sequence_of: tiles starts[i] // T + i … are sequence i's, and there are enough."""
     tokens = 16
     starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
     covered = []

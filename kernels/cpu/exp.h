@@ -1,0 +1,41 @@
+// Exponentials, a vector at a time.
+#pragma once
+
+#include "simd.h"
+
+// e^r for |r| <= ln 2 / 2 and the whole power of two that x = r + n ln 2 leaves.
+MP_INLINE vf exp_fraction(vf x, vi* n) {
+    const vf shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer kept in the low bits
+    const vf shifted = x * 1.44269504f + shift;
+    const vf whole = shifted - shift;
+    *n = (vi)shifted - (vi)shift;
+    const vf r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    return p * r * r + r + 1.0f;
+}
+
+// e^x for x <= 0, within 2 units in the last place; 0 below -87.3, NaN stays NaN.
+MP_INLINE vf exp_falling(vf x) {
+    vi n;
+    const vf zero = splat(0.0f), fraction = exp_fraction(x < -87.3f ? zero : x, &n);
+    return x < -87.3f ? zero : fraction * (vf)((n + 127) << 23);
+}
+
+// e^x for any x; infinity above 88.7.
+MP_INLINE vf exp(vf x) {
+    vi n;
+    const vf zero = splat(0.0f), near = x < -87.3f ? zero : x;
+    const vf fraction = exp_fraction(x > 88.7f ? zero : near, &n);
+    // Two factors, as 2^128 itself is out of range where x is near 88.7.
+    const vi half = n >> 1;
+    const vf result = fraction * (vf)((half + 127) << 23) * (vf)((n - half + 127) << 23);
+    const vf risen = x > 88.7f ? splat(INF) : result;
+    return x < -87.3f ? zero : risen;
+}
+
+MP_INLINE vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
