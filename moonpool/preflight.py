@@ -58,7 +58,7 @@ def check_port(host: str, port: int) -> None:
 def check_memory(config: Config) -> None:
     """Raises ``TooLittleMemory``: the pools of all nodes are more than what is free."""
     nodes = config.cluster.prefill + config.cluster.decode
-    needed = nodes * (config.engine.pool_nbytes + config.store.host.capacity_nbytes)
+    needed = nodes * config.engine.pool_nbytes
     available = psutil.virtual_memory().available
     if needed > available:
         raise TooLittleMemory(needed, available)

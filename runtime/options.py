@@ -83,17 +83,8 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class HostTierOptions:
-    capacity_nbytes: int = option(0, "bytes", "host memory for blocks evicted from the pool; 0: none")
-
-    def __post_init__(self) -> None:
-        _require(self.capacity_nbytes >= 0, "store.host.capacity_nbytes", "0 or more", self.capacity_nbytes)
-
-
-@dataclass(frozen=True, slots=True)
 class StoreOptions:
     lease_ttl_s: float = option(10.0, "seconds", "longest a peer may keep blocks pinned without asking again")
-    host: HostTierOptions = _section(HostTierOptions)
 
     def __post_init__(self) -> None:
         _require(self.lease_ttl_s > 0, "store.lease_ttl_s", "positive", self.lease_ttl_s)
