@@ -26,6 +26,9 @@ from transfer.peer import Peer
 from transfer.peer_memory import LIFELINE_ID
 from transfer.region import Region, RegionTable, SupportsDLPack, adopt
 from transfer.serving import StreamServer
+from transfer.ucx.library import load_ucx
+from transfer.ucx.regions import UcxRegions
+from transfer.ucx.worker import UcxWorker
 from transfer.wire import Kind, RegionInfo
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ class TransferAgent:
         self.lifeline = Lifeline(self.incarnation)
         self.identity = Identity(agent_id, epoch, self.incarnation, self.lifeline.address)
         self.regions = RegionTable(self.lifeline.open_ids, self._region_closed)
+        self.ucx: UcxRegions | None = None
         self.pool = CopyPool(min(_COPY_THREADS, os.cpu_count() or 1))
         self.notes = Notifications()
         self.local_links: set[LocalLink] = set()
@@ -85,6 +89,8 @@ class TransferAgent:
         return agent
 
     def _listen(self) -> None:
+        if "ucx" in self.options.transports:
+            self._start_ucx()
         if "shm" in self.options.transports:
             # Where Yama lets only a parent read its children's memory, say that peers of the same user may
             # read ours.
@@ -94,7 +100,8 @@ class TransferAgent:
             unix.bind(f"\0{name}")
             self._unix_name = name
             self._listener.listen(unix)
-        if "tcp" in self.options.transports:
+        if "tcp" in self.options.transports or self.ucx is not None:
+            # UCX has no control connection of its own, and no way to refuse a write.
             host = self.options.tcp.host
             if not self.options.secret and not host.startswith("127.") and host not in ("::1", "localhost"):
                 _log.warning("transfer.secret is empty: whoever reaches %s can read and write the pool", host)
@@ -102,6 +109,13 @@ class TransferAgent:
             tcp = socket.create_server((host, 0), family=family)
             self._tcp_host, self._tcp_port = announced_host(host), tcp.getsockname()[1]
             self._listener.listen(tcp)
+
+    def _start_ucx(self) -> None:
+        ucx = load_ucx()
+        if ucx is None:
+            _log.warning("transfer.transports names ucx, but there is no libucp: pip install moonpool[ucx]")
+            return
+        self.ucx = UcxRegions(UcxWorker(ucx), self.lifeline)
 
     # ------------------------------------------------------------------ memory
 
@@ -112,7 +126,7 @@ class TransferAgent:
         self._raise_if_closed()
         if nbytes <= 0:
             raise ValueError(f"a region needs at least one byte, not {nbytes}")
-        return self.regions.add(name, memory.allocate(nbytes, name, self._backing), True)
+        return self._add(name, memory.allocate(nbytes, name, self._backing), True)
 
     def register(self, buffer: Buffer | SupportsDLPack, *, name: str = "", writable: bool = True) -> Region:
         """A region of memory the caller owns, without a copy: anything contiguous in host memory that has
@@ -122,20 +136,37 @@ class TransferAgent:
         empty, on a device, or read-only where ``writable`` is asked for.
         """
         self._raise_if_closed()
-        return self.regions.add(name, adopt(buffer, writable), writable)
+        return self._add(name, adopt(buffer, writable), writable)
 
     def region_info(self, region_id: int) -> RegionInfo:
         """What peers are told of a region; of one that is not open, just that."""
+        if region_id == LIFELINE_ID and self.ucx is not None:
+            return self.ucx.lifeline_info()
         region = self.regions.find(region_id)
         if region is None:
             return RegionInfo(region_id, False, False, False, 0, 0)
-        return RegionInfo(region_id, True, region.writable, region.fd >= 0, region.nbytes, region.address)
+        key = b"" if self.ucx is None else self.ucx.key(region_id)
+        return RegionInfo(
+            region_id, True, region.writable, region.fd >= 0, region.nbytes, region.address, key
+        )
 
-    def _region_closed(self, region_id: int) -> None:
+    def _add(self, name: str, region_memory: memory.Memory, writable: bool) -> Region:
+        region = self.regions.add(name, region_memory, writable)
+        if self.ucx is not None:
+            try:
+                self.ucx.add(region)
+            except BaseException:
+                region.close()
+                raise
+        return region
+
+    def _region_closed(self, region: Region) -> None:
+        if self.ucx is not None:
+            self.ucx.closed(region, set(self._controls))
         for control in list(self._controls):
-            control.region_closed(region_id)
+            control.region_closed(region.id)
         for link in list(self.local_links):
-            link.region_closed(region_id)
+            link.region_closed(region.id)
 
     # ------------------------------------------------------------------ peers
 
@@ -145,7 +176,7 @@ class TransferAgent:
             agent_id=self.agent_id,
             epoch=self.epoch,
             incarnation=self.incarnation,
-            transports=self.options.transports,
+            transports=tuple(n for n in self.options.transports if n != "ucx" or self.ucx is not None),
             boot_id=boot_id(),
             unix_name=self._unix_name,
             tcp_host=self._tcp_host,
@@ -237,8 +268,14 @@ class TransferAgent:
             control.pause()
             self.notes.when_drained(control.resume)
 
+    def region_let_go(self, control: Control, region_id: int) -> None:
+        if self.ucx is not None:
+            self.ucx.let_go(control, region_id)
+
     def control_lost(self, control: Control, reason: str) -> None:
         self._controls.discard(control)
+        if self.ucx is not None:
+            self.ucx.gone(control)
         self.link_lost(control, reason)
 
     # ------------------------------------------------------------------ the end
@@ -269,6 +306,8 @@ class TransferAgent:
         self._server.close()
         self.pool.close()
         self.regions.close()
+        if self.ucx is not None:
+            self.ucx.close()
         self.lifeline.close()
         self.notes.close()
 

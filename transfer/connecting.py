@@ -29,6 +29,7 @@ from transfer.peer_memory import LIFELINE_ID, MappedMemory, PeerMemory, ProcessM
 from transfer.shm_path import ShmPath
 from transfer.sockets import prepare
 from transfer.stream_path import StreamPath
+from transfer.ucx.path import UcxPath
 from transfer.wire import Kind, Op, WireError
 
 if TYPE_CHECKING:
@@ -59,13 +60,13 @@ async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
             failures.append(f"shm: {error}")
             if control is not None:
                 control.close()
-    if "tcp" in names and target.tcp_port:
+    if target.tcp_port and ("tcp" in names or "ucx" in names):
         try:
             control = await _connect_control(agent, target, "tcp")
         except (OSError, WireError) as error:
             failures.append(f"tcp: {error}")
         else:
-            return peer(link=control, paths=[_tcp_path(agent, target)])
+            return peer(link=control, paths=_network_paths(agent, target, control, names))
     if not failures:
         failures.append(f"of its transports ({', '.join(target.transports)}) none leads there from here")
     raise PeerLost(target.agent_id, "; ".join(failures))
@@ -102,7 +103,7 @@ async def _same_host_paths(
     )
     path = ShmPath(agent.pool, identity, memory, control.known_region, streams)
     control.on_region_closed(path.forget)
-    return [path, _tcp_path(agent, target)] if "tcp" in names and target.tcp_port else [path]
+    return [path, *_network_paths(agent, target, control, names)]
 
 
 async def _map_region(
@@ -120,6 +121,23 @@ async def _map_region(
             os.close(fd)
     except (OSError, WireError) as error:
         raise PathFailed("shm", f"cannot map region {region_id}: {error}") from error
+
+
+def _network_paths(
+    agent: TransferAgent, target: AgentDescriptor, control: Control, names: list[str]
+) -> list[Path]:
+    """In the order of ``transfer.transports``: whoever names ucx first wants it first."""
+    paths: list[Path] = []
+    for name in names:
+        if name == "ucx" and agent.ucx is not None:
+            streams = _tcp_path(agent, target)
+            peer = (target.agent_id, target.incarnation)
+            ucx = UcxPath(agent.ucx.worker, peer, control.region, control.known_region, streams)
+            control.on_region_closed(ucx.forget)
+            paths.append(ucx)
+        elif name == "tcp" and target.tcp_port:
+            paths.append(_tcp_path(agent, target))
+    return paths
 
 
 def _tcp_path(agent: TransferAgent, target: AgentDescriptor) -> StreamPath:

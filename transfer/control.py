@@ -20,6 +20,9 @@ class ControlOwner(Protocol):
 
     def region_info(self, region_id: int) -> RegionInfo: ...
 
+    def region_let_go(self, control: Control, region_id: int) -> None:
+        """The other side reads a closed region of ours no more."""
+
     def note_received(self, control: Control, payload: bytes) -> None:
         """May call ``control.pause()``."""
 
@@ -69,6 +72,11 @@ class Control:
         """Tell the other side."""
         if self.open:
             self._send(Frame.REGION_CLOSED, REGION_ID.pack(region_id))
+
+    def let_go(self, region_id: int) -> None:
+        """Tell the other side that nothing of ours reads a region it has closed."""
+        if self.open:
+            self._send(Frame.LET_GO, REGION_ID.pack(region_id))
 
     def on_region_closed(self, callback: Callable[[int], None]) -> None:
         """``callback(region id)`` when the other side closes one."""
@@ -174,12 +182,14 @@ class Control:
             self._owner.note_received(self, body)
         elif frame == Frame.REGION:
             self._answered(RegionInfo.unpack(body))
-        elif frame in (Frame.ASK_REGION, Frame.REGION_CLOSED):
+        elif frame in (Frame.ASK_REGION, Frame.REGION_CLOSED, Frame.LET_GO):
             if len(body) != REGION_ID.size:
                 raise WireError("not a region id")
             (region_id,) = REGION_ID.unpack(body)
             if frame == Frame.ASK_REGION:
                 self._send(Frame.REGION, self._owner.region_info(region_id).pack())
+            elif frame == Frame.LET_GO:
+                self._owner.region_let_go(self, region_id)
             else:
                 self._region_gone(region_id)
         else:
@@ -196,6 +206,9 @@ class Control:
                 answer.set_result(info)
 
     def _region_gone(self, region_id: int) -> None:
-        if self._known.pop(region_id, None) is not None:
-            for callback in self._on_region_closed:
-                callback(region_id)
+        known = self._known.pop(region_id, None)
+        if known is None:
+            self.let_go(region_id)
+            return
+        for callback in self._on_region_closed:
+            callback(region_id)

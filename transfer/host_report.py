@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transfer.host import boot_id
 from transfer.lifeline import readable_by_peers
+from transfer.ucx.library import load_ucx
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -17,7 +18,7 @@ def host_report() -> dict[str, str]:
     return {
         "same process": "memory is copied directly",
         "same host": _same_host(),
-        "network": "TCP, several connections to each peer; no RDMA",
+        "network": _network(),
         "memory": _memory(),
     }
 
@@ -30,6 +31,15 @@ def _same_host() -> str:
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "0"
     reason = f"kernel.yama.ptrace_scope is {scope}" if scope not in ("0", "1") else "the sandbox forbids it"
     return f"reads from shared memory, mapped (process_vm_readv is not allowed: {reason})"
+
+
+def _network() -> str:
+    ucx = load_ucx()
+    if ucx is None:
+        return "TCP, several connections to each peer; no libucp, so no RDMA (pip install moonpool[ucx])"
+    version = ".".join(map(str, ucx.version))
+    rdma = "with RDMA" if ucx.rdma else "without RDMA: built without verbs, or no device"
+    return f"TCP, several connections to each peer; UCX {version} at {ucx.path}, {rdma} (transfer.transports)"
 
 
 def _memory() -> str:

@@ -37,6 +37,9 @@ class LocalLink:
     def on_region_closed(self, callback: Callable[[int], None]) -> None:
         self._on_region_closed.append(callback)
 
+    def let_go(self, region_id: int) -> None:
+        """Nothing to tell: a region of this process is closed when nobody reads it."""
+
     def region_closed(self, region_id: int) -> None:
         """The other agent closed one of its regions. From its thread."""
         for callback in self._on_region_closed:

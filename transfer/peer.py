@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -42,6 +44,7 @@ class Peer:
         self.thread_id = threading.get_ident()
         self._verify_writes = verify_writes
         self._batches: set[Batch] = set()
+        self._letting_go: set[asyncio.Task[None]] = set()
         self._lost: TransferError | None = None
         self.on_lost: Callable[[Peer], None] | None = None
         link.on_region_closed(self._region_closed)
@@ -155,14 +158,26 @@ class Peer:
                 self.on_lost(self)
 
     def _region_closed(self, region_id: int) -> None:
-        for batch in list(self._batches):
-            if batch.uses(region_id):
-                batch.fail(RegionError(region_id, "was closed by its owner"))
+        reading = [batch for batch in self._batches if batch.uses(region_id)]
+        for batch in reading:
+            batch.fail(RegionError(region_id, "was closed by its owner"))
+        closing = asyncio.get_running_loop().create_task(self._let_go(region_id, reading))
+        self._letting_go.add(closing)
+        closing.add_done_callback(self._letting_go.discard)
+
+    async def _let_go(self, region_id: int, reading: list[Batch]) -> None:
+        for batch in reading:
+            await batch.ended()
+        with contextlib.suppress(TransferError):
+            # Where the connection has broken meanwhile, its owner knows anyway.
+            self.link.let_go(region_id)
 
     async def close(self) -> None:
         """Let go of it, once lost."""
         for batch in list(self._batches):
             await batch.ended()
+        if self._letting_go:
+            await asyncio.wait(list(self._letting_go))
         self.link.close()
         for path in self.paths:
             await path.close()

@@ -68,7 +68,7 @@ class Region:
         Batches that use it, ours and our peers', end with RegionError. When this returns, no thread of the
         agent touches the bytes; allocated memory is freed when the last array or view of it goes.
         """
-        if self._table.remove(self.id):
+        if self._table.remove(self):
             self._memory.close()
 
     def span(self, offset: int = 0, nbytes: int | None = None) -> tuple[int, int, int]:
@@ -115,7 +115,7 @@ class RegionTable:
     be read.
     """
 
-    def __init__(self, open_ids: U32, on_close: Callable[[int], None]) -> None:
+    def __init__(self, open_ids: U32, on_close: Callable[[Region], None]) -> None:
         self._open_ids = open_ids
         self._on_close = on_close
         # The id each slot gives next; the slot that has been free for longest comes first. 0 is no region's
@@ -161,15 +161,15 @@ class RegionTable:
             if self._holds.pop(hold, hold) is None:
                 self._changed.notify_all()
 
-    def remove(self, region_id: int) -> bool:
+    def remove(self, region: Region) -> bool:
         """False when it was removed before. Returns when nobody uses the region any more."""
+        region_id = region.id
         with self._changed:
-            region = self._regions.pop(region_id, None)
-            if region is None:
+            if self._regions.pop(region_id, None) is None:
                 return False
             self._open_ids[region_id % MAX_OPEN_REGIONS] = 0
             users = [hold for hold in self._holds if region in hold.regions]
-        self._on_close(region_id)
+        self._on_close(region)
         # Outside the lock: stopping a use may end it at once, and that releases its hold.
         for hold in users:
             hold.stop(RegionError(region_id, "was closed while a batch was using it"))

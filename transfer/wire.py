@@ -23,6 +23,7 @@ MAX_FRAME_NBYTES = 64 << 10
 MAX_REQUEST_SPANS = 4096
 MAX_REQUEST_NBYTES = 64 << 20
 MAX_MESSAGE_NBYTES = 1024
+MAX_KEY_NBYTES = 8192
 
 
 class WireError(TransferError):
@@ -62,6 +63,7 @@ class Frame(enum.IntEnum):
     ASK_REGION = 2  # region id u32
     REGION = 3  # RegionInfo
     REGION_CLOSED = 4  # region id u32
+    LET_GO = 5  # region id u32: nothing of ours reads the closed region any more
 
 
 FRAME_HEADER = struct.Struct("<IB")
@@ -146,7 +148,10 @@ _REGION_INFO = struct.Struct("<IBBxxQQ")
 
 @dataclass(frozen=True, slots=True)
 class RegionInfo:
-    """What a peer is told of a region. address: in its owner's process; shared: a memfd can be asked for."""
+    """What a peer is told of a region.
+
+    address: in its owner's process; shared: a memfd can be asked for; key: for UCX, empty without.
+    """
 
     id: int
     open: bool
@@ -154,15 +159,16 @@ class RegionInfo:
     shared: bool
     nbytes: int
     address: int
+    key: bytes = b""
 
     def pack(self) -> bytes:
-        return _REGION_INFO.pack(
-            self.id, self.open, self.writable | self.shared << 1, self.nbytes, self.address
-        )
+        flags = self.writable | self.shared << 1
+        return _REGION_INFO.pack(self.id, self.open, flags, self.nbytes, self.address) + self.key
 
     @classmethod
     def unpack(cls, body: bytes) -> RegionInfo:
-        if len(body) != _REGION_INFO.size:
+        if not 0 <= len(body) - _REGION_INFO.size <= MAX_KEY_NBYTES:
             raise WireError("not a region")
-        region_id, is_open, flags, nbytes, address = _REGION_INFO.unpack(body)
-        return cls(region_id, bool(is_open), bool(flags & 1), bool(flags & 2), nbytes, address)
+        region_id, is_open, flags, nbytes, address = _REGION_INFO.unpack_from(body)
+        key = body[_REGION_INFO.size :]
+        return cls(region_id, bool(is_open), bool(flags & 1), bool(flags & 2), nbytes, address, key)

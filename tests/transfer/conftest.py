@@ -24,7 +24,14 @@ class RemotePeer:
     """The agent of ``peer_process.py``."""
 
     def __init__(
-        self, transports: str, *, epoch: int = 1, port: int = 0, secret: str = "", forbid: bool = False
+        self,
+        transports: str,
+        *,
+        epoch: int = 1,
+        port: int = 0,
+        secret: str = "",
+        forbid: bool = False,
+        **environment: str,
     ) -> None:
         self.process = subprocess.Popen(
             [
@@ -34,7 +41,7 @@ class RemotePeer:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])} | environment,
         )
         assert self.process.stdout is not None
         self.descriptor = AgentDescriptor.unpack(self.process.stdout.readline().strip())

@@ -30,10 +30,12 @@ from transfer import (
     serving,
 )
 from transfer import agent as agent_module
+from transfer.ucx.library import load_ucx
 
 # shm-mapped and shm-stream are what is left of shm where process_vm_readv is forbidden: for memory that is a
-# memfd, and for memory that is not.
-TRANSPORTS = ("local", "shm", "shm-mapped", "shm-stream", "tcp")
+# memfd, and for memory that is not. ucx picks its own transport, shared memory here; ucx-tcp is made to use
+# TCP.
+TRANSPORTS = ("local", "shm", "shm-mapped", "shm-stream", "tcp", "ucx", "ucx-tcp")
 NBYTES = 8 << 20
 SEED = 7
 DEADLINE_S = 20.0
@@ -81,7 +83,12 @@ async def wire(
         (connecting, "readable_process"), (serving, "readable_process"), (agent_module, "readable_by_peers")
     ):  # fmt: skip
         monkeypatch.setattr(module, name, getattr(module, name))
-    if variant:
+    environment = {"UCX_TLS": "tcp,self"} if variant == "tcp" else {}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if transport == "ucx" and load_ucx() is None:
+        pytest.skip("there is no libucp: pip install moonpool[ucx]")
+    if variant in ("mapped", "stream"):
         forbid_process_vm_readv()
     options = TransferOptions(transports=(transport,))
     async with await TransferAgent.start(options, agent_id="here", epoch=1) as agent:
@@ -90,7 +97,7 @@ async def wire(
             theirs: Any = LocalPeer(other)
         else:
             other = None
-            theirs = shared_peer(transport, forbid=bool(variant))
+            theirs = shared_peer(transport, forbid=variant in ("mapped", "stream"), **environment)
         command = "register" if variant == "stream" else "allocate"
         remote = (await theirs.do(command, nbytes=NBYTES, seed=SEED))["region"]
         peer = await agent.connect(theirs.descriptor)

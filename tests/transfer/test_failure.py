@@ -33,10 +33,21 @@ from transfer import (
     TransferError,
     TransferReport,
 )
+from transfer.ucx.library import load_ucx
 
 NBYTES = 32 << 20
 # What an error may be late. A machine that is busy with other things gets more.
 GRACE_S = 0.1 if not os.environ.get("CI") else 0.5
+
+
+def choose(transport: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The transport's name; ucx-tcp: UCX is made to use TCP. Skips what is not installed."""
+    name, _, variant = transport.partition("-")
+    if name == "ucx" and load_ucx() is None:
+        pytest.skip("there is no libucp: pip install moonpool[ucx]")
+    if variant:
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+    return name
 
 
 async def start_here(transports: str) -> TransferAgent:
@@ -63,9 +74,12 @@ async def big_read(agent: TransferAgent, theirs: RemotePeer) -> tuple[Peer, Regi
     return peer, memory, ours, spans
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "ucx", "ucx-tcp"])
 @pytest.mark.parametrize("direction", ["read", "write"])
-async def test_a_killed_peer_is_lost(start_peer: StartPeer, transport: str, direction: str) -> None:
+async def test_a_killed_peer_is_lost(
+    start_peer: StartPeer, transport: str, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = choose(transport, monkeypatch)
     theirs = start_peer(transport)
     async with await start_here(transport) as agent:
         peer, memory, ours, spans = await big_read(agent, theirs)
@@ -91,10 +105,14 @@ async def again(move: Any, ours: list[Span], spans: list[Span]) -> TransferRepor
         await move(ours, spans, deadline_s=5)
 
 
-@pytest.mark.parametrize(("transport", "direction"), [("shm", "write"), ("tcp", "read"), ("tcp", "write")])
+@pytest.mark.parametrize(
+    ("transport", "direction"),
+    [("shm", "write"), ("tcp", "read"), ("tcp", "write"), ("ucx-tcp", "read"), ("ucx", "write")],
+)
 async def test_a_stopped_peer_is_past_the_deadline(
-    start_peer: StartPeer, transport: str, direction: str
+    start_peer: StartPeer, transport: str, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    transport = choose(transport, monkeypatch)
     theirs, other = start_peer(transport), start_peer(transport)
     async with await start_here(transport) as agent:
         peer, memory, ours, spans = await big_read(agent, theirs)
@@ -248,9 +266,10 @@ def resources() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), len(list(Path("/dev/shm").iterdir()))
 
 
-@pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
-async def test_nothing_leaks(transport: str) -> None:
+@pytest.mark.parametrize("transport", ["local", "shm", "tcp", "ucx", "ucx-tcp"])
+async def test_nothing_leaks(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents come and go, some with batches cut short; nothing stays behind."""
+    transport = choose(transport, monkeypatch)
     options = TransferOptions(transports=(transport,))
 
     async def cycle(turn: int) -> None:
@@ -280,8 +299,12 @@ async def test_nothing_leaks(transport: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_nothing_leaks_over_many_killed_peers(start_peer: StartPeer, transport: str) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["shm", "tcp", "ucx", "ucx-tcp"])
+async def test_nothing_leaks_over_many_killed_peers(
+    start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = choose(transport, monkeypatch)
     async with await start_here(transport) as agent:
         before = (0, 0, 0)
         for turn in range(100):

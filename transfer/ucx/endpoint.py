@@ -1,0 +1,108 @@
+"""The connection of a worker to one peer's worker. All of it belongs to the progress thread."""
+
+from __future__ import annotations
+
+import ctypes
+
+from transfer.ucx import library as lib
+from transfer.ucx.worker import UcxError, UcxWorker
+
+# Pointers from here on are negative statuses.
+_FIRST_ERROR = (1 << 64) - 100
+
+
+def status_of(pointer: int | None) -> tuple[int, int]:
+    """(status, request) of what a non-blocking call returned: request 0 when it is over."""
+    if pointer is None:
+        return lib.OK, 0
+    if pointer >= _FIRST_ERROR:
+        return pointer - (1 << 64), 0
+    return lib.IN_PROGRESS, pointer
+
+
+class Endpoint:
+    """``failed``: the status it broke with, else 0."""
+
+    def __init__(self, worker: UcxWorker, address: bytes) -> None:
+        """Raises UcxError."""
+        self._worker = worker
+        self._ucx = worker.ucx
+        self._keys: dict[int, ctypes.c_void_p] = {}
+        self.failed = 0
+        self.closed = False
+        # Kept for as long as UCX may call it.
+        self._on_error = lib.ErrorCallback(self._broke)
+        buffer = ctypes.create_string_buffer(address, len(address))
+        self._handle = ctypes.c_void_p()
+        params = lib.EndpointParams(
+            field_mask=lib.EP_PARAM_ADDRESS | lib.EP_PARAM_ERROR_MODE | lib.EP_PARAM_ERROR_HANDLER,
+            address=ctypes.addressof(buffer),
+            error_mode=lib.ERROR_MODE_PEER,
+            error_callback=ctypes.cast(self._on_error, ctypes.c_void_p),
+        )
+        status = self._ucx.call.ucp_ep_create(worker.worker, ctypes.byref(params), ctypes.byref(self._handle))
+        if status != lib.OK:
+            raise UcxError("ucp_ep_create", status)
+        self._params = lib.RequestParams()
+
+    def _broke(self, argument: int | None, endpoint: int | None, status: int) -> None:
+        self.failed = status
+
+    def knows(self, region_id: int) -> bool:
+        return region_id in self._keys
+
+    def learn(self, region_id: int, key: bytes) -> None:
+        """Unpack the key of a region of the peer. Raises UcxError."""
+        if region_id in self._keys:
+            return
+        unpacked = ctypes.c_void_p()
+        buffer = ctypes.create_string_buffer(key, len(key))
+        status = self._ucx.call.ucp_ep_rkey_unpack(self._handle, buffer, ctypes.byref(unpacked))
+        if status != lib.OK:
+            raise UcxError("ucp_ep_rkey_unpack", status)
+        self._keys[region_id] = unpacked
+
+    def forget(self, region_id: int) -> None:
+        key = self._keys.pop(region_id, None)
+        if key is not None and not self.closed:
+            self._ucx.call.ucp_rkey_destroy(key)
+
+    def get(self, region_id: int, rows: list[tuple[int, int, int]]) -> int:
+        """Post reads of (address here, bytes, address there). Returns a status; they are over when a later
+        ``flush`` is.
+        """
+        get, free = self._ucx.quick.ucp_get_nbx, self._ucx.quick.ucp_request_free
+        params, handle, key = ctypes.byref(self._params), self._handle, self._keys[region_id]
+        for here, nbytes, there in rows:
+            pointer = get(handle, here, nbytes, there, key, params)
+            if pointer is not None:
+                if pointer >= _FIRST_ERROR:
+                    return int(pointer) - (1 << 64)
+                # The flush tells when all are over; a handle for each would only have to be asked for it.
+                free(pointer)
+        return lib.OK
+
+    def flush(self) -> tuple[int, int]:
+        """(status, request): over when everything posted before it is."""
+        return status_of(self._ucx.quick.ucp_ep_flush_nbx(self._handle, ctypes.byref(self._params)))
+
+    def check(self, request: int) -> int:
+        """The status of a request; it is freed when it is over."""
+        status: int = self._ucx.quick.ucp_request_check_status(request)
+        if status != lib.IN_PROGRESS:
+            self._ucx.quick.ucp_request_free(request)
+        return status
+
+    def close(self) -> None:
+        """Break it off, and wait until nothing that was posted touches memory any more. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        for key in self._keys.values():
+            self._ucx.call.ucp_rkey_destroy(key)
+        self._keys.clear()
+        params = lib.RequestParams(op_attr_mask=lib.OP_FLAGS, flags=lib.CLOSE_FORCE)
+        status, request = status_of(self._ucx.call.ucp_ep_close_nbx(self._handle, ctypes.byref(params)))
+        while status == lib.IN_PROGRESS:
+            self._ucx.call.ucp_worker_progress(self._worker.worker)
+            status = self.check(request)

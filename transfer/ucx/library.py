@@ -1,0 +1,200 @@
+"""Finding libucp and declaring the part of it that is used: C structures as of API 1.10 and later."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_OLDEST = (1, 10)
+# Read by UCX when it is loaded, so they cannot go the way of ``CONFIG``. A library must not catch our
+# signals.
+_ENVIRONMENT = {"UCX_ERROR_SIGNALS": "", "UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
+
+_FOLDERS = (
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/local/lib",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ucx:
+    """A loaded libucp. ``call`` releases the GIL, ``quick`` does not: for what returns at once, called very
+    often.
+    """
+
+    call: ctypes.CDLL
+    quick: ctypes.PyDLL
+    version: tuple[int, int, int]
+    path: str
+    rdma: bool
+
+
+class Params(ctypes.Structure):
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("features", ctypes.c_uint64),
+        ("request_size", ctypes.c_size_t),
+        ("request_init", ctypes.c_void_p),
+        ("request_cleanup", ctypes.c_void_p),
+        ("tag_sender_mask", ctypes.c_uint64),
+        ("mt_workers_shared", ctypes.c_int),
+        ("rest", ctypes.c_uint8 * 64),
+    ]
+
+
+class WorkerParams(ctypes.Structure):
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("thread_mode", ctypes.c_int),
+        ("rest", ctypes.c_uint8 * 240),
+    ]
+
+
+class EndpointParams(ctypes.Structure):
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("address", ctypes.c_void_p),
+        ("error_mode", ctypes.c_int),
+        ("error_callback", ctypes.c_void_p),
+        ("error_argument", ctypes.c_void_p),
+        ("rest", ctypes.c_uint8 * 96),
+    ]
+
+
+class MapParams(ctypes.Structure):
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("address", ctypes.c_void_p),
+        ("length", ctypes.c_size_t),
+        ("rest", ctypes.c_uint8 * 64),
+    ]
+
+
+class RequestParams(ctypes.Structure):
+    _fields_ = [
+        ("op_attr_mask", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("request", ctypes.c_void_p),
+        ("callback", ctypes.c_void_p),
+        ("datatype", ctypes.c_uint64),
+        ("user_data", ctypes.c_void_p),
+        ("reply_buffer", ctypes.c_void_p),
+        ("memory_type", ctypes.c_int),
+        ("recv_info", ctypes.c_void_p),
+        ("memory_handle", ctypes.c_void_p),
+        ("rest", ctypes.c_uint8 * 64),
+    ]
+
+
+# Bits of field masks, features and modes, from ucp.h.
+PARAM_FEATURES, PARAM_MT_WORKERS_SHARED = 0x1, 0x20
+FEATURE_RMA, FEATURE_WAKEUP = 0x2, 0x10
+WORKER_PARAM_THREAD_MODE, THREAD_MODE_SERIALIZED = 0x1, 1
+EP_PARAM_ADDRESS, EP_PARAM_ERROR_MODE, EP_PARAM_ERROR_HANDLER = 0x1, 0x2, 0x4
+ERROR_MODE_PEER = 1
+MAP_PARAM_ADDRESS, MAP_PARAM_LENGTH = 0x1, 0x2
+OP_FLAGS, OP_MEMORY_HANDLE = 0x10, 0x100
+CLOSE_FORCE = 1
+OK, IN_PROGRESS = 0, 1
+ERROR_BUSY = -15
+ErrorCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+
+_size, _pointer, _status, _int = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int, ctypes.c_int
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "ucp_init_version": (_status, ctypes.c_uint, ctypes.c_uint, _pointer, _pointer, _pointer),
+    "ucp_config_read": (_status, ctypes.c_char_p, ctypes.c_char_p, _pointer),
+    "ucp_config_modify": (_status, _pointer, ctypes.c_char_p, ctypes.c_char_p),
+    "ucp_config_release": (None, _pointer),
+    "ucp_cleanup": (None, _pointer),
+    "ucp_worker_create": (_status, _pointer, _pointer, _pointer),
+    "ucp_worker_destroy": (None, _pointer),
+    "ucp_worker_get_address": (_status, _pointer, _pointer, _pointer),
+    "ucp_worker_release_address": (None, _pointer, _pointer),
+    "ucp_worker_get_efd": (_status, _pointer, _pointer),
+    "ucp_worker_arm": (_status, _pointer),
+    "ucp_worker_signal": (_status, _pointer),
+    "ucp_worker_progress": (ctypes.c_uint, _pointer),
+    "ucp_ep_create": (_status, _pointer, _pointer, _pointer),
+    "ucp_ep_close_nbx": (_pointer, _pointer, _pointer),
+    "ucp_ep_flush_nbx": (_pointer, _pointer, _pointer),
+    "ucp_ep_rkey_unpack": (_status, _pointer, _pointer, _pointer),
+    "ucp_rkey_destroy": (None, _pointer),
+    "ucp_rkey_pack": (_status, _pointer, _pointer, _pointer, _pointer),
+    "ucp_rkey_buffer_release": (None, _pointer),
+    "ucp_mem_map": (_status, _pointer, _pointer, _pointer),
+    "ucp_mem_unmap": (_status, _pointer, _pointer),
+    "ucp_get_nbx": (_pointer, _pointer, _pointer, _size, ctypes.c_uint64, _pointer, _pointer),
+    "ucp_request_check_status": (_status, _pointer),
+    "ucp_request_free": (None, _pointer),
+    "ucp_get_version": (None, _pointer, _pointer, _pointer),
+}
+
+
+@functools.cache
+def load_ucx() -> Ucx | None:
+    """The libucp to use: the system's if it can do RDMA, else the wheel's, else the system's. None: there is
+    none.
+    """
+    for path in _candidates():
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        try:
+            call = ctypes.CDLL(str(path))
+            quick = ctypes.PyDLL(str(path))
+        except OSError:
+            continue
+        for library in (call, quick):
+            for name, (result, *arguments) in _FUNCTIONS.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+        version = tuple(ctypes.c_uint() for _ in range(3))
+        call.ucp_get_version(*(ctypes.byref(part) for part in version))
+        major, minor, release = (part.value for part in version)
+        if (major, minor) >= _OLDEST and major == _OLDEST[0]:
+            return Ucx(call, quick, (major, minor, release), str(path), _has_rdma(path))
+    return None
+
+
+def _candidates() -> list[Path]:
+    system = _system_library()
+    wheel = importlib.util.find_spec("libucx")
+    found: list[Path] = []
+    if system is not None and _has_rdma(system):
+        found.append(system)
+    for place in wheel.submodule_search_locations or () if wheel is not None else ():
+        if (library := Path(place) / "lib" / "libucp.so.0").exists():
+            found.append(library)
+    if system is not None and system not in found:
+        found.append(system)
+    return found
+
+
+def _system_library() -> Path | None:
+    name = ctypes.util.find_library("ucp")
+    if name is None:
+        return None
+    for folder in (
+        "/usr/lib/x86_64-linux-gnu",
+        "/usr/lib/aarch64-linux-gnu",
+        "/usr/lib64",
+        "/usr/lib",
+        "/usr/local/lib",
+    ):
+        if (path := Path(folder) / name).exists():
+            return path.resolve()
+    return Path(name)
+
+
+def _has_rdma(library: Path) -> bool:
+    """Whether it was built with verbs, and this host has a device for them."""
+    modules = library.parent / "ucx"
+    return (modules / "libuct_ib.so.0").exists() and any(Path("/sys/class/infiniband").glob("*"))
