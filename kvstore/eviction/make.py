@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvstore.errors import StoreError
 from kvstore.eviction.frequency import LengthAware, Lfu
 from kvstore.eviction.policy import EvictionPolicy
+from kvstore.eviction.prefix import Prefix
 from kvstore.eviction.recency import Lru, S3Fifo, Sieve
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
@@ -15,6 +16,7 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "length-aware": LengthAware,
     "s3fifo": S3Fifo,
     "sieve": Sieve,
+    "prefix": Prefix,
 }
 
 

@@ -114,16 +114,19 @@ class S3Fifo:
     def _pass(
         self, queue: OrderedDict[Hashable, None], can_go: Callable[[Hashable], bool]
     ) -> Hashable | None:
-        """Go through a queue from its old end, moving on what was used. Uses count to 3: four rounds end
-        it."""
-        for key in list(queue):
+        """Go through a queue from its old end, moving on what was used. Four rounds end it: uses count to
+        3."""
+        for _ in range(4 * len(queue)):
+            key = next(iter(queue), None)
+            if key is None:
+                return None
             if self._uses[key] and queue is self._small:
                 del queue[key]
                 self._main[key] = None
                 self._uses[key] = 0
             elif not self._uses[key] and can_go(key):
                 return key
-            elif queue is self._main:
+            else:
                 self._uses[key] = max(self._uses[key] - 1, 0)
                 queue.move_to_end(key)
-        return next(filter(can_go, queue), None)
+        return None

@@ -1,0 +1,189 @@
+"""Moonpool's own policy: keep the blocks whose place is worth most, as learned from how such blocks were
+used."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from heapq import heapify, heappop, heappush
+
+from kvstore.eviction.reuse_rates import ReuseRates
+
+# Requests between two times the rates are learned anew, and those after which what was seen counts half: many
+# more than it takes to fill a table of rates, and few enough to follow the load of an hour.
+_LEARN_REQUESTS = 16
+_HALF_LIFE_REQUESTS = 4096
+# Names remembered for each block there is room for, so that what comes back late is known for what it is.
+_REMEMBERED = 16
+_MAX_USES = 4
+# Blocks of capacity to each request of a tick: with ten new blocks a request, a block then stays 50 ticks.
+_TICK_BLOCKS = 512
+# A new block is refused only where its worth is surely less than the victim's: the rates are known to a
+# tenth.
+_DOUBT = 0.9
+
+
+class _Seen:
+    """What is remembered of a block, held or not."""
+
+    __slots__ = ("kind", "tick", "uses")
+
+    def __init__(self, kind: int, tick: int, uses: int) -> None:
+        self.kind = kind
+        self.tick = tick
+        self.uses = uses
+
+
+class Prefix:
+    """Blocks are of a kind: by how often they were used and, when only once, by their place in the request
+    that brought them. For each kind ``ReuseRates`` learns the worth of a slot by age; the leaf of least
+    worth goes. A new block is not taken where its worth is less than the victim's: one long document read
+    once does not push out the conversations. Knows nothing at first, and is LRU then.
+    """
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._rates = ReuseRates(_NUM_KINDS, _HALF_LIFE_REQUESTS / _LEARN_REQUESTS)
+        # Requests to a tick, the clock of ages: fine against the time a block stays.
+        self._tick_requests = min(max(capacity_blocks // _TICK_BLOCKS, 1), _LEARN_REQUESTS)
+        self._max_seen = max(_REMEMBERED * capacity_blocks, 4096)
+        self._seen: OrderedDict[Hashable, _Seen] = OrderedDict()  # the one unseen for longest first
+        self._requests = 0
+        self._tick = 0
+        self._chain: dict[Hashable, Hashable | None] = {}  # of the request: a key and the one before it
+        self._parents: dict[Hashable, Hashable | None] = {}  # of held blocks
+        self._num_children: dict[Hashable, int] = {}  # of held blocks
+        # Held leaves by kind and tick of last use, in order of use; and these groups by worth, some out of
+        # date.
+        self._leaves: dict[tuple[int, int], OrderedDict[Hashable, None]] = {}
+        self._shown: dict[Hashable, tuple[int, int]] = {}  # the group each leaf is in
+        self._heap: list[tuple[float, int, int]] = []
+
+    def used(self, chain: Sequence[Hashable], num_held: int) -> None:
+        self._advance()
+        seen = self._seen
+        num_known = next((i for i, key in enumerate(chain) if key not in seen), len(chain))
+        self._chain = dict(zip(chain, [None, *chain], strict=False))
+        leaves = [key for key in chain if key in self._shown]
+        for key in leaves:
+            self._hide(key)
+        # From the last to the first: of blocks used together a leaf is then older than its parents.
+        for position in reversed(range(len(chain))):
+            self._see(chain[position], position, num_known, len(chain))
+        for key in leaves:
+            self._show(key)
+        while len(seen) > self._max_seen and next(iter(seen)) not in self._parents:
+            _, old = seen.popitem(last=False)
+            self._rates.give_up(old.kind, old.tick, self._tick)
+
+    def _advance(self) -> None:
+        self._requests += 1
+        if self._requests % _LEARN_REQUESTS == 0:
+            self._rates.learn(self._tick)
+        if self._requests % self._tick_requests == 0:
+            self._tick += 1
+            self._heap = [self._ranked(group) for group in self._leaves]
+            heapify(self._heap)
+
+    def _see(self, key: Hashable, position: int, num_known: int, length: int) -> None:
+        """Remember a use of the block, which is not in a group of leaves now."""
+        known = self._seen.get(key)
+        uses = 0
+        if known is not None:
+            self._rates.use(known.kind, known.tick, self._tick)
+            uses = known.uses + 1
+        kind = _kind(uses, position, num_known, length)
+        self._rates.begin(kind, self._tick)
+        if known is None:
+            self._seen[key] = _Seen(kind, self._tick, uses)
+        else:
+            known.kind, known.tick, known.uses = kind, self._tick, uses
+            self._seen.move_to_end(key)
+
+    def admits(self, key: Hashable) -> bool:
+        known = self._seen.get(key)
+        kind = known.kind if known is not None else _kind(0, 0, 0, 1)
+        while self._heap:
+            worth, tick, its_kind = self._heap[0]
+            if self._leaves.get((its_kind, tick)):
+                return self._rates.worth[kind][0] >= _DOUBT * worth
+            heappop(self._heap)
+        return True
+
+    def added(self, key: Hashable) -> None:
+        if key not in self._seen:
+            self._see(key, 0, 0, 1)
+        parent = self._chain.get(key)
+        if parent not in self._parents:
+            parent = None
+        if parent is not None:
+            if not self._num_children[parent]:
+                self._hide(parent)
+            self._num_children[parent] += 1
+        self._parents[key] = parent
+        self._num_children[key] = 0
+        self._show(key)
+
+    def removed(self, key: Hashable) -> None:
+        if not self._num_children.pop(key):
+            self._hide(key)
+        parent = self._parents.pop(key)
+        if parent is not None and parent in self._parents:
+            self._num_children[parent] -= 1
+            if not self._num_children[parent]:
+                self._show(parent)
+
+    def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
+        passed = []
+        found: Hashable | None = None
+        while self._heap and found is None:
+            _, tick, kind = self._heap[0]
+            found = next(filter(can_go, self._leaves.get((kind, tick), ())), None)
+            if found is None:
+                passed.append(heappop(self._heap))
+        for entry in passed:
+            if (entry[2], entry[1]) in self._leaves:
+                heappush(self._heap, entry)
+        if found is None:
+            # What is held above pinned blocks only, or came without its chain, is in no group of leaves.
+            found = next(filter(can_go, self._parents), None)
+        return found
+
+    # ------------------------------------------------------------------ leaves
+
+    def _ranked(self, group: tuple[int, int]) -> tuple[float, int, int]:
+        kind, tick = group
+        return (self._rates.worth[kind][self._rates.age(self._tick - tick)], tick, kind)
+
+    def _show(self, key: Hashable) -> None:
+        seen = self._seen[key]
+        group = self._shown[key] = (seen.kind, seen.tick)
+        leaves = self._leaves.get(group)
+        if leaves is None:
+            leaves = self._leaves[group] = OrderedDict()
+            heappush(self._heap, self._ranked(group))
+        leaves[key] = None
+
+    def _hide(self, key: Hashable) -> None:
+        group = self._shown.pop(key)
+        leaves = self._leaves[group]
+        del leaves[key]
+        if not leaves:
+            del self._leaves[group]
+
+
+_NUM_KINDS = 25 + _MAX_USES
+
+
+def _kind(uses: int, position: int, num_known: int, length: int) -> int:
+    """What tells blocks apart whose chances differ. A block seen before: how often. A new one: the request's
+    last block (mostly cut off within, so never seen again), or else how deep it lies in its chain, how much
+    the request brought that is new (a turn of talk, a prompt, a document), and whether it continues a known
+    chain. How good each kind's chances are is learned, not said here."""
+    if uses:
+        return 24 + min(uses, _MAX_USES)
+    if position == length - 1:
+        return 0
+    num_new = length - num_known
+    depth = min(max(position.bit_length() - 3, 0), 3)
+    size = 0 if num_new <= 3 else 1 if num_new < 64 else 2
+    return 1 + depth + 4 * size + 12 * (num_known > 3)
