@@ -10,7 +10,9 @@ def token_out(event: StepEvent) -> node_pb2.TokenOut:
     """What the conductor hears of one event: its token, its end, or that it was preempted."""
     sequence = event.sequence
     message = node_pb2.TokenOut(
-        request_id=sequence.request_id, attempt=sequence.attempt, finish_reason=node_pb2.FinishReason.ValueType(event.finish_reason)
+        request_id=sequence.request_id,
+        attempt=sequence.attempt,
+        finish_reason=node_pb2.FinishReason.ValueType(event.finish_reason),
     )
     if event.token_id >= 0:
         message.has_token = True
