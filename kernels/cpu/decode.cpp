@@ -8,175 +8,19 @@
 #include <algorithm>
 #include <vector>
 
-#include "pool.h"
+#include "run.h"
+#include "scores.h"
 #include "softmax.h"
+#include "values.h"
 
 namespace {
 
-constexpr int64_t CHUNK = 256;             // tokens; a multiple of W
-constexpr int64_t PITCH = CHUNK + W;       // a row of scores, with room for one vector too many
 constexpr int64_t AHEAD_NBYTES = 4096;     // how far ahead memory is asked for
 
 struct Rules {
     float scale, soft_cap;
     int64_t window;
 };
-
-// K or V of `count` tokens of one kv head, one after the other in memory, and what will be read a little
-// later.
-template <class T>
-struct Run {
-    const T* rows;
-    const T* soon;  // or null
-    int64_t count;
-};
-
-// Asks for n more values behind `soon`. Spread over the work: asked for all at once they would hold it up.
-template <class T>
-MP_INLINE void ask(const T*& soon, int64_t n) {
-    if (!soon) return;
-    prefetch_row(soon, n);
-    soon += n;
-}
-
-// ---------------------------------------------------------------- q · k
-
-// Lanes whose sum is q · k, for N vectors of dimensions; N = 0: for any number of dimensions.
-template <int N, class T>
-MP_INLINE vf products_of(const T* q, const T* k, int64_t dim) {
-    vf products = {};
-    if constexpr (N == 0) {
-        for_vectors(dim, [&](int64_t i, int n) { products += load_some(q + i, n) * load_some(k + i, n); });
-    } else {
-#pragma GCC unroll 16
-        for (int i = 0; i < N; i++) products += load(q + i * W) * load(k + i * W);
-    }
-    return products;
-}
-
-#if defined(MP_BF16_DOT)
-template <int N>
-MP_INLINE vf products_of(const bf16* q, const bf16* k, int64_t dim) {
-    if constexpr (N % 2 != 0 || N == 0) {
-        return products_of<0, bf16>(q, k, dim);
-    } else {
-        __m512 products = _mm512_setzero_ps();
-#pragma GCC unroll 16
-        for (int i = 0; i < N; i += 2)
-            products = _mm512_dpbf16_ps(products, (__m512bh)_mm512_loadu_si512(k + i * W),
-                                        (__m512bh)_mm512_loadu_si512(q + i * W));
-        return (vf)products;
-    }
-}
-#endif
-
-// scores[g][i] = scale · q[g] · k[i]. Writes whole vectors.
-template <class T, int N>
-void score(const T* q, int64_t group, int64_t dim, Run<T> keys, float scale, float* scores) {
-    const int64_t width = N > 0 ? N * W : dim, share = (W * width + group - 1) / group;
-    const T* k = keys.rows;
-    for (int64_t first = 0; first < keys.count; first += W, k += W * width) {
-        const int64_t last = keys.count - first - 1;
-        for (int64_t g = 0; g < group; g++) {
-            ask(keys.soon, share);
-            vf products[W];
-            if (last >= W - 1) {
-#pragma GCC unroll 16
-                for (int i = 0; i < W; i++) products[i] = products_of<N>(q + g * width, k + i * width, width);
-            } else {
-                for (int i = 0; i < W; i++)
-                    products[i] = products_of<N>(q + g * width, k + std::min<int64_t>(i, last) * width, width);
-            }
-            store(scores + g * PITCH + first, sum_each(products) * scale);
-        }
-    }
-}
-
-// ---------------------------------------------------------------- weights · v
-
-// sums[g] += weights[g] · v for G heads and C vectors of dimensions. Few sums are kept twice, for even and
-// for odd tokens, so that the adder need not wait for itself.
-template <class T, int G, int C>
-MP_INLINE void gather_part(const float* weights, Run<T> values, int64_t dim, float* sums) {
-    constexpr int COPIES = G * C <= 4 ? 2 : 1;
-    const T* v = values.rows;
-    vf registers[COPIES][G][C];
-#pragma GCC unroll 8
-    for (int g = 0; g < G; g++)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c++) {
-            registers[0][g][c] = load(sums + g * dim + c * W);
-            if (COPIES > 1) registers[COPIES - 1][g][c] = splat(0.0f);
-        }
-    int64_t i = 0;
-    for (; i + COPIES <= values.count; i += COPIES)
-#pragma GCC unroll 2
-        for (int copy = 0; copy < COPIES; copy++, v += dim) {
-            ask(values.soon, dim);
-            vf row[C];
-#pragma GCC unroll 8
-            for (int c = 0; c < C; c++) row[c] = load(v + c * W);
-#pragma GCC unroll 8
-            for (int g = 0; g < G; g++)
-#pragma GCC unroll 8
-                for (int c = 0; c < C; c++) registers[copy][g][c] += row[c] * weights[g * PITCH + i + copy];
-        }
-#pragma GCC unroll 8
-    for (int g = 0; g < G; g++)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c++) {
-            vf total = registers[0][g][c];
-            if (COPIES > 1) {
-                if (i < values.count) total += load(v + c * W) * weights[g * PITCH + i];
-                total += registers[COPIES - 1][g][c];
-            }
-            store(sums + g * dim + c * W, total);
-        }
-}
-
-// C vectors of dimensions for all heads. Only the first call of a run asks for what comes soon.
-template <class T, int C>
-MP_INLINE void gather_columns(const float* weights, int64_t group, Run<T>& values, int64_t dim, float* sums) {
-    for (; group >= 4; group -= 4, weights += 4 * PITCH, sums += 4 * dim, values.soon = nullptr)
-        gather_part<T, 4, C>(weights, values, dim, sums);
-    if (group == 3) gather_part<T, 3, C>(weights, values, dim, sums);
-    if (group == 2) gather_part<T, 2, C>(weights, values, dim, sums);
-    if (group == 1) gather_part<T, 1, C>(weights, values, dim, sums);
-    values.soon = nullptr;
-    values.rows += C * W;
-}
-
-// sums[g] += weights[g] · v
-template <class T>
-void gather(const float* weights, int64_t group, Run<T> values, int64_t dim, float* sums) {
-    int64_t at = 0;
-    for (; at + 4 * W <= dim; at += 4 * W) gather_columns<T, 4>(weights, group, values, dim, sums + at);
-    for (; at + 2 * W <= dim; at += 2 * W) gather_columns<T, 2>(weights, group, values, dim, sums + at);
-    for (; at + W <= dim; at += W) gather_columns<T, 1>(weights, group, values, dim, sums + at);
-    if (at == dim) return;
-    const int rest = (int)(dim - at);
-    for (int64_t g = 0; g < group; g++) {
-        vf total = load_n(sums + g * dim + at, rest);
-        for (int64_t i = 0; i < values.count; i++)
-            total += load_n(values.rows + i * dim, rest) * weights[g * PITCH + i];
-        store_n(sums + g * dim + at, total, rest);
-    }
-}
-
-// ---------------------------------------------------------------- one sequence
-
-template <class T>
-using Score = void (*)(const T*, int64_t, int64_t, Run<T>, float, float*);
-
-template <class T>
-Score<T> score_for(int64_t dim) {
-    if (dim == W) return score<T, 1>;
-    if (dim == 2 * W) return score<T, 2>;
-    if (dim == 4 * W) return score<T, 4>;
-    if (dim == 8 * W) return score<T, 8>;
-    if (dim == 16 * W) return score<T, 16>;
-    return score<T, 0>;
-}
 
 // Scratch of one sequence.
 struct Gathered {
@@ -191,39 +35,56 @@ struct Gathered {
     }
 };
 
-// Calls f(kv head, run, tokens before it) for K (kv = 0) or V (kv = 1) of tokens first … end - 1: block after
-// block, and in a block head after head.
-template <class T, class F>
-MP_INLINE void walk(const Pool& pool, int64_t layer, const int32_t* table, int64_t first, int64_t end, int64_t kv, F f) {
-    const int64_t size = pool.block_size, heads = pool.num_kv_heads, last_block = (end - 1) / size;
-    const int64_t steps = 1 + AHEAD_NBYTES / (size * pool.head_dim * (int64_t)sizeof(T));
-    int64_t soon_block = first / size + steps / heads, soon_head = steps % heads;
-    for (int64_t token = first; token < end;) {
-        const int64_t block = token / size, offset = token % size, count = std::min(size - offset, end - token);
-        for (int64_t head = 0; head < heads; head++) {
-            const T* rows = block_k<T>(pool, table[block], layer, head) + kv * pool.kv_stride;
-            const T* soon = nullptr;
-            if (soon_block <= last_block)
-                soon = block_k<T>(pool, table[soon_block], layer, soon_head) + kv * pool.kv_stride;
-            if (++soon_head == heads) soon_head = 0, soon_block++;
-            f(head, Run<T>{rows + offset * pool.head_dim, soon, count}, token - first);
-        }
-        token += count;
+// The pages of one layer of one sequence.
+template <class T>
+struct Pages {
+    const Pool& pool;
+    int64_t layer;
+    const int32_t* table;
+
+    // K (kv = 0) or V (kv = 1) of a whole block and head.
+    MP_INLINE const T* at(int64_t block, int64_t head, int64_t kv) const {
+        return block_k<T>(pool, table[block], layer, head) + kv * pool.kv_stride;
     }
+
+    // Calls f(kv head, run, tokens before it) for tokens first … end - 1: block after block, and in a block head
+    // after head. `then`: what will be walked next, or null; it is asked for towards the end.
+    template <class F>
+    MP_INLINE void walk(int64_t first, int64_t end, int64_t kv, const T* then, F f) const {
+        const int64_t size = pool.block_size, heads = pool.num_kv_heads, last_block = (end - 1) / size;
+        const int64_t steps = 1 + AHEAD_NBYTES / (size * pool.head_dim * (int64_t)sizeof(T));
+        int64_t soon_block = first / size + steps / heads, soon_head = steps % heads;
+        for (int64_t token = first; token < end;) {
+            const int64_t block = token / size, offset = token % size;
+            const int64_t count = std::min(size - offset, end - token);
+            for (int64_t head = 0; head < heads; head++) {
+                const T* soon = then ? then + soon_head * pool.head_stride : nullptr;
+                if (soon_block <= last_block) soon = at(soon_block, soon_head, kv);
+                if (++soon_head == heads) soon_head = 0, soon_block++;
+                f(head, Run<T>{at(block, head, kv) + offset * pool.head_dim, soon, count}, token - first);
+            }
+            token += count;
+        }
+    }
+};
+
+int64_t first_seen(int64_t context, const Rules& rules) {
+    return rules.window > 0 ? std::max<int64_t>(0, context - rules.window) : 0;
 }
 
 template <class T>
-void attend(const Pool& pool, int64_t layer, const T* q, const int32_t* table, int64_t context, int64_t heads,
-            const Rules& rules, Gathered& gathered, T* out) {
-    const int64_t dim = pool.head_dim, group = heads / pool.num_kv_heads;
+void attend(const Pages<T>& pages, const T* q, int64_t context, int64_t heads, const Rules& rules,
+            Gathered& gathered, const T* then, T* out) {
+    const int64_t dim = pages.pool.head_dim, size = pages.pool.block_size;
+    const int64_t group = heads / pages.pool.num_kv_heads;
     const Score<T> score = score_for<T>(dim);
     gathered.begin(heads, dim);
     float* scores = gathered.scores.data();
     float* sums = gathered.sums.data();
-    int64_t first = rules.window > 0 ? std::max<int64_t>(0, context - rules.window) : 0;
+    int64_t first = first_seen(context, rules);
     for (int64_t end; first < context; first = end) {
         end = std::min(first / CHUNK * CHUNK + CHUNK, context);
-        walk<T>(pool, layer, table, first, end, 0, [&](int64_t head, Run<T> keys, int64_t at) {
+        pages.walk(first, end, 0, pages.at(first / size, 0, 1), [&](int64_t head, Run<T> keys, int64_t at) {
             score(q + head * group * dim, group, dim, keys, rules.scale, scores + head * group * PITCH + at);
         });
         const int64_t count = end - first, whole = (count + W - 1) / W * W;
@@ -237,7 +98,8 @@ void attend(const Pool& pool, int64_t layer, const T* q, const int32_t* table, i
                 store_some(sums + head * dim + i, load_some(sums + head * dim + i, n) * factor, n);
             });
         }
-        walk<T>(pool, layer, table, first, end, 1, [&](int64_t head, Run<T> values, int64_t at) {
+        const T* next = end < context ? pages.at(end / size, 0, 0) : then;
+        pages.walk(first, end, 1, next, [&](int64_t head, Run<T> values, int64_t at) {
             gather(scores + head * group * PITCH + at, group, values, dim, sums + head * group * dim);
         });
     }
@@ -254,9 +116,15 @@ void decode(const Pool& pool, int64_t layer, const T* q, T* out, const int32_t* 
             const int32_t* contexts, int64_t batch, int64_t heads, const Rules& rules) {
     static thread_local Gathered gathered;
     const int64_t stride = heads * pool.head_dim;
-    for (int64_t i = 0; i < batch; i++)
-        attend(pool, layer, q + i * stride, tables + i * table_stride, contexts[i], heads, rules, gathered,
-               out + i * stride);
+    for (int64_t i = 0; i < batch; i++) {
+        const Pages<T> pages{pool, layer, tables + i * table_stride};
+        const T* then = nullptr;
+        if (i + 1 < batch && contexts[i + 1] > 0) {
+            const Pages<T> next{pool, layer, pages.table + table_stride};
+            then = next.at(first_seen(contexts[i + 1], rules) / pool.block_size, 0, 0);
+        }
+        attend(pages, q + i * stride, contexts[i], heads, rules, gathered, then, out + i * stride);
+    }
 }
 
 }  // namespace
