@@ -9,7 +9,8 @@ import socket
 from typing import TYPE_CHECKING
 
 from runtime.options import TransferOptions
-from transfer import libc, memory, metrics
+from transfer import libc, metrics
+from transfer.agent_memory import AgentMemory
 from transfer.connecting import connect_peer
 from transfer.control import Control
 from transfer.copy_pool import CopyPool
@@ -17,25 +18,19 @@ from transfer.descriptor import INCARNATION_NBYTES, AgentDescriptor, check_agent
 from transfer.errors import AgentClosed, DeadlineExceeded, PeerLost
 from transfer.handshake import Identity, Met
 from transfer.host import announced_host, boot_id
-from transfer.lifeline import Lifeline, readable_by_peers
 from transfer.link import Link
 from transfer.listener import Listener
-from transfer.local_link import AGENTS, LocalLink
+from transfer.local_link import AGENTS
 from transfer.notification import Notification, Notifications
 from transfer.peer import Peer
-from transfer.peer_memory import LIFELINE_ID
-from transfer.region import Region, RegionTable, SupportsDLPack, adopt
+from transfer.region import Region, RegionTable, SupportsDLPack
 from transfer.serving import StreamServer
-from transfer.ucx.library import load_ucx
-from transfer.ucx.regions import UcxRegions
-from transfer.ucx.worker import UcxWorker
 from transfer.wire import Kind, RegionInfo
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _COPY_THREADS = 2
-
 
 _log = logging.getLogger(__name__)
 
@@ -55,20 +50,15 @@ class TransferAgent:
         self.epoch = epoch
         self.loop = asyncio.get_running_loop()
         self.incarnation = os.urandom(INCARNATION_NBYTES)
-        self.lifeline = Lifeline(self.incarnation)
-        self.identity = Identity(agent_id, epoch, self.incarnation, self.lifeline.address)
-        self.regions = RegionTable(self.lifeline.open_ids, self._region_closed)
-        self.ucx: UcxRegions | None = None
+        self._controls: set[Control] = set()
+        self.memory = AgentMemory(options, self.incarnation, self._controls)
+        self.identity = Identity(agent_id, epoch, self.incarnation, self.memory.lifeline.address)
         self.pool = CopyPool(min(_COPY_THREADS, os.cpu_count() or 1))
         self.notes = Notifications()
-        self.local_links: set[LocalLink] = set()
         self._server = StreamServer(self.regions, options.tcp.slice_nbytes)
-        self._controls: set[Control] = set()
         self._peers: dict[bytes, asyncio.Task[Peer]] = {}
         self._links: dict[Link, Peer] = {}
         self._listener = Listener(self.identity, options.secret, self._admit, self._num_connections)
-        # Anonymous memory has huge pages, so it is preferred wherever peers can read it.
-        self._backing: memory.Backing = "anonymous" if readable_by_peers() else "memfd"
         self._unix_name = ""
         self._tcp_host, self._tcp_port = "", 0
         self._closing: set[asyncio.Task[None]] = set()
@@ -89,8 +79,6 @@ class TransferAgent:
         return agent
 
     def _listen(self) -> None:
-        if "ucx" in self.options.transports:
-            self._start_ucx()
         if "shm" in self.options.transports:
             # Where Yama lets only a parent read its children's memory, say that peers of the same user may
             # read ours.
@@ -100,7 +88,7 @@ class TransferAgent:
             unix.bind(f"\0{name}")
             self._unix_name = name
             self._listener.listen(unix)
-        if "tcp" in self.options.transports or self.ucx is not None:
+        if "tcp" in self.options.transports or self.memory.ucx is not None:
             # UCX has no control connection of its own, and no way to refuse a write.
             host = self.options.tcp.host
             if not self.options.secret and not host.startswith("127.") and host not in ("::1", "localhost"):
@@ -110,13 +98,6 @@ class TransferAgent:
             self._tcp_host, self._tcp_port = announced_host(host), tcp.getsockname()[1]
             self._listener.listen(tcp)
 
-    def _start_ucx(self) -> None:
-        ucx = load_ucx()
-        if ucx is None:
-            _log.warning("transfer.transports names ucx, but there is no libucp: pip install moonpool[ucx]")
-            return
-        self.ucx = UcxRegions(UcxWorker(ucx), self.lifeline)
-
     # ------------------------------------------------------------------ memory
 
     def allocate(self, nbytes: int, name: str) -> Region:
@@ -124,9 +105,7 @@ class TransferAgent:
         not as much.
         """
         self._raise_if_closed()
-        if nbytes <= 0:
-            raise ValueError(f"a region needs at least one byte, not {nbytes}")
-        return self._add(name, memory.allocate(nbytes, name, self._backing), True)
+        return self.memory.allocate(nbytes, name)
 
     def register(self, buffer: Buffer | SupportsDLPack, *, name: str = "", writable: bool = True) -> Region:
         """A region of memory the caller owns, without a copy: anything contiguous in host memory that has
@@ -136,37 +115,15 @@ class TransferAgent:
         empty, on a device, or read-only where ``writable`` is asked for.
         """
         self._raise_if_closed()
-        return self._add(name, adopt(buffer, writable), writable)
+        return self.memory.register(buffer, name, writable)
+
+    @property
+    def regions(self) -> RegionTable:
+        return self.memory.regions
 
     def region_info(self, region_id: int) -> RegionInfo:
         """What peers are told of a region; of one that is not open, just that."""
-        if region_id == LIFELINE_ID and self.ucx is not None:
-            return self.ucx.lifeline_info()
-        region = self.regions.find(region_id)
-        if region is None:
-            return RegionInfo(region_id, False, False, False, 0, 0)
-        key = b"" if self.ucx is None else self.ucx.key(region_id)
-        return RegionInfo(
-            region_id, True, region.writable, region.fd >= 0, region.nbytes, region.address, key
-        )
-
-    def _add(self, name: str, region_memory: memory.Memory, writable: bool) -> Region:
-        region = self.regions.add(name, region_memory, writable)
-        if self.ucx is not None:
-            try:
-                self.ucx.add(region)
-            except BaseException:
-                region.close()
-                raise
-        return region
-
-    def _region_closed(self, region: Region) -> None:
-        if self.ucx is not None:
-            self.ucx.closed(region, set(self._controls))
-        for control in list(self._controls):
-            control.region_closed(region.id)
-        for link in list(self.local_links):
-            link.region_closed(region.id)
+        return self.memory.info(region_id)
 
     # ------------------------------------------------------------------ peers
 
@@ -176,7 +133,7 @@ class TransferAgent:
             agent_id=self.agent_id,
             epoch=self.epoch,
             incarnation=self.incarnation,
-            transports=tuple(n for n in self.options.transports if n != "ucx" or self.ucx is not None),
+            transports=tuple(n for n in self.options.transports if n != "ucx" or self.memory.ucx is not None),
             boot_id=boot_id(),
             unix_name=self._unix_name,
             tcp_host=self._tcp_host,
@@ -250,15 +207,7 @@ class TransferAgent:
         elif met.kind is Kind.DATA:
             self._server.serve(sock, met)
         else:
-            self._share(sock, met.argument)
-
-    def _share(self, sock: socket.socket, region_id: int) -> None:
-        with sock:
-            region = self.regions.find(region_id)
-            fd = self.lifeline.fd if region_id == LIFELINE_ID else -1 if region is None else region.fd
-            if fd >= 0 and sock.family == socket.AF_UNIX:
-                # A byte to go with it; the socket's buffer is empty, so this cannot block.
-                socket.send_fds(sock, [b"\0"], [fd])
+            self.memory.share(sock, met.argument)
 
     def note_received(self, control: Control, payload: bytes) -> None:
         identity = control.met.identity
@@ -269,13 +218,11 @@ class TransferAgent:
             self.notes.when_drained(control.resume)
 
     def region_let_go(self, control: Control, region_id: int) -> None:
-        if self.ucx is not None:
-            self.ucx.let_go(control, region_id)
+        self.memory.let_go(control, region_id)
 
     def control_lost(self, control: Control, reason: str) -> None:
         self._controls.discard(control)
-        if self.ucx is not None:
-            self.ucx.gone(control)
+        self.memory.gone(control)
         self.link_lost(control, reason)
 
     # ------------------------------------------------------------------ the end
@@ -301,14 +248,11 @@ class TransferAgent:
             await asyncio.wait(list(self._closing))
         for control in list(self._controls):
             control.close()
-        for link in list(self.local_links):
+        for link in list(self.memory.local_links):
             link.lost()
         self._server.close()
         self.pool.close()
-        self.regions.close()
-        if self.ucx is not None:
-            self.ucx.close()
-        self.lifeline.close()
+        self.memory.close()
         self.notes.close()
 
     def _raise_if_closed(self) -> None:

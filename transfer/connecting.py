@@ -129,10 +129,10 @@ def _network_paths(
     """In the order of ``transfer.transports``: whoever names ucx first wants it first."""
     paths: list[Path] = []
     for name in names:
-        if name == "ucx" and agent.ucx is not None:
+        if name == "ucx" and agent.memory.ucx is not None:
             streams = _tcp_path(agent, target)
             peer = (target.agent_id, target.incarnation)
-            ucx = UcxPath(agent.ucx.worker, peer, control.region, control.known_region, streams)
+            ucx = UcxPath(agent.memory.ucx.worker, peer, control.region, control.known_region, streams)
             control.on_region_closed(ucx.forget)
             paths.append(ucx)
         elif name == "tcp" and target.tcp_port:

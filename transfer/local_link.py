@@ -25,7 +25,7 @@ class LocalLink:
         self._there = there
         self._on_lost = on_lost
         self._on_region_closed: list[Callable[[int], None]] = []
-        there.local_links.add(self)
+        there.memory.local_links.add(self)
 
     async def region(self, region_id: int) -> RegionInfo:
         return self._there.region_info(region_id)
@@ -50,4 +50,4 @@ class LocalLink:
         self._here.loop.call_soon_threadsafe(self._on_lost, self)
 
     def close(self) -> None:
-        self._there.local_links.discard(self)
+        self._there.memory.local_links.discard(self)

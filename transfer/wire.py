@@ -22,6 +22,7 @@ MAX_FRAME_NBYTES = 64 << 10
 """Of a control frame; so also of a notification, less its header."""
 MAX_REQUEST_SPANS = 4096
 MAX_REQUEST_NBYTES = 64 << 20
+MAX_CHECKED_NBYTES = 1 << 44
 MAX_MESSAGE_NBYTES = 1024
 MAX_KEY_NBYTES = 8192
 
@@ -100,7 +101,9 @@ class Request:
         magic, op, _, num_spans, budget_ms, nbytes = _REQUEST.unpack(header)
         if magic != _REQUEST_MAGIC or op not in Op.__members__.values():
             raise WireError("not a request")
-        if not 1 <= num_spans <= MAX_REQUEST_SPANS or not 1 <= nbytes <= MAX_REQUEST_NBYTES:
+        # Looking at bytes moves none of them.
+        most_nbytes = MAX_CHECKED_NBYTES if op == Op.CHECKSUM else MAX_REQUEST_NBYTES
+        if not 1 <= num_spans <= MAX_REQUEST_SPANS or not 1 <= nbytes <= most_nbytes:
             raise WireError(f"a request for {num_spans} spans and {nbytes} bytes is over the limits")
         return cls(Op(op), num_spans, budget_ms, nbytes)
 

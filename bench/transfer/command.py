@@ -12,10 +12,11 @@ from bench import report
 from bench.transfer.session import Settings, measure
 from bench.transfer.shape import POOL_NBYTES, Shape, default_shapes, size_name, size_of
 from runtime.options import TcpOptions
+from transfer.ucx.library import load_ucx
 
 _PATH = click.Path(path_type=Path)
 _PACKAGES = ("numpy", "xxhash", "uvloop", "libucx-cu12")
-TRANSPORTS = ("local", "shm", "tcp")
+TRANSPORTS = ("local", "shm", "tcp", "ucx", "ucx-tcp")
 
 
 @click.command()
@@ -68,7 +69,7 @@ def transfer(
         for way in directions or ("read", "write")
     ]
     settings = Settings(
-        transports=transports or TRANSPORTS,
+        transports=transports or [name for name in TRANSPORTS if not name.startswith("ucx") or load_ucx()],
         shapes=shapes
         or [s for s in default_shapes(quick) if s.direction in (directions or ("read", "write"))],
         checksums={"on": (True,), "off": (False,), "both": (False, True)}[checksum],
@@ -77,6 +78,8 @@ def transfer(
         busy=busy,
         pool_nbytes=pool_nbytes,
     )
+    if any(name.startswith("ucx") for name in settings.transports) and load_ucx() is None:
+        raise click.UsageError("there is no libucp: pip install moonpool[ucx]")
     for shape in settings.shapes:
         if shape.nbytes > pool_nbytes:
             raise click.BadParameter(f"{shape.name} is more than the pool of {pool_name} holds; see --pool")

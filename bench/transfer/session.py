@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import sys
 import time
@@ -34,7 +35,11 @@ REACH = {
     ("shm", "64KiB/1024/read"): (0.85, 0.55),
     ("tcp", "1MiB/64/read"): (0.95, 0.6),
     ("tcp", "1MiB/64/write"): (0.95, 0.6),
+    ("ucx", "1MiB/64/read"): (0.85, 0.55),
+    ("ucx", "64KiB/1024/read"): (0.7, 0.45),
+    ("ucx-tcp", "1MiB/64/read"): (0.7, 0.45),
 }
+_MIN_SPANS_A_SECOND = {("shm", 4096): 300_000.0, ("ucx", 4096): 300_000.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +68,29 @@ async def measure(settings: Settings, say: Callable[[str], None]) -> list[Row]:
 
 
 class _Pair:
-    """Two processes, this and a target, connected over one transport."""
+    """Two processes, this and a target, connected over one transport.
+
+    ucx takes the transport it finds best, shared memory here; ucx-tcp is made to take TCP.
+    """
 
     def __init__(self, settings: Settings, transport: str, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._transport = transport
+        self._path = transport.partition("-")[0]
+        self._over_tcp = transport.endswith("tcp")
         self._say = say
 
     async def run(self) -> list[Row]:
         tcp = self._settings.tcp
-        options = TransferOptions(transports=(self._transport,), tcp=tcp)
+        options = TransferOptions(transports=(self._path,), tcp=tcp)
+        if self._path == "ucx":
+            os.environ["UCX_TLS"] = "tcp,self" if self._over_tcp else "all"
         async with await TransferAgent.start(options, agent_id="bench", epoch=1) as agent:
             pool = agent.allocate(self._settings.pool_nbytes, "pool")
             numbers = (self._settings.pool_nbytes, tcp.streams, tcp.slice_nbytes)
             busy = "busy" if self._settings.busy else "idle"
             target = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "bench.transfer.target", self._transport, *map(str, numbers), busy),
+                *(sys.executable, "-m", "bench.transfer.target", self._path, *map(str, numbers), busy),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 cwd=ROOT,
@@ -104,7 +116,7 @@ class _Pair:
         else:
             peer = await agent.connect(AgentDescriptor.unpack(facts["descriptor"].encode()))
         cpu = _CpuClock(target.pid)
-        raw = tuned(facts["raw_port"], pool.buffer) if self._transport == "tcp" else None
+        raw = tuned(facts["raw_port"], pool.buffer) if self._over_tcp else None
         # Written to, so that it is memory, and zero like the pools, so that one checksum fits every block.
         source = np.full(len(pool.array) if raw is None else 1, 0, np.uint8)
         rows: list[Row] = []
@@ -155,7 +167,7 @@ class _Pair:
                     if time.perf_counter() > until:
                         break
                 sample.cpu_s += cpu.seconds() - used
-        limit_name = "raw sockets" if self._transport == "tcp" else "memcpy"
+        limit_name = "raw sockets" if self._over_tcp else "memcpy"
         return [
             row
             for on, sample in samples.items()
@@ -191,7 +203,7 @@ class _Pair:
         ]
         if shape.batch > 1:
             rate = shape.batch * shape.parallel / median
-            floor = 300_000.0 if shape.block_nbytes == 4096 and self._transport == "shm" else None
+            floor = _MIN_SPANS_A_SECOND.get((self._transport, shape.block_nbytes))
             rows.append(
                 Row(case, "spans", rate, "spans/s", limit="at least" if floor else None, limit_value=floor)
             )

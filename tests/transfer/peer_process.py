@@ -16,8 +16,7 @@ import numpy as np
 import uvloop
 
 from runtime.options import TcpOptions, TransferOptions
-from transfer import AgentDescriptor, TransferAgent, checksum, connecting, serving
-from transfer import agent as agent_module
+from transfer import AgentDescriptor, TransferAgent, agent_memory, checksum, connecting, serving
 from transfer.region import Region
 
 REGION_NBYTES = 8 << 20
@@ -96,7 +95,7 @@ def forbid_process_vm_readv() -> None:
     """As on a host where the right is missing. (It cannot be taken away from root for real.)"""
     connecting.readable_process = lambda *_: None  # type: ignore[assignment]
     serving.readable_process = lambda *_: None  # type: ignore[assignment]
-    agent_module.readable_by_peers = lambda: False
+    agent_memory.readable_by_peers = lambda: False
 
 
 async def main(transports: str, epoch: str, port: str, secret: str, forbid: str) -> None:

@@ -25,11 +25,13 @@ from transfer import (
     Spans,
     TransferAgent,
     TransferReport,
+    agent_memory,
     checksum,
     connecting,
     serving,
+    stream_path,
 )
-from transfer import agent as agent_module
+from transfer import wire as wire_format
 from transfer.ucx.library import load_ucx
 
 # shm-mapped and shm-stream are what is left of shm where process_vm_readv is forbidden: for memory that is a
@@ -80,7 +82,7 @@ async def wire(
 ) -> AsyncIterator[Wire]:
     transport, _, variant = request.param.partition("-")
     for module, name in (
-        (connecting, "readable_process"), (serving, "readable_process"), (agent_module, "readable_by_peers")
+        (connecting, "readable_process"), (serving, "readable_process"), (agent_memory, "readable_by_peers")
     ):  # fmt: skip
         monkeypatch.setattr(module, name, getattr(module, name))
     environment = {"UCX_TLS": "tcp,self"} if variant == "tcp" else {}
@@ -192,6 +194,26 @@ async def test_right_checksums_pass_and_wrong_ones_are_named(wire: Wire) -> None
             await direction(local, remote, deadline_s=DEADLINE_S, checksums=sums)
         assert caught.value.index == 13
         assert caught.value.expected == sums[13]
+
+
+async def test_a_span_longer_than_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checksum is asked for in one piece all the same."""
+    monkeypatch.setattr(wire_format, "MAX_REQUEST_NBYTES", 1 << 20)
+    monkeypatch.setattr(stream_path, "_MAX_CHUNK_NBYTES", 1 << 20)
+    options = TransferOptions(transports=("tcp",))
+    async with (
+        await TransferAgent.start(options, agent_id="here", epoch=1) as agent,
+        await TransferAgent.start(options, agent_id="peer", epoch=1) as theirs,
+    ):
+        ours, remote = agent.allocate(NBYTES, "ours"), theirs.allocate(NBYTES, "theirs")
+        ours.array[:] = pattern(NBYTES, 3)
+        peer = await agent.connect(theirs.describe())
+        spans = [Span(ours.id, 0, NBYTES)], [Span(remote.id, 0, NBYTES)]
+        sums = [checksum(ours.buffer)]
+        await peer.write(*spans, deadline_s=DEADLINE_S, checksums=sums)
+        assert np.array_equal(ours.array, remote.array)
+        with pytest.raises(ChecksumMismatch):
+            await peer.write(*spans, deadline_s=DEADLINE_S, checksums=[sums[0] ^ 1])
 
 
 async def test_bytes_that_change_under_way_are_found(wire: Wire) -> None:

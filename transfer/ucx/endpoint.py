@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import time
 
 from transfer.ucx import library as lib
 from transfer.ucx.worker import UcxError, UcxWorker
 
 # Pointers from here on are negative statuses.
 _FIRST_ERROR = (1 << 64) - 100
+_CLOSE_S = 1.0
 
 
 def status_of(pointer: int | None) -> tuple[int, int]:
@@ -67,19 +69,20 @@ class Endpoint:
         if key is not None and not self.closed:
             self._ucx.call.ucp_rkey_destroy(key)
 
-    def get(self, region_id: int, rows: list[tuple[int, int, int]]) -> int:
-        """Post reads of (address here, bytes, address there). Returns a status; they are over when a later
-        ``flush`` is.
+    def get(self, region_id: int, rows: list[tuple[int, int, int]], requests: list[int]) -> int:
+        """Post reads of (address here, bytes, address there); ``requests`` takes those that are not over at
+        once.
+
+        Returns a status. They are over when a ``flush`` posted later is.
         """
-        get, free = self._ucx.quick.ucp_get_nbx, self._ucx.quick.ucp_request_free
+        get = self._ucx.quick.ucp_get_nbx
         params, handle, key = ctypes.byref(self._params), self._handle, self._keys[region_id]
         for here, nbytes, there in rows:
             pointer = get(handle, here, nbytes, there, key, params)
             if pointer is not None:
                 if pointer >= _FIRST_ERROR:
                     return int(pointer) - (1 << 64)
-                # The flush tells when all are over; a handle for each would only have to be asked for it.
-                free(pointer)
+                requests.append(pointer)
         return lib.OK
 
     def flush(self) -> tuple[int, int]:
@@ -93,8 +96,24 @@ class Endpoint:
             self._ucx.quick.ucp_request_free(request)
         return status
 
+    def free(self, requests: list[int]) -> None:
+        """Requests that are over."""
+        for request in requests:
+            self._ucx.quick.ucp_request_free(request)
+
+    def wait(self, requests: list[int], seconds: float) -> bool:
+        """Progress until all are over, and free them; for at most ``seconds``. True when they are."""
+        until = time.monotonic() + seconds
+        while requests:
+            self._ucx.call.ucp_worker_progress(self._worker.worker)
+            while requests and self._ucx.quick.ucp_request_check_status(requests[-1]) != lib.IN_PROGRESS:
+                self._ucx.quick.ucp_request_free(requests.pop())
+            if requests and time.monotonic() > until:
+                return False
+        return True
+
     def close(self) -> None:
-        """Break it off, and wait until nothing that was posted touches memory any more. Idempotent."""
+        """Break it off; what was posted fails. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -103,6 +122,5 @@ class Endpoint:
         self._keys.clear()
         params = lib.RequestParams(op_attr_mask=lib.OP_FLAGS, flags=lib.CLOSE_FORCE)
         status, request = status_of(self._ucx.call.ucp_ep_close_nbx(self._handle, ctypes.byref(params)))
-        while status == lib.IN_PROGRESS:
-            self._ucx.call.ucp_worker_progress(self._worker.worker)
-            status = self.check(request)
+        if status == lib.IN_PROGRESS:
+            self.wait([request], _CLOSE_S)

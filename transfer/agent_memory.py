@@ -1,0 +1,110 @@
+"""The memory of an agent: its regions, and what peers are told and given of them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import TYPE_CHECKING
+
+from runtime.options import TransferOptions
+from transfer import memory
+from transfer.control import Control
+from transfer.lifeline import Lifeline, readable_by_peers
+from transfer.local_link import LocalLink
+from transfer.peer_memory import LIFELINE_ID
+from transfer.region import Region, RegionTable, SupportsDLPack, adopt
+from transfer.ucx.library import load_ucx
+from transfer.ucx.regions import UcxRegions
+from transfer.ucx.worker import UcxWorker
+from transfer.wire import RegionInfo
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_log = logging.getLogger(__name__)
+
+
+class AgentMemory:
+    """Belongs to the event loop's thread, but for what ``RegionTable`` says."""
+
+    def __init__(self, options: TransferOptions, incarnation: bytes, controls: set[Control]) -> None:
+        """controls: the connections there are, kept up to date by the agent."""
+        self.lifeline = Lifeline(incarnation)
+        self.regions = RegionTable(self.lifeline.open_ids, self._closed)
+        self.local_links: set[LocalLink] = set()
+        self._controls = controls
+        # Anonymous memory has huge pages, so it is preferred wherever peers can read it.
+        self._backing: memory.Backing = "anonymous" if readable_by_peers() else "memfd"
+        self.ucx = self._start_ucx() if "ucx" in options.transports else None
+
+    def _start_ucx(self) -> UcxRegions | None:
+        ucx = load_ucx()
+        if ucx is None:
+            _log.warning("transfer.transports names ucx, but there is no libucp: pip install moonpool[ucx]")
+            return None
+        return UcxRegions(UcxWorker(ucx), self.lifeline)
+
+    def allocate(self, nbytes: int, name: str) -> Region:
+        """See ``TransferAgent.allocate``."""
+        if nbytes <= 0:
+            raise ValueError(f"a region needs at least one byte, not {nbytes}")
+        return self._add(name, memory.allocate(nbytes, name, self._backing), True)
+
+    def register(self, buffer: Buffer | SupportsDLPack, name: str, writable: bool) -> Region:
+        """See ``TransferAgent.register``."""
+        return self._add(name, adopt(buffer, writable), writable)
+
+    def _add(self, name: str, region_memory: memory.Memory, writable: bool) -> Region:
+        region = self.regions.add(name, region_memory, writable)
+        if self.ucx is not None:
+            try:
+                self.ucx.add(region)
+            except BaseException:
+                region.close()
+                raise
+        return region
+
+    def info(self, region_id: int) -> RegionInfo:
+        """What peers are told of a region; of one that is not open, just that."""
+        if region_id == LIFELINE_ID and self.ucx is not None:
+            return self.ucx.lifeline_info()
+        region = self.regions.find(region_id)
+        if region is None:
+            return RegionInfo(region_id, False, False, False, 0, 0)
+        key = b"" if self.ucx is None else self.ucx.key(region_id)
+        shared = region.fd >= 0
+        return RegionInfo(region_id, True, region.writable, shared, region.nbytes, region.address, key)
+
+    def share(self, sock: socket.socket, region_id: int) -> None:
+        """Send the descriptor of a memfd over ``sock``, which is then closed; nothing when there is none."""
+        with sock:
+            region = self.regions.find(region_id)
+            fd = self.lifeline.fd if region_id == LIFELINE_ID else -1 if region is None else region.fd
+            if fd >= 0 and sock.family == socket.AF_UNIX:
+                # A byte to go with it; the socket's buffer is empty, so this cannot block.
+                socket.send_fds(sock, [b"\0"], [fd])
+
+    def let_go(self, control: Control, region_id: int) -> None:
+        """A peer reads a closed region no more."""
+        if self.ucx is not None:
+            self.ucx.let_go(control, region_id)
+
+    def gone(self, control: Control) -> None:
+        """A connection has ended."""
+        if self.ucx is not None:
+            self.ucx.gone(control)
+
+    def _closed(self, region: Region) -> None:
+        if self.ucx is not None:
+            self.ucx.closed(region, set(self._controls))
+        for control in list(self._controls):
+            control.region_closed(region.id)
+        for link in list(self.local_links):
+            link.region_closed(region.id)
+
+    def close(self) -> None:
+        """Close all regions. No connection is left, and nothing is under way."""
+        self.regions.close()
+        if self.ucx is not None:
+            self.ucx.close()
+        self.lifeline.close()
