@@ -76,7 +76,7 @@ class Endpoint:
         Returns a status. They are over when a ``flush`` posted later is.
         """
         get = self._ucx.quick.ucp_get_nbx
-        params, handle, key = ctypes.byref(self._params), self._handle, self._keys[region_id]
+        params, handle, key = ctypes.addressof(self._params), self._handle.value, self._keys[region_id].value
         for here, nbytes, there in rows:
             pointer = get(handle, here, nbytes, there, key, params)
             if pointer is not None:
@@ -98,8 +98,9 @@ class Endpoint:
 
     def free(self, requests: list[int]) -> None:
         """Requests that are over."""
+        free = self._ucx.quick.ucp_request_free
         for request in requests:
-            self._ucx.quick.ucp_request_free(request)
+            free(request)
 
     def wait(self, requests: list[int], seconds: float) -> bool:
         """Progress until all are over, and free them; for at most ``seconds``. True when they are."""

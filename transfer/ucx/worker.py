@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 _CONFIG = {
     "MM_ERROR_HANDLING": "y",
     "CMA_MEMORY_INVALIDATE": "y",
+    # Copies a call to progress: by default one, and each call is a turn of the GIL.
+    "CMA_TX_QUOTA": "64",
     "TCP_TX_SEG_SIZE": "512K",
     "TCP_RX_SEG_SIZE": "512K",
     "RNDV_FRAG_MEM_TYPES": "host",
