@@ -7,6 +7,8 @@ from importlib import import_module
 import click
 
 _COMMANDS = {
+    "eviction": "bench.eviction:eviction",
+    "index": "bench.index:index",
     "kernels": "bench.kernels.command:kernels",
     "serve": "bench.serve.command:serve",
     "transfer": "bench.transfer.command:transfer",

@@ -18,6 +18,7 @@ _REMEMBERED = 16
 _MAX_USES = 4
 # Blocks of capacity to each request of a tick: with ten new blocks a request, a block then stays 50 ticks.
 _TICK_BLOCKS = 512
+_MAX_TICK_REQUESTS = 16
 # A new block is refused only where its worth is surely less than the victim's: the rates are known to a
 # tenth.
 _DOUBT = 0.9
@@ -44,7 +45,7 @@ class Prefix:
     def __init__(self, capacity_blocks: int) -> None:
         self._rates = ReuseRates(_NUM_KINDS, _HALF_LIFE_REQUESTS / _LEARN_REQUESTS)
         # Requests to a tick, the clock of ages: fine against the time a block stays.
-        self._tick_requests = min(max(capacity_blocks // _TICK_BLOCKS, 1), _LEARN_REQUESTS)
+        self._tick_requests = min(max(capacity_blocks // _TICK_BLOCKS, 1), _MAX_TICK_REQUESTS)
         self._max_seen = max(_REMEMBERED * capacity_blocks, 4096)
         self._seen: OrderedDict[Hashable, _Seen] = OrderedDict()  # the one unseen for longest first
         self._requests = 0

@@ -58,6 +58,8 @@ class ReuseRates:
     def learn(self, tick: int) -> None:
         """Bring ``worth`` up to date; to be called once a tick."""
         for kind, waiting in enumerate(self._waiting):
+            if not any(self._used[kind]):
+                continue  # no use of this kind was ever seen
             still = [0.0] * _NUM_AGES
             for since, count in waiting.items():
                 still[self.age(tick - since)] += count
@@ -77,13 +79,17 @@ class ReuseRates:
 def _worth(chances: list[float]) -> list[float]:
     """The best ratio of hits to time from each age on; ``chances[a]``: of a use within age ``a``, once
     reached."""
+    steps = [
+        (chance, 1 - chance, width * (1 - chance / 2)) for chance, width in zip(chances, _WIDTHS, strict=True)
+    ]
     worth = []
     for first in range(_NUM_AGES):
         alive, hits, ticks, best = 1.0, 0.0, 0.0, 0.0
-        for age in range(first, _NUM_AGES):
-            hits += alive * chances[age]
-            ticks += alive * _WIDTHS[age] * (1 - chances[age] / 2)
-            alive *= 1 - chances[age]
-            best = max(best, hits / ticks)
+        for chance, rest, width in steps[first:]:
+            hits += alive * chance
+            ticks += alive * width
+            alive *= rest
+            if hits > best * ticks:
+                best = hits / ticks
         worth.append(best)
     return worth

@@ -1,0 +1,80 @@
+"""Laws of the eviction benchmark, and the hit rates the default policy must reach."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bench.eviction import eviction
+from bench.eviction_replay import GENERATED, TraceInvalid, load_trace, optimum, replay
+from bench.report import validate
+from kvstore.eviction import POLICIES
+
+TRACE = Path(__file__).parents[3] / "shared/data/conversation_trace.jsonl.gz"
+needs_trace = pytest.mark.skipif(not TRACE.exists(), reason=f"{TRACE} is not here")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_beats_the_clairvoyant_and_room_for_all_misses_only_what_is_new(policy: str) -> None:
+    requests = GENERATED["conversations"](random.Random(1), 600)
+    best = optimum(requests, 300)
+    assert replay(requests, policy, 300).hit_rate <= best
+    different = len({block for blocks in requests for block in blocks})
+    total = sum(map(len, requests))
+    assert replay(requests, policy, different).num_hits == total - different
+    assert optimum(requests, different) == pytest.approx((total - different) / total)
+
+
+@needs_trace
+def test_lru_on_the_trace_is_what_its_readme_says() -> None:
+    assert replay(load_trace(TRACE), "lru", 10_000).hit_rate == pytest.approx(0.211, abs=0.001)
+
+
+@needs_trace
+@pytest.mark.parametrize(("capacity", "least"), [(1_000, 0.08), (10_000, 0.24)])
+def test_the_prefix_policy_reaches_its_hit_rates_on_the_trace(capacity: int, least: float) -> None:
+    assert replay(load_trace(TRACE), "prefix", capacity).hit_rate >= least
+
+
+@pytest.mark.parametrize("load", GENERATED)
+@pytest.mark.parametrize("capacity", [1000, 5000])
+def test_the_prefix_policy_loses_nothing_to_lru_on_generated_loads(load: str, capacity: int) -> None:
+    requests = GENERATED[load](random.Random(2), 3000)
+    assert replay(requests, "prefix", capacity).hit_rate >= replay(requests, "lru", capacity).hit_rate - 0.005
+
+
+def test_the_command_writes_a_valid_report(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"hash_ids": [0, n % 5 + 1, n % 5 + 9]}) + "\n" for n in range(50)))
+    out = tmp_path / "report.json"
+    options = ["--trace", str(trace), "--policies", "lru,prefix", "--blocks", "2,4", "--json", str(out)]
+    result = CliRunner().invoke(eviction, options)
+    assert result.exit_code == 0, result.output
+    content = json.loads(out.read_text())
+    validate(content)
+    assert {row["case"] for row in content["rows"]} == {"2 blocks", "4 blocks"}
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ([], "--trace"),
+        (["--generate", "drift", "--policies", "fifo"], "fifo"),
+        (["--trace", "/none"], "/none"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(options: list[str], word: str) -> None:
+    result = CliRunner().invoke(eviction, options)
+    assert result.exit_code != 0
+    assert word in result.output
+
+
+def test_a_broken_trace_is_refused_with_its_line(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": [1]}\n{"ids": []}\n')
+    with pytest.raises(TraceInvalid, match="line 2"):
+        load_trace(trace)

@@ -1,0 +1,22 @@
+"""The index benchmark runs and reports in the one shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from bench.index import index
+from bench.report import validate
+
+
+def test_the_command_writes_a_valid_report(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    options = ["--blocks", "5000", "--nodes", "3", "--rounds", "1", "--json", str(out)]
+    result = CliRunner().invoke(index, options)
+    assert result.exit_code == 0, result.output
+    content = json.loads(out.read_text())
+    validate(content)
+    metrics = {row["metric"] for row in content["rows"]}
+    assert {"publish", "lookups of 128 blocks", "seen in a mirror, p99", "mirror memory"} <= metrics
