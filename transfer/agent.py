@@ -17,7 +17,7 @@ from transfer.copy_pool import CopyPool
 from transfer.descriptor import INCARNATION_NBYTES, AgentDescriptor, check_agent_id
 from transfer.errors import AgentClosed, DeadlineExceeded, PeerLost
 from transfer.handshake import Identity, Met
-from transfer.host import announced_host, boot_id
+from transfer.host import announced_host, boot_id, loopback_only
 from transfer.link import Link
 from transfer.listener import Listener
 from transfer.local_link import AGENTS
@@ -75,7 +75,7 @@ class TransferAgent:
         except BaseException:
             await agent.close()
             raise
-        AGENTS[agent.incarnation] = agent
+        AGENTS[os.getpid(), agent.incarnation] = agent
         return agent
 
     def _listen(self) -> None:
@@ -91,7 +91,7 @@ class TransferAgent:
         if "tcp" in self.options.transports or self.memory.ucx is not None:
             # UCX has no control connection of its own, and no way to refuse a write.
             host = self.options.tcp.host
-            if not self.options.secret and not host.startswith("127.") and host not in ("::1", "localhost"):
+            if not self.options.secret and not loopback_only(host):
                 _log.warning("transfer.secret is empty: whoever reaches %s can read and write the pool", host)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             tcp = socket.create_server((host, 0), family=family)
@@ -235,7 +235,7 @@ class TransferAgent:
         if self._closed:
             return
         self._closed = True
-        AGENTS.pop(self.incarnation, None)
+        AGENTS.pop((os.getpid(), self.incarnation), None)
         await self._listener.close()
         connecting = [task for task in self._peers.values() if not task.done()]
         for task in connecting:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from runtime.options import TransferOptions
 from transfer import memory
 from transfer.control import Control
+from transfer.host import loopback_only
 from transfer.lifeline import Lifeline, readable_by_peers
 from transfer.local_link import LocalLink
 from transfer.peer_memory import LIFELINE_ID
@@ -35,13 +36,15 @@ class AgentMemory:
         self._controls = controls
         # Anonymous memory has huge pages, so it is preferred wherever peers can read it.
         self._backing: memory.Backing = "anonymous" if readable_by_peers() else "memfd"
-        self.ucx = self._start_ucx() if "ucx" in options.transports else None
+        self.ucx = self._start_ucx(options) if "ucx" in options.transports else None
 
-    def _start_ucx(self) -> UcxRegions | None:
+    def _start_ucx(self, options: TransferOptions) -> UcxRegions | None:
         ucx = load_ucx()
         if ucx is None:
             _log.warning("transfer.transports names ucx, but there is no libucp: pip install moonpool[ucx]")
             return None
+        if not loopback_only(options.tcp.host):
+            _log.warning("UCX has ports of its own and trusts whoever reaches them: closed networks only")
         return UcxRegions(UcxWorker(ucx), self.lifeline)
 
     def allocate(self, nbytes: int, name: str) -> Region:

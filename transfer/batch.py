@@ -78,6 +78,8 @@ class Batch:
         self._failure: TransferError | None = None
         self._loop = asyncio.get_running_loop()
         self._ends_at = self._loop.time() + deadline_s
+        # The loop's clock stands still while it sleeps (uvloop), so the threads look at this one.
+        self._ends_at_monotonic = time.monotonic() + deadline_s
         self._completed: asyncio.Queue[Index | None] | None = None
         self._begun = False
         self._task = self._loop.create_task(self._run())
@@ -240,7 +242,7 @@ class Batch:
             self._remote,
             hold,
             plan,
-            deadline_s=lambda: self._ends_at - self._loop.time(),
+            deadline_s=lambda: self._ends_at_monotonic - time.monotonic(),
             promised=self._checksums,
             verify_remote=verify_remote,
             on_spans=self._on_spans if self._completed is not None else None,

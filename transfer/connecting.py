@@ -42,9 +42,9 @@ async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
     """Raises StaleEpoch, AccessDenied, or PeerLost with what was tried."""
     names = [name for name in agent.options.transports if name in target.transports]
     peer = functools.partial(
-        Peer, target.agent_id, target.epoch, regions=agent.regions, verify_writes=agent.options.checksum
+        Peer, target.agent_id, target.epoch, regions=agent.regions, verify=agent.options.checksum
     )
-    there = AGENTS.get(target.incarnation)
+    there = AGENTS.get((os.getpid(), target.incarnation))
     if "local" in names and there is not None:
         link = LocalLink(agent, there, lambda link: agent.link_lost(link, "its agent was closed"))
         return peer(link=link, paths=[LocalPath(agent.pool, there.regions)])

@@ -11,8 +11,8 @@ from transfer.wire import RegionInfo
 if TYPE_CHECKING:
     from transfer.agent import TransferAgent
 
-AGENTS: dict[bytes, TransferAgent] = {}
-"""By incarnation. An agent is here from its start to its close."""
+AGENTS: dict[tuple[int, bytes], TransferAgent] = {}
+"""By process and incarnation: a forked child has a copy of them, but not the agents. From start to close."""
 
 
 class LocalLink:

@@ -34,7 +34,7 @@ class Peer:
         paths: Sequence[Path],
         regions: RegionTable,
         *,
-        verify_writes: bool,
+        verify: bool,
     ) -> None:
         self.agent_id = agent_id
         self.epoch = epoch
@@ -42,7 +42,7 @@ class Peer:
         self.paths = PathChoice(paths)
         self.regions = regions
         self.thread_id = threading.get_ident()
-        self._verify_writes = verify_writes
+        self._verify = verify
         self._batches: set[Batch] = set()
         self._letting_go: set[asyncio.Task[None]] = set()
         self._lost: TransferError | None = None
@@ -70,7 +70,7 @@ class Peer:
         """Copy ``remote[i]``, in the peer's regions, to ``local[i]``, in ours; the sizes must be equal.
 
         checksums: ``transfer.checksum`` of each span's bytes, as its owner gave it; compared with what
-        arrived.
+        arrived, unless ``transfer.checksum`` is off.
 
         Raises, here and before anything is posted: SpanError. The batch, when awaited, raises
             SpanError, RegionError: the peer has no such bytes; nothing was read.
@@ -138,8 +138,8 @@ class Peer:
             addresses,
             there,
             deadline_s=deadline_s,
-            checksums=checksums,
-            verify_on_network=self._verify_writes,
+            checksums=checksums if self._verify else None,
+            verify_on_network=self._verify,
             notify=notify,
         )
         self._batches.add(batch)

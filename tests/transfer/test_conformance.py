@@ -216,6 +216,19 @@ async def test_a_span_longer_than_any_request(monkeypatch: pytest.MonkeyPatch) -
             await peer.write(*spans, deadline_s=DEADLINE_S, checksums=[sums[0] ^ 1])
 
 
+async def test_checksums_can_be_turned_off() -> None:
+    options = TransferOptions(transports=("tcp",), checksum=False)
+    async with (
+        await TransferAgent.start(options, agent_id="here", epoch=1) as agent,
+        await TransferAgent.start(options, agent_id="peer", epoch=1) as theirs,
+    ):
+        ours, remote = agent.allocate(4096, "ours"), theirs.allocate(4096, "theirs")
+        peer = await agent.connect(theirs.describe())
+        spans = [Span(ours.id, 0, 4096)], [Span(remote.id, 0, 4096)]
+        await peer.read(*spans, deadline_s=DEADLINE_S, checksums=[1])
+        await peer.write(*spans, deadline_s=DEADLINE_S, checksums=[1])
+
+
 async def test_bytes_that_change_under_way_are_found(wire: Wire) -> None:
     source = pattern(NBYTES, SEED)
     sums = [checksum(source[i << 16 : (i + 1) << 16]) for i in range(16)]
