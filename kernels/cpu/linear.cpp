@@ -27,11 +27,13 @@ int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 MP_INLINE vf first_of(vu pairs) { return (vf)(pairs << 16); }
 MP_INLINE vf second_of(vu pairs) { return (vf)(pairs & 0xffff0000u); }
 
-template <int R, int C>
-MP_INLINE void accumulate_pairs(const float* x, int64_t ldx, const bf16* w, int64_t inputs, vf (&sums)[R][C]) {
+template <int R, int C, bool AHEAD>
+MP_INLINE void accumulate_pairs(const float* x, int64_t ldx, const bf16* w, int64_t inputs, vf (&sums)[R][C],
+                                int64_t ahead) {
     vu pairs[C];
     int64_t k = 0;
     for (; k + 2 <= inputs; k += 2, w += C * 2 * W) {
+        if constexpr (AHEAD) prefetch_row(w + ahead, C * 2 * W);
         memcpy(pairs, w, sizeof pairs);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
@@ -51,9 +53,10 @@ MP_INLINE void accumulate_pairs(const float* x, int64_t ldx, const bf16* w, int6
 }
 
 #if defined(MP_BF16_DOT)
-// inputs: even.
-template <int R, int C>
-MP_INLINE void accumulate_pairs(const bf16* x, int64_t ldx, const bf16* w, int64_t inputs, vf (&sums)[R][C]) {
+// inputs: even. It never asks ahead: done in half the time, it would be held up more than helped.
+template <int R, int C, bool AHEAD>
+MP_INLINE void accumulate_pairs(const bf16* x, int64_t ldx, const bf16* w, int64_t inputs, vf (&sums)[R][C],
+                                int64_t) {
     for (int64_t k = 0; k < inputs; k += 2, w += C * 2 * W) {
         vu pairs[C];
         memcpy(pairs, w, sizeof pairs);
@@ -84,18 +87,37 @@ void widen(const bf16* w, int64_t inputs, float* to) {
 
 // ---------------------------------------------------------------- rows through panels
 
-// One pass of R rows over a chunk. x: rows of stride ldx; sums: [R, PANEL].
-// Not inlined: on its own the compiler keeps every sum in a register.
-template <int R, int C, class X, class T>
-__attribute__((noinline)) void pass(const X* x, int64_t ldx, const T* w, int64_t inputs, bool begin, float* sums) {
+// One pass of R rows over a chunk, asking for the chunk behind it with AHEAD. x: rows of stride ldx; sums: [R,
+// PANEL]. Not inlined: on its own the compiler keeps every sum in a register.
+template <int R, int C, bool AHEAD, class X, class T>
+__attribute__((noinline)) void pass(const X* x, int64_t ldx, const T* w, int64_t inputs, bool begin,
+                                    float* sums) {
+    const int64_t ahead = inputs * C * W;
     vf registers[R][C];
     fetch<R, C>(registers, sums, PANEL, begin);
     if constexpr (std::is_same_v<T, bf16>) {
-        accumulate_pairs<R, C>(x, ldx, w, inputs, registers);
+        accumulate_pairs<R, C, AHEAD>(x, ldx, w, inputs, registers, ahead);
     } else {
-        accumulate<R, C>(x, ldx, w, C * W, inputs, registers);
+        accumulate<R, C, AHEAD>(x, ldx, w, C * W, inputs, registers, ahead);
     }
     keep<R, C>(registers, sums, PANEL);
+}
+
+// All rows through one chunk. Where weights are widened, the first group of rows brings a chunk near, and while
+// the second one goes through it again, the next chunk is asked for. Elsewhere that was measured to lose.
+template <int C, class X, class T>
+void passes(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, bool begin, float* sums) {
+    constexpr bool widens = std::is_same_v<X, float> && sizeof(T) == 2;
+    // Pairs of bf16 being widened take registers that the sums of a sixth row would need.
+    constexpr int most = std::is_same_v<X, float> && std::is_same_v<T, bf16> ? std::min(ROWS, 5) : ROWS;
+    int64_t group = 0;
+    for_row_groups<most>(rows, [&](int64_t row, auto R) {
+        if (widens && group++ == 1) {
+            pass<R, C, widens>(x + row * ldx, ldx, w, inputs, begin, sums + row * PANEL);
+        } else {
+            pass<R, C, false>(x + row * ldx, ldx, w, inputs, begin, sums + row * PANEL);
+        }
+    });
 }
 
 // All rows through one panel of C vectors. sums: [rows, PANEL].
@@ -108,15 +130,11 @@ void panel(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, fl
         if constexpr (std::is_same_v<X, float> && std::is_same_v<T, bf16>) {
             if (rows >= ROWS_TO_WIDEN) {
                 widen<C>(chunk, count, wide);
-                for_row_groups(rows, [&](int64_t row, auto R) {
-                    pass<R, C>(x + row * ldx + first, ldx, wide, count, first == 0, sums + row * PANEL);
-                });
+                passes<C>(x + first, ldx, rows, (const float*)wide, count, first == 0, sums);
                 continue;
             }
         }
-        for_row_groups(rows, [&](int64_t row, auto R) {
-            pass<R, C>(x + row * ldx + first, ldx, chunk, count, first == 0, sums + row * PANEL);
-        });
+        passes<C>(x + first, ldx, rows, chunk, count, first == 0, sums);
     }
 }
 

@@ -29,9 +29,3 @@ MP_INLINE void find_tokens(const Pool& pool, int64_t layer, int64_t head, const 
         for (; token < stop; token++, row += pool.head_dim) *rows++ = row;
     }
 }
-
-// Asks for a row ahead of its use.
-template <class T>
-MP_INLINE void prefetch_row(const T* row, int64_t n) {
-    for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + i);
-}

@@ -170,6 +170,12 @@ MP_INLINE void store(fp16* p, vf v) {
 #endif
 }
 
+// Asks for n values ahead of their use.
+template <class T>
+MP_INLINE void prefetch_row(const T* row, int64_t n) {
+    for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + i);
+}
+
 // ---------------------------------------------------------------- the last n < W values of a row
 
 template <class T>

@@ -11,10 +11,13 @@ constexpr int ROWS = 2;  // 16 registers
 #endif
 
 // sums[r][c] += x[r][k] * w[k][c], k after k, so that a row's sum does not depend on the other rows.
-// x: rows of stride ldx; w: rows of stride ldw, W lanes to a vector c.
-template <int R, int C, class T>
-MP_INLINE void accumulate(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t inputs, vf (&sums)[R][C]) {
+// x: rows of stride ldx; w: rows of stride ldw, W lanes to a vector c. AHEAD: meanwhile what lies `ahead` elements
+// behind w is asked for.
+template <int R, int C, bool AHEAD = false, class T>
+MP_INLINE void accumulate(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t inputs,
+                          vf (&sums)[R][C], int64_t ahead = 0) {
     for (int64_t k = 0; k < inputs; k++, w += ldw) {
+        if constexpr (AHEAD) prefetch_row(w + ahead, C * W);
         vf weights[C];
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) weights[c] = load(w + c * W);
@@ -52,16 +55,16 @@ MP_INLINE void with_constant(int64_t n, F f) {
     f(std::integral_constant<int, MOST>());
 }
 
-// Splits rows into as few groups of at most ROWS as there must be, of equal size: 8 go as 4 + 4, not as 6 +
-// 2. f(first row, number of rows as a constant).
-template <class F>
+// Splits rows into as few groups of at most MOST as there must be, of equal size: 8 go as 4 + 4, not as 6 + 2.
+// f(first row, number of rows as a constant).
+template <int MOST = ROWS, class F>
 MP_INLINE void for_row_groups(int64_t rows, F f) {
-    const int64_t groups = (rows + ROWS - 1) / ROWS;
+    const int64_t groups = (rows + MOST - 1) / MOST;
     if (groups == 0) return;
     const int64_t base = rows / groups, larger = rows % groups;
     for (int64_t group = 0, row = 0; group < groups; group++) {
         const int64_t size = base + (group < larger);
-        with_constant<ROWS>(size, [&](auto count) { f(row, count); });
+        with_constant<MOST>(size, [&](auto count) { f(row, count); });
         row += size;
     }
 }
