@@ -34,6 +34,7 @@ class RequestPlacer:
         """``limit``: tokens the request may produce in all. ``started_s`` is of ``services.clock``."""
         self.avoid: set[str] = set()  # nodes that failed this request
         self.num_attempts = 0
+        self.first_attempt = 0  # the number that nodes know the first one by
         self.hash_s = 0.0  # that the latest decision spent on block keys
         self.place_s = 0.0  # and on looking them up and choosing
         self._request = request
@@ -74,7 +75,7 @@ class RequestPlacer:
 
     def start(self, placement: Placement) -> Attempt:
         """Carry out what was decided just now."""
-        services, number = self._services, self.num_attempts
+        services, number = self._services, self.first_attempt + self.num_attempts
         self.num_attempts += 1
         members = services.registry.members
         estimate = placement.prefill

@@ -72,7 +72,13 @@ class RequestRun:
         """See ``Conductor.generate``."""
         services = self._services
         services.admission.enter(self)
-        services.timelines.put(self._recorder.timeline)
+        # An id may be used again, as by a client that retries. What nodes still say of its former life, or
+        # are still told about it, must not be taken for this one: the numbers of its attempts go on.
+        former, timeline = services.timelines.get(self.request_id), self._recorder.timeline
+        if former is not None:
+            timeline.first_attempt = former.first_attempt + former.summary.attempts
+        self._placer.first_attempt = timeline.first_attempt
+        services.timelines.put(timeline)
         self._recorder.queued(self._lineage.num_prompt_tokens, self._limit)
         self._deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
         try:

@@ -52,6 +52,7 @@ class RequestTimeline:
     request_id: str
     started_unix_s: float
     started_s: float  # the conductor's monotonic clock at admission
+    first_attempt: int = 0  # the number that nodes know its first attempt by
     summary: RequestSummary = field(default_factory=RequestSummary)
     events: list[TimelineEvent] = field(default_factory=list)
 

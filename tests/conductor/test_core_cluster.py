@@ -142,7 +142,7 @@ async def test_a_cancel_reaches_a_node_that_could_not_be_reached(redis: RedisPro
         node = cluster.nodes["d0"]
         client = cluster.conductor._services.registry.members["d0"].client
         assert isinstance(client, DecodeClient)
-        await node._server.stop(None)
+        await node.stop_serving()
         await cluster.until(lambda: not client.connected)
         client.cancel(("r", 3))
         await node.serve(node.port)
