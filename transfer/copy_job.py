@@ -12,8 +12,9 @@ from transfer.copy_pool import CopyPool
 from transfer.memory_copy import SLICE_NBYTES
 from transfer.span import U64, Index
 
-# Below this the hop to a thread costs more than the copy; the event loop's thread does it, in 50 µs at most.
-_INLINE_NBYTES = 256 << 10
+# Below this the hop to a thread and back costs more than the copy; the event loop's thread does it, in 0.1
+# ms.
+_INLINE_NBYTES = 1 << 20
 _INLINE_ROWS = 256
 # Small enough that what has been copied is still in the cache when it is verified.
 _OBSERVED_CHUNK_NBYTES = 2 << 20

@@ -1,4 +1,4 @@
-"""The few calls of the C library that Python does not offer. Each releases the GIL while it runs."""
+"""The few calls of the C library that Python does not offer. They release the GIL while they run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ IOV_MAX = 1024
 """Most buffers in one vectored call."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
+# Keeps the GIL during the call: giving it up for microseconds may mean waiting half a millisecond to win it
+# back.
+_quick_libc = ctypes.PyDLL(None, use_errno=True)
 
 
-def _declare(name: str, result: type, *arguments: type) -> ctypes._NamedFuncPointer | None:
+def _declare(
+    name: str, result: type, *arguments: type, library: ctypes.CDLL = _libc
+) -> ctypes._NamedFuncPointer | None:
     """The function, or None where the C library lacks it (process_vm_readv is Linux's alone)."""
     try:
-        function = getattr(_libc, name)
+        function = getattr(library, name)
     except AttributeError:
         return None
     function.restype = result
@@ -30,15 +35,9 @@ def _declare(name: str, result: type, *arguments: type) -> ctypes._NamedFuncPoin
 _size, _pointer = ctypes.c_size_t, ctypes.c_void_p
 _madvise = _declare("madvise", ctypes.c_int, _pointer, _size, ctypes.c_int)
 _prctl = _declare("prctl", ctypes.c_int, ctypes.c_int, *([ctypes.c_ulong] * 4))
-_process_vm_readv = _declare(
-    "process_vm_readv",
-    ctypes.c_ssize_t,
-    ctypes.c_int,
-    _pointer,
-    ctypes.c_ulong,
-    _pointer,
-    *([ctypes.c_ulong] * 2),
-)
+_vm_arguments = (ctypes.c_int, _pointer, ctypes.c_ulong, _pointer, *([ctypes.c_ulong] * 2))
+_process_vm_readv = _declare("process_vm_readv", ctypes.c_ssize_t, *_vm_arguments)
+_quick_vm_readv = _declare("process_vm_readv", ctypes.c_ssize_t, *_vm_arguments, library=_quick_libc)
 _sendmsg = _declare("sendmsg", ctypes.c_ssize_t, ctypes.c_int, _pointer, ctypes.c_int)
 _recvmsg = _declare("recvmsg", ctypes.c_ssize_t, ctypes.c_int, _pointer, ctypes.c_int)
 
@@ -84,15 +83,19 @@ def is_dumpable() -> bool:
     return _prctl is not None and _prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
 
 
-def process_vm_readv(pid: int, local: int, num_local: int, remote: int, num_remote: int) -> int:
+def process_vm_readv(
+    pid: int, local: int, num_local: int, remote: int, num_remote: int, *, quick: bool = False
+) -> int:
     """Copy from the memory of process ``pid``; ``local`` and ``remote`` are addresses of iovec arrays.
 
-    Returns bytes copied, which is less than asked where a remote page is missing. Raises OSError: EPERM
-    without the right to read that process, ESRCH when it is gone, EFAULT, ENOSYS.
+    quick: it takes microseconds, so keep the GIL. Returns bytes copied, which is less than asked where a
+    remote page is missing. Raises OSError: EPERM without the right to read that process, ESRCH when it is
+    gone, EFAULT, ENOSYS.
     """
-    if _process_vm_readv is None:
+    function = _quick_vm_readv if quick else _process_vm_readv
+    if function is None:
         raise OSError(38, "process_vm_readv is not available")
-    copied = _process_vm_readv(pid, local, num_local, remote, num_remote, 0)
+    copied = function(pid, local, num_local, remote, num_remote, 0)
     if copied < 0:
         raise _failure()
     return int(copied)

@@ -73,7 +73,10 @@ class Process:
         copy = np.empty(int(sizes.sum()), np.uint8)
         here = vectors(np.array([address_of(copy)], np.uint64), np.array([len(copy)], np.uint64))
         there = vectors(np.array([address + offset for offset, _ in parts], np.uint64), sizes)
-        if libc.process_vm_readv(self.pid, address_of(here), 1, address_of(there), len(parts)) != len(copy):
+        num_parts = len(parts)
+        if libc.process_vm_readv(
+            self.pid, address_of(here), 1, address_of(there), num_parts, quick=True
+        ) != len(copy):
             raise OSError(errno.EFAULT, "the other process has no memory there")
         return copy.tobytes()
 
