@@ -1,6 +1,7 @@
 """The one switch of the package: ``MOONPOOL_KERNELS`` in the environment, read once a process.
 
-Not an option of the configuration: it changes no result, and exists for tests and for finding a fault.
+Not an option of the configuration: it changes no result by more than rounding, and exists for tests and for
+finding a fault.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""The Triton forms on the CPU, in Triton's interpreter. Run by test_triton.py in a process of its own.
+"""The Triton forms against float64: on a GPU, or with TRITON_INTERPRET=1 on the CPU in Triton's interpreter.
 
-bfloat16 is left out: the interpreter's arithmetic in it is wrong.
+test_triton.py runs this file in a process of its own, interpreted; on a machine with a GPU, ``pytest
+tests/kernels/interpreted.py`` runs it there. bfloat16 is left out of the interpreter, whose arithmetic in it
+is wrong.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,6 +17,11 @@ import torch.nn.functional as F
 
 from kernels import reference, triton_blocks, triton_decode, triton_kv, triton_prefill, triton_rows
 from tests.kernels.paged import PagedBatch, Shape, assert_near
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("no GPU here, and not interpreted", allow_module_level=True)
 
 DECODES = Shape(((1, 1), (1, 16), (1, 17), (1, 150)))
 CHUNKS = Shape(((1, 1), (17, 17), (5, 20), (0, 7), (40, 130)))
@@ -24,12 +33,20 @@ VARIANTS = [
     {"head_dim": 128, "dtype": torch.float16, "block_size": 64},
     {"block_size": 8, "num_heads": 2, "num_kv_heads": 2, "window": 3},
 ]
+if not INTERPRETED:
+    VARIANTS += [{"dtype": torch.bfloat16, "head_dim": dim} for dim in (64, 128, 256)]
+
+
+@pytest.fixture(autouse=True)
+def _tensors_are_made_on_the_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_decode(variant: dict[str, int], num_parts: int) -> None:
-    batch = PagedBatch(replace(DECODES, **variant))
+    batch = PagedBatch(replace(DECODES, **variant), device=DEVICE)
     out = triton_decode.paged_decode_attention(
         batch.q,
         batch.pool,
@@ -44,7 +61,7 @@ def test_decode(variant: dict[str, int], num_parts: int) -> None:
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_a_padded_batch_row_gives_zeros(num_parts: int) -> None:
-    batch = PagedBatch(Shape(((1, 5), (1, 20))))
+    batch = PagedBatch(Shape(((1, 5), (1, 20))), device=DEVICE)
     batch.context_lens[1] = 0
     batch.block_table[1] = -1
     out = triton_decode.paged_decode_attention(
@@ -56,7 +73,7 @@ def test_a_padded_batch_row_gives_zeros(num_parts: int) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_prefill(variant: dict[str, int]) -> None:
-    batch = PagedBatch(replace(CHUNKS, **variant))
+    batch = PagedBatch(replace(CHUNKS, **variant), device=DEVICE)
     out = triton_prefill.paged_prefill_attention(
         batch.q,
         batch.pool,
@@ -70,7 +87,7 @@ def test_prefill(variant: dict[str, int]) -> None:
 
 
 def test_more_heads_than_rows() -> None:
-    batch = PagedBatch(Shape(((3, 20), (2, 2)), num_heads=40, num_kv_heads=1))
+    batch = PagedBatch(Shape(((3, 20), (2, 2)), num_heads=40, num_kv_heads=1), device=DEVICE)
     out = triton_prefill.paged_prefill_attention(
         batch.q, batch.pool, 1, batch.block_table, batch.cu_seqlens_q, batch.context_lens, **batch.rules
     )  # fmt: skip

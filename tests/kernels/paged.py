@@ -33,7 +33,14 @@ class PagedBatch:
     Blocks wholly before what a sequence's queries can see are left out of its table, as -1.
     """
 
-    def __init__(self, shape: Shape, seed: int = 0) -> None:
+    def __init__(self, shape: Shape, seed: int = 0, device: str = "cpu") -> None:
+        """Made on the CPU, so that a seed gives the same batch everywhere, then taken to ``device``."""
+        with torch.device("cpu"):
+            self._make(shape, seed)
+        for name in ("pool", "block_table", "q", "cu_seqlens_q", "context_lens"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    def _make(self, shape: Shape, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.shape = shape
         size, dim = shape.block_size, shape.head_dim
@@ -77,7 +84,8 @@ class PagedBatch:
         """float64 [num_tokens, num_heads, head_dim], straight from the definition of attention."""
         shape = self.shape
         group = shape.num_heads // shape.num_kv_heads
-        out = torch.empty(self.q.shape, dtype=torch.float64)
+        out = torch.empty(self.q.shape, dtype=torch.float64, device="cpu")
+        queries = self.q.cpu().double()
         row = 0
         for (new, total), k, v in zip(shape.lens, self.keys, self.values, strict=True):
             for position in range(total - new, total):
@@ -85,7 +93,7 @@ class PagedBatch:
                 for head in range(shape.num_heads):
                     keys = k[first : position + 1, head // group].double()
                     values = v[first : position + 1, head // group].double()
-                    scores = keys @ self.q[row, head].double() * shape.head_dim**-0.5
+                    scores = keys @ queries[row, head] * shape.head_dim**-0.5
                     if shape.soft_cap:
                         scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
                     out[row, head] = torch.softmax(scores, 0) @ values
@@ -95,6 +103,7 @@ class PagedBatch:
 
 def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
     """NaN-free and within the dtype's tolerance of the largest value expected."""
+    actual, expected = actual.cpu(), expected.cpu()
     assert not actual.isnan().any()
     error = (actual.double() - expected.double()).abs().max().item() if actual.numel() else 0.0
     largest = max(1.0, expected.abs().max().item()) if actual.numel() else 1.0
