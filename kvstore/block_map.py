@@ -202,19 +202,20 @@ class BlockMap:
         get = self._masks.get
         found: dict[str, int] = {}
         wanted = get(keys[0], 0) & self._alive
-        high = len(keys)
+        high = len(keys) - 1
         while wanted:
             # Some wanted node holds the first block: find the last block that any of them holds.
-            low, here = 1, wanted
+            low, here = 0, wanted
             while low < high:
                 middle = (low + high + 1) >> 1
-                mask = get(keys[middle - 1], 0) & wanted
-                if mask:
+                if mask := get(keys[middle], 0) & wanted:
                     low, here = middle, mask
                 else:
                     high = middle - 1
             for node_id in self._members.get(here) or self._name(here):
-                found[node_id] = low
+                found[node_id] = low + 1
+            if here == wanted:
+                break
             wanted ^= here
             high = low - 1
         return found
