@@ -10,8 +10,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,33 @@ class _Samples:
     nbytes: int = 0
 
 
+class _End:
+    """A connected peer and our pool, registered with the agent that is connected."""
+
+    def __init__(self, peer: Peer, pool: Region) -> None:
+        self.peer = peer
+        self._pool = pool
+
+    def mover(self, shape: Shape, remote: int, checksums: bool) -> Callable[[], Awaitable[float]]:
+        """A function that moves all parallel batches of ``shape`` and returns the seconds that took."""
+        pool = self._pool
+        ours, theirs = shape.spans(pool.id, pool.nbytes, 0), shape.spans(remote, pool.nbytes, 1)
+        sums = [checksum(bytes(shape.block_nbytes))] * shape.batch if checksums else None
+        post = self.peer.read if shape.direction == "read" else self.peer.write
+
+        async def move() -> float:
+            started = time.perf_counter()
+            batches = [
+                post(here, there, deadline_s=30, checksums=sums)
+                for here, there in zip(ours, theirs, strict=True)
+            ]
+            for batch in batches:
+                await batch
+            return time.perf_counter() - started
+
+        return move
+
+
 async def measure(settings: Settings, say: Callable[[str], None]) -> list[Row]:
     rows: list[Row] = []
     for transport in settings.transports:
@@ -85,8 +112,12 @@ class _Pair:
         options = TransferOptions(transports=(self._path,), tcp=tcp)
         if self._path == "ucx":
             os.environ["UCX_TLS"] = "tcp,self" if self._over_tcp else "all"
-        async with await TransferAgent.start(options, agent_id="bench", epoch=1) as agent:
-            pool = agent.allocate(self._settings.pool_nbytes, "pool")
+        async with (
+            await TransferAgent.start(options, agent_id="bench", epoch=1) as agent,
+            await TransferAgent.start(
+                replace(options, checksum=False), agent_id="trusting bench", epoch=1
+            ) as trusting,
+        ):
             numbers = (self._settings.pool_nbytes, tcp.streams, tcp.slice_nbytes)
             busy = "busy" if self._settings.busy else "idle"
             target = await asyncio.create_subprocess_exec(
@@ -96,52 +127,53 @@ class _Pair:
                 cwd=ROOT,
             )
             try:
-                return await self._with_target(agent, pool, target)
+                return await self._with_target(agent, trusting, target)
             finally:
                 if target.returncode is None:
                     target.kill()
                 await target.wait()
 
     async def _with_target(
-        self, agent: TransferAgent, pool: Region, target: asyncio.subprocess.Process
+        self, agent: TransferAgent, trusting: TransferAgent, target: asyncio.subprocess.Process
     ) -> list[Row]:
         assert target.stdin is not None
         assert target.stdout is not None
         facts = json.loads(await target.stdout.readline())
         target.stdin.write(agent.describe().pack() + b"\n")
-        remote = facts["region"]
+        pool = agent.allocate(self._settings.pool_nbytes, "pool")
+        remote, descriptor = facts["region"], AgentDescriptor.unpack(facts["descriptor"].encode())
         if self._transport == "local":
-            other = agent.allocate(self._settings.pool_nbytes, "other pool")
-            peer, remote = await agent.connect(agent.describe()), other.id
-        else:
-            peer = await agent.connect(AgentDescriptor.unpack(facts["descriptor"].encode()))
+            remote, descriptor = agent.allocate(pool.nbytes, "other pool").id, agent.describe()
+        ends = {
+            True: _End(await agent.connect(descriptor), pool),
+            False: _End(await trusting.connect(descriptor), trusting.register(pool.array)),
+        }
         cpu = _CpuClock(target.pid)
         raw = tuned(facts["raw_port"], pool.buffer) if self._over_tcp else None
         # Written to, so that it is memory, and zero like the pools, so that one checksum fits every block.
-        source = np.full(len(pool.array) if raw is None else 1, 0, np.uint8)
+        source = np.full(pool.nbytes if raw is None else 1, 0, np.uint8)
         rows: list[Row] = []
         for shape in self._settings.shapes:
             self._say(f"{self._transport}/{shape.name}")
             limit = MemoryCopy(shape, pool.array, source).move if raw is None else _raw_move(raw, shape)
-            rows += await self._case(peer, pool, remote, shape, limit, cpu)
+            rows += await self._case(ends, remote, shape, limit, cpu)
         if raw is not None:
             raw.close()
         if self._transport != "local":
-            rows += await self._notes(agent, peer)
+            rows += await self._notes(agent, ends[True].peer)
             rows += await self._idle(cpu)
         return rows
 
     async def _case(
         self,
-        peer: Peer,
-        pool: Region,
+        ends: dict[bool, _End],
         remote: int,
         shape: Shape,
         limit: Callable[[], float],
         cpu: _CpuClock,
     ) -> list[Row]:
-        ours, theirs = shape.spans(pool.id, pool.nbytes, 0), shape.spans(remote, pool.nbytes, 1)
         samples = {on: _Samples() for on in self._settings.checksums}
+        movers = {on: ends[on].mover(shape, remote, on) for on in samples}
         limits: list[float] = []
         for _ in range(self._settings.rounds):
             until = time.perf_counter() + _ROUND_S / (1 + len(samples))
@@ -150,19 +182,10 @@ class _Pair:
                 if time.perf_counter() > until:
                     break
             for on, sample in samples.items():
-                sums = [checksum(bytes(shape.block_nbytes))] * shape.batch if on else None
                 used = cpu.seconds()
                 until = time.perf_counter() + _ROUND_S / (1 + len(samples))
                 while True:
-                    started = time.perf_counter()
-                    move = peer.read if shape.direction == "read" else peer.write
-                    batches = [
-                        move(here, there, deadline_s=30, checksums=sums)
-                        for here, there in zip(ours, theirs, strict=True)
-                    ]
-                    for batch in batches:
-                        await batch
-                    sample.seconds.append(time.perf_counter() - started)
+                    sample.seconds.append(await movers[on]())
                     sample.nbytes += shape.nbytes
                     if time.perf_counter() > until:
                         break
