@@ -112,7 +112,7 @@ async def test_the_next_turn_of_a_conversation_hits_what_was_generated(client: C
     known_before = await num_known()
     messages = [{"role": "user", "content": "What is love?"}]
     first = Reply()
-    async for _ in client.chat(messages, first, temperature=0, max_tokens=64, min_tokens=48):
+    async for _ in client.chat(messages, first, temperature=0, max_tokens=400, min_tokens=384):
         pass
     messages += [
         {"role": "assistant", "content": first.text},
