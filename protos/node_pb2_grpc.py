@@ -440,7 +440,7 @@ class DecodeNodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokens(self, request, context):
-        """One message a step with the new tokens of every request of this conductor (steps of less than 2 ms share one,
+        """One message a step with the new tokens of every request of this conductor (steps of less than 3 ms share one,
         tokens in order). One stream a conductor.
         When it breaks and is not reopened within the orphan bound, that conductor's requests are cancelled.
         """

@@ -168,7 +168,7 @@ class DecodeNodeStub:
     produces comes on the Tokens stream of the same conductor.
     """
     Tokens: _grpc.UnaryStreamMultiCallable[_node_pb2.TokensRequest, _node_pb2.StepTokens]
-    """One message a step with the new tokens of every request of this conductor (steps of less than 2 ms share one,
+    """One message a step with the new tokens of every request of this conductor (steps of less than 3 ms share one,
     tokens in order). One stream a conductor.
     When it breaks and is not reopened within the orphan bound, that conductor's requests are cancelled.
     """
@@ -183,7 +183,7 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     produces comes on the Tokens stream of the same conductor.
     """
     Tokens: _aio.UnaryStreamMultiCallable[_node_pb2.TokensRequest, _node_pb2.StepTokens]  # type: ignore[assignment]
-    """One message a step with the new tokens of every request of this conductor (steps of less than 2 ms share one,
+    """One message a step with the new tokens of every request of this conductor (steps of less than 3 ms share one,
     tokens in order). One stream a conductor.
     When it breaks and is not reopened within the orphan bound, that conductor's requests are cancelled.
     """
@@ -207,7 +207,7 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.TokensRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_pb2.StepTokens], _abc.AsyncIterator[_node_pb2.StepTokens]]:
-        """One message a step with the new tokens of every request of this conductor (steps of less than 2 ms share one,
+        """One message a step with the new tokens of every request of this conductor (steps of less than 3 ms share one,
         tokens in order). One stream a conductor.
         When it breaks and is not reopened within the orphan bound, that conductor's requests are cancelled.
         """
