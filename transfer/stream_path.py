@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import socket
 import threading
@@ -14,9 +15,11 @@ from transfer.errors import PathFailed
 from transfer.stream import Stream, Task
 from transfer.wire import MAX_REQUEST_SPANS, Op
 
+# A chunk costs two turns of the GIL on either side, so as few as possible; small ones where each is verified
+# or followed, while it is in the cache.
 _MIN_CHUNK_NBYTES = 1 << 20
-_MAX_CHUNK_NBYTES = 16 << 20
-_CHUNKS_PER_STREAM = 4
+_MAX_CHUNK_NBYTES = 32 << 20
+_OBSERVED_CHUNK_NBYTES = 4 << 20
 _MAX_PULL_NBYTES = 64 << 20
 
 
@@ -44,13 +47,15 @@ class StreamPath:
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._num_idle = 0
         self._opening = asyncio.Lock()
 
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
         if direction == "write" and self.write_op is Op.PULL:
             return _MAX_PULL_NBYTES, MAX_REQUEST_SPANS
-        share = nbytes // (self._num_streams * _CHUNKS_PER_STREAM)
-        return min(max(share, _MIN_CHUNK_NBYTES), _MAX_CHUNK_NBYTES), MAX_REQUEST_SPANS
+        share = -(-nbytes // self._num_streams)
+        most = min(_OBSERVED_CHUNK_NBYTES, _MAX_CHUNK_NBYTES) if observed else _MAX_CHUNK_NBYTES
+        return min(max(share, _MIN_CHUNK_NBYTES), most), MAX_REQUEST_SPANS
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         async with self._opening:
@@ -84,10 +89,19 @@ class StreamPath:
             stream.close()
 
     def next_task(self, block: bool) -> Task | None:
-        try:
-            return self._tasks.get(block)
-        except queue.Empty:
+        if not block:
+            # Leave to each connection that has nothing to do the task it is about to take.
+            if self._tasks.qsize() <= self._num_idle:
+                return None
+            with contextlib.suppress(queue.Empty):
+                return self._tasks.get_nowait()
             return None
+        with self._lock:
+            self._num_idle += 1
+        task = self._tasks.get()
+        with self._lock:
+            self._num_idle -= 1
+        return task
 
     def cannot_pull(self) -> None:
         # Then we send it the bytes.
