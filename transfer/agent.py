@@ -153,6 +153,8 @@ class TransferAgent:
         task = self._peers.get(descriptor.incarnation)
         if task is None:
             task = self.loop.create_task(self._connect(descriptor))
+            # When all who waited have given up, nobody is left to look at how it ended.
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._peers[descriptor.incarnation] = task
         try:
             async with asyncio.timeout(limit_s):
@@ -172,6 +174,12 @@ class TransferAgent:
             raise
         self._links[peer.link] = peer
         peer.on_lost = self._forget
+        if not peer.link.open:
+            # Lost before it was ours to be told of.
+            gone = PeerLost(peer.agent_id, "it went away while we were connecting")
+            self._peers.pop(descriptor.incarnation, None)
+            peer.lose(gone)
+            raise gone
         return peer
 
     def link_lost(self, link: Link, reason: str) -> None:

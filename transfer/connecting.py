@@ -52,14 +52,15 @@ async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
     failures: list[str] = []
     if "shm" in names and target.unix_name and target.boot_id == boot_id():
         # Being reachable under a name of this network namespace is the proof that it is this host.
-        control: Control | None = None
         try:
             control = await _connect_control(agent, target, "shm")
-            return peer(link=control, paths=await _same_host_paths(agent, target, control, names))
+            try:
+                return peer(link=control, paths=await _same_host_paths(agent, target, control, names))
+            except BaseException:
+                control.close()
+                raise
         except (OSError, WireError, PathFailed) as error:
             failures.append(f"shm: {error}")
-            if control is not None:
-                control.close()
     if target.tcp_port and ("tcp" in names or "ucx" in names):
         try:
             control = await _connect_control(agent, target, "tcp")

@@ -13,6 +13,9 @@ from transfer.wire import RegionInfo
 class Link(Protocol):
     """See ``transfer.control.Control`` for what each does."""
 
+    @property
+    def open(self) -> bool: ...
+
     async def region(self, region_id: int) -> RegionInfo: ...
 
     def note(self, payload: bytes) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,10 @@ class LocalLink:
         self._on_lost = on_lost
         self._on_region_closed: list[Callable[[int], None]] = []
         there.memory.local_links.add(self)
+
+    @property
+    def open(self) -> bool:
+        return (os.getpid(), self._there.incarnation) in AGENTS
 
     async def region(self, region_id: int) -> RegionInfo:
         return self._there.region_info(region_id)

@@ -33,6 +33,7 @@ from transfer import (
     TransferError,
     TransferReport,
 )
+from transfer import agent as agent_module
 from transfer.ucx.library import load_ucx
 
 NBYTES = 32 << 20
@@ -227,6 +228,27 @@ async def test_a_cut_link_is_past_the_deadline(proxy: tuple[Proxy, RemotePeer], 
         with pytest.raises(DeadlineExceeded):
             await peer.read(ours, spans, deadline_s=0.2)
         assert (memory.array == 9).all()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_peer_that_goes_while_we_connect_is_lost(
+    start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = start_peer(transport)
+    connect_peer = agent_module.connect_peer
+
+    async def slow(*arguments: Any) -> Peer:
+        peer = await connect_peer(*arguments)
+        theirs.kill()
+        while peer.link.open:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        return peer
+
+    monkeypatch.setattr(agent_module, "connect_peer", slow)
+    async with await start_here(transport) as agent:
+        for _ in range(2):
+            with pytest.raises(PeerLost):
+                await agent.connect(theirs.descriptor)
 
 
 async def test_closing_the_agent_ends_its_batches() -> None:
