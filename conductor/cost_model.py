@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from conductor import core_metrics
 from conductor.link import LinkModel
+from conductor.output_lengths import OutputLengths
 from conductor.prediction import PredictionErrors
 
 # A node that gave no profile yet: a small model on a CPU. Its first requests correct it.
@@ -24,8 +25,6 @@ _BOUND = 8.0
 _HALF_LIFE_S = 60.0
 # So many measurements weigh as much as what is known of the other nodes.
 _DOUBT = 2.0
-# How much the length of one output moves the expected one.
-_OUTPUT_WEIGHT = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ class CostModel:
         self.decode_correction = Correction()
         self.errors = {name: PredictionErrors() for name in ("ttft", "prefill", "step", "transfer")}
         self._histograms = {name: core_metrics.prediction_error.labels(name) for name in self.errors}
-        self._output_tokens = 128.0
+        self.output_lengths = OutputLengths()
 
     def node(self, profile: Profile) -> NodeCost:
         """The cost of a new node, corrected by what is known of the others."""
@@ -169,14 +168,6 @@ class CostModel:
         """Blocks were read by ``target`` from ``source`` (node ids)."""
         self._check("transfer", self.links.seconds(source, target, nbytes), actual_s)
         self.links.observe(source, target, nbytes, actual_s)
-
-    def observe_output(self, num_tokens: int) -> None:
-        """A request ended by itself after ``num_tokens``."""
-        self._output_tokens += _OUTPUT_WEIGHT * (num_tokens - self._output_tokens)
-
-    def expected_output_tokens(self, remaining_tokens: int) -> int:
-        """How many tokens a request that may still produce ``remaining_tokens`` probably will."""
-        return max(1, min(remaining_tokens, round(self._output_tokens)))
 
     def _check(self, estimate: str, predicted_s: float, actual_s: float) -> None:
         if actual_s > 0:

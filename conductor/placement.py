@@ -85,6 +85,7 @@ class Rejection:
     role: str = ""  # the role without nodes: waiting for one may help
     capacity_tokens: int = 0  # the most that fits anywhere: nothing helps
     retry_after_s: float = 0.0  # otherwise: coming back after this may help
+    stage: str = ""  # of a rejection policy: "arrival", or "decode" when the prefill is wasted
 
 
 def describe(chosen: PrefillEstimate, reason: Reason, candidates: Sequence[PrefillEstimate]) -> str:

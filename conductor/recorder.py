@@ -150,4 +150,4 @@ class Recorder:
         facts = {"error": error} if error else {}
         self.timeline.add("done", now_s, finish_reason=finish_reason, output_tokens=num_tokens, **facts)
         if finish_reason in ("stop", "length"):
-            self._cost_model.observe_output(num_tokens)
+            self._cost_model.output_lengths.observe(summary.prompt_tokens, num_tokens)

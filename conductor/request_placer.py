@@ -64,7 +64,9 @@ class RequestPlacer:
         request = PlaceRequest(
             num_tokens=lineage.num_tokens,
             remaining_tokens=remaining,
-            expected_tokens=services.cost_model.expected_output_tokens(remaining),
+            expected_tokens=services.cost_model.output_lengths.expected(
+                lineage.num_prompt_tokens, len(lineage.output_ids), remaining
+            ),
             deadline_s=math.inf if begun else self._timeout_s,
             reads_cache=not self._wants_prompt_logprobs,
         )

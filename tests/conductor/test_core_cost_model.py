@@ -118,14 +118,6 @@ def test_the_number_of_remembered_links_is_bounded() -> None:
     assert len(links._pairs) == 4
 
 
-def test_expected_output_follows_what_ended_and_never_exceeds_what_is_allowed() -> None:
-    model = CostModel()
-    for _ in range(60):
-        model.observe_output(40)
-    assert model.expected_output_tokens(1000) == 40
-    assert model.expected_output_tokens(7) == 7
-
-
 def test_prediction_errors_report_quantiles_of_the_latest() -> None:
     errors = PredictionErrors(window=10)
     assert errors.to_dict() == {"count": 0, "p50_percent": None, "p90_percent": None}
