@@ -38,6 +38,7 @@ class ChainCache(Generic[Key]):
         self._children: dict[Key, set[Key]] = {}  # held keys by the key before them, held or not
         self._pins: dict[int, int] = {}  # by slot
         self._doomed: set[int] = set()  # removed while pinned: their slots go free with the last pin
+        self._reserved: set[int] = set()  # taken for blocks that are not held yet
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -85,17 +86,43 @@ class ChainCache(Generic[Key]):
         after the block is evicted, for nobody can reach it; nothing else has changed.
         """
         assert key not in self._slots
+        slot = self.reserve(key, parent)
+        if slot is not None:
+            self.commit(slot, key, parent)
+        return slot
+
+    def reserve(self, key: Key, parent: Key | None) -> int | None:
+        """``add`` in two steps: a slot nobody finds until ``commit``, or until ``abandon`` gives it back.
+
+        None, and what then happens, as for ``add``.
+        """
         if not self._free and not self._make_room(key, parent):
-            for after in self._after(key):
+            for after in self.after(key):
                 self._evict(after)
             return None
         slot = self._free.pop()
+        self._reserved.add(slot)
+        return slot
+
+    def commit(self, slot: int, key: Key, parent: Key | None) -> int:
+        """The reserved slot holds the block now. Returns the slot that carries the key: another one where
+        the same block came in meanwhile; ``slot`` is free then."""
+        held = self._slots.get(key)
+        if held is not None:
+            self.abandon(slot)
+            return held
+        self._reserved.remove(slot)
         self._slots[key] = slot
         if parent is not None:
             self._parents[key] = parent
             self._children.setdefault(parent, set()).add(key)
         self.policy.added(key)
         return slot
+
+    def abandon(self, slot: int) -> None:
+        """Give a reserved slot back."""
+        self._reserved.remove(slot)
+        self._free.append(slot)
 
     def _make_room(self, key: Key, parent: Key | None) -> bool:
         if not self.policy.admits(key):
@@ -105,7 +132,11 @@ class ChainCache(Generic[Key]):
         above = [] if parent is None else self._unpinned_above(parent)
         self.pin(above)
         try:
-            return self.evict()
+            # The slot of a block that was evicted while somebody read it goes free later.
+            while not self._free:
+                if not self.evict():
+                    return False
+            return True
         finally:
             self.unpin(above)
 
@@ -167,13 +198,13 @@ class ChainCache(Generic[Key]):
         are released, but are found no more. Returns the keys that went, the last of a chain first."""
         if key not in self._slots:
             return []
-        gone = [*self._after(key), key]
+        gone = [*self.after(key), key]
         for each in gone:
             self._forget(each)
         return gone
 
-    def _after(self, key: Key) -> list[Key]:
-        """What is held after a block of its chain, the last first."""
+    def after(self, key: Key) -> list[Key]:
+        """What is held after a block, held or not, of its chain: the last first."""
         found: list[Key] = []
         stack = list(self._children.get(key, ()))
         while stack:
@@ -204,7 +235,9 @@ class ChainCache(Generic[Key]):
         assert len(free) == len(self._free), "a slot is free twice"
         assert not taken & free, "a held slot is free"
         assert not self._doomed & (taken | free), "a doomed slot is held or free"
-        assert len(taken) + len(free) + len(self._doomed) == self.capacity, "a slot is lost"
+        assert not self._reserved & (taken | free | self._doomed), "a reserved slot is held or free"
+        num_slots = len(taken) + len(free) + len(self._doomed) + len(self._reserved)
+        assert num_slots == self.capacity, "a slot is lost"
         assert self._doomed <= self._pins.keys(), "a slot nobody pins is not given back"
         assert self._pins.keys() <= taken | self._doomed, "a free slot is pinned"
         for key, parent in self._parents.items():

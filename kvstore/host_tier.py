@@ -140,16 +140,48 @@ class HostTier:
         block = np.frombuffer(source, dtype=np.uint8)
         if block.nbytes != self.layout.block_nbytes:
             raise LayoutError(f"a block has {self.layout.block_nbytes} bytes, got {block.nbytes}")
-        slot = self._cache.add(key, parent)
+        slot = self.reserve(key, parent)
         if slot is not None:
             np.copyto(self._memory[slot], block)
-            self._checksums[slot] = xxh3_64_intdigest(block.data) if checksum is None else checksum
+            self.commit(slot, key, parent, xxh3_64_intdigest(block.data) if checksum is None else checksum)
         return slot
+
+    def reserve(self, key: BlockKey, parent: BlockKey | None) -> int | None:
+        """A slot for a writer that fills ``bytes_of(slot)`` itself; nobody finds it until ``commit``.
+
+        None: there is no place, as for ``put``.
+        """
+        return self._cache.reserve(key, parent)
+
+    def commit(self, slot: int, key: BlockKey, parent: BlockKey | None, checksum: int) -> int:
+        """The reserved slot holds the block ``key``. Returns the slot that carries the key now: another one
+        where the same block came in meanwhile; the reserved one is free then."""
+        carrier = self._cache.commit(slot, key, parent)
+        if carrier == slot:
+            self._checksums[slot] = checksum
+        return carrier
+
+    def abandon(self, slot: int) -> None:
+        """Give a reserved slot back."""
+        self._cache.abandon(slot)
 
     def remove(self, key: BlockKey) -> list[BlockKey]:
         """Drop a block and what follows it here. Returns the keys that went. Pinned ones keep their bytes
         until they are released, but are found no more."""
         return self._cache.remove(key)
+
+    def after(self, key: BlockKey) -> list[BlockKey]:
+        """What is held here after a block, held or not, of its chain: the last first."""
+        return self._cache.after(key)
+
+    def evict(self) -> bool:
+        """Evict one block, as a ``put`` into a full tier does. False, counted, when all is pinned."""
+        return self._cache.evict()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        return self._cache.num_free
 
     def check_integrity(self) -> None:
         self._cache.check_integrity()

@@ -82,12 +82,69 @@ class EngineOptions:
             _require(getattr(self, name) > 0, f"engine.{name}", "positive", getattr(self, name))
 
 
+EVICTION_POLICIES = ("lru", "lfu", "length-aware", "s3fifo", "sieve", "prefix")
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierOptions:
+    capacity_nbytes: int = option(256 << 20, "bytes", "host memory of one node for KV blocks beside its pool")
+    policy: str = option("prefix", "name", "eviction policy: lru, lfu, length-aware, s3fifo, sieve or prefix")
+    watermark: float = option(
+        0.95, "fraction", "write-back: blocks go to disk from this filling on, so that there is room at once"
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.capacity_nbytes > 0, "store.host.capacity_nbytes", "positive", self.capacity_nbytes)
+        _require_policy("store.host.policy", self.policy)
+        _require(0 < self.watermark <= 1, "store.host.watermark", "above 0, at most 1", self.watermark)
+
+
+@dataclass(frozen=True, slots=True)
+class SsdTierOptions:
+    path: str = option(
+        "", "path", "directory for KV blocks on disk, one folder a node in it; empty: no SSD tier"
+    )
+    capacity_nbytes: int = option(8 << 30, "bytes", "disk space of one node for KV blocks")
+    policy: str = option("prefix", "name", "eviction policy: lru, lfu, length-aware, s3fifo, sieve or prefix")
+    io_threads: int = option(2, "threads", "threads of a node that read and write the disk")
+    queue_nbytes: int = option(
+        32 << 20, "bytes", "blocks that may wait to be written; what comes beyond is not written, and counted"
+    )
+    deadline_s: float = option(
+        2.0, "seconds", "longest a request waits for blocks from disk; then it computes them"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("capacity_nbytes", "io_threads", "queue_nbytes", "deadline_s"):
+            _require(getattr(self, name) > 0, f"store.ssd.{name}", "positive", getattr(self, name))
+        _require_policy("store.ssd.policy", self.policy)
+
+
+def _require_policy(key: str, name: str) -> None:
+    _require(name in EVICTION_POLICIES, key, f"one of {', '.join(EVICTION_POLICIES)}", name)
+
+
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     lease_ttl_s: float = option(10.0, "seconds", "longest a peer may keep blocks pinned without asking again")
+    write_policy: str = option(
+        "write-back",
+        "name",
+        "when blocks go to disk: write-back (as host memory fills), write-through (as soon as they are "
+        "stored) or selective (when used a second time)",
+    )
+    host: HostTierOptions = _section(HostTierOptions)
+    ssd: SsdTierOptions = _section(SsdTierOptions)
 
     def __post_init__(self) -> None:
         _require(self.lease_ttl_s > 0, "store.lease_ttl_s", "positive", self.lease_ttl_s)
+        policies = ("write-back", "write-through", "selective")
+        _require(
+            self.write_policy in policies,
+            "store.write_policy",
+            f"one of {', '.join(policies)}",
+            self.write_policy,
+        )
 
 
 @dataclass(frozen=True, slots=True)

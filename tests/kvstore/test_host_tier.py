@@ -15,6 +15,7 @@ from kvstore.eviction import POLICIES, make_policy
 from kvstore.host_tier import HostTier
 from kvstore.keys import BlockKey
 from kvstore.layout import KVLayout
+from runtime.options import EVICTION_POLICIES
 from tests.kvstore.nodes import chain, key
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=4, head_dim=4, dtype="float32")
@@ -185,3 +186,37 @@ def test_any_history_leaves_a_sound_tier() -> None:
     run_state_machine_as_test(
         AnyHistory, settings=settings(max_examples=120, stateful_step_count=40, deadline=None)
     )
+
+
+def test_a_reserved_slot_is_found_only_once_it_is_committed() -> None:
+    host = tier(3)
+    first, second = key(1), key(2)
+    slot = host.reserve(first, None)
+    assert slot is not None
+    host.bytes_of(slot)[:] = payload(first)
+    assert host.match([first]) == []
+    host.check_integrity()
+    assert host.commit(slot, first, None, 7) == slot
+    assert host.match([first]) == [slot]
+    assert host.checksum_of(slot) == 7
+    other = host.reserve(second, first)
+    assert other is not None
+    host.abandon(other)
+    assert second not in host
+    assert host.num_free == 2
+    host.check_integrity()
+
+
+def test_the_second_to_commit_a_block_gets_the_first_ones_slot() -> None:
+    host = tier(3)
+    slots = [host.reserve(key(1), None) for _ in range(2)]
+    assert None not in slots
+    assert host.commit(slots[1], key(1), None, 7) == slots[1]
+    assert host.commit(slots[0], key(1), None, 8) == slots[1]
+    assert host.checksum_of(slots[1]) == 7
+    assert host.num_free == 2
+    host.check_integrity()
+
+
+def test_the_options_know_every_policy() -> None:
+    assert set(EVICTION_POLICIES) == set(POLICIES)
