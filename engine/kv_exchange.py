@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
 
 from engine.block_memory import BlockMemory
-from kvstore import keys as block_keys
 from kvstore.keys import BlockKey
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
-from runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
+from kvstore.remote_lease import RemoteLeases
+from protos import node_pb2
+from runtime.errors import MoonpoolError
 from transfer import AgentDescriptor, Peer, Span, TransferAgent, TransferReport
-
-log = logging.getLogger(__name__)
 
 
 class PeerIncompatible(MoonpoolError):
@@ -52,23 +46,15 @@ class KvExchange:
         self._memory = memory
         self._agent = agent
         self._deadline_s = deadline_s
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._releases: set[asyncio.Task[None]] = set()
+        self._leases = RemoteLeases(deadline_s)
 
     async def close(self) -> None:
         """End every connection to a peer."""
-        for release in self._releases:
-            release.cancel()
-        channels, self._channels = self._channels, {}
-        for channel in channels.values():
-            await channel.close(None)
+        await self._leases.close()
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The one channel to a peer's gRPC server; it reconnects by itself."""
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = rpc.channel(address)
-        return channel
+        return self._leases.channel(address)
 
     async def connect(self, source: node_pb2.KvAddress) -> Peer:
         """The peer whose memory ``source`` describes.
@@ -121,7 +107,7 @@ class KvExchange:
         num_local = len(held)
         nbytes = 0
         try:
-            async with self._lease(source, chain[num_local:]) as blocks:
+            async with self._leases.hold(source, chain[num_local:]) as blocks:
                 num_wanted = len(blocks.offset)
                 if 0 < num_wanted <= pool.num_free:
                     held += pool.allocate(num_wanted)
@@ -134,27 +120,3 @@ class KvExchange:
         for i in range(num_local, len(held)):
             held[i] = pool.seal(held[i], chain[i], chain[i - 1] if i else None)
         return Fetched(held, len(held) - num_local, nbytes, time.monotonic() - started_s)
-
-    @asynccontextmanager
-    async def _lease(
-        self, source: node_pb2.KvAddress, wanted: Sequence[BlockKey]
-    ) -> AsyncIterator[node_pb2.BlockSpans]:
-        stub = node_pb2_grpc.NodeStub(self.channel(source.rpc_address))
-        request = node_pb2.LeaseRequest(keys=block_keys.pack(wanted), ttl_s=2 * self._deadline_s)
-        with rpc.calling(source.node_id):
-            reply = await stub.Lease(request, timeout=self._deadline_s, metadata=rpc.request_metadata())
-        try:
-            yield reply.blocks
-        finally:
-            if reply.lease_id:
-                # Nobody waits for it: a release that is lost ends with the lease.
-                release = asyncio.create_task(self._release(stub, source.node_id, reply.lease_id))
-                self._releases.add(release)
-                release.add_done_callback(self._releases.discard)
-
-    async def _release(self, stub: node_pb2_grpc.NodeAsyncStub, node_id: str, lease_id: int) -> None:
-        try:
-            with rpc.calling(node_id):
-                await stub.Release(node_pb2.ReleaseRequest(lease_id=lease_id), timeout=self._deadline_s)
-        except (NodeUnavailable, RemoteError) as error:
-            log.info("a lease was not given back and will lapse: %s", error)

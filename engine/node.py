@@ -267,6 +267,20 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self.leases.release(request.lease_id)
         return node_pb2.ReleaseReply()
 
+    async def Replicate(
+        self, request: node_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ReplicateReply:
+        self.check_takes_work()
+        fetched = await self.exchange.fetch(request.source, block_keys.unpack(request.keys))
+        # A copy nobody uses here is like any cached block: it stays until room is needed.
+        self.engine.pool.release(fetched.block_ids)
+        return node_pb2.ReplicateReply(
+            num_blocks=len(fetched.block_ids),
+            num_read=fetched.num_read,
+            nbytes=fetched.nbytes,
+            seconds=fetched.seconds,
+        )
+
     async def Cancel(
         self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.CancelReply:

@@ -360,7 +360,7 @@ class NodeStatus(_message.Message):
     node_id: _builtins.str
     epoch: _builtins.int
     role: _builtins.str
-    """"prefill" or "decode" """
+    """"prefill", "decode" or "store" """
     state: _builtins.str
     """"starting", "ready", "draining" """
     num_running: _builtins.int
@@ -550,6 +550,60 @@ class ReleaseReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
+
+@_typing.final
+class ReplicateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """16 bytes each, in chain order"""
+    @_builtins.property
+    def source(self) -> Global___KvAddress: ...
+    def __init__(
+        self,
+        *,
+        source: Global___KvAddress | None = ...,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateRequest: _TypeAlias = ReplicateRequest  # noqa: Y015
+
+@_typing.final
+class ReplicateReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_READ_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """of the chain, from its first on, that are held here now"""
+    num_read: _builtins.int
+    """of those, read from the source"""
+    nbytes: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        num_read: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "num_blocks", b"num_blocks", "num_read", b"num_read", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateReply: _TypeAlias = ReplicateReply  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):

@@ -56,6 +56,11 @@ class NodeStub:
                 request_serializer=protos_dot_node__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Replicate = channel.unary_unary(
+                '/moonpool.Node/Replicate',
+                request_serializer=protos_dot_node__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.ReplicateReply.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/moonpool.Node/Cancel',
                 request_serializer=protos_dot_node__pb2.CancelRequest.SerializeToString,
@@ -94,6 +99,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicate(self, request, context):
+        """Read what is missing here of `keys` from another node, keep it and publish it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cancel(self, request, context):
         """Stop one attempt of a request and let everything go that it holds here. Unknown ones are no error.
         """
@@ -123,6 +135,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=protos_dot_node__pb2.ReleaseRequest.FromString,
                     response_serializer=protos_dot_node__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Replicate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=protos_dot_node__pb2.ReplicateRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.ReplicateReply.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -240,6 +257,33 @@ class Node:
             '/moonpool.Node/Release',
             protos_dot_node__pb2.ReleaseRequest.SerializeToString,
             protos_dot_node__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Node/Replicate',
+            protos_dot_node__pb2.ReplicateRequest.SerializeToString,
+            protos_dot_node__pb2.ReplicateReply.FromString,
             options,
             channel_credentials,
             insecure,

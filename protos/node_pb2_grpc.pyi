@@ -41,6 +41,8 @@ class NodeStub:
     Lease: _grpc.UnaryUnaryMultiCallable[_node_pb2.LeaseRequest, _node_pb2.LeaseReply]
     """Pin the longest prefix of `keys` this node holds, so that the caller may read it until the lease ends."""
     Release: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReleaseRequest, _node_pb2.ReleaseReply]
+    Replicate: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReplicateRequest, _node_pb2.ReplicateReply]
+    """Read what is missing here of `keys` from another node, keep it and publish it."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_node_pb2.CancelRequest, _node_pb2.CancelReply]
     """Stop one attempt of a request and let everything go that it holds here. Unknown ones are no error."""
 
@@ -55,6 +57,8 @@ class NodeAsyncStub(NodeStub):
     Lease: _aio.UnaryUnaryMultiCallable[_node_pb2.LeaseRequest, _node_pb2.LeaseReply]  # type: ignore[assignment]
     """Pin the longest prefix of `keys` this node holds, so that the caller may read it until the lease ends."""
     Release: _aio.UnaryUnaryMultiCallable[_node_pb2.ReleaseRequest, _node_pb2.ReleaseReply]  # type: ignore[assignment]
+    Replicate: _aio.UnaryUnaryMultiCallable[_node_pb2.ReplicateRequest, _node_pb2.ReplicateReply]  # type: ignore[assignment]
+    """Read what is missing here of `keys` from another node, keep it and publish it."""
     Cancel: _aio.UnaryUnaryMultiCallable[_node_pb2.CancelRequest, _node_pb2.CancelReply]  # type: ignore[assignment]
     """Stop one attempt of a request and let everything go that it holds here. Unknown ones are no error."""
 
@@ -90,6 +94,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.ReleaseReply, _abc.Awaitable[_node_pb2.ReleaseReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Replicate(
+        self,
+        request: _node_pb2.ReplicateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.ReplicateReply, _abc.Awaitable[_node_pb2.ReplicateReply]]:
+        """Read what is missing here of `keys` from another node, keep it and publish it."""
 
     @_abc_1.abstractmethod
     def Cancel(

@@ -1,0 +1,56 @@
+"""A node asked to keep a copy reads it from where it is, and the index knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import keys as block_keys
+from kvstore.index import KVIndex
+from kvstore.redis_client import connect
+from moonpool.client import Client, Reply
+from moonpool.local_cluster import LocalCluster
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from tests.cluster.conftest import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_a_prefill_node_pulls_a_chain_from_another(cluster: LocalCluster, client: Client) -> None:
+    redis = connect(cluster.config.index.redis_url)
+    index = KVIndex(redis, cluster.config.index.namespace)
+    before = await index.snapshot()
+    reply = Reply()
+    async for _ in client.complete("Behold, a copy of this is wanted elsewhere. " * 8, reply, max_tokens=1):
+        pass
+    source = (await client.timeline(reply.id))["summary"]["prefill_node"]
+    target = "prefill-1" if source == "prefill-0" else "prefill-0"
+
+    async def published() -> bool:
+        return len((await index.snapshot())[source]) > len(before[source])
+
+    await eventually(published)
+    held = (await index.snapshot())[source]
+    # One prompt's blocks, in the order in which they were published.
+    chain = [key for key in held if key not in before[source]]
+    records = await index.nodes()
+    address = node_pb2.KvAddress.FromString(records[source].kv_address)
+    async with rpc.channel(records[target].rpc_address) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)
+        request = node_pb2.ReplicateRequest(source=address, keys=block_keys.pack(chain))
+        done = await stub.Replicate(request)
+        assert done.num_blocks == done.num_read == len(chain)
+        assert done.nbytes == len(chain) * address.block_nbytes
+
+        async def copied() -> bool:
+            return set(chain) <= (await index.snapshot())[target].keys()
+
+        await eventually(copied)
+        # Asked again, there is nothing left to read.
+        again = await stub.Replicate(request)
+        assert (again.num_blocks, again.num_read) == (len(chain), 0)
+        # What the source has not got cannot be copied, and is no error.
+        request.keys = block_keys.pack([b"n" * 16])
+        nothing = await stub.Replicate(request)
+        assert (nothing.num_blocks, nothing.num_read) == (0, 0)
+    await redis.aclose()
