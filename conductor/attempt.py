@@ -137,6 +137,8 @@ class Attempt:
             if token.finish_reason in (node_pb2.FINISH_ERROR, node_pb2.FINISH_CANCELLED):
                 self._gave_up(token)
                 return
+            if self.plan.decode is not None:
+                self.plan.decode.succeeded()
         self._tokens.append(token)
         self._wake()
 
@@ -156,6 +158,8 @@ class Attempt:
             followed=plan.decode is not None,
         )
         reply = await plan.prefill.client.prefill(request, plan.timeout_s)
+        if plan.prefill.prefilled_alone(plan.key):
+            plan.prefill.took(plan.placement.prefill.compute_s, reply.compute_s)
         plan.prefill.end_prefill(plan.key)
         plan.prefill.succeeded()
         self._reply = reply

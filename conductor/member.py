@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 # A node that answers with errors, rather than not at all, is left alone after this many in a row: one request
 # that no node can serve must not take all of them away from the others.
-_ERRORS_IN_A_ROW = 3
+_IN_A_ROW = 3
+# And one that takes so many times as long as was predicted, and this much longer, as often in a row.
+_SLOW_RATIO = 8.0
+_SLOW_S = 0.5
 
 
 class Member:
@@ -45,7 +48,8 @@ class Member:
         self.client = _client(record, conductor_id, on_change, self._on_step)
         self._cost_model = cost_model
         self._clock = clock
-        self._errors = 0
+        self._errors = 0  # in a row
+        self._slow = 0  # likewise
         self._prefills: dict[RequestKey, float] = {}  # predicted compute seconds, in order of placement
         self._alone: RequestKey | None = None  # the prefill beside which there has been no other
         self._prefill_s = 0.0  # their sum
@@ -84,6 +88,11 @@ class Member:
     def available(self, now_s: float) -> bool:
         """Whether new requests may go there."""
         return self.client.connected and self.record.state == "ready" and self.breaker.closed(now_s)
+
+    @property
+    def has_room(self) -> bool:
+        """False while it warms up and has as many requests as it may."""
+        return self.breaker.has_room(self.num_requests)
 
     def update(self, record: NodeRecord) -> None:
         """A heartbeat of the same life."""
@@ -148,7 +157,24 @@ class Member:
 
     def succeeded(self) -> None:
         self._errors = 0
-        self.breaker.succeed()
+        if not self._slow:
+            self.breaker.succeed()
+
+    def took(self, predicted_s: float, actual_s: float) -> None:
+        """Something took a time of which only this node is the cause."""
+        if actual_s < predicted_s * _SLOW_RATIO + _SLOW_S:
+            self._slow = 0
+            return
+        self._slow += 1
+        if self._slow % _IN_A_ROW == 0:
+            log.warning(
+                "%s is given a rest: %.2g s where %.2g s were predicted, %d times in a row",
+                self.node_id,
+                actual_s,
+                predicted_s,
+                self._slow,
+            )
+            self.breaker.fail(self._clock())
 
     def lost(self) -> None:
         """It could not be reached, or went away."""
@@ -157,7 +183,7 @@ class Member:
     def erred(self) -> None:
         """It answered with an error."""
         self._errors += 1
-        if self._errors >= _ERRORS_IN_A_ROW:
+        if self._errors >= _IN_A_ROW:
             self.breaker.fail(self._clock())
 
     def to_dict(self, now_s: float) -> dict[str, Any]:
@@ -204,9 +230,11 @@ class Member:
         plain_s = num_steps * view.cost.profile.step_s(batch_size, self._context_tokens)
         now_s = self._clock()
         if step.num_steps and steps.add(plain_s, now_s, num_steps, goes_on=step.num_running > 0):
+            predicted_s = steps.plain_s * view.cost.decode_correction.factor(now_s)
             self._cost_model.observe_steps(
                 view.cost, plain_s=steps.plain_s, actual_s=steps.actual_s, now_s=now_s
             )
+            self.took(predicted_s, steps.actual_s)
         self._context_tokens += num_delivered
         self._others_running = max(step.num_running - len(self._decodes), 0)
         view.num_waiting = step.num_waiting

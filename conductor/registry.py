@@ -103,7 +103,8 @@ class NodeRegistry:
     def view(self, keys: Sequence[BlockKey], avoid: Collection[str]) -> ClusterView:
         """The cluster as it is now, for a request with these block keys.
 
-        Nodes in ``avoid`` are left out unless no other of their role is available.
+        Nodes in ``avoid``, and those that warm up and have enough, are left out unless no other of their role
+        is available.
         """
         now_s = self._clock()
         by_role: dict[str, list[NodeView]] = {"prefill": [], "decode": []}
@@ -112,7 +113,8 @@ class NodeRegistry:
             role = member.record.role
             if role in by_role and member.available(now_s) and self._used(member):
                 member.refresh(now_s)
-                (avoided if node_id in avoid else by_role)[role].append(member.view)
+                spared = node_id in avoid or not member.has_room
+                (avoided if spared else by_role)[role].append(member.view)
         layout = self.layout
         self._turn += 1
         return ClusterView(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from conductor.breaker import Breaker
 from conductor.cost_model import CostModel, NodeCost, Profile
 from conductor.link import LinkModel
 from conductor.prediction import PredictionErrors
@@ -127,17 +126,3 @@ def test_prediction_errors_report_quantiles_of_the_latest() -> None:
     assert errors.quantile(0.0) == 50.0
     assert errors.quantile(0.9) == 100.0
     assert errors.count == 21
-
-
-def test_a_breaker_opens_longer_each_time_and_one_success_closes_it() -> None:
-    breaker = Breaker()
-    assert breaker.closed(0.0)
-    breaker.fail(0.0)
-    breaker.fail(0.1)  # the same trouble
-    assert not breaker.closed(0.2)
-    assert breaker.closed(0.25)
-    breaker.fail(0.25)
-    assert breaker.closes_in_s(0.25) == pytest.approx(0.5)
-    breaker.succeed()
-    assert breaker.closed(0.25)
-    assert breaker.failures == 0
