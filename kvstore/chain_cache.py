@@ -73,8 +73,12 @@ class ChainCache(Generic[Key]):
 
     def use(self, keys: Sequence[Key]) -> int:
         """A request uses this chain: tell the policy. Returns how many of its first blocks are held."""
-        num_held = len(self.match(keys))
-        self.policy.used(keys, num_held)
+        num_held = end = len(self.match(keys))
+        for position in range(len(keys) - 1, num_held, -1):
+            if keys[position] in self._slots:
+                end = position + 1
+                break
+        self.policy.used(keys, end)
         return num_held
 
     # ------------------------------------------------------------------ blocks come
@@ -147,6 +151,19 @@ class ChainCache(Generic[Key]):
             slots.append(slot)
             here = self._parents.get(here)
         return slots
+
+    def lineage(self, key: Key) -> list[int]:
+        """Slots of a held block and of what is held before it without a gap, the block's own first."""
+        slots: list[int] = []
+        here: Key | None = key
+        while here is not None and (slot := self._slots.get(here)) is not None:
+            slots.append(slot)
+            here = self._parents.get(here)
+        return slots
+
+    def parent_of(self, key: Key) -> Key | None:
+        """The key before a held block in its chain; None for the first."""
+        return self._parents.get(key)
 
     def evict(self) -> bool:
         """Evict one block. False, counted, when everything is pinned."""

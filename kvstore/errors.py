@@ -13,6 +13,31 @@ class LayoutError(StoreError):
     """A block layout is impossible, or not the one this store was made for."""
 
 
+class BlockMissing(StoreError):
+    """A block that was asked for is in no tier (any more), or could not be read in time. Those before
+    ``first_missing`` were delivered; compute from there."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, first_missing: int, num_asked: int) -> None:
+        super().__init__(f"block {first_missing} of the {num_asked} asked for is not held")
+        self.first_missing = first_missing
+
+
+class BlockCorrupt(StoreError):
+    """A block's bytes are not what was put. That copy has been dropped; those before ``first_missing`` were
+    delivered."""
+
+    code = "DATA_LOSS"
+
+    def __init__(self, first_missing: int, num_asked: int, tier: str) -> None:
+        super().__init__(
+            f"block {first_missing} of the {num_asked} asked for did not match its checksum ({tier})"
+        )
+        self.first_missing = first_missing
+        self.tier = tier
+
+
 class KeyFormatError(StoreError):
     """Bytes that should be packed block keys are not."""
 

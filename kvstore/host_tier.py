@@ -13,7 +13,7 @@ from kvstore.chain_cache import ChainCache
 from kvstore.errors import LayoutError
 from kvstore.eviction import make_policy
 from kvstore.keys import BlockKey
-from kvstore.layout import KVLayout
+from kvstore.layout import BlockFormat
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -38,7 +38,7 @@ class HostTier:
     def __init__(
         self,
         memory: Bytes,
-        layout: KVLayout,
+        layout: BlockFormat,
         *,
         policy: str = "lru",
         on_evicted: Callable[[BlockKey, int], None] | None = None,
@@ -169,6 +169,14 @@ class HostTier:
         """Drop a block and what follows it here. Returns the keys that went. Pinned ones keep their bytes
         until they are released, but are found no more."""
         return self._cache.remove(key)
+
+    def parent_of(self, key: BlockKey) -> BlockKey | None:
+        """The key before a held block in its chain; None for the first."""
+        return self._cache.parent_of(key)
+
+    def lineage(self, key: BlockKey) -> list[int]:
+        """Slots of a held block and of what is held before it without a gap: what to pin with it."""
+        return self._cache.lineage(key)
 
     def after(self, key: BlockKey) -> list[BlockKey]:
         """What is held here after a block, held or not, of its chain: the last first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
+from typing import Protocol
 
 from kvstore.errors import LayoutError
 
@@ -13,6 +14,18 @@ DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 # Part of every fingerprint: raise it when the order of bytes inside a block changes.
 FORMAT_VERSION = 1
+
+
+class BlockFormat(Protocol):
+    """What a tier has to know of its blocks: their size, and what tells them from blocks of another kind."""
+
+    @property
+    def block_nbytes(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

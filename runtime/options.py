@@ -93,8 +93,11 @@ class HostTierOptions:
         0.95, "fraction", "write-back: blocks go to disk from this filling on, so that there is room at once"
     )
 
+    io_threads: int = option(1, "threads", "threads of a node that copy batches of more than 4 MiB")
+
     def __post_init__(self) -> None:
-        _require(self.capacity_nbytes > 0, "store.host.capacity_nbytes", "positive", self.capacity_nbytes)
+        for name in ("capacity_nbytes", "io_threads"):
+            _require(getattr(self, name) > 0, f"store.host.{name}", "positive", getattr(self, name))
         _require_policy("store.host.policy", self.policy)
         _require(0 < self.watermark <= 1, "store.host.watermark", "above 0, at most 1", self.watermark)
 

@@ -25,7 +25,8 @@ class _Ranked:
     def used(self, chain: Sequence[Hashable], num_held: int) -> None:
         self._positions = {key: position for position, key in enumerate(chain)}
         for position, key in enumerate(chain[:num_held]):
-            self._set(key, self._ranks[key][0] + 1, position)
+            if key in self._ranks:
+                self._set(key, self._ranks[key][0] + 1, position)
 
     def admits(self, key: Hashable) -> bool:
         return True

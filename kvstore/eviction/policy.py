@@ -15,7 +15,8 @@ class EvictionPolicy(Protocol):
     """
 
     def used(self, chain: Sequence[Hashable], num_held: int) -> None:
-        """A request uses ``chain`` from its first block on, of which the tier holds the first ``num_held``.
+        """A request uses ``chain`` from its first block on; what the tier holds of it is among the first
+        ``num_held``. A tier below another may lack the very first: they lie in the faster one.
 
         Called once a request, before its other blocks are added.
         """

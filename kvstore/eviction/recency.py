@@ -15,7 +15,8 @@ class Lru:
     def used(self, chain: Sequence[Hashable], num_held: int) -> None:
         # From the last to the first: a block is then always older than what comes before it in its chain.
         for key in reversed(chain[:num_held]):
-            self._order.move_to_end(key)
+            if key in self._order:
+                self._order.move_to_end(key)
 
     def admits(self, key: Hashable) -> bool:
         return True
@@ -40,7 +41,8 @@ class Sieve:
 
     def used(self, chain: Sequence[Hashable], num_held: int) -> None:
         for key in chain[:num_held]:
-            self._order[key] = True
+            if key in self._order:
+                self._order[key] = True
 
     def admits(self, key: Hashable) -> bool:
         return True
@@ -83,7 +85,8 @@ class S3Fifo:
 
     def used(self, chain: Sequence[Hashable], num_held: int) -> None:
         for key in chain[:num_held]:
-            self._uses[key] = min(self._uses[key] + 1, 3)
+            if key in self._uses:
+                self._uses[key] = min(self._uses[key] + 1, 3)
 
     def admits(self, key: Hashable) -> bool:
         return True

@@ -1,0 +1,71 @@
+"""Blocks held in memory for somebody who reads them, until he says so or his time is up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A block that stays where it is while its lease lasts."""
+
+    tier: Tier  # POOL or HOST
+    slot: int  # block of the pool, or slot of the host tier's memory
+    checksum: int  # xxh3-64
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """``blocks`` are the first of the chain that was asked for. Nothing is held where ``id`` is 0."""
+
+    id: int
+    expires_s: float
+    blocks: list[Pinned]
+    pool_blocks: list[int] = field(default_factory=list, repr=False)  # held, more than ``blocks`` names
+    host_slots: list[int] = field(default_factory=list, repr=False)
+
+
+class LeaseTable:
+    """Who may read what for how long. ``sweep`` must be called now and then: a dead reader never releases."""
+
+    def __init__(
+        self, let_go: Callable[[Lease], None], *, longest_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._let_go = let_go
+        self._longest_s = longest_s
+        self._clock = clock
+        self._leases: dict[int, Lease] = {}
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(
+        self, blocks: list[Pinned], pool_blocks: list[int], host_slots: list[int], ttl_s: float
+    ) -> Lease:
+        """Take over what is pinned already, for ``ttl_s`` at most."""
+        self._last_id += 1
+        expires_s = self._clock() + min(ttl_s, self._longest_s)
+        lease = self._leases[self._last_id] = Lease(self._last_id, expires_s, blocks, pool_blocks, host_slots)
+        return lease
+
+    def release(self, lease_id: int) -> None:
+        """Let the blocks of a lease go. Releasing twice, or after it lapsed, does nothing."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None:
+            self._let_go(lease)
+
+    def sweep(self) -> int:
+        """Release what has lapsed; returns how many leases."""
+        now_s = self._clock()
+        lapsed = [lease.id for lease in self._leases.values() if lease.expires_s <= now_s]
+        for lease_id in lapsed:
+            self.release(lease_id)
+        return len(lapsed)
+
+    def release_all(self) -> None:
+        for lease_id in list(self._leases):
+            self.release(lease_id)

@@ -1,0 +1,136 @@
+"""Blocks read out of the tiers: copied to where they are wanted, or kept where they are for somebody."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from kvstore.errors import BlockCorrupt, BlockMissing
+from kvstore.keys import BlockKey
+from kvstore.store import metrics
+from kvstore.store.copying import Copier
+from kvstore.store.holdings import Holdings
+from kvstore.store.leases import Lease, Pinned
+from kvstore.store.promotion import Loose, Promoter
+from kvstore.store.rate import Rate
+from kvstore.store.tiers import Bytes
+from kvstore.tier import Tier
+
+
+class Reader:
+    """Reads; what lies on disk goes to host memory on the way."""
+
+    def __init__(
+        self, holdings: Holdings, copier: Copier, block_nbytes: int, clock: Callable[[], float]
+    ) -> None:
+        self.host_rate, self.disk_rate = Rate(), Rate()
+        self.promoter: Promoter | None = None
+        if holdings.disk is not None:
+            self.promoter = Promoter(
+                holdings.host, holdings.disk, holdings.is_held, holdings.announce, self.disk_rate, clock
+            )
+        self._holdings = holdings
+        self._copier = copier
+        self._block_nbytes = block_nbytes
+        self._clock = clock
+
+    async def get(self, keys: Sequence[BlockKey], spans: Sequence[Bytes]) -> list[Tier]:
+        """``TieredStore.get``"""
+        tiers = self._holdings.match(keys)
+        async with self._promoted(keys, tiers) as loose:
+            pinned, sources = self._pin_prefix(keys[: len(tiers)], loose)
+        began_s = self._clock()
+        try:
+            checksums = [block.checksum for block in pinned]
+            bad = await self._copier.copy(sources, spans[: len(sources)], checksums)
+        finally:
+            self._unpin(pinned)
+        seconds = self._clock() - began_s
+        self.host_rate.observe(len(sources) * self._block_nbytes, seconds)
+        metrics.SECONDS.labels("host", "load").observe(seconds)
+        if bad is not None:
+            tier = pinned[bad].tier
+            if tier is Tier.HOST:
+                self._holdings.corrupt(keys[bad])
+            raise BlockCorrupt(bad, len(keys), tier.name.lower())
+        if len(sources) < len(keys):
+            for tier in tiers[len(sources) :]:
+                metrics.STALE_BLOCKS.labels(tier.name.lower()).inc()
+            raise BlockMissing(len(sources), len(keys))
+        return tiers
+
+    async def prefetch(self, keys: Sequence[BlockKey]) -> int:
+        """``TieredStore.prefetch``"""
+        tiers = self._holdings.match(keys)
+        async with self._promoted(keys, tiers):
+            tiers = self._holdings.match(keys)
+            return tiers.index(Tier.SSD) if Tier.SSD in tiers else len(tiers)
+
+    async def pin(self, keys: Sequence[BlockKey]) -> tuple[list[Pinned], list[int], list[int]]:
+        """Pin the longest prefix that is in memory or can be brought there: the blocks, and what of the pool
+        and of host memory is held for them."""
+        async with self._promoted(keys, self._holdings.match(keys)):
+            pinned, _ = self._pin_prefix(keys, {})
+        in_pool = [block.slot for block in pinned if block.tier is Tier.POOL]
+        slots = [block.slot for block in pinned if block.tier is Tier.HOST]
+        if slots:
+            # Also what is held before the first: after an unpinned block nothing may be pinned.
+            above = self._holdings.host.lineage(keys[len(in_pool)])[1:]
+            self._holdings.host.pin(above)
+            slots += above
+        return pinned, in_pool, slots
+
+    def let_go(self, lease: Lease) -> None:
+        """Undo ``pin``."""
+        self._holdings.host.release(lease.host_slots)
+        if self._holdings.pool is not None and lease.pool_blocks:
+            self._holdings.pool.release(lease.pool_blocks)
+
+    @asynccontextmanager
+    async def _promoted(
+        self, keys: Sequence[BlockKey], tiers: Sequence[Tier]
+    ) -> AsyncIterator[dict[BlockKey, Loose]]:
+        """Inside, what lay on disk of ``keys`` is in host memory; what found no place there is given."""
+        if self.promoter is None or Tier.SSD not in tiers:
+            yield {}
+            return
+        on_disk = [key for key, tier in zip(keys, tiers, strict=False) if tier is Tier.SSD]
+        # The rest of the chain may not make room for it.
+        host = self._holdings.host
+        slots = [slot for key in keys[: len(tiers)] if (slot := self._holdings.slot_of(key)) is not None]
+        host.pin(slots)
+        try:
+            yield await self.promoter.promote(on_disk)
+        finally:
+            host.release(slots)
+            self._holdings.relieve()
+
+    def _pin_prefix(
+        self, keys: Sequence[BlockKey], loose: dict[BlockKey, Loose]
+    ) -> tuple[list[Pinned], list[Bytes]]:
+        """Pin the longest prefix of ``keys`` that is in memory; its blocks, and their bytes."""
+        pinned: list[Pinned] = []
+        sources: list[Bytes] = []
+        pool, host = self._holdings.pool, self._holdings.host
+        for key in keys:
+            block = None if pool is None else pool.block_of(key)
+            if pool is not None and block is not None:
+                pool.acquire((block,))
+                pinned.append(Pinned(Tier.POOL, block, pool.checksum(block)))
+                sources.append(pool.bytes_of(block))
+            elif (slot := self._holdings.slot_of(key)) is not None:
+                host.pin((slot,))
+                pinned.append(Pinned(Tier.HOST, slot, host.checksum_of(slot)))
+                sources.append(host.bytes_of(slot))
+            elif key in loose:
+                pinned.append(Pinned(Tier.SSD, -1, loose[key].checksum))
+                sources.append(loose[key].bytes)
+            else:
+                break
+        return pinned, sources
+
+    def _unpin(self, pinned: Sequence[Pinned]) -> None:
+        self._holdings.host.release([block.slot for block in pinned if block.tier is Tier.HOST])
+        in_pool = [block.slot for block in pinned if block.tier is Tier.POOL]
+        if self._holdings.pool is not None and in_pool:
+            self._holdings.pool.release(in_pool)

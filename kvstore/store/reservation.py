@@ -1,0 +1,92 @@
+"""Room in host memory for a run of blocks that are still to be filled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from xxhash import xxh3_64_intdigest
+
+from kvstore.keys import BlockKey
+from kvstore.store import metrics
+from kvstore.store.holdings import Holdings
+from kvstore.store.tiers import Bytes
+
+
+class Reservation:
+    """``slots[i]`` waits for ``keys[num_held + i]``; the first ``num_held`` keys are held already. There may
+    be fewer slots than keys: the rest found no room, or ``parent`` is not held.
+
+    Fill ``spans``, then ``commit``: only then does anybody find the blocks. Left by ``with`` without that, or
+    after ``abort``, nothing has happened. It may stay open for as long as it takes; its slots do.
+    """
+
+    def __init__(self, holdings: Holdings, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
+        self.num_held = len(holdings.match(keys))
+        self.slots: list[int] = []
+        self._holdings = holdings
+        self._host = holdings.host
+        self._keys = keys
+        self._before = keys[self.num_held - 1] if self.num_held else parent
+        self._above: list[int] = []  # pinned, so that the chain is not eaten to make room for its end
+        self._open = True
+        if self._before is None or holdings.is_held(self._before):
+            self._take()
+
+    def _take(self) -> None:
+        before = self._before
+        self._above = [] if before is None else self._host.lineage(before)
+        self._host.pin(self._above)
+        for key in self._keys[self.num_held :]:
+            slot = self._host.reserve(key, before)
+            if slot is None:
+                metrics.REFUSED_BLOCKS.inc()
+                return
+            self.slots.append(slot)
+            before = key
+
+    @property
+    def spans(self) -> list[Bytes]:
+        """uint8 [block_nbytes] each, to be filled."""
+        return [self._host.bytes_of(slot) for slot in self.slots]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where in the store's memory the slots begin, in bytes."""
+        return [self._host.offset_of(slot) for slot in self.slots]
+
+    def commit(self, checksums: Sequence[int] | None = None) -> int:
+        """The slots are filled; ``checksums`` (xxh3-64) spare computing them. Returns how many of the first
+        ``keys`` are held now: none where the block before them has gone meanwhile."""
+        assert self._open, "a reservation is committed once"
+        before = self._before
+        if before is not None and not self._holdings.is_held(before):
+            self.abort()
+            return 0
+        self._open = False
+        keys = self._keys[self.num_held : self.num_held + len(self.slots)]
+        for i, (key, slot) in enumerate(zip(keys, self.slots, strict=True)):
+            value = xxh3_64_intdigest(self._host.bytes_of(slot).data) if checksums is None else checksums[i]
+            self._host.commit(slot, key, before, value)
+            before = key
+        for key in keys:
+            self._holdings.kept(key)
+        self._host.release(self._above)
+        return self.num_held + len(keys)
+
+    def abort(self) -> None:
+        """Give the slots back; idempotent, and nothing after ``commit``."""
+        if self._open:
+            self._open = False
+            for slot in self.slots:
+                self._host.abandon(slot)
+            self._host.release(self._above)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()

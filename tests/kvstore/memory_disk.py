@@ -1,0 +1,109 @@
+"""A disk tier in memory, for laws that do not depend on the disk; it can refuse, stall and lose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvstore.chain_cache import ChainCache
+from kvstore.eviction import make_policy
+from kvstore.keys import BlockKey
+from kvstore.store import Bytes
+
+
+class MemoryDisk:
+    def __init__(self, num_blocks: int) -> None:
+        self.on_dropped: Callable[[Sequence[BlockKey], str], None] | None = None
+        self.is_stalled = False
+        self.refuses = False
+        self.may_write = asyncio.Event()  # cleared: writes wait
+        self.may_write.set()
+        self.num_reads = 0
+        self.bytes: dict[BlockKey, Bytes] = {}
+        self._checksums: dict[BlockKey, int] = {}
+        self._cache: ChainCache[BlockKey] = ChainCache(
+            num_blocks, make_policy("lru", num_blocks), on_evicted=lambda key, slot: self._evicted.append(key)
+        )
+        self._evicted: list[BlockKey] = []
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._cache
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def keys(self) -> list[BlockKey]:
+        return list(self._cache.keys())
+
+    def parent_of(self, key: BlockKey) -> BlockKey | None:
+        return self._cache.parent_of(key)
+
+    def checksum_of(self, key: BlockKey) -> int:
+        return self._checksums[key]
+
+    def use(self, keys: Sequence[BlockKey]) -> int:
+        return self._cache.use(keys)
+
+    async def put(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[Bytes],
+        *,
+        parents: Sequence[BlockKey | None],
+        checksums: Sequence[int],
+    ) -> list[bool]:
+        await asyncio.sleep(0)
+        await self.may_write.wait()
+        kept = []
+        for key, source, parent, checksum in zip(keys, sources, parents, checksums, strict=True):
+            fits = not self.refuses and (parent is None or parent in self._cache)
+            if fits and key not in self._cache:
+                fits = self._cache.add(key, parent) is not None
+                if fits:
+                    self.bytes[key], self._checksums[key] = source.copy(), checksum
+            kept.append(fits)
+        self._drop(self._evicted, "evicted")
+        self._evicted = []
+        return kept
+
+    async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Bytes]) -> list[bool]:
+        await asyncio.sleep(0)
+        self.num_reads += len(keys)
+        filled = []
+        for key, destination in zip(keys, destinations, strict=True):
+            good = key in self._cache and self._is_intact(key) and not self.is_stalled
+            if good:
+                np.copyto(destination, self.bytes[key])
+            elif key in self._cache and not self.is_stalled:
+                self._drop(self._cache.remove(key), "corrupt")
+            filled.append(good)
+        return filled
+
+    async def verify(self, keys: Sequence[BlockKey]) -> list[bool]:
+        good = [self._is_intact(key) for key in keys]
+        for key, intact in zip(keys, good, strict=True):
+            if not intact and key in self._cache:
+                self._drop(self._cache.remove(key), "corrupt")
+        return good
+
+    async def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        return [gone for key in keys for gone in self._cache.remove(key)]
+
+    def _is_intact(self, key: BlockKey) -> bool:
+        return xxh3_64_intdigest(self.bytes[key].data) == self._checksums[key]
+
+    def _drop(self, keys: list[BlockKey], reason: str) -> None:
+        if keys and self.on_dropped is not None:
+            self.on_dropped(keys, reason)
+
+    def check_integrity(self) -> None:
+        self._cache.check_integrity()
+        for key in self.keys():
+            parent = self._cache.parent_of(key)
+            assert parent is None or parent in self._cache, "a block on disk without the one before it"
+
+    async def close(self) -> None:
+        pass
