@@ -71,7 +71,8 @@ class Attempt:
 
     def start(self) -> None:
         plan = self.plan
-        plan.prefill.begin_prefill(plan.key, plan.placement.prefill.compute_s)
+        placement = plan.placement
+        plan.prefill.begin_prefill(plan.key, placement.prefill.compute_s, placement.patience_s)
         if plan.decode is not None:
             plan.decode.begin_decode(plan.key, len(plan.work.token_ids) // 4)
             plan.decode.client.attach(plan.key, self)

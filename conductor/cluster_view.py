@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from conductor.cost_model import NodeCost
 from conductor.link import LinkModel
+from conductor.prefill_queue import PrefillQueue
+
+if TYPE_CHECKING:
+    from conductor.fleet import Fleet
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class NodeView:
     """One live node. Kept current by whoever owns the view; ``place`` only reads it."""
 
     node_id: str
     cost: NodeCost
-    queue_s: float = 0.0  # prefill: predicted seconds of work ahead of a new request
+    queue: PrefillQueue = field(default_factory=PrefillQueue)
+    others_queue_s: float = 0.0  # prefill: predicted seconds of work that others gave it
     num_running: int = 0  # decode: sequences in its batch
     num_waiting: int = 0  # decode: sequences that wait for blocks
     num_context_tokens: int = 0  # decode: tokens of KV those sequences attend over
     num_free_blocks: int = 0  # decode: free or evictable
     num_blocks: int = 0  # in its pool; 0: unknown
     num_placed: int = 0  # requests given to it so far, for spreading among equals
+    slot: int = -1  # its place in the masks of the index mirror; -1: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +40,12 @@ class PlaceRequest:
     expected_tokens: int  # it will probably produce
     deadline_s: float  # seconds from now
     reads_cache: bool = True  # False: every prompt token must be computed
+    lag_s: float = 0.0  # prefills that come within this time go first, whatever the policy
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency a request must keep; infinite: any."""
+    """Latency a request should keep; infinite: any. It guides the choice, and rejects nobody."""
 
     ttft_s: float = float("inf")
     tbt_s: float = float("inf")
@@ -45,14 +53,18 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """``prefix_blocks`` says how many leading blocks of the request each node holds, in whatever tier."""
+    """``prefix_blocks`` says how many leading blocks of the request each node holds, in whatever tier;
+    ``slow_blocks`` how many of those are in host memory and on SSD, where there are any.
+    """
 
-    prefill: Sequence[NodeView]
-    decode: Sequence[NodeView]
+    prefill: Fleet
+    decode: Fleet
     prefix_blocks: Mapping[str, int]
     links: LinkModel
     block_size: int  # tokens
     block_nbytes: int
     now_s: float
     turn: int = 0  # how many placements were made before: what round-robin counts by
-    draw: float = field(default=0.0)  # uniform in [0, 1): what random draws by
+    draw: float = 0.0  # uniform in [0, 1): what random draws by
+    slow_blocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    avoid: Collection[str] = ()  # nodes to take only when there is no other of their role

@@ -17,6 +17,9 @@ from conductor.prediction import PredictionErrors
 # A node that gave no profile yet: a small model on a CPU. Its first requests correct it.
 _UNKNOWN_PREFILL_S = (2e-3, 2e-5, 0.0)
 _UNKNOWN_DECODE_S = (1e-3, 2e-4, 0.0)
+# Tiers that were not measured: memory copies and O_DIRECT reads where they were.
+_UNKNOWN_HOST_NBYTES_PER_S = 5e9
+_UNKNOWN_SSD_NBYTES_PER_S = 1.5e9
 
 # A correction is the mean of about the last eight measurements, stays within a factor of eight of the node's
 # own profile, and is half forgotten after a minute without news: a bad moment shuts no node out.
@@ -37,6 +40,8 @@ class Profile:
     decode_base_s: float = _UNKNOWN_DECODE_S[0]
     decode_sequence_s: float = _UNKNOWN_DECODE_S[1]
     decode_context_s: float = _UNKNOWN_DECODE_S[2]
+    host_load_nbytes_per_s: float = 0.0  # from host memory into the pool; 0: not measured, or no such tier
+    ssd_load_nbytes_per_s: float = 0.0
 
     @classmethod
     def from_record(cls, coefficients: Mapping[str, object]) -> Profile:
@@ -128,6 +133,12 @@ class NodeCost:
     def prefill_s(self, uncached_tokens: int, cached_tokens: int, now_s: float) -> float:
         return self.profile.prefill_s(uncached_tokens, cached_tokens) * self.prefill_correction.factor(now_s)
 
+    def load_s(self, host_nbytes: int, ssd_nbytes: int) -> float:
+        """Bringing blocks from slower tiers into the pool."""
+        host = self.profile.host_load_nbytes_per_s or _UNKNOWN_HOST_NBYTES_PER_S
+        ssd = self.profile.ssd_load_nbytes_per_s or _UNKNOWN_SSD_NBYTES_PER_S
+        return host_nbytes / host + ssd_nbytes / ssd
+
     def step_s(self, num_sequences: int, context_tokens: int, now_s: float) -> float:
         return self.profile.step_s(num_sequences, context_tokens) * self.decode_correction.factor(now_s)
 
@@ -164,9 +175,11 @@ class CostModel:
         self._check("step", plain_s * node.decode_correction.factor(now_s), actual_s)
         node.decode_correction.observe(plain_s, actual_s, now_s)
 
-    def observe_transfer(self, source: str, target: str, *, nbytes: int, actual_s: float) -> None:
+    def observe_transfer(
+        self, source: str, target: str, *, nbytes: int, actual_s: float, now_s: float
+    ) -> None:
         """Blocks were read by ``target`` from ``source`` (node ids)."""
-        self._check("transfer", self.links.seconds(source, target, nbytes), actual_s)
+        self._check("transfer", self.links.seconds(source, target, nbytes, now_s), actual_s)
         self.links.observe(source, target, nbytes, actual_s)
 
     def _check(self, estimate: str, predicted_s: float, actual_s: float) -> None:

@@ -1,8 +1,9 @@
-"""What moving bytes between two nodes costs: a latency and a rate, learned pair by pair."""
+"""What moving bytes between two nodes costs: latency and rate, learned pair by pair, and who shares."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 # Before the first transfer: what shared memory and TCP on one host gave where it was measured.
 _LATENCY_S = 0.5e-3
@@ -21,13 +22,18 @@ _PRIOR_NBYTES = (0.0, 4e6)
 class LinkCost:
     """Seconds as a line over bytes, fitted by least squares whose weights fade with age."""
 
+    usual_latency_s: float = _LATENCY_S
+    usual_byte_s: float = 1 / _BYTES_PER_S
     count: float = 0.0
     sum_x: float = 0.0
     sum_y: float = 0.0
     sum_xx: float = 0.0
     sum_xy: float = 0.0
-    latency_s: float = _LATENCY_S
-    byte_s: float = 1 / _BYTES_PER_S
+    latency_s: float = field(init=False)
+    byte_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.latency_s, self.byte_s = self.usual_latency_s, self.usual_byte_s
 
     def observe(self, nbytes: int, actual_s: float) -> None:
         # A reader that lost its core for a moment must not make the link look slow for the next eight.
@@ -39,11 +45,11 @@ class LinkCost:
         self.sum_xy = self.sum_xy * _KEEP + nbytes * actual_s
         self._fit()
 
-    def seconds(self, nbytes: int) -> float:
+    def seconds(self, nbytes: float) -> float:
         return self.latency_s + nbytes * self.byte_s if nbytes else 0.0
 
     def _fit(self) -> None:
-        prior = [(x, _LATENCY_S + x / _BYTES_PER_S) for x in _PRIOR_NBYTES]
+        prior = [(x, self.usual_latency_s + x * self.usual_byte_s) for x in _PRIOR_NBYTES]
         count = self.count + len(prior)
         sum_x = self.sum_x + sum(x for x, _ in prior)
         sum_y = self.sum_y + sum(y for _, y in prior)
@@ -56,17 +62,69 @@ class LinkCost:
         self.latency_s = max((sum_y - self.byte_s * sum_x) / count, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """A transfer under way, taken to go on evenly until it is predicted to end."""
+
+    source: str
+    target: str
+    nbytes: int
+    began_s: float
+    ends_s: float
+
+    def left_nbytes(self, now_s: float) -> float:
+        return self.nbytes * (self.ends_s - now_s) / (self.ends_s - self.began_s)
+
+
 class LinkModel:
-    """The cost of every pair of nodes that has moved something; others are taken to be like the average."""
+    """The cost of every pair of nodes that has moved something; others are taken to be like the average.
 
-    def __init__(self, capacity: int = 4096) -> None:
+    Transfers under way share the links of both their nodes with the next one, evenly.
+    """
+
+    def __init__(
+        self,
+        capacity: int = 4096,
+        *,
+        latency_s: float = _LATENCY_S,
+        nbytes_per_s: float = _BYTES_PER_S,
+    ) -> None:
+        """``latency_s`` and ``nbytes_per_s`` are what is expected before anything was measured."""
         self._capacity = capacity
+        self._usual = (latency_s, 1 / nbytes_per_s)
         self._pairs: dict[tuple[str, str], LinkCost] = {}
-        self._any = LinkCost()
+        self._any = LinkCost(*self._usual)
+        self._flows: list[_Flow] = []
 
-    def seconds(self, source: str, target: str, nbytes: int) -> float:
-        """Predicted seconds to read ``nbytes`` of ``source`` into ``target``; nothing costs nothing."""
-        return self._pairs.get((source, target), self._any).seconds(nbytes)
+    @property
+    def usual(self) -> tuple[float, float]:
+        """Seconds of latency and seconds a byte between two nodes nothing is known of."""
+        return self._any.latency_s, self._any.byte_s
+
+    def seconds(self, source: str, target: str, nbytes: int, now_s: float) -> float:
+        """Predicted seconds to read ``nbytes`` of ``source`` into ``target`` from now on; nothing costs
+        nothing.
+        """
+        link = self._pairs.get((source, target), self._any)
+        if not self._flows or not nbytes:
+            return link.seconds(nbytes)
+        return link.seconds(nbytes + self._shared_nbytes(source, target, nbytes, now_s))
+
+    def begin(self, source: str, target: str, nbytes: int, now_s: float) -> None:
+        """A transfer begins. It is forgotten when it should have ended."""
+        self._flows = [flow for flow in self._flows if flow.ends_s > now_s]
+        if nbytes > 0:
+            ends_s = now_s + self.seconds(source, target, nbytes, now_s)
+            if ends_s > now_s:
+                self._flows.append(_Flow(source, target, nbytes, now_s, ends_s))
+
+    def busy(self, now_s: float) -> Mapping[str, float]:
+        """Bytes that are on their way from each node; nodes from which there are none are left out."""
+        busy: dict[str, float] = {}
+        for flow in self._flows:
+            if flow.ends_s > now_s:
+                busy[flow.source] = busy.get(flow.source, 0.0) + flow.left_nbytes(now_s)
+        return busy
 
     def observe(self, source: str, target: str, nbytes: int, actual_s: float) -> None:
         if nbytes <= 0 or actual_s <= 0:
@@ -80,4 +138,14 @@ class LinkModel:
         # Nodes come and go under new names: the oldest pair makes room.
         if len(self._pairs) >= self._capacity:
             del self._pairs[next(iter(self._pairs))]
-        self._pairs[source, target] = LinkCost()
+        self._pairs[source, target] = LinkCost(*self._usual)
+
+    def _shared_nbytes(self, source: str, target: str, nbytes: int, now_s: float) -> float:
+        """What moves over the busier of the two nodes' links while ``nbytes`` do, in even shares."""
+        out = into = 0.0
+        for flow in self._flows:
+            if flow.ends_s > now_s and (flow.source == source or flow.target == target):
+                share = min(flow.left_nbytes(now_s), nbytes)
+                out += share * (flow.source == source)
+                into += share * (flow.target == target)
+        return max(out, into)

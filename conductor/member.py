@@ -40,21 +40,20 @@ class Member:
         clock: Callable[[], float],
         *,
         conductor_id: str,
-        on_change: Callable[[], None],
+        on_change: Callable[[Member], None],
+        on_touched: Callable[[Member], None],
     ) -> None:
+        """``on_change``: it can be reached, or cannot; ``on_touched``: anything else placement goes by."""
         self.record = record
         self.breaker = Breaker()
         self.view = NodeView(record.node_id, cost_model.node(Profile.from_record(record.profile)))
-        self.client = _client(record, conductor_id, on_change, self._on_step)
+        self.client = _client(record, conductor_id, lambda: on_change(self), self._on_step)
         self._cost_model = cost_model
         self._clock = clock
         self._errors = 0  # in a row
         self._slow = 0  # likewise
-        self._prefills: dict[RequestKey, float] = {}  # predicted compute seconds, in order of placement
+        self._on_touched = on_touched
         self._alone: RequestKey | None = None  # the prefill beside which there has been no other
-        self._prefill_s = 0.0  # their sum
-        self._head_since_s = 0.0  # when the first of them could begin
-        self._others_queue_s = 0.0
         self._decodes: dict[RequestKey, int] = {}  # tokens at placement
         self._others_running = 0
         self._context_tokens = 0
@@ -83,7 +82,7 @@ class Member:
     @property
     def num_requests(self) -> int:
         """This conductor's requests that the node works on."""
-        return len(self._prefills) + len(self._decodes)
+        return len(self.view.queue) + len(self._decodes)
 
     def available(self, now_s: float) -> bool:
         """Whether new requests may go there."""
@@ -104,36 +103,25 @@ class Member:
         self.view.num_free_blocks = load.free_blocks
         self.view.num_waiting = load.num_waiting
         token_s = self.view.cost.profile.prefill_token_s
-        self._others_queue_s = max(load.num_queued_tokens * token_s - self._prefill_s, 0.0)
+        own_s = self.view.queue.wait_s(self._clock())
+        self.view.others_queue_s = max(load.num_queued_tokens * token_s - own_s, 0.0)
         self._others_running = max(load.num_running - len(self._decodes), 0)
         self._refresh_decode()
 
-    def refresh(self, now_s: float) -> None:
-        """Bring the view's queue to this moment; the rest of the view is always current."""
-        queue_s = self._prefill_s
-        if self._prefills:
-            head_s = next(iter(self._prefills.values()))
-            queue_s -= min(now_s - self._head_since_s, head_s)
-        self.view.queue_s = max(queue_s, 0.0) + self._others_queue_s
-
     # ------------------------------------------------------------------ what this conductor gives it
 
-    def begin_prefill(self, key: RequestKey, compute_s: float) -> None:
-        if self._prefills:
-            self._alone = None
-        else:
-            self._alone, self._head_since_s = key, self._clock()
-        self._prefills[key] = compute_s
-        self._prefill_s += compute_s
+    def begin_prefill(self, key: RequestKey, compute_s: float, patience_s: float) -> None:
+        """``patience_s``: prefills that come within this time may pass it."""
+        queue, now_s = self.view.queue, self._clock()
+        self._alone = None if len(queue) else key
+        queue.add(key, order_s=now_s + patience_s, compute_s=compute_s, now_s=now_s)
         self.view.num_placed += 1
+        self._on_touched(self)
 
     def end_prefill(self, key: RequestKey) -> None:
         """Idempotent."""
-        compute_s = self._prefills.pop(key, None)
-        if compute_s is not None:
-            # Back to exactly nothing when nothing is left: sums of floats drift.
-            self._prefill_s = self._prefill_s - compute_s if self._prefills else 0.0
-            self._head_since_s = self._clock()
+        if self.view.queue.remove(key, self._clock()):
+            self._on_touched(self)
 
     def prefilled_alone(self, key: RequestKey) -> bool:
         """Whether it shared no step with another prefill of ours, so that its compute time is its own."""
@@ -159,6 +147,7 @@ class Member:
         self._errors = 0
         if not self._slow:
             self.breaker.succeed()
+            self._on_touched(self)
 
     def took(self, predicted_s: float, actual_s: float) -> None:
         """Something took a time of which only this node is the cause."""
@@ -174,17 +163,21 @@ class Member:
                 predicted_s,
                 self._slow,
             )
-            self.breaker.fail(self._clock())
+            self._rest()
 
     def lost(self) -> None:
         """It could not be reached, or went away."""
-        self.breaker.fail(self._clock())
+        self._rest()
 
     def erred(self) -> None:
         """It answered with an error."""
         self._errors += 1
         if self._errors >= _IN_A_ROW:
-            self.breaker.fail(self._clock())
+            self._rest()
+
+    def _rest(self) -> None:
+        self.breaker.fail(self._clock())
+        self._on_touched(self)
 
     def to_dict(self, now_s: float) -> dict[str, Any]:
         """For ``/v1/cluster``: plain JSON types."""
@@ -205,9 +198,9 @@ class Member:
                 "num_queued_tokens": load.num_queued_tokens,
                 "num_blocks": load.num_blocks,
                 "num_free_blocks": load.free_blocks,
-                "own_prefills": len(self._prefills),
+                "own_prefills": len(self.view.queue),
                 "own_decodes": len(self._decodes),
-                "own_queue_s": self._prefill_s,
+                "own_queue_s": self.view.queue.wait_s(now_s),
             },
             "tiers": [
                 {
@@ -244,6 +237,7 @@ class Member:
     def _refresh_decode(self) -> None:
         self.view.num_running = len(self._decodes) + self._others_running
         self.view.num_context_tokens = self._context_tokens
+        self._on_touched(self)
 
 
 def _client(

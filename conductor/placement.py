@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Reason(StrEnum):
@@ -20,9 +20,12 @@ class Reason(StrEnum):
     CHANCE = "chance"  # random
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillEstimate:
-    """What prefilling on one node would cost. ``ttft_s`` is the sum of the three parts before it."""
+class PrefillEstimate(NamedTuple):
+    """What prefilling on one node would cost.
+
+    ``ttft_s`` is the sum of ``queue_s``, ``fetch_s``, ``load_s`` and ``compute_s``. A node fetches and loads
+    while it computes for others, so those two are only what is left of them when its turn comes.
+    """
 
     node_id: str
     queue_s: float
@@ -30,9 +33,12 @@ class PrefillEstimate:
     compute_s: float
     ttft_s: float
     local_tokens: int  # of the prefix, held by the node itself
+    load_s: float = 0.0  # bringing those of them into the pool that are in slower tiers
     fetched_tokens: int = 0  # further ones it would read from ``fetch_from``
     fetch_from: str = ""
+    transfer_s: float = 0.0  # reading those, from beginning to end
     recompute_s: float = 0.0  # with a fetch: what computing would take without it
+    num_delayed: int = 0  # prefills that wait there and would wait longer for this one
     num_placed: int = 0
 
     @property
@@ -40,8 +46,7 @@ class PrefillEstimate:
         return self.local_tokens + self.fetched_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeEstimate:
+class DecodeEstimate(NamedTuple):
     """What decoding on one node would cost. ``total_s`` is from the first token to the probable last one."""
 
     node_id: str
@@ -50,6 +55,7 @@ class DecodeEstimate:
     step_s: float  # a token
     total_s: float
     local_tokens: int  # of the prefix, held by the node itself
+    delay_s: float = 0.0  # by which it would put off the last tokens of those in the batch, all together
     num_running: int = 0
     num_placed: int = 0
 
@@ -64,16 +70,20 @@ class Placement:
     detail: str  # a sentence
     prefill_candidates: Sequence[PrefillEstimate]
     decode_candidates: Sequence[DecodeEstimate]
+    patience_s: float = 0.0  # prefills that come to the node within this time may pass this one
+    policy: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {
+            "policy": self.policy,
             "reason": self.reason.value,
             "detail": self.detail,
             "prefill": self.prefill.node_id,
             "decode": self.decode.node_id if self.decode else None,
-            "prefill_candidates": [asdict(estimate) for estimate in self.prefill_candidates],
-            "decode_candidates": [asdict(estimate) for estimate in self.decode_candidates],
+            "patience_s": self.patience_s,
+            "prefill_candidates": [estimate._asdict() for estimate in self.prefill_candidates],
+            "decode_candidates": [estimate._asdict() for estimate in self.decode_candidates],
         }
 
 
@@ -96,9 +106,10 @@ def describe(chosen: PrefillEstimate, reason: Reason, candidates: Sequence[Prefi
         first += f", {_ms(min(others))} on the next best"
     match reason:
         case Reason.TRANSFER:
+            instead = f"computes for {_ms(chosen.compute_s)} instead of {_ms(chosen.recompute_s)}"
             return (
-                f"fetches {chosen.fetched_tokens} tokens from {chosen.fetch_from} in {_ms(chosen.fetch_s)} "
-                f"and computes for {_ms(chosen.compute_s)} instead of {_ms(chosen.recompute_s)}; {first}"
+                f"fetches {chosen.fetched_tokens} tokens from {chosen.fetch_from} "
+                f"in {_ms(chosen.transfer_s)} and {instead}; {first}"
             )
         case Reason.LOCALITY:
             return f"holds {chosen.local_tokens} tokens of the prefix; {first}"

@@ -1,4 +1,9 @@
-"""Placement policies by name: each picks one estimate of those that ``place`` computed."""
+"""Placement policies by name: each picks one estimate of those that ``place`` computed.
+
+``local-cache`` and ``kv-aware`` are those of the Mooncake paper (Qin et al., FAST'25: cache-aware prefill
+scheduling and its Algorithm 1), ``goodput`` is Moonpool's own. All are pure and serve live requests and
+simulated ones.
+"""
 
 from __future__ import annotations
 
@@ -6,108 +11,197 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from conductor.cluster_view import ClusterView
+from conductor.cluster_view import ClusterView, Slo
 from conductor.placement import DecodeEstimate, PrefillEstimate, Reason
-
-# Estimates are this uncertain anyway: among candidates this close to the best, the one that was given the
-# fewest requests is taken, so that equal nodes share the work and the cache.
-_TIE_RATIO = 1.05
-_TIE_S = 1e-4
 
 
 class Policy(Protocol):
-    """Chooses among candidates; both sequences are non-empty and must not be changed."""
+    """Chooses among candidates; the sequences are non-empty and must not be changed."""
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def fetches(self) -> bool:
         """Whether a prefix may be read from another node."""
         ...
 
+    @property
+    def counts_cache(self) -> bool:
+        """Whether it matters who holds what: False, the queue alone says which nodes are worth a look."""
+        ...
+
+    def first(self, view: ClusterView, count: int) -> int | None:
+        """The position among ``count`` nodes at which to begin, for policies that look at nothing else."""
+        ...
+
+    def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
+        """Whether a node that holds ``local_blocks`` fetches ``remote_blocks``: seconds to the first token
+        with the fetch and without it.
+        """
+        ...
+
+    def patience_s(self, compute_s: float, slo: Slo) -> float:
+        """Later prefills that come within this time may pass one that computes for ``compute_s``."""
+        ...
+
     def prefill(
-        self, candidates: Sequence[PrefillEstimate], view: ClusterView
+        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
     ) -> tuple[PrefillEstimate, Reason]: ...
 
-    def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView) -> DecodeEstimate: ...
+    def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate: ...
 
 
-@dataclass(frozen=True, slots=True)
-class LeastTtft:
-    """The default: the earliest first token, then the earliest last one."""
+class _Plain:
+    """First come first served, nothing fetched, decode by load: what the simple policies have in common."""
 
-    fetches: bool = True
+    fetches = False
+    counts_cache = False
 
-    def prefill(
-        self, candidates: Sequence[PrefillEstimate], view: ClusterView
-    ) -> tuple[PrefillEstimate, Reason]:
-        best_s = min(candidate.ttft_s for candidate in candidates)
-        near = [candidate for candidate in candidates if candidate.ttft_s <= best_s * _TIE_RATIO + _TIE_S]
-        chosen = min(near, key=lambda c: (-c.local_tokens, c.num_placed, c.ttft_s, c.node_id))
-        return chosen, _prefill_reason(chosen, candidates)
+    def first(self, view: ClusterView, count: int) -> int | None:
+        return None
 
-    def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView) -> DecodeEstimate:
-        best_s = min(candidate.total_s for candidate in candidates)
-        near = [candidate for candidate in candidates if candidate.total_s <= best_s * _TIE_RATIO + _TIE_S]
-        return min(near, key=lambda c: (-c.local_tokens, c.num_running, c.num_placed, c.node_id))
+    def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
+        return False
 
+    def patience_s(self, compute_s: float, slo: Slo) -> float:
+        return 0.0
 
-@dataclass(frozen=True, slots=True)
-class LeastLoaded:
-    """The shortest queue, whatever is cached where."""
-
-    fetches: bool = False
-
-    def prefill(
-        self, candidates: Sequence[PrefillEstimate], view: ClusterView
-    ) -> tuple[PrefillEstimate, Reason]:
-        return min(candidates, key=lambda c: (c.queue_s, c.num_placed, c.node_id)), Reason.LOAD
-
-    def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView) -> DecodeEstimate:
+    def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate:
         return min(candidates, key=lambda c: (c.wait_s, c.step_s, c.num_placed, c.node_id))
 
 
-@dataclass(frozen=True, slots=True)
-class RoundRobin:
-    """One after the other."""
+@dataclass(frozen=True)
+class Random(_Plain):
+    """Anyone."""
 
-    fetches: bool = False
+    name = "random"
+
+    def first(self, view: ClusterView, count: int) -> int | None:
+        return int(view.draw * count)
 
     def prefill(
-        self, candidates: Sequence[PrefillEstimate], view: ClusterView
+        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
     ) -> tuple[PrefillEstimate, Reason]:
-        return candidates[view.turn % len(candidates)], Reason.TURN
+        return candidates[0], Reason.CHANCE
 
-    def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView) -> DecodeEstimate:
+    def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate:
+        # The digits of the draw that the first choice did not use.
+        return candidates[int(view.draw * 4096 % 1.0 * len(candidates))]
+
+
+@dataclass(frozen=True)
+class RoundRobin(_Plain):
+    """One after the other."""
+
+    name = "round-robin"
+
+    def first(self, view: ClusterView, count: int) -> int | None:
+        return view.turn % count
+
+    def prefill(
+        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
+    ) -> tuple[PrefillEstimate, Reason]:
+        return candidates[0], Reason.TURN
+
+    def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate:
         # The quotient moves the pairing on, so that each prefill node works with every decode node.
         turn = view.turn + view.turn // len(candidates)
         return candidates[turn % len(candidates)]
 
 
-@dataclass(frozen=True, slots=True)
-class Random:
-    """Anyone."""
+@dataclass(frozen=True)
+class LeastLoaded(_Plain):
+    """The shortest queue, whatever is cached where."""
 
-    fetches: bool = False
+    name = "least-loaded"
 
     def prefill(
-        self, candidates: Sequence[PrefillEstimate], view: ClusterView
+        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
     ) -> tuple[PrefillEstimate, Reason]:
-        return candidates[int(view.draw * len(candidates))], Reason.CHANCE
-
-    def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView) -> DecodeEstimate:
-        # The digits of the draw that the first choice did not use.
-        draw = view.draw * 4096 % 1.0
-        return candidates[int(draw * len(candidates))]
+        return min(candidates, key=lambda c: (c.queue_s, c.num_placed, c.node_id)), Reason.LOAD
 
 
-POLICIES: Mapping[str, Policy] = {
-    "least-ttft": LeastTtft(),
-    "least-loaded": LeastLoaded(),
-    "round-robin": RoundRobin(),
-    "random": Random(),
-}
+@dataclass(frozen=True)
+class LocalCache(_Plain):
+    """The earliest first token where each node has only its own cache."""
+
+    name = "local-cache"
+    counts_cache = True
+
+    def prefill(
+        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
+    ) -> tuple[PrefillEstimate, Reason]:
+        chosen = min(candidates, key=lambda c: (c.ttft_s, c.num_placed, c.node_id))
+        return chosen, _reason(chosen, candidates)
 
 
-def _prefill_reason(chosen: PrefillEstimate, candidates: Sequence[PrefillEstimate]) -> Reason:
+@dataclass(frozen=True)
+class KvAware(LocalCache):
+    """The earliest first token where a prefix may be fetched: Mooncake's Algorithm 1."""
+
+    name = "kv-aware"
+    fetches = True
+    # kvcache_balancing_threshold: fetch when the longest prefix is more than so many times the node's own.
+    threshold: float = 1.0
+
+    def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
+        return remote_blocks > self.threshold * local_blocks
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The default: the least waiting for all together, within what the SLOs allow.
+
+    A request goes where its own first token and the delay of those that wait there cost the least. Short
+    prefills pass long ones, so the wait that a long one can cause is bounded by what it costs itself.
+    """
+
+    name = "goodput"
+    fetches = True
+    counts_cache = True
+    # Among nodes as good as this (estimates are that uncertain), the one with more of the prefix and then
+    # the one given the fewest requests is taken, so that equal nodes share the work and the cache.
+    tie_ratio: float = 1.05
+    tie_s: float = 1e-4
+    # A prefill lets those pass that come within so many times what it computes for, but never so long that a
+    # TTFT objective would be at risk for that alone.
+    patience: float = 4.0
+    patience_share: float = 0.5
+    longest_patience_s: float = 60.0
+
+    def first(self, view: ClusterView, count: int) -> int | None:
+        return None
+
+    def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
+        return fetched_s < local_s
+
+    def patience_s(self, compute_s: float, slo: Slo) -> float:
+        return min(self.patience * compute_s, self.patience_share * slo.ttft_s, self.longest_patience_s)
+
+    def prefill(
+        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
+    ) -> tuple[PrefillEstimate, Reason]:
+        in_time = [c for c in candidates if c.ttft_s <= slo.ttft_s] or candidates
+        best_s = min([c.ttft_s + c.num_delayed * c.compute_s for c in in_time])
+        most_s = best_s * self.tie_ratio + self.tie_s
+        near = [c for c in in_time if c.ttft_s + c.num_delayed * c.compute_s <= most_s]
+        chosen = min(near, key=lambda c: (-c.local_tokens, c.num_placed, c.ttft_s, c.node_id))
+        return chosen, _reason(chosen, candidates)
+
+    def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate:
+        best_s = min([c.total_s + c.delay_s for c in candidates])
+        most_s = best_s * self.tie_ratio + self.tie_s
+        near = [c for c in candidates if c.total_s + c.delay_s <= most_s]
+        return min(near, key=lambda c: (-c.local_tokens, c.num_running, c.num_placed, c.node_id))
+
+
+_ALL: tuple[Policy, ...] = (Goodput(), KvAware(), LocalCache(), LeastLoaded(), RoundRobin(), Random())
+
+POLICIES: Mapping[str, Policy] = {policy.name: policy for policy in _ALL}
+
+
+def _reason(chosen: PrefillEstimate, candidates: Sequence[PrefillEstimate]) -> Reason:
     if chosen.fetched_tokens:
         return Reason.TRANSFER
     if len(candidates) == 1:

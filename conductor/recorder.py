@@ -88,6 +88,7 @@ class Recorder:
                 node_id,
                 nbytes=reply.fetched_nbytes,
                 actual_s=reply.fetch_s,
+                now_s=now_s,
             )
 
     def first_token(self) -> None:
@@ -116,7 +117,11 @@ class Recorder:
         )
         if received.nbytes:
             self._cost_model.observe_transfer(
-                plan.prefill.node_id, node_id, nbytes=received.nbytes, actual_s=received.seconds
+                plan.prefill.node_id,
+                node_id,
+                nbytes=received.nbytes,
+                actual_s=received.seconds,
+                now_s=self._clock(),
             )
 
     def preempted(self, plan: AttemptPlan) -> None:

@@ -7,8 +7,9 @@ import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from conductor.cluster_view import ClusterView, NodeView
+from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
+from conductor.fleets import Fleets
 from conductor.member import Member
 from conductor.served_model import ServedModel
 from kvstore.index import KVIndex
@@ -42,8 +43,14 @@ class NodeRegistry:
         rng: random.Random,
     ) -> None:
         self.mirror = IndexMirror(
-            index, lease_ttl_s=lease_ttl_s, on_joined=self._joined, on_left=self._left, clock=clock
+            index,
+            lease_ttl_s=lease_ttl_s,
+            on_joined=self._joined,
+            on_heard=self._heard,
+            on_left=self._left,
+            clock=clock,
         )
+        self._fleets = Fleets()
         self._model = model
         self._layouts = model.layouts()
         self._identity: tuple[str, str] | None = None  # model and layout of the members that are used
@@ -70,11 +77,6 @@ class NodeRegistry:
     @property
     def members(self) -> Mapping[str, Member]:
         """Nodes in the index by id, each with its latest record."""
-        listed = self.mirror.nodes
-        for node_id, member in self._members.items():
-            record = listed.get(node_id)
-            if record is not None and record is not member.record:
-                member.update(record)
         return self._members
 
     @property
@@ -91,11 +93,15 @@ class NodeRegistry:
 
     def incompatible(self, record: NodeRecord) -> str:
         """Why a node cannot serve here, as a sentence; empty: it can."""
+        if record.role == "store" and not record.layout:
+            return ""  # it holds nothing yet, and serves nothing but what it holds
         if record.layout not in self._layouts:
             return (
                 f"its KV blocks are not those of {self._model.name} with {self._model.block_size} tokens "
                 "a block: it runs another model, or another engine.block_size"
             )
+        if record.role == "store":
+            return ""
         if self._identity and (record.model, record.layout) != self._identity:
             return "it came with another revision or dtype of the model than the nodes before it"
         return ""
@@ -107,26 +113,21 @@ class NodeRegistry:
         is available.
         """
         now_s = self._clock()
-        by_role: dict[str, list[NodeView]] = {"prefill": [], "decode": []}
-        avoided: dict[str, list[NodeView]] = {"prefill": [], "decode": []}
-        for node_id, member in self.members.items():
-            role = member.record.role
-            if role in by_role and member.available(now_s) and self._used(member):
-                member.refresh(now_s)
-                spared = node_id in avoid or not member.has_room
-                (avoided if spared else by_role)[role].append(member.view)
         layout = self.layout
+        prefix_blocks = self._prefixes(keys)
         self._turn += 1
         return ClusterView(
-            prefill=by_role["prefill"] or avoided["prefill"],
-            decode=by_role["decode"] or avoided["decode"],
-            prefix_blocks=self._prefixes(keys),
+            prefill=self._fleets.of("prefill", now_s),
+            decode=self._fleets.of("decode", now_s),
+            prefix_blocks=prefix_blocks,
+            slow_blocks=self.mirror.slow_blocks(keys, prefix_blocks),
             links=self._cost_model.links,
             block_size=self._model.block_size,
             block_nbytes=layout.block_nbytes if layout else 0,
             now_s=now_s,
             turn=self._turn - 1,
             draw=self._rng.random(),
+            avoid=avoid,
         )
 
     async def change(self, timeout_s: float) -> None:
@@ -137,9 +138,14 @@ class NodeRegistry:
 
     def available(self, role: str) -> int:
         """How many nodes of a role would get requests now."""
-        now_s = self._clock()
-        members = self.members.values()
-        return sum(m.record.role == role and m.available(now_s) and self._used(m) for m in members)
+        return self._fleets.count(role, self._clock())
+
+    def touched(self, member: Member) -> None:
+        """What placement goes by has changed of ``member``."""
+        if self._members.get(member.node_id) is not member or not self._used(member):
+            self._fleets.drop(member)
+        else:
+            self._fleets.put(member, self._clock())
 
     # ------------------------------------------------------------------ coming and going
 
@@ -161,7 +167,17 @@ class NodeRegistry:
         if why := self.incompatible(record):
             log.warning("%s at %s is not used: %s", record.node_id, record.rpc_address, why)
         member = self._back(record) or self._new(record)
+        member.view.slot = self.mirror.slot_of(record.node_id)
         self._members[record.node_id] = member
+        self.touched(member)
+        self._notify()
+
+    def _heard(self, record: NodeRecord) -> None:
+        self._members[record.node_id].update(record)
+
+    def _reachable(self, member: Member) -> None:
+        """Its connection came up, or broke."""
+        self.touched(member)
         self._notify()
 
     def _identify(self, record: NodeRecord) -> None:
@@ -169,6 +185,8 @@ class NodeRegistry:
         in_use = any(self._used(member) for member in self._members.values())
         if not in_use and record.layout in self._layouts:
             self._identity = (record.model, record.layout)
+            for member in self._members.values():
+                self.touched(member)
 
     def _back(self, record: NodeRecord) -> Member | None:
         """The member of this very life, when it had only lapsed."""
@@ -185,8 +203,10 @@ class NodeRegistry:
             self._cost_model,
             self._clock,
             conductor_id=self._conductor_id,
-            on_change=self._notify,
+            on_change=self._reachable,
+            on_touched=self.touched,
         )
+
         # Among equals the one that was given the least is taken: a newcomer must not be given everything.
         peers = [m.view.num_placed for m in self._members.values() if m.record.role == record.role]
         member.view.num_placed = min(peers, default=0)
@@ -199,6 +219,7 @@ class NodeRegistry:
             return
         log.info("%s left: %s", record.node_id, reason)
         self._former.add(member)
+        self._fleets.drop(member)
         if reason == "left":
             # It said so, and finishes what it has.
             asyncio.get_running_loop().call_later(_LINGER_S, self._drop, member)

@@ -86,7 +86,7 @@ class RequestPlacer:
         attempt = Attempt(
             AttemptPlan(
                 key=(self._request.request_id, number),
-                work=self._work(number),
+                work=self._work(number, placement.patience_s),
                 placement=placement,
                 prefill=members[estimate.node_id],
                 decode=members[placement.decode.node_id] if placement.decode else None,
@@ -100,7 +100,7 @@ class RequestPlacer:
         attempt.start()
         return attempt
 
-    def _work(self, number: int) -> node_pb2.Work:
+    def _work(self, number: int, patience_s: float) -> node_pb2.Work:
         lineage = self._lineage
         return node_pb2.Work(
             request_id=self._request.request_id,
@@ -112,6 +112,7 @@ class RequestPlacer:
             priority=self._request.priority,
             deadline_unix_s=self._ends_unix_s,
             attempt=number,
+            patience_s=patience_s,
         )
 
     @property

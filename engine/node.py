@@ -301,6 +301,7 @@ def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool 
         priority=work.priority,
         deadline_unix_s=work.deadline_unix_s,
         arrived_s=arrived_s,
+        patience_s=work.patience_s,
         prompt_logprobs=prompt_logprobs,
     )
 

@@ -53,7 +53,7 @@ class Sequence:
     lies in the pool. num_cached_tokens counts the tokens that were found instead of computed when the
     sequence was first admitted.
 
-    Sequences are ordered by (priority, arrived_s): the last one is the first to be preempted.
+    Sequences are ordered by (priority, arrived_s + patience_s): the last one is the first to be preempted.
     """
 
     __slots__ = (
@@ -101,12 +101,14 @@ class Sequence:
         priority: int = 0,
         deadline_unix_s: float = math.inf,
         arrived_s: float = 0.0,
+        patience_s: float = 0.0,
         prompt_logprobs: bool = False,
     ) -> None:
         """``keys`` may be shorter than the full blocks of ``token_ids``; the rest is hashed when needed.
 
-        ``arrived_s`` is of the engine's clock. With ``prompt_logprobs`` the prefix cache is not read for this
-        sequence (every prompt token must be computed to have a logprob), though its blocks are still sealed.
+        ``arrived_s`` is of the engine's clock; those of its priority that arrive within ``patience_s`` may go
+        first. With ``prompt_logprobs`` the prefix cache is not read for this sequence (every prompt token
+        must be computed to have a logprob), though its blocks are still sealed.
         """
         tokens = np.asarray(token_ids, dtype=np.int32)
         assert tokens.ndim == 1
@@ -125,7 +127,7 @@ class Sequence:
         self.priority = priority
         self.deadline_unix_s = deadline_unix_s
         self.arrived_s = arrived_s
-        self.order = (priority, arrived_s, request_id, attempt)
+        self.order = (priority, arrived_s + patience_s, request_id, attempt)
         self.prompt_logprobs = prompt_logprobs
         self.prompt_rows: list[TokenLogprobs] = []  # of the prompt tokens computed so far, where asked for
         self.prefill_only = False

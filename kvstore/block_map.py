@@ -8,7 +8,7 @@ block): that is the reverse index which makes dropping a node cost what it owned
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.changes import split
@@ -17,6 +17,7 @@ from kvstore.tier import Tier
 
 # Bits of a node in a mask: the lowest says that it holds the block, the others that its copy is in that tier.
 _WIDTH = len(Tier)
+_SLOW = sum(1 << tier for tier in Tier if tier)
 
 # Equal masks share one int while fewer than this many different ones have been seen.
 _MAX_SHARED_MASKS = 1 << 16
@@ -55,6 +56,7 @@ class BlockMap:
         self._dead: list[_Slot] = []  # to be swept altogether
         self._settling: list[_Slot] = []  # their ``previous`` is to be swept of what was not renewed
         self._members: dict[int, tuple[str, ...]] = {}
+        self._tiered = False  # whether any block was ever in a slower tier
 
     # ------------------------------------------------------------------ nodes come and go
 
@@ -100,6 +102,7 @@ class BlockMap:
         slot = self._by_node[node_id]
         masks, flag, bits = self._masks, slot.flag, slot.bits
         want = flag | (flag << tier if tier else 0)
+        self._tiered = self._tiered or tier > 0
         keys = split(packed)
         fresh = 0
         for key in keys:
@@ -232,6 +235,39 @@ class BlockMap:
             self._members.clear()
         members = self._members[mask] = tuple(names)
         return members
+
+    def slow_blocks(self, keys: Sequence[bytes], prefixes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        """Of the leading blocks ``prefixes`` says each node holds, those in host memory and those on SSD.
+
+        Nodes move the ends of their chains to slower tiers first, so the bounds between the tiers are found
+        by binary search. Nodes with all of it in the pool are left out.
+        """
+        slow: dict[str, tuple[int, int]] = {}
+        if not self._tiered:
+            return slow
+        for node_id, length in prefixes.items():
+            flag = self._by_node[node_id].flag
+            if self._masks.get(keys[length - 1], 0) & flag * _SLOW:
+                on_ssd = self._tail(keys, length, flag << Tier.SSD)
+                slower = self._tail(keys, length, flag * _SLOW)
+                slow[node_id] = (slower - on_ssd, on_ssd)
+        return slow
+
+    def _tail(self, keys: Sequence[bytes], length: int, bits: int) -> int:
+        """How many of the last of ``length`` blocks have one of ``bits``."""
+        get, low, high = self._masks.get, 0, length
+        while low < high:
+            middle = (low + high) >> 1
+            if get(keys[middle], 0) & bits:
+                high = middle
+            else:
+                low = middle + 1
+        return length - low
+
+    def slot_of(self, node_id: str) -> int:
+        """The node's place in masks, for as long as it lives; -1: unknown."""
+        slot = self._by_node.get(node_id)
+        return -1 if slot is None else slot.flag.bit_length() // _WIDTH
 
     def tier_of(self, node_id: str, key: bytes) -> Tier | None:
         """The fastest tier in which the node holds the block; None: it does not."""

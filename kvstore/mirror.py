@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvstore import metrics
 from kvstore.block_map import BlockMap
@@ -46,6 +46,7 @@ class IndexMirror:
         *,
         lease_ttl_s: float = 3.0,
         on_joined: Callable[[NodeRecord], None] | None = None,
+        on_heard: Callable[[NodeRecord], None] | None = None,
         on_left: Callable[[NodeRecord, str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         tick_s: float = 0.5,
@@ -53,7 +54,8 @@ class IndexMirror:
         """``lease_ttl_s``: the nodes' own; how long Redis must have been watched before a silent node is
         dropped. ``tick_s``: how often the stream's end and the leases are looked at.
 
-        ``on_joined`` is called for every new life of a node, ``on_left`` with the record and why; a node that
+        ``on_joined`` is called for every new life of a node, ``on_heard`` for every later record of one,
+        ``on_left`` with the record and why; a node that
         comes back with a new epoch leaves first. Both run on the loop, after the mirror has changed.
         """
         self.nodes: dict[str, NodeRecord] = {}
@@ -63,6 +65,7 @@ class IndexMirror:
         self._map = BlockMap()
         self._ttl_s = lease_ttl_s
         self._on_joined = on_joined or (lambda record: None)
+        self._on_heard = on_heard or (lambda record: None)
         self._on_left = on_left or (lambda record, reason: None)
         self._clock = clock
         self._tick_s = min(tick_s, lease_ttl_s / 6)
@@ -85,6 +88,18 @@ class IndexMirror:
     def longest_prefix(self, keys: Sequence[BlockKey]) -> dict[str, int]:
         """How many leading blocks of the chain each node holds, in any tier; nodes with none are left out."""
         return self._map.longest_prefix(keys)
+
+    def slow_blocks(
+        self, keys: Sequence[BlockKey], prefixes: Mapping[str, int]
+    ) -> dict[str, tuple[int, int]]:
+        """Of each node's prefix, as ``longest_prefix`` has it: blocks in host memory and on SSD. Nodes with
+        neither are left out.
+        """
+        return self._map.slow_blocks(keys, prefixes)
+
+    def slot_of(self, node_id: str) -> int:
+        """The node's place in the masks of ``prefix_masks``, for as long as it lives; -1: unknown."""
+        return self._map.slot_of(node_id)
 
     def tier_of(self, node_id: str, key: BlockKey) -> Tier | None:
         """The fastest tier in which the node holds the block; None: it does not."""
@@ -296,7 +311,8 @@ class IndexMirror:
         elif event.kind == b"B":
             self._apply_changes(node_id, event.data)
         elif event.kind == b"H":
-            self.nodes[node_id] = NodeRecord.from_json(event.data)
+            record = self.nodes[node_id] = NodeRecord.from_json(event.data)
+            self._on_heard(record)
         elif event.kind == b"C":
             self._map.complete(node_id)
             self._sweep_due.set()
@@ -321,6 +337,7 @@ class IndexMirror:
         if known is not None and known.epoch == record.epoch:
             self.nodes[node_id] = record
             self._map.begin(node_id)
+            self._on_heard(record)
             return
         if known is not None:
             self._leave(node_id, "restarted")

@@ -158,6 +158,7 @@ class Work(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_S_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    PATIENCE_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_ids: _builtins.bytes
     """int32 little-endian: the prompt, then the tokens already streamed"""
@@ -172,6 +173,8 @@ class Work(_message.Message):
     deadline_unix_s: _builtins.float
     attempt: _builtins.int
     """0 at first; each re-placement adds one, so that late messages are told apart"""
+    patience_s: _builtins.float
+    """of equal priority, those that arrive within this time may go first"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -186,10 +189,11 @@ class Work(_message.Message):
         priority: _builtins.int = ...,
         deadline_unix_s: _builtins.float = ...,
         attempt: _builtins.int = ...,
+        patience_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_s", b"deadline_unix_s", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_s", b"deadline_unix_s", "num_prompt_tokens", b"num_prompt_tokens", "patience_s", b"patience_s", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

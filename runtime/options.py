@@ -222,7 +222,9 @@ class ConductorOptions:
     max_requests: int = option(1024, "requests", "requests in flight; more are answered 429")
     max_attempts: int = option(4, "times", "how often a request is placed before it fails")
     policy: str = option(
-        "least-ttft", "name", "placement policy: least-ttft, least-loaded, round-robin or random"
+        "goodput",
+        "name",
+        "placement policy: goodput, kv-aware, local-cache, least-loaded, round-robin or random",
     )
 
     def __post_init__(self) -> None:
@@ -232,7 +234,7 @@ class ConductorOptions:
         )
         for name in ("max_body_nbytes", "max_requests", "max_attempts"):
             _require(getattr(self, name) > 0, f"conductor.{name}", "positive", getattr(self, name))
-        policies = ("least-ttft", "least-loaded", "round-robin", "random")
+        policies = ("goodput", "kv-aware", "local-cache", "least-loaded", "round-robin", "random")
         _require(self.policy in policies, "conductor.policy", f"one of {', '.join(policies)}", self.policy)
 
 

@@ -78,36 +78,48 @@ def test_a_link_learns_latency_and_rate() -> None:
     for i in range(100):
         nbytes = (i % 10 + 1) * 1_000_000
         links.observe("p", "d", nbytes, 2e-3 + nbytes / 500e6)
-    assert links.seconds("p", "d", 20_000_000) == pytest.approx(2e-3 + 0.04, rel=0.1)
-    assert links.seconds("p", "d", 0) == 0.0
+    assert links.seconds("p", "d", 20_000_000, now_s=0.0) == pytest.approx(2e-3 + 0.04, rel=0.1)
+    assert links.seconds("p", "d", 0, now_s=0.0) == 0.0
     # A pair that never moved anything is taken to be like those that did.
-    assert links.seconds("a", "b", 10_000_000) == pytest.approx(2e-3 + 0.02, rel=0.1)
+    assert links.seconds("a", "b", 10_000_000, now_s=0.0) == pytest.approx(2e-3 + 0.02, rel=0.1)
 
 
 def test_the_first_transfer_of_a_pair_teaches_nothing() -> None:
     links, untouched = LinkModel(), LinkModel()
     links.observe("p", "d", 1_000_000, 5.0)
-    assert links.seconds("p", "d", 1_000_000) == untouched.seconds("p", "d", 1_000_000)
+    assert links.seconds("p", "d", 1_000_000, now_s=0.0) == untouched.seconds("p", "d", 1_000_000, now_s=0.0)
 
 
 def test_a_link_of_one_size_only_is_right_for_that_size() -> None:
     links = LinkModel()
     for _ in range(50):
         links.observe("p", "d", 100_000, 1e-3)
-    assert links.seconds("p", "d", 100_000) == pytest.approx(1e-3, rel=0.15)
-    assert links.seconds("p", "d", 1) >= 0
+    assert links.seconds("p", "d", 100_000, now_s=0.0) == pytest.approx(1e-3, rel=0.15)
+    assert links.seconds("p", "d", 1, now_s=0.0) >= 0
 
 
 def test_a_link_shrugs_off_one_stall_and_believes_several() -> None:
     links = LinkModel()
     for _ in range(20):
         links.observe("p", "d", 100_000, 1e-3)
-    calm_s = links.seconds("p", "d", 100_000)
+    calm_s = links.seconds("p", "d", 100_000, now_s=0.0)
     links.observe("p", "d", 100_000, 1.0)
-    assert links.seconds("p", "d", 100_000) < 1.5 * calm_s
+    assert links.seconds("p", "d", 100_000, now_s=0.0) < 1.5 * calm_s
     for _ in range(25):
         links.observe("p", "d", 100_000, 0.1)
-    assert links.seconds("p", "d", 100_000) == pytest.approx(0.1, rel=0.5)
+    assert links.seconds("p", "d", 100_000, now_s=0.0) == pytest.approx(0.1, rel=0.5)
+
+
+def test_transfers_under_way_share_the_links_of_their_nodes_and_are_forgotten() -> None:
+    links = LinkModel(latency_s=0.0, nbytes_per_s=1e6)
+    links.begin("a", "b", 1_000_000, now_s=0.0)
+    assert links.seconds("a", "c", 1_000_000, now_s=0.0) == pytest.approx(2.0)
+    assert links.seconds("c", "b", 1_000_000, now_s=0.5) == pytest.approx(1.5)
+    assert links.seconds("a", "c", 100_000, now_s=0.0) == pytest.approx(0.2)  # even shares
+    assert links.seconds("c", "d", 1_000_000, now_s=0.0) == pytest.approx(1.0)
+    assert links.seconds("a", "b", 1_000_000, now_s=1.0) == pytest.approx(1.0)
+    assert links.busy(0.25) == {"a": pytest.approx(750_000)}
+    assert links.busy(1.0) == {}
 
 
 def test_the_number_of_remembered_links_is_bounded() -> None:

@@ -27,7 +27,9 @@ def next_token(tokens: np.ndarray) -> int:
     return blake2b(tokens.astype(np.int32).tobytes()).digest()[0] % 3
 
 
-def sequence(name: str, prompt: list[int], max_tokens: int, priority: int, arrived_s: float) -> Sequence:
+def sequence(
+    name: str, prompt: list[int], max_tokens: int, priority: int, arrived_s: float, patience_s: float = 0.0
+) -> Sequence:
     return Sequence(
         name,
         0,
@@ -37,6 +39,7 @@ def sequence(name: str, prompt: list[int], max_tokens: int, priority: int, arriv
         root_key=b"r" * 16,
         priority=priority,
         arrived_s=arrived_s,
+        patience_s=patience_s,
     )
 
 
@@ -159,6 +162,15 @@ def test_those_who_come_first_are_admitted_first_and_urgent_ones_before_them() -
     cluster.run()
     finished = [e.sequence.request_id for e in cluster.events if e.finish_reason]
     assert finished == ["r2", "r0", "r1", "r3"]
+
+
+def test_a_patient_one_lets_those_pass_that_come_in_time() -> None:
+    cluster = Cluster(num_blocks=32, max_batch_size=1)
+    for i, patience_s in enumerate([0.0, 1.5, 0.0, 0.0]):
+        cluster.scheduler.add(sequence(f"r{i}", [i] * 6, 2, 0, float(i), patience_s))
+    cluster.run()
+    finished = [e.sequence.request_id for e in cluster.events if e.finish_reason]
+    assert finished == ["r0", "r2", "r1", "r3"]
 
 
 def test_the_youngest_gives_its_blocks_and_loses_nothing() -> None:

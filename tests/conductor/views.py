@@ -1,0 +1,50 @@
+"""Clusters as placement sees them, made by hand."""
+
+from __future__ import annotations
+
+from conductor.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
+from conductor.cost_model import NodeCost, Profile
+from conductor.fleet import Fleet
+from conductor.link import LinkModel
+from conductor.place import place
+from conductor.placement import Placement
+from conductor.policies import POLICIES
+
+PROFILE = Profile(
+    prefill_base_s=1e-3,
+    prefill_token_s=1e-4,
+    prefill_attention_s=0.0,
+    decode_base_s=1e-3,
+    decode_sequence_s=1e-4,
+    decode_context_s=1e-8,
+)
+REQUEST = PlaceRequest(num_tokens=1000, remaining_tokens=100, expected_tokens=50, deadline_s=60.0)
+
+
+def node(node_id: str, *, queue_s: float = 0.0, **facts: float) -> NodeView:
+    view = NodeView(node_id, NodeCost(PROFILE), num_free_blocks=1000)
+    if queue_s:
+        view.queue.add("running", order_s=0.0, compute_s=queue_s, now_s=0.0)
+    for name, value in facts.items():
+        setattr(view, name, value)
+    return view
+
+
+def cluster(
+    prefill: list[NodeView], decode: list[NodeView], prefix_blocks: dict[str, int] | None = None
+) -> ClusterView:
+    return ClusterView(
+        prefill=Fleet(prefill),
+        decode=Fleet(decode),
+        prefix_blocks=prefix_blocks or {},
+        links=LinkModel(),
+        block_size=16,
+        block_nbytes=65536,
+        now_s=0.0,
+    )
+
+
+def placed(request: PlaceRequest, view: ClusterView, policy: str = "goodput") -> Placement:
+    outcome = place(request, view, Slo(), POLICIES[policy])
+    assert isinstance(outcome, Placement)
+    return outcome
