@@ -9,8 +9,9 @@ import uvloop
 from rich.console import Console
 
 from bench import report
+from bench.transfer.peers.contestant import PEERS
 from bench.transfer.session import Settings, measure
-from bench.transfer.shape import POOL_NBYTES, Shape, default_shapes, size_name, size_of
+from bench.transfer.shape import POOL_NBYTES, Shape, all_shapes, default_shapes, size_name, size_of
 from runtime.options import TcpOptions
 from transfer.ucx.library import load_ucx
 
@@ -29,8 +30,9 @@ TRANSPORTS = ("local", "shm", "tcp", "ucx", "ucx-tcp")
 @click.option("--parallel", default=1, show_default=True, help="With --block: batches at a time.")
 @click.option("--contiguous", is_flag=True, help="With --block: side by side instead of scattered.")
 @click.option("--checksum", type=click.Choice(("on", "off", "both")), default="both", show_default=True)
-@click.option("--quick", is_flag=True, help="A few cases only.")
-@click.option("--rounds", default=7, show_default=True, help="Repetitions of a case, its limit in turn.")
+@click.option("--full", is_flag=True, help="Every size and batch, 4 KiB to 64 MiB, 1 to 4,096 (10 minutes).")
+@click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Compare with; repeatable.")
+@click.option("--rounds", default=5, show_default=True, help="Repetitions of a case, its limit in turn.")
 @click.option("--streams", default=TcpOptions().streams, show_default=True, help="tcp: connections.")
 @click.option("--slice", "slice_name", default="", metavar="SIZE", help="tcp: bytes a system call.")
 @click.option("--busy", is_flag=True, help="The target computes in Python meanwhile.")
@@ -45,7 +47,8 @@ def transfer(
     parallel: int,
     contiguous: bool,
     checksum: str,
-    quick: bool,
+    full: bool,
+    peers: tuple[str, ...],
     rounds: int,
     streams: int,
     slice_name: str,
@@ -71,12 +74,17 @@ def transfer(
     settings = Settings(
         transports=transports or [name for name in TRANSPORTS if not name.startswith("ucx") or load_ucx()],
         shapes=shapes
-        or [s for s in default_shapes(quick) if s.direction in (directions or ("read", "write"))],
+        or [
+            s
+            for s in (all_shapes() if full else default_shapes())
+            if s.direction in (directions or ("read", "write"))
+        ],
         checksums={"on": (True,), "off": (False,), "both": (False, True)}[checksum],
         rounds=rounds,
         tcp=TcpOptions(streams=streams, slice_nbytes=slice_nbytes),
         busy=busy,
         pool_nbytes=pool_nbytes,
+        peers=peers,
     )
     if any(name.startswith("ucx") for name in settings.transports) and load_ucx() is None:
         raise click.UsageError("there is no libucp: pip install moonpool[ucx]")

@@ -73,21 +73,30 @@ class Shape:
 
 
 KIB, MIB = 1 << 10, 1 << 20
-LATENCY = tuple(Shape(block, 1) for block in (4 * KIB, 64 * KIB, MIB))
-BANDWIDTH = (
-    Shape(4 * KIB, 4096),
-    Shape(64 * KIB, 1024),
-    Shape(MIB, 64),
-    Shape(4 * MIB, 64),
-    Shape(64 * MIB, 4),
-)
-QUICK = (Shape(4 * KIB, 1), Shape(4 * KIB, 4096), Shape(64 * KIB, 1024), Shape(MIB, 64))
+_WAYS = ("read", "write")
+_MOST_NBYTES = 256 * MIB
 
 
-def default_shapes(quick: bool) -> list[Shape]:
-    """What is measured unless asked otherwise."""
-    if quick:
-        return [Shape(s.block_nbytes, s.batch, way) for s in QUICK for way in ("read", "write")]
-    shapes = [Shape(s.block_nbytes, s.batch, way) for s in LATENCY + BANDWIDTH for way in ("read", "write")]
-    shapes += [Shape(64 * KIB, 1024, "read", scattered=False), Shape(MIB, 64, "read", scattered=False)]
-    return shapes + [Shape(MIB, 64, "read", parallel=n) for n in (2, 4, 8)]
+def default_shapes() -> list[Shape]:
+    """What is measured unless asked otherwise: what the goals are about."""
+    shapes = [
+        Shape(block, batch, way)
+        for block, batch in ((4 * KIB, 1), (4 * KIB, 4096), (64 * KIB, 1024), (MIB, 64))
+        for way in _WAYS
+    ]
+    return [*shapes, Shape(4 * MIB, 64), Shape(MIB, 64, scattered=False), Shape(MIB, 64, parallel=2)]
+
+
+def all_shapes() -> list[Shape]:
+    """4 KiB to 64 MiB, 1 to 4,096 spans, as far as a batch is 256 MiB at most."""
+    shapes = [
+        Shape(block, batch, way)
+        for block in (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+        for batch in (1, 4, 64, 1024, 4096)
+        if block * batch <= _MOST_NBYTES
+        for way in _WAYS
+    ]
+    for block, batch in ((4 * KIB, 4096), (64 * KIB, 1024), (MIB, 64)):
+        shapes += [Shape(block, batch, way, scattered=False) for way in _WAYS]
+        shapes += [Shape(block, batch, way, parallel=n) for n in (2, 4, 8) for way in _WAYS]
+    return shapes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.serve.peers.errors import PeerFailed
+from bench.peer_home import PeerFailed
 from bench.serve.peers.transformers import TransformersPeer
 from runtime.options import ModelOptions
 

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from bench import report
-from bench.transfer import session, shape
+from bench.peer_home import PeerAbsent, PeerFailed, peers_dir
+from bench.transfer import samples, session, shape
 from bench.transfer.command import transfer
+from bench.transfer.peers.perftest import bandwidth_of
+
+METRICS = ("bandwidth", "latency", "spans", "processor time")
+
+
+def in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "ROUND_S", 0.01)
+    monkeypatch.setattr(session, "_IDLE_S", 0.05)
+    monkeypatch.setattr(session, "_NOTES", 20)
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
 def test_a_run_writes_its_figures(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_ROUND_S", 0.01)
-    monkeypatch.setattr(session, "_IDLE_S", 0.05)
-    monkeypatch.setattr(session, "_NOTES", 20)
+    in_a_moment(monkeypatch)
     path = tmp_path / "report.json"
     arguments = [
         "--transport",
@@ -42,6 +52,8 @@ def test_a_run_writes_its_figures(transport: str, tmp_path: Path, monkeypatch: p
             assert row["value"] > 0
             assert row["peer"] == ("raw sockets" if transport == "tcp" else "memcpy")
             assert row["ratio"] == pytest.approx(row["value"] / row["peer_value"])
+            units = {rows[f"{transport}/64KiB/8/{way}/checksum-{checksum}", m]["unit"] for m in METRICS}
+            assert units == {"GB/s", "µs", "spans/s", "s/GB"}
     assert (f"{transport}/note/64B" in {case for case, _ in rows}) == (transport != "local")
 
 
@@ -60,3 +72,84 @@ def test_blocks_of_parallel_batches_are_disjoint() -> None:
         offsets = [offset for part in spans for offset in part.offset.tolist()]
         assert len(set(offsets)) == one.batch * one.parallel
         assert sum(part.total_nbytes for part in spans) == one.nbytes
+
+
+def test_the_shapes_measured_by_default_are_among_all() -> None:
+    assert {s.name for s in shape.default_shapes()} - {s.name for s in shape.all_shapes()} == set()
+    sizes = {s.block_nbytes for s in shape.all_shapes()}
+    assert (min(sizes), max(sizes)) == (4 << 10, 64 << 20)
+    assert {s.parallel for s in shape.all_shapes()} == {1, 2, 4, 8}
+    assert max(s.batch for s in shape.all_shapes()) == 4096
+
+
+# ---------------------------------------------------------------------- peers
+
+
+@pytest.mark.parametrize("peer", ["mooncake", "nixl", "ucx_perftest"])
+def test_an_absent_peer_is_a_sentence_with_the_command(
+    peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(transfer, ["--peer", peer])
+    assert isinstance(result.exception, PeerAbsent)
+    assert f"{peer} is not installed; this does it: " in str(result.exception)
+    assert "install" in str(result.exception).partition("this does it")[2]
+
+
+STAND_IN = """
+import time
+class TransferEngine:
+    def initialize(self, host, metadata, protocol, device):
+        print("what libraries say on stdout is not an answer")
+        return (host, metadata, protocol) != ("127.0.0.1", "P2PHANDSHAKE", "tcp")
+    def register_memory(self, address, nbytes):
+        self.pool = range(address, address + nbytes)
+        return 0
+    def get_rpc_port(self):
+        return 1
+    def batch_transfer_sync_read(self, target, here, there, sizes):
+        assert target == "127.0.0.1:1" and len(here) == len(there) == len(sizes) == 8
+        assert all(address in self.pool for address in here)
+        time.sleep(0.001)
+        return 0
+    def batch_transfer_sync_write(self, *_):
+        return -1
+"""
+
+
+def install_stand_in(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of Mooncake's name, with its calls and without its speed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    python = peers_dir() / "mooncake" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    # Not a link: through one it would not find what is installed beside it.
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (home / "mooncake").mkdir()
+    (home / "mooncake" / "__init__.py").touch()
+    (home / "mooncake" / "engine.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(home), *sys.path[1:]]))
+
+
+def test_a_peer_moves_the_same_blocks_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_moment(monkeypatch)
+    install_stand_in(tmp_path, monkeypatch)
+    arguments = ["--transport", "tcp", "--block", "64KiB", "--batch", "8", "--rounds", "2", "--pool", "4MiB"]
+    path = tmp_path / "report.json"
+    arguments += ["--peer", "mooncake", "--direction"]
+    result = CliRunner().invoke(transfer, [*arguments, "read", "--json", str(path)], catch_exceptions=False)
+    assert result.exit_code == 0
+    content = json.loads(path.read_text())
+    report.validate(content)
+    (row,) = [r for r in content["rows"] if r["metric"] == "bandwidth" and r["peer"] == "mooncake"]
+    assert row["case"] == "tcp/64KiB/8/read/checksum-off"
+    assert 0 < row["peer_value"] < 8 * (64 << 10) / 0.001 / 1e9
+    # What goes wrong there is said here.
+    with pytest.raises(PeerFailed, match="the transfer failed"):
+        CliRunner().invoke(transfer, [*arguments, "write"], catch_exceptions=False)
+
+
+def test_the_output_of_ucx_perftest_is_read() -> None:
+    output = "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n"
+    assert bandwidth_of(output + "2000,17.7,18.6,18.6,53000.00,2000.00,53636,53636\n") == 2000 * 2**20

