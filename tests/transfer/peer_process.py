@@ -98,15 +98,19 @@ def forbid_process_vm_readv() -> None:
     agent_memory.readable_by_peers = lambda: False
 
 
+def listen_at(port: int) -> None:
+    """At the address of an agent that was here before."""
+    bind = socket.create_server
+    socket.create_server = lambda address, **more: bind((address[0], port), **more)  # type: ignore
+
+
 async def main(transports: str, epoch: str, port: str, secret: str, forbid: str) -> None:
     if forbid:
         forbid_process_vm_readv()
     tcp = TcpOptions()
     options = TransferOptions(transports=tuple(transports.split(",")), secret=secret, tcp=tcp)
     if int(port):
-        # The address of an agent that was here before.
-        bind = socket.create_server
-        socket.create_server = lambda address, **more: bind((address[0], int(port)), **more)  # type: ignore
+        listen_at(int(port))
     async with await TransferAgent.start(options, agent_id="peer", epoch=int(epoch)) as agent:
         peer = PeerProcess(agent)
         print(agent.describe().pack().decode(), flush=True)

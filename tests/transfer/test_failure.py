@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import os
 import signal
-import socket
-import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime.options import TransferOptions
 from tests.transfer.conftest import RemotePeer, StartPeer
+from tests.transfer.faults import Proxy, again, choose, outcome, start_here
 from tests.transfer.peer_process import pattern
 from transfer import (
     AgentClosed,
@@ -30,37 +25,13 @@ from transfer import (
     Span,
     StaleEpoch,
     TransferAgent,
-    TransferError,
     TransferReport,
 )
 from transfer import agent as agent_module
-from transfer.ucx.library import load_ucx
 
 NBYTES = 32 << 20
 # What an error may be late. A machine that is busy with other things gets more.
 GRACE_S = 0.1 if not os.environ.get("CI") else 0.5
-
-
-def choose(transport: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The transport's name; ucx-tcp: UCX is made to use TCP. Skips what is not installed."""
-    name, _, variant = transport.partition("-")
-    if name == "ucx" and load_ucx() is None:
-        pytest.skip("there is no libucp: pip install moonpool[ucx]")
-    if variant:
-        monkeypatch.setenv("UCX_TLS", "tcp,self")
-    return name
-
-
-async def start_here(transports: str) -> TransferAgent:
-    options = TransferOptions(transports=tuple(transports.split(",")))
-    return await TransferAgent.start(options, agent_id="here", epoch=1)
-
-
-async def outcome(batch: Awaitable[TransferReport]) -> tuple[TransferReport | BaseException, float]:
-    """What a batch came to, and after how many seconds."""
-    started = time.perf_counter()
-    (result,) = await asyncio.gather(batch, return_exceptions=True)
-    return result, time.perf_counter() - started
 
 
 async def big_read(agent: TransferAgent, theirs: RemotePeer) -> tuple[Peer, Region, list[Span], list[Span]]:
@@ -99,11 +70,6 @@ async def test_a_killed_peer_is_lost(
             await agent.connect(theirs.descriptor)
         assert peer.lost
         assert (memory.array == 7).all()
-
-
-async def again(move: Any, ours: list[Span], spans: list[Span]) -> TransferReport:
-    while True:
-        await move(ours, spans, deadline_s=5)
 
 
 @pytest.mark.parametrize(
@@ -163,43 +129,6 @@ async def test_a_restarted_peer_is_another_one(start_peer: StartPeer, transport:
         if isinstance(caught.value, StaleEpoch):
             assert (caught.value.expected, caught.value.found) == (1, 2)
         await big_read(agent, new)
-
-
-class Proxy:
-    """Forwards TCP connections to ``port`` until told to hold everything back, as a cut cable does."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._held = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets: list[socket.socket] = []
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def hold(self) -> None:
-        self._held.set()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                self._sockets += [near, far]
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
-
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while (received := source.recv(1 << 16)) and not self._held.is_set():
-                sink.sendall(received)
-            if not self._held.is_set():
-                sink.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        for sock in (self._listener, *self._sockets):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
 
 
 @pytest.fixture
@@ -279,66 +208,3 @@ async def test_a_lost_local_agent_is_lost() -> None:
             peer.notify(b"anybody there?")
         with pytest.raises(PeerLost):
             await agent.connect(theirs.describe())
-
-
-def resources() -> tuple[int, int, int]:
-    """Descriptors, threads, files in /dev/shm."""
-    # A mapped memfd goes with the last array that shows it.
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(list(Path("/dev/shm").iterdir()))
-
-
-@pytest.mark.parametrize("transport", ["local", "shm", "tcp", "ucx", "ucx-tcp"])
-async def test_nothing_leaks(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents come and go, some with batches cut short; nothing stays behind."""
-    transport = choose(transport, monkeypatch)
-    options = TransferOptions(transports=(transport,))
-
-    async def cycle(turn: int) -> None:
-        theirs = await TransferAgent.start(options, agent_id="peer", epoch=1)
-        agent = await TransferAgent.start(options, agent_id="here", epoch=1)
-        remote, memory = theirs.allocate(1 << 20, "theirs"), agent.allocate(1 << 20, "ours")
-        spans = [Span(memory.id, 0, 1 << 20)], [Span(remote.id, 0, 1 << 20)]
-        peer = await agent.connect(theirs.describe())
-        await peer.write(*spans, deadline_s=5)
-        batch = peer.read(*spans, deadline_s=5)
-        if turn % 3 == 0:
-            await batch
-        elif turn % 3 == 1:
-            batch.cancel()
-        # In either order, and with a batch that is still running.
-        for one in (agent, theirs) if turn % 2 else (theirs, agent):
-            await one.close()
-        with contextlib.suppress(TransferError, asyncio.CancelledError):
-            await batch
-
-    for turn in range(6):
-        await cycle(turn)
-    before = resources()
-    for turn in range(60):
-        await cycle(turn)
-    assert resources() == before
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["shm", "tcp", "ucx", "ucx-tcp"])
-async def test_nothing_leaks_over_many_killed_peers(
-    start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transport = choose(transport, monkeypatch)
-    async with await start_here(transport) as agent:
-        before = (0, 0, 0)
-        for turn in range(100):
-            theirs = start_peer(transport)
-            peer, memory, ours, spans = await big_read(agent, theirs)
-            batch = (peer.read, peer.write)[turn % 2](ours, spans, deadline_s=5)
-            await asyncio.sleep(0)
-            theirs.kill()
-            await outcome(batch)
-            result, _ = await outcome(asyncio.ensure_future(again(peer.read, ours, spans)))
-            assert isinstance(result, PeerLost)
-            memory.close()
-            if turn == 5:
-                before = resources()
-        assert resources() == before

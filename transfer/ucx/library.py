@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import functools
 import importlib.util
 import os
@@ -179,19 +178,16 @@ def _candidates() -> list[Path]:
 
 
 def _system_library() -> Path | None:
-    name = ctypes.util.find_library("ucp")
-    if name is None:
-        return None
-    for folder in (
-        "/usr/lib/x86_64-linux-gnu",
-        "/usr/lib/aarch64-linux-gnu",
-        "/usr/lib64",
-        "/usr/lib",
-        "/usr/local/lib",
-    ):
-        if (path := Path(folder) / name).exists():
+    """Where the loader would find it. Asked of the file system: ``find_library`` runs a compiler for that,
+    0.4 s.
+    """
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    for configured in sorted(Path("/etc/ld.so.conf.d").glob("*.conf")):
+        folders += [line.strip() for line in configured.read_text(errors="replace").splitlines()]
+    for folder in (*folders, *_FOLDERS):
+        if folder.startswith("/") and (path := Path(folder) / "libucp.so.0").exists():
             return path.resolve()
-    return Path(name)
+    return None
 
 
 def _has_rdma(library: Path) -> bool:

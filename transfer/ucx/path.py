@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -79,7 +78,7 @@ class UcxPath:
             infos = [await self._region(region_id) for region_id in region_ids]
             try:
                 lifeline_key, address = unpack_facts(lifeline.key)
-                await self._on_worker(self._learn, address, [(LIFELINE_ID, lifeline_key)], infos)
+                await self._worker.run(self._learn, address, [(LIFELINE_ID, lifeline_key)], infos)
             except (ValueError, UcxError) as error:
                 raise PathFailed(self.name, str(error)) from error
 
@@ -91,21 +90,6 @@ class UcxPath:
             self._endpoint = Endpoint(self._worker, address)
         for region_id, key in (*keys, *((info.id, info.key) for info in infos if info.open)):
             self._endpoint.learn(region_id, key)
-
-    async def _on_worker(self, function: Callable[..., None], *arguments: Any) -> None:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def run() -> None:
-            error: Exception | None = None
-            try:
-                function(*arguments)
-            except Exception as failure:
-                error = failure
-            loop.call_soon_threadsafe(_settle, done, error)
-
-        self._worker.submit(run)
-        await done
 
     def start(self, attempt: Attempt) -> None:
         if attempt.direction == "write":
@@ -150,17 +134,8 @@ class UcxPath:
 
     async def close(self) -> None:
         await self._writes.close()
-        await self._on_worker(self._close_endpoint)
+        await self._worker.run(self._close_endpoint)
 
     def _close_endpoint(self) -> None:
         if self._endpoint is not None:
             self._endpoint.close()
-
-
-def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import logging
@@ -11,13 +12,14 @@ import select
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from transfer.errors import TransferError
 from transfer.ucx import library as lib
 from transfer.ucx.library import Ucx
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # What a survivor needs to live through a peer's death, and what made TCP fast; names as in `ucx_info -c`. A
 # variable UCX_<name> of the environment goes first. Not every build knows every name.
@@ -29,6 +31,9 @@ _CONFIG = {
     "TCP_TX_SEG_SIZE": "512K",
     "TCP_RX_SEG_SIZE": "512K",
     "RNDV_FRAG_MEM_TYPES": "host",
+    # By default the progress thread waits for each connection to be made, and all peers with it; and where
+    # that is refused at once UCX (1.21) never closes the socket.
+    "TCP_CONN_NB": "y",
 }
 # Rounds without news before the thread goes to sleep: some 20 µs, less than waking up takes.
 _SPINS = 20
@@ -159,6 +164,22 @@ class UcxWorker:
         self._commands.put(command)
         self.wake()
 
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What ``function`` returns or raises on the progress thread."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def command() -> None:
+            try:
+                result = function(*arguments)
+            except Exception as error:
+                loop.call_soon_threadsafe(_fail, done, error)
+            else:
+                loop.call_soon_threadsafe(_settle, done, result)
+
+        self.submit(command)
+        return await done
+
     def wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
 
@@ -204,3 +225,13 @@ class UcxWorker:
         # It may have been the worker's own descriptor that woke us.
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
+
+
+def _settle(done: asyncio.Future[T], result: T) -> None:
+    if not done.done():
+        done.set_result(result)
+
+
+def _fail(done: asyncio.Future[T], error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)

@@ -1,0 +1,89 @@
+"""Ways to fail: links that can be cut, and what a batch came to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from runtime.options import TransferOptions
+from transfer import Span, TransferAgent, TransferReport
+from transfer.ucx.library import load_ucx
+
+
+def choose(transport: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The transport's name; ucx-tcp: UCX is made to use TCP. Skips what is not installed."""
+    name, _, variant = transport.partition("-")
+    if name == "ucx" and load_ucx() is None:
+        pytest.skip("there is no libucp: pip install moonpool[ucx]")
+    if variant:
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+    return name
+
+
+async def start_here(transports: str) -> TransferAgent:
+    options = TransferOptions(transports=tuple(transports.split(",")))
+    return await TransferAgent.start(options, agent_id="here", epoch=1)
+
+
+async def outcome(batch: Awaitable[TransferReport]) -> tuple[TransferReport | BaseException, float]:
+    """What a batch came to, and after how many seconds."""
+    started = time.perf_counter()
+    (result,) = await asyncio.gather(batch, return_exceptions=True)
+    return result, time.perf_counter() - started
+
+
+async def again(move: Any, ours: list[Span], spans: list[Span]) -> TransferReport:
+    while True:
+        await move(ours, spans, deadline_s=5)
+
+
+class Proxy:
+    """Forwards TCP connections to ``port`` until told to hold everything back, as a cut cable does."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._held = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self.port = self._listener.getsockname()[1]
+        self._start(self._accept)
+
+    def _start(self, target: Callable[..., None], *arguments: socket.socket) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def hold(self) -> None:
+        self._held.set()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    self._start(self._forward, source, sink)
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while (received := source.recv(1 << 16)) and not self._held.is_set():
+                sink.sendall(received)
+            if not self._held.is_set():
+                sink.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for sock in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for sock in (self._listener, *self._sockets):
+            sock.close()

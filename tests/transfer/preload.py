@@ -1,0 +1,8 @@
+"""What the processes of ``test_leaks.BriefPeer`` have in common, imported once and forked: libucp alone takes
+0.4 s to load.
+"""
+
+from tests.transfer import test_leaks as test_leaks
+from transfer.ucx.library import load_ucx
+
+load_ucx()
