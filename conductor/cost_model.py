@@ -83,13 +83,15 @@ class Correction:
     far off its profile as the others are off theirs.
     """
 
-    __slots__ = ("_count", "_log", "_since_s", "_wider")
+    __slots__ = ("_at_s", "_count", "_factor", "_log", "_since_s", "_wider")
 
     def __init__(self, wider: Correction | None = None) -> None:
         self._wider = wider
         self._log = 0.0  # the factor's logarithm: twice as slow and twice as fast weigh the same
         self._count = 0.0  # measurements it stands on, fading
         self._since_s = 0.0
+        self._at_s = -math.inf  # when ``_factor`` was worked out: one decision asks for it several times
+        self._factor = 1.0
 
     def observe(self, predicted_s: float, actual_s: float, now_s: float) -> None:
         """``predicted_s`` is the profile's own, uncorrected."""
@@ -102,14 +104,20 @@ class Correction:
         self._log += (target - self._log) / (count + 1)
         self._count = min(count + 1, _MEMORY - 1)
         self._since_s = now_s
+        self._at_s = -math.inf
 
     def factor(self, now_s: float) -> float:
-        return math.exp(self._leaning(now_s))
-
-    def _leaning(self, now_s: float) -> float:
+        wider = self._wider
+        if not self._count:
+            return 1.0 if wider is None else wider.factor(now_s)
+        # Of a node it also depends on what the others of its role have shown since: those are not cached.
+        if wider is None and now_s == self._at_s:
+            return self._factor
         count = self._faded(now_s)
-        wider = self._wider._leaning(now_s) if self._wider is not None else 0.0
-        return wider + (self._log - wider) * count / (count + _DOUBT)
+        lean = math.log(wider.factor(now_s)) if wider is not None else 0.0
+        self._factor = math.exp(lean + (self._log - lean) * count / (count + _DOUBT))
+        self._at_s = now_s
+        return self._factor
 
     def _faded(self, now_s: float) -> float:
         if not self._count:

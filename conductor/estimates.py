@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from conductor.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
 from conductor.placement import DecodeEstimate, PrefillEstimate
 from conductor.policies import Policy
+from kvstore.prefix_map import PrefixMap
 
 _NO_SLOW = (0, 0)
+# Holders of the longest prefixes that may be read from, where many hold them.
+_SOURCES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,11 @@ def sources(view: ClusterView, usable: int) -> Sequence[Source]:
 
     When those links are busy, the longest of the holders whose links are not comes second.
     """
-    holders = view.prefix_blocks
+    holders: Mapping[str, int] = view.prefix_blocks
     if not usable or not holders:
         return ()
+    if isinstance(holders, PrefixMap):
+        holders = holders.longest(_SOURCES)
     busy = view.links.busy(view.now_s)
     best = max(holders, key=lambda node_id: (min(holders[node_id], usable), -busy.get(node_id, 0), node_id))
     first = Source(best, min(holders[best], usable))

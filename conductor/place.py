@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -97,8 +96,8 @@ def _placement(
         decode,
         reason,
         describe(prefill, reason, prefills),
-        heapq.nsmallest(_KEPT, prefills, key=_ttft_s),
-        heapq.nsmallest(_KEPT, decodes, key=_total_s),
+        sorted(prefills, key=_ttft_s)[:_KEPT],
+        sorted(decodes, key=_total_s)[:_KEPT],
         patience_s,
         policy.name,
     )

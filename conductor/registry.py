@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 # How long a node that left is kept, at least: for its last requests, and for cancels it has not got yet.
 _LINGER_S = 30.0
+# From so many nodes on, nobody writes down who holds a prefix: a shared one is held by all.
+_MANY = 64
 
 
 class NodeRegistry:
@@ -51,6 +53,7 @@ class NodeRegistry:
             clock=clock,
         )
         self._fleets = Fleets()
+        self._connected = 0  # flags of the mirror's nodes that can be reached
         self._model = model
         self._layouts = model.layouts()
         self._identity: tuple[str, str] | None = None  # model and layout of the members that are used
@@ -150,9 +153,9 @@ class NodeRegistry:
     # ------------------------------------------------------------------ coming and going
 
     def _prefixes(self, keys: Sequence[BlockKey]) -> Mapping[str, int]:
-        if not keys:
-            return {}
-        # Blocks of a node that cannot be reached can neither be used there nor fetched.
+        """Without nodes that cannot be reached: their blocks can neither be used there nor fetched."""
+        if len(self._members) > _MANY:
+            return self.mirror.prefix_map(keys, self._connected)
         return {
             node_id: num_blocks
             for node_id, num_blocks in self.mirror.longest_prefix(keys).items()
@@ -169,14 +172,16 @@ class NodeRegistry:
         member = self._back(record) or self._new(record)
         member.view.slot = self.mirror.slot_of(record.node_id)
         self._members[record.node_id] = member
-        self.touched(member)
-        self._notify()
+        self._reachable(member)
 
     def _heard(self, record: NodeRecord) -> None:
         self._members[record.node_id].update(record)
 
     def _reachable(self, member: Member) -> None:
-        """Its connection came up, or broke."""
+        """Its connection came up, or broke; or it is new."""
+        if self._members.get(member.node_id) is member:
+            flag = self.mirror.flag_of(member.node_id)
+            self._connected = self._connected | flag if member.client.connected else self._connected & ~flag
         self.touched(member)
         self._notify()
 
@@ -206,7 +211,6 @@ class NodeRegistry:
             on_change=self._reachable,
             on_touched=self.touched,
         )
-
         # Among equals the one that was given the least is taken: a newcomer must not be given everything.
         peers = [m.view.num_placed for m in self._members.values() if m.record.role == record.role]
         member.view.num_placed = min(peers, default=0)

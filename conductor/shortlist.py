@@ -13,6 +13,7 @@ from conductor.estimates import Source
 from conductor.fleet import Fleet
 from conductor.placement import PrefillEstimate
 from conductor.policies import Policy
+from kvstore.prefix_map import PrefixMap
 
 # Nodes of a large fleet that are looked at one by one.
 _LOOKED_AT = 16
@@ -116,6 +117,8 @@ def _prefill_s(
 
 def _held(fleet: Fleet, prefix_blocks: Mapping[str, int]) -> _Array:
     """Leading blocks that each node of the fleet holds."""
+    if isinstance(prefix_blocks, PrefixMap):
+        return prefix_blocks.spread(fleet.slots())
     held = np.zeros(len(fleet))
     for node_id, num_blocks in prefix_blocks.items():
         if (position := fleet.position(node_id)) is not None:

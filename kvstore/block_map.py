@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvstore.changes import split
 from kvstore.keys import KEY_NBYTES
+from kvstore.prefix_map import PrefixMap, SlowBlocks
 from kvstore.tier import Tier
 
 # Bits of a node in a mask: the lowest says that it holds the block, the others that its copy is in that tier.
@@ -196,15 +197,27 @@ class BlockMap:
         return self._by_node[node_id].num_held
 
     def longest_prefix(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """How many of a chain's leading blocks each node holds; nodes that hold none are left out.
+        """How many of a chain's leading blocks each node holds; nodes that hold none are left out."""
+        found: dict[str, int] = {}
+        for mask, length in self.prefix_masks(keys):
+            for node_id in self._members.get(mask) or self._name(mask):
+                found[node_id] = length
+        return found
+
+    def prefix_map(self, keys: Sequence[bytes], among: int = -1) -> PrefixMap:
+        """The same for many nodes, of those in the mask ``among``."""
+        return PrefixMap(self.prefix_masks(keys, among), _WIDTH, self.slot_of, self._name)
+
+    def prefix_masks(self, keys: Sequence[bytes], among: int = -1) -> list[tuple[int, int]]:
+        """(mask of nodes, how many of a chain's leading blocks they hold), longest first.
 
         O(log n) look-ups for each different length found.
         """
+        groups: list[tuple[int, int]] = []
         if not keys:
-            return {}
+            return groups
         get = self._masks.get
-        found: dict[str, int] = {}
-        wanted = get(keys[0], 0) & self._alive
+        wanted = get(keys[0], 0) & self._alive & among
         high = len(keys) - 1
         while wanted:
             # Some wanted node holds the first block: find the last block that any of them holds.
@@ -215,13 +228,12 @@ class BlockMap:
                     low, here = middle, mask
                 else:
                     high = middle - 1
-            for node_id in self._members.get(here) or self._name(here):
-                found[node_id] = low + 1
+            groups.append((here, low + 1))
             if here == wanted:
                 break
             wanted ^= here
             high = low - 1
-        return found
+        return groups
 
     def _name(self, mask: int) -> tuple[str, ...]:
         """The node ids of a mask, remembered."""
@@ -236,22 +248,28 @@ class BlockMap:
         members = self._members[mask] = tuple(names)
         return members
 
-    def slow_blocks(self, keys: Sequence[bytes], prefixes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    def slow_blocks(
+        self, keys: Sequence[bytes], prefixes: Mapping[str, int]
+    ) -> Mapping[str, tuple[int, int]]:
         """Of the leading blocks ``prefixes`` says each node holds, those in host memory and those on SSD.
 
         Nodes move the ends of their chains to slower tiers first, so the bounds between the tiers are found
         by binary search. Nodes with all of it in the pool are left out.
         """
-        slow: dict[str, tuple[int, int]] = {}
-        if not self._tiered:
-            return slow
-        for node_id, length in prefixes.items():
-            flag = self._by_node[node_id].flag
-            if self._masks.get(keys[length - 1], 0) & flag * _SLOW:
-                on_ssd = self._tail(keys, length, flag << Tier.SSD)
-                slower = self._tail(keys, length, flag * _SLOW)
-                slow[node_id] = (slower - on_ssd, on_ssd)
-        return slow
+        return (
+            SlowBlocks(lambda node_id: self._slow_of(node_id, keys, prefixes), prefixes)
+            if self._tiered
+            else {}
+        )
+
+    def _slow_of(
+        self, node_id: str, keys: Sequence[bytes], prefixes: Mapping[str, int]
+    ) -> tuple[int, int] | None:
+        flag, length = self._by_node[node_id].flag, prefixes[node_id]
+        if not self._masks.get(keys[length - 1], 0) & flag * _SLOW:
+            return None
+        on_ssd = self._tail(keys, length, flag << Tier.SSD)
+        return self._tail(keys, length, flag * _SLOW) - on_ssd, on_ssd
 
     def _tail(self, keys: Sequence[bytes], length: int, bits: int) -> int:
         """How many of the last of ``length`` blocks have one of ``bits``."""
@@ -268,6 +286,11 @@ class BlockMap:
         """The node's place in masks, for as long as it lives; -1: unknown."""
         slot = self._by_node.get(node_id)
         return -1 if slot is None else slot.flag.bit_length() // _WIDTH
+
+    def flag_of(self, node_id: str) -> int:
+        """The bit that stands for the node in masks; 0: unknown."""
+        slot = self._by_node.get(node_id)
+        return 0 if slot is None else slot.flag
 
     def tier_of(self, node_id: str, key: bytes) -> Tier | None:
         """The fastest tier in which the node holds the block; None: it does not."""

@@ -20,6 +20,7 @@ from kvstore.index import Event, KVIndex, Tip
 from kvstore.keys import BlockKey
 from kvstore.lease_watch import LeaseWatch
 from kvstore.node_record import NodeRecord, RecordCorrupt
+from kvstore.prefix_map import PrefixMap
 from kvstore.tier import Tier
 
 _log = logging.getLogger(__name__)
@@ -89,17 +90,25 @@ class IndexMirror:
         """How many leading blocks of the chain each node holds, in any tier; nodes with none are left out."""
         return self._map.longest_prefix(keys)
 
+    def prefix_map(self, keys: Sequence[BlockKey], among: int = -1) -> PrefixMap:
+        """The same for clusters of many nodes; ``among``: a mask of their slots' flags."""
+        return self._map.prefix_map(keys, among)
+
     def slow_blocks(
         self, keys: Sequence[BlockKey], prefixes: Mapping[str, int]
-    ) -> dict[str, tuple[int, int]]:
+    ) -> Mapping[str, tuple[int, int]]:
         """Of each node's prefix, as ``longest_prefix`` has it: blocks in host memory and on SSD. Nodes with
         neither are left out.
         """
         return self._map.slow_blocks(keys, prefixes)
 
     def slot_of(self, node_id: str) -> int:
-        """The node's place in the masks of ``prefix_masks``, for as long as it lives; -1: unknown."""
+        """The node's place in masks, for as long as it lives; -1: unknown."""
         return self._map.slot_of(node_id)
+
+    def flag_of(self, node_id: str) -> int:
+        """The bit that stands for the node in masks; 0: unknown."""
+        return self._map.flag_of(node_id)
 
     def tier_of(self, node_id: str, key: BlockKey) -> Tier | None:
         """The fastest tier in which the node holds the block; None: it does not."""
