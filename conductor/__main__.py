@@ -13,6 +13,7 @@ from conductor.api.sampling_defaults import SamplingDefaults
 from conductor.conductor import Conductor
 from conductor.metrics import RequestMetrics
 from conductor.served_model import ServedModel
+from conductor.tenants import Tenants
 from conductor.tokenizer import Tokenizer
 from runtime.options import Config
 from runtime.service import ServiceContext, run_service
@@ -62,6 +63,7 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
         defaults=SamplingDefaults.from_checkpoint(path),
         metrics=RequestMetrics(conductor.model.name),
         options=config.conductor,
+        tenants=Tenants.load(config.conductor.tenants_path),
     )
 
 

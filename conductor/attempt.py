@@ -74,7 +74,14 @@ class Attempt:
         placement = plan.placement
         plan.prefill.begin_prefill(plan.key, placement.prefill.compute_s, placement.patience_s)
         if plan.decode is not None:
-            plan.decode.begin_decode(plan.key, len(plan.work.token_ids) // 4)
+            estimate = plan.placement.decode
+            assert estimate is not None
+            plan.decode.begin_decode(
+                plan.key,
+                len(plan.work.token_ids) // 4,
+                starts_in_s=plan.placement.prefill.ttft_s + estimate.transfer_s,
+                lasts_s=estimate.total_s - estimate.transfer_s,
+            )
             plan.decode.client.attach(plan.key, self)
             # Until its blocks are on the decode node, the prefill node must live too.
             plan.prefill.client.attach(plan.key, self)

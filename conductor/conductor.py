@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 import uuid
@@ -10,10 +11,13 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from conductor.admission import Admission
+from conductor.batch_turn import BatchTurn
 from conductor.cluster_view import Slo
 from conductor.cost_model import CostModel
+from conductor.fair_share import FairShare
 from conductor.policies import POLICIES
 from conductor.registry import NodeRegistry
+from conductor.rejection import REJECTIONS
 from conductor.request import GenerateRequest, TokenEvent
 from conductor.request_run import RequestRun
 from conductor.served_model import ServedModel
@@ -42,7 +46,6 @@ class Conductor:
         options: ConductorOptions,
         index: IndexOptions,
         *,
-        slo: Slo | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -70,7 +73,10 @@ class Conductor:
             admission=Admission(options.max_requests, clock),
             timelines=TimelineRing(_TIMELINES_KEPT),
             policy=POLICIES[options.policy],
-            slo=slo or Slo(),
+            rejection=REJECTIONS[options.rejection],
+            fair_share=FairShare(),
+            batch_turn=BatchTurn(),
+            slo=Slo(options.slo_ttft_s or math.inf, options.slo_tbt_s or math.inf),
             max_attempts=options.max_attempts,
             timeout_s=options.request_timeout_s,
             clock=clock,

@@ -8,6 +8,11 @@ placements = Counter(
     "moonpool_placements_total", "Placements by what decided, re-placements included", ["reason"]
 )
 replacements = Counter("moonpool_replacements_total", "Placements that came to nothing, by cause", ["cause"])
+rejections = Counter(
+    "moonpool_rejections_total",
+    "Requests turned away: limit (of requests or tokens), arrival or decode (an SLO), nodes (they refused)",
+    ["stage"],
+)
 waits = Counter("moonpool_waits_for_node_total", "Requests that found no node of a role", ["role"])
 prediction_error = Histogram(
     "moonpool_prediction_error_ratio",

@@ -10,14 +10,16 @@ class ConductorError(MoonpoolError):
 
 
 class RequestRejected(ConductorError):
-    """Nothing was computed: the cluster is full, or could not meet what was asked. Try again later."""
+    """Nothing was streamed: the cluster is full, or could not meet what was asked. Try again later."""
 
     code = "RESOURCE_EXHAUSTED"
 
-    def __init__(self, reason: str, retry_after_s: float) -> None:
+    def __init__(self, reason: str, retry_after_s: float, stage: str = "nodes") -> None:
+        """``stage``: limit (of requests or tokens), arrival or decode (an SLO), nodes (they refused)."""
         super().__init__(f"{reason}; try again in {max(retry_after_s, 0.1):.1f} s")
         self.reason = reason
         self.retry_after_s = retry_after_s
+        self.stage = stage
 
 
 class RequestInvalid(ConductorError):

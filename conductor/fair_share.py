@@ -1,7 +1,7 @@
 """How far ahead of its share a tenant is, in seconds: what its next request waits for those of others.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996) told in real time. Nobody is held back here: nodes compute
-waiting prefills in the order of arrival plus this lag, so that no capacity is left idle for fairness' sake.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996) told in real time. Nobody is held back here: nodes
+compute waiting prefills in the order of arrival plus this lag, so that no capacity is left idle for fairness.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class FairShare:
         self._seen_s: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
-    def lag_s(self, tenant: str, weight: float, work_s: float, now_s: float) -> float:
-        """Take ``work_s`` of the cluster for a tenant: seconds if all nodes worked for it alone.
+    def lag_s(self, tenant: str, now_s: float) -> float:
+        """How much later than its arrival a request counts as come; 0 for a tenant within its share."""
+        return max(self._done_s.get(tenant, now_s) - now_s, 0.0)
 
-        Returns how much later than its arrival the request counts as come; 0 for a tenant within its share.
-        """
+    def charge(self, tenant: str, weight: float, work_s: float, now_s: float) -> None:
+        """A tenant was given ``work_s`` of the cluster: seconds if all its nodes worked for it alone."""
         self._weights[tenant] = weight
         self._seen_s[tenant] = now_s
         share = weight / self._competing(now_s)
-        starts_s = max(self._done_s.get(tenant, now_s), now_s)
-        self._done_s[tenant] = min(starts_s + work_s / share, now_s + _MOST_S)
-        return starts_s - now_s
+        done_s = max(self._done_s.get(tenant, now_s), now_s) + work_s / share
+        self._done_s[tenant] = min(done_s, now_s + _MOST_S)
 
     def _competing(self, now_s: float) -> float:
         """The weights of all who compete; tenants that are through are forgotten."""

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from conductor.breaker import Breaker
 from conductor.cluster_view import NodeView
 from conductor.cost_model import CostModel, Profile
+from conductor.decode_schedule import DecodeSchedule
 from conductor.node_client import DecodeClient, NodeClient, RequestKey
 from conductor.step_window import StepWindow
 from kvstore.node_record import NodeRecord
@@ -55,6 +56,7 @@ class Member:
         self._on_touched = on_touched
         self._alone: RequestKey | None = None  # the prefill beside which there has been no other
         self._decodes: dict[RequestKey, int] = {}  # tokens at placement
+        self.schedule = DecodeSchedule()  # when they will probably begin and end
         self._others_running = 0
         self._context_tokens = 0
         self._steps = StepWindow()
@@ -127,7 +129,10 @@ class Member:
         """Whether it shared no step with another prefill of ours, so that its compute time is its own."""
         return key == self._alone
 
-    def begin_decode(self, key: RequestKey, num_tokens: int) -> None:
+    def begin_decode(self, key: RequestKey, num_tokens: int, *, starts_in_s: float, lasts_s: float) -> None:
+        """``num_tokens`` now; decoding probably starts and lasts as predicted."""
+        starts_s = self._clock() + starts_in_s
+        self.schedule.add(key, starts_s=starts_s, ends_s=starts_s + lasts_s, num_tokens=num_tokens)
         self._decodes[key] = num_tokens
         self._context_tokens += num_tokens
         self.view.num_placed += 1
@@ -135,6 +140,7 @@ class Member:
 
     def end_decode(self, key: RequestKey, num_delivered: int) -> None:
         """``num_delivered`` of its tokens came from here. Idempotent."""
+        self.schedule.remove(key)
         num_tokens = self._decodes.pop(key, None)
         if num_tokens is not None:
             left = self._context_tokens - num_tokens - num_delivered

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,8 +120,26 @@ class RequestMetrics:
             ["route", "method", "status"],
             registry=own,
         )
+        self._tenant_requests = Counter(
+            "moonpool_tenant_requests",
+            "Requests of a configured tenant by how they ended",
+            ["tenant", "status"],
+            registry=own,
+        )
+        self._tenant_tokens = Counter(
+            "moonpool_tenant_tokens",
+            "Tokens of a configured tenant: prompt, of those cached, output",
+            ["tenant", "kind"],
+            registry=own,
+        )
         registry.register(_Own(own))
         registry.register(_Aliases(own))
+
+    def of_tenant(self, tenant: str, status: str, tokens: Mapping[str, int]) -> None:
+        """One HTTP request of a configured tenant ended; ``tokens`` by kind: prompt, cached, output."""
+        self._tenant_requests.labels(tenant, status).inc()
+        for kind, count in tokens.items():
+            self._tenant_tokens.labels(tenant, kind).inc(count)
 
     def finished(self, reason: str) -> None:
         """One sequence ended: stop, length, cancelled, or the error's name."""

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.sampling import SamplingParams
+from conductor.tenants import ANYONE, Tenant
 from protos import node_pb2
 
 
@@ -20,7 +21,9 @@ class GenerateRequest:
     sampling: SamplingParams
     priority: int = 0  # lower runs first
     deadline_s: float | None = None  # seconds from now; None: conductor.request_timeout_s
-    tenant: str = ""  # prefixes are shared only within one tenant
+    tenant: str = ""  # prefixes are shared only among requests with the same one: ``Tenant.salt``
+    client: Tenant = ANYONE  # whose limits and weight it counts against
+    batch: bool = False  # takes what interactive requests leave, and yields to them
     prompt_logprobs: bool = False  # turns the prefix cache off for this request
 
 

@@ -7,14 +7,23 @@ import math
 from conductor.attempt import Attempt, AttemptPlan
 from conductor.cluster_view import PlaceRequest, Slo
 from conductor.lineage import Lineage
+from conductor.node_client import RequestKey
 from conductor.place import place
 from conductor.placement import Placement, Rejection
+from conductor.rejection import DecodeOutlook
 from conductor.request import GenerateRequest
 from conductor.services import Services
 from protos import node_pb2
 
 # The request's own deadline must be the first to fire: a call that times out looks like a dead node.
 _CALL_MARGIN_S = 1.0
+
+# Batch requests come after every interactive one on a node, and among themselves by their own priority.
+_BATCH_PRIORITY = 1 << 30
+# They are given to a cluster in which the next prefill would begin at once, and a token not take most of what
+# is allowed: what they add must not be felt.
+_IDLE_QUEUE_S = 0.05
+_IDLE_PART = 0.8
 
 
 class RequestPlacer:
@@ -64,9 +73,7 @@ class RequestPlacer:
         request = PlaceRequest(
             num_tokens=lineage.num_tokens,
             remaining_tokens=remaining,
-            expected_tokens=services.cost_model.output_lengths.expected(
-                lineage.num_prompt_tokens, len(lineage.output_ids), remaining
-            ),
+            expected_tokens=self._expected_tokens(),
             deadline_s=math.inf if begun else self._timeout_s,
             reads_cache=not self._wants_prompt_logprobs,
         )
@@ -75,10 +82,34 @@ class RequestPlacer:
         self.hash_s, self.place_s = hashed_s - began_s, services.clock() - hashed_s
         return outcome
 
+    def rejected(self, placement: Placement) -> Rejection | None:
+        """Whether the cluster is too full for a request that has not begun."""
+        services, outlook = self._services, self._outlook(placement)
+        return services.rejection.at_arrival(placement, outlook, services.slo, services.clock())
+
+    def rejected_before_decode(self, attempt: Attempt) -> Rejection | None:
+        """The same when its prefill is done and nothing has been streamed."""
+        services, outlook = self._services, self._outlook(attempt.plan.placement, attempt.plan.key)
+        if outlook is None:
+            return None
+        return services.rejection.before_decode(outlook, services.slo, services.clock())
+
+    def is_idle_enough(self, placement: Placement) -> bool:
+        """Whether the request would take only what others leave."""
+        decode = placement.decode
+        return placement.prefill.queue_s <= _IDLE_QUEUE_S and (
+            decode is None or (decode.wait_s == 0 and decode.step_s <= _IDLE_PART * self._services.slo.tbt_s)
+        )
+
     def start(self, placement: Placement) -> Attempt:
         """Carry out what was decided just now."""
         services, number = self._services, self.first_attempt + self.num_attempts
         self.num_attempts += 1
+        client, now_s = self._request.client, services.clock()
+        if client.name:
+            num_nodes = max(services.registry.available("prefill"), 1)
+            work_s = placement.prefill.compute_s / num_nodes
+            services.fair_share.charge(client.name, client.weight, work_s, now_s)
         members = services.registry.members
         estimate = placement.prefill
         fetch_from = members[estimate.fetch_from].kv_address if estimate.fetched_tokens else None
@@ -109,10 +140,38 @@ class RequestPlacer:
             root_key=lineage.root_key,
             block_keys=lineage.packed_keys(),
             sampling=self._sampling,
-            priority=self._request.priority,
+            priority=self.priority,
             deadline_unix_s=self._ends_unix_s,
             attempt=number,
             patience_s=patience_s,
+        )
+
+    @property
+    def priority(self) -> int:
+        """On the nodes: lower runs first, and is the last to be preempted."""
+        most = _BATCH_PRIORITY // 2
+        asked = max(-most, min(self._request.priority, most))
+        return asked + _BATCH_PRIORITY if self._request.batch else asked
+
+    def _outlook(self, placement: Placement, key: RequestKey | None = None) -> DecodeOutlook | None:
+        if placement.decode is None:
+            return None
+        services, lineage = self._services, self._lineage
+        member = services.registry.members[placement.decode.node_id]
+        return DecodeOutlook(
+            member.view,
+            member.schedule,
+            num_tokens=lineage.num_tokens,
+            expected_tokens=self._expected_tokens(),
+            block_size=services.model.block_size,
+            key=key,
+        )
+
+    def _expected_tokens(self) -> int:
+        lineage = self._lineage
+        so_far = len(lineage.output_ids)
+        return self._services.cost_model.output_lengths.expected(
+            lineage.num_prompt_tokens, so_far, self._limit - so_far
         )
 
     @property

@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 
+from conductor import core_metrics
 from conductor.attempt import Attempt, AttemptFailed, AttemptUseless
 from conductor.errors import (
-    ConductorError,
     DeadlineExceeded,
     NoNodes,
     RequestFailed,
@@ -48,7 +48,7 @@ class RequestRun:
         self.request_id = request.request_id
         self.started_s = services.clock()
         timeline = RequestTimeline(self.request_id, time.time(), self.started_s)
-        self._request = request
+        self.request = request
         self._services = services
         self._recorder = Recorder(timeline, services.cost_model, services.clock)
         self._lineage = Lineage(request.prompt_token_ids, services.model.block_size)
@@ -67,11 +67,16 @@ class RequestRun:
         self._attempt: Attempt | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._ending: Exception | None = None
+        self._aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def events(self) -> AsyncGenerator[TokenEvent, None]:
         """See ``Conductor.generate``."""
         services = self._services
-        services.admission.enter(self)
+        try:
+            services.admission.enter(self)
+        except RequestRejected as error:
+            core_metrics.rejections.labels(error.stage).inc()
+            raise
         # An id may be used again, as by a client that retries. What nodes still say of its former life, or
         # are still told about it, must not be taken for this one: the numbers of its attempts go on.
         former, timeline = services.timelines.get(self.request_id), self._recorder.timeline
@@ -86,7 +91,11 @@ class RequestRun:
             while True:
                 attempt = self._attempt = await self._place()
                 try:
-                    event: TokenEvent | None = self._take_first(attempt, await attempt.first())
+                    reply = await attempt.first()
+                    services.batch_turn.nudge()
+                    if not self._lineage.output_ids:
+                        self._refuse(self._placer.rejected_before_decode(attempt))
+                    event: TokenEvent | None = self._take_first(attempt, reply)
                     while event is None or event.finish_reason is None:
                         if event is not None:
                             yield event
@@ -102,14 +111,23 @@ class RequestRun:
                 finally:
                     attempt.close()
         except Exception as error:
+            if isinstance(error, RequestRejected):
+                core_metrics.rejections.labels(error.stage).inc()
             self._end(type(error).__name__, str(error))
             raise
         finally:
             self._end("cancelled")
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Streamed so far."""
+        return len(self._lineage.output_ids)
+
     def abort(self, error: Exception) -> None:
         """Whoever waits for the next event gets ``error``."""
         self._ending = error
+        if not self._aborted.done():
+            self._aborted.set_result(None)
         if self._attempt is not None:
             self._attempt.abort(error)
 
@@ -119,22 +137,41 @@ class RequestRun:
         if self._limit < 1:
             raise RequestInvalid(
                 f"the prompt has {self._lineage.num_prompt_tokens} tokens and "
-                f"{self._request.sampling.max_tokens} more are asked for; the model takes "
+                f"{self.request.sampling.max_tokens} more are asked for; the model takes "
                 f"{self._services.model.max_model_len} together"
             )
 
     async def _place(self) -> Attempt:
-        """Start the next attempt, waiting a little for nodes when there are none."""
-        placer, began_s = self._placer, self._services.clock()
+        """Start the next attempt. A batch request waits for its turn and for a cluster with room to spare."""
+        placer = self._placer
+        begun = placer.num_attempts > 0
+        if not self.request.batch or begun:
+            return self._start(await self._decide(), begun=begun)
+        turn, lag_s = self._services.batch_turn, self._services.fair_share.lag_s
+        order_s = self.started_s + lag_s(self.request.client.name, self.started_s)
+        async with turn.mine(placer.priority, order_s, unless=self._aborted):
+            while not placer.is_idle_enough(placement := await self._decide()):
+                await turn.nudged(_LOOK_AGAIN_S)
+            return self._start(placement, begun=False)
+
+    def _start(self, placement: Placement, *, begun: bool) -> Attempt:
+        placer = self._placer
+        if not begun:
+            self._refuse(placer.rejected(placement))
+        attempt = placer.start(placement)
+        self._recorder.placed(placement, placer.num_attempts - 1, placer.hash_s, placer.place_s)
+        return attempt
+
+    async def _decide(self) -> Placement:
+        """Where it would go now, waiting a little for nodes when there are none."""
+        began_s = self._services.clock()
         waits_for = ""
         while self._ending is None:
-            outcome = placer.decide()
+            outcome = self._placer.decide()
             if isinstance(outcome, Placement):
-                attempt = placer.start(outcome)
-                self._recorder.placed(outcome, placer.num_attempts - 1, placer.hash_s, placer.place_s)
-                return attempt
+                return outcome
             if not outcome.role:
-                raise self._refusal(outcome)
+                self._refuse(outcome)
             waited_s = self._services.clock() - began_s
             if waited_s >= NODE_WAIT_S:
                 raise NoNodes(outcome.role, waited_s)
@@ -144,10 +181,13 @@ class RequestRun:
             await self._services.registry.change(min(_LOOK_AGAIN_S, NODE_WAIT_S - waited_s))
         raise self._ending
 
-    def _refusal(self, rejection: Rejection) -> ConductorError:
+    def _refuse(self, rejection: Rejection | None) -> None:
+        """Raises what a rejection means; None means nothing."""
+        if rejection is None:
+            return
         if rejection.capacity_tokens:
-            return RequestInvalid(rejection.reason)
-        return RequestRejected(rejection.reason, rejection.retry_after_s)
+            raise RequestInvalid(rejection.reason)
+        raise RequestRejected(rejection.reason, rejection.retry_after_s, rejection.stage or "nodes")
 
     # ------------------------------------------------------------------ what comes back
 
@@ -164,7 +204,7 @@ class RequestRun:
             return self._event(token)
         self._recorder.first_token()
         prompt_logprobs = None
-        if self._request.prompt_logprobs:
+        if self.request.prompt_logprobs:
             prompt_logprobs = tuple(map(TokenLogprobs.from_proto, reply.prompt_logprobs))
         return self._event(token, reply.num_cached_tokens, prompt_logprobs)
 
@@ -228,6 +268,7 @@ class RequestRun:
         if self._attempt is not None:
             self._attempt.close()
         self._services.admission.leave(self)
+        self._services.batch_turn.nudge()
         self._recorder.done(finish_reason, len(self._lineage.output_ids), error)
 
 

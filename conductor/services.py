@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from conductor.admission import Admission
+from conductor.batch_turn import BatchTurn
 from conductor.cluster_view import Slo
 from conductor.cost_model import CostModel
+from conductor.fair_share import FairShare
 from conductor.policies import Policy
 from conductor.registry import NodeRegistry
+from conductor.rejection import RejectionPolicy
 from conductor.served_model import ServedModel
 from conductor.timeline import TimelineRing
 
@@ -26,6 +29,9 @@ class Services:
     admission: Admission
     timelines: TimelineRing
     policy: Policy
+    rejection: RejectionPolicy
+    fair_share: FairShare
+    batch_turn: BatchTurn
     slo: Slo
     max_attempts: int
     timeout_s: float  # deadline of a request that sets none

@@ -1,12 +1,12 @@
 """Who may ask, how much, and with what weight: the tenants of a cluster, read from a TOML file.
 
-    [acme]
-    keys = ["sk-acme-1"]            # or "sha256:…", so that the file holds no secret
-    weight = 2.0                    # share of the cluster where tenants compete
-    max_requests = 64               # in flight
-    tokens_per_minute = 200000      # prompt and output
-    cached_nbytes = "2GiB"          # of KV blocks kept on one node
-    class = "batch"                 # of requests that do not say; otherwise "interactive"
+[acme]
+keys = ["sk-acme-1"]            # or "sha256:…", so that the file holds no secret
+weight = 2.0                    # share of the cluster where tenants compete
+max_requests = 64               # in flight
+tokens_per_minute = 200000      # prompt and output
+cached_nbytes = "2GiB"          # of KV blocks kept on one node
+class = "batch"                 # of requests that do not say; otherwise "interactive"
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
 from runtime.errors import ConfigError
 
@@ -87,6 +87,11 @@ class Tenants:
         return cls(by_digest)
 
 
+def _as_nbytes(value: object) -> int:
+    """A number, or a text like "2GiB"."""
+    return int(TypeAdapter(ByteSize).validate_python(value))
+
+
 class _Table(BaseModel):
     """One table of the file, as it is written."""
 
@@ -96,7 +101,7 @@ class _Table(BaseModel):
     weight: float = Field(default=1.0, gt=0)
     max_requests: int = Field(default=0, ge=0)
     tokens_per_minute: int = Field(default=0, ge=0)
-    cached_nbytes: ByteSize = Field(default=ByteSize(0), strict=False, ge=0)
+    cached_nbytes: Annotated[int, BeforeValidator(_as_nbytes)] = Field(default=0, ge=0)
     service_class: Literal["interactive", "batch"] = Field(default=INTERACTIVE, alias="class")
 
 

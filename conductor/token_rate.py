@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class TokenRate:
-    """A bucket that holds a minute's tokens and refills evenly. It may go into debt: outputs end as they end."""
+    """A bucket of a minute's tokens that refills evenly. It may go into debt: outputs end where they end."""
 
     __slots__ = ("_left", "_per_s", "_since_s", "_size")
 

@@ -221,6 +221,17 @@ class ConductorOptions:
     request_timeout_s: float = option(300.0, "seconds", "deadline of a request that sets none")
     max_requests: int = option(1024, "requests", "requests in flight; more are answered 429")
     max_attempts: int = option(4, "times", "how often a request is placed before it fails")
+    slo_ttft_s: float = option(0.0, "seconds", "time to first token to keep; 0: any")
+    slo_tbt_s: float = option(0.0, "seconds", "time between two tokens to keep; 0: any")
+    rejection: str = option(
+        "predicted",
+        "name",
+        "who is turned away when an SLO would be missed: none, baseline (at each stage as it comes), early "
+        "(both stages at arrival), predicted (decode as it will be when the prefill is done)",
+    )
+    tenants_path: str = option(
+        "", "path", "TOML file of API keys with their limits and weights; empty: anyone may ask"
+    )
     policy: str = option(
         "goodput",
         "name",
@@ -234,6 +245,15 @@ class ConductorOptions:
         )
         for name in ("max_body_nbytes", "max_requests", "max_attempts"):
             _require(getattr(self, name) > 0, f"conductor.{name}", "positive", getattr(self, name))
+        for name in ("slo_ttft_s", "slo_tbt_s"):
+            _require(getattr(self, name) >= 0, f"conductor.{name}", "0 or more", getattr(self, name))
+        rejections = ("none", "baseline", "early", "predicted")
+        _require(
+            self.rejection in rejections,
+            "conductor.rejection",
+            f"one of {', '.join(rejections)}",
+            self.rejection,
+        )
         policies = ("goodput", "kv-aware", "local-cache", "least-loaded", "round-robin", "random")
         _require(self.policy in policies, "conductor.policy", f"one of {', '.join(policies)}", self.policy)
 

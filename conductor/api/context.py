@@ -17,6 +17,7 @@ from conductor.api.recent import RecentRequests
 from conductor.api.sampling_defaults import SamplingDefaults
 from conductor.conductor import Conductor
 from conductor.metrics import RequestMetrics
+from conductor.tenants import Tenants
 from conductor.tokenizer import Tokenizer
 from runtime.options import ConductorOptions
 
@@ -35,6 +36,7 @@ class ApiContext:
     defaults: SamplingDefaults
     metrics: RequestMetrics
     options: ConductorOptions
+    tenants: Tenants = field(default_factory=Tenants)
     recent: RecentRequests = field(default_factory=RecentRequests)
     clock: Callable[[], float] = time.perf_counter
     unix_clock: Callable[[], float] = time.time

@@ -60,6 +60,17 @@ def bad_request(message: str, param: str | None, code: str | None = "invalid_val
     return ApiError(400, message, param=param, code=code)
 
 
+def unauthorized() -> ApiError:
+    """401: no tenant has this key."""
+    return ApiError(
+        401,
+        "no API key, or one that nobody here has: send it as 'Authorization: Bearer KEY'",
+        kind="authentication_error",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
 def draining() -> ApiError:
     """503: this conductor is about to stop."""
     return _unavailable("the conductor is draining: send the request to another one", "draining")

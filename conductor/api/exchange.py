@@ -13,12 +13,13 @@ from aiohttp import web
 from conductor.api.answer import DONE, Answer, Outcome, Usage
 from conductor.api.choice import Choice, Delta
 from conductor.api.context import ApiContext
-from conductor.api.errors import ApiError, as_api_error, bad_request
+from conductor.api.errors import ApiError, as_api_error, bad_request, unauthorized
 from conductor.api.generation import SequenceRun, Sink, run_all
 from conductor.api.prompts import Prompt, output_limit
 from conductor.api.recent import RequestRecord
 from conductor.api.schemas import CompletionBody, GenerationBody, parse
 from conductor.request import GenerateRequest
+from conductor.tenants import ANYONE, BATCH, Tenant
 from runtime.log import request_id
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Exchange:
         self.record = RequestRecord(
             self._id, client_id, http.path, stream=False, received_unix_s=context.unix_clock()
         )
+        self._client = ANYONE
         self._runs: list[SequenceRun] = []
 
     def __enter__(self) -> Exchange:
@@ -71,6 +73,13 @@ class Exchange:
             record.status = "cancelled"
         record.e2e_s = self._context.clock() - self._arrived_s
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.completion_tokens
+        if self._client.name:
+            tokens = {
+                "prompt": usage.prompt_tokens,
+                "cached": usage.cached_tokens,
+                "output": usage.completion_tokens,
+            }
+            self._context.metrics.of_tenant(self._client.name, record.status, tokens)
         clocks = [run.clock for run in self._runs if run.clock is not None and run.clock.num_tokens]
         if clocks:
             record.ttft_s = min(clock.first_s for clock in clocks) - self._arrived_s
@@ -79,7 +88,11 @@ class Exchange:
             record.tpot_s = sum(clock.last_s - clock.first_s for clock in clocks) / gaps
 
     async def parse(self, schema: type[B]) -> B:
-        """The checked body. Raises ``ApiError``: not JSON, too large, a wrong field, another model."""
+        """The checked body. Raises ``ApiError``: no key, no JSON, too large, a wrong field, another model."""
+        client = self._context.tenants.of(self._http.headers.get("Authorization", ""))
+        if client is None:
+            raise unauthorized()
+        self._client = client
         given = await read_object(self._http, self._context.options.max_body_nbytes)
         started_s = self._context.clock()
         body = parse(schema, given)
@@ -133,7 +146,9 @@ class Exchange:
                     prompt_token_ids=prompt.token_ids,
                     sampling=params,
                     priority=body.priority,
-                    tenant=body.cache_salt,
+                    tenant=self._client.salt(body.cache_salt),
+                    client=self._client,
+                    batch=_is_batch(body, self._client),
                     prompt_logprobs=_wants_prompt_logprobs(body),
                 )
                 run = SequenceRun(request, Choice(len(runs), prompt, body, context.tokenizer), leader)
@@ -239,6 +254,12 @@ def usage_of(runs: Sequence[SequenceRun]) -> Usage:
 def _name(error: Exception) -> str:
     """How an error is called in records: by its code, or as in the core's timelines by its class."""
     return (isinstance(error, ApiError) and error.error_code) or type(error).__name__
+
+
+def _is_batch(body: GenerationBody, client: Tenant) -> bool:
+    if body.service_tier == "auto":
+        return client.service_class == BATCH
+    return body.service_tier == "flex"
 
 
 def _wants_prompt_logprobs(body: GenerationBody) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -95,6 +95,7 @@ class GenerationBody(_Schema):
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     user: str | None = None
     cache_salt: str = ""
+    service_tier: Literal["auto", "default", "priority", "flex"] = "auto"  # flex: the batch class
 
     @property
     def token_limit(self) -> int | None:

@@ -1,0 +1,67 @@
+"""Batch requests wait here for what interactive ones leave, one of them at the door at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class BatchTurn:
+    """A lock whose waiters come in by (priority, order), the smallest first; equal ones as they came."""
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._count = 0
+        self._waiters: list[tuple[int, float, int, asyncio.Future[None]]] = []
+        self._nudged: asyncio.Future[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not waiter.done() for *_, waiter in self._waiters)
+
+    @asynccontextmanager
+    async def mine(self, priority: int, order_s: float, unless: asyncio.Future[None]) -> AsyncIterator[None]:
+        """Waits until it is the caller's turn, or ``unless`` is done: then the caller has no turn and must
+        see for itself. Cancelled while it waits, it is as if it had not come.
+        """
+        if self._taken and not unless.done():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiters, (priority, order_s, self._count, waiter))
+            self._count += 1
+            try:
+                await asyncio.wait((waiter, unless), return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                if waiter.done():
+                    self._pass_on()  # the turn came and the cancel with it
+                waiter.cancel()
+                raise
+            if not waiter.done():
+                waiter.cancel()
+                yield
+                return
+        self._taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def nudged(self, timeout_s: float) -> None:
+        """Return after ``timeout_s``, or sooner when a request gave something back."""
+        self._nudged = asyncio.get_running_loop().create_future()
+        await asyncio.wait((self._nudged,), timeout=timeout_s)
+
+    def nudge(self) -> None:
+        """A request of any kind has left a stage, so that there may be room."""
+        if self._nudged is not None and not self._nudged.done():
+            self._nudged.set_result(None)
+
+    def _pass_on(self) -> None:
+        self._taken = False
+        while self._waiters:
+            *_, waiter = heapq.heappop(self._waiters)
+            if not waiter.done():
+                self._taken = True  # nobody else may come in between
+                waiter.set_result(None)
+                return

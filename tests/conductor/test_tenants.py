@@ -1,0 +1,157 @@
+"""Who may ask, how much, and in what order where tenants compete."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.batch_turn import BatchTurn
+from conductor.fair_share import FairShare
+from conductor.tenants import ANYONE, Tenants
+from conductor.token_rate import TokenRate
+from runtime.errors import ConfigError
+
+
+def load(tmp_path: Path, text: str) -> Tenants:
+    file = tmp_path / "tenants.toml"
+    file.write_text(text)
+    return Tenants.load(str(file))
+
+
+def test_without_a_file_anyone_may_ask() -> None:
+    assert Tenants.load("").of("") is ANYONE
+    assert ANYONE.salt("mine") == "mine"
+
+
+def test_a_key_names_its_tenant_and_nothing_else_does(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"sk-2").hexdigest()
+    tenants = load(
+        tmp_path,
+        f"""
+        [acme]
+        keys = ["sk-1", "sha256:{digest}"]
+        weight = 2
+        max_requests = 3
+        cached_nbytes = "2GiB"
+        [nightly]
+        keys = ["sk-3"]
+        class = "batch"
+        """,
+    )
+    acme = tenants.of("Bearer sk-1")
+    assert acme is not None
+    assert (acme.name, acme.weight, acme.max_requests, acme.cached_nbytes) == ("acme", 2.0, 3, 2 << 30)
+    assert tenants.of("bearer sk-2") is acme
+    nightly = tenants.of("Bearer sk-3")
+    assert nightly is not None and nightly.service_class == "batch"
+    for wrong in ("", "sk-1", "Basic sk-1", "Bearer ", "Bearer sk-4", f"Bearer sha256:{digest}"):
+        assert tenants.of(wrong) is None
+
+
+def test_salts_of_different_tenants_never_meet(tmp_path: Path) -> None:
+    tenants = load(tmp_path, '[a]\nkeys=["1"]\n["a/b"]\nkeys=["2"]')
+    a, b = tenants.of("Bearer 1"), tenants.of("Bearer 2")
+    assert a is not None and b is not None
+    assert a.salt("b/c") != b.salt("c")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[a]\nkeys=["1"]\nwieght=2', "a.wieght"),
+        ('[a]\nkeys=["1"]\nweight=0', "a.weight"),
+        ('[a]\nkeys="1"', "a.keys"),
+        ("[a]\nkeys=[]", "no tenant has a key"),
+        ('[a]\nkeys=["1"]\n[b]\nkeys=["1"]', "'a' has one of these keys too"),
+        ('[a]\nkeys=["sha256:12"]', "64 hexadecimal digits"),
+        ('[a]\nkeys=["1"]\ncached_nbytes="2 apples"', "a.cached_nbytes"),
+        ("[a", "not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        load(tmp_path, text)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Tenants.load(str(tmp_path / "nothing"))
+
+
+def test_tokens_refill_evenly_and_a_debt_is_waited_for() -> None:
+    rate = TokenRate(600, now_s=0.0)  # ten a second
+    rate.use(500, 0.0)
+    assert rate.wait_s(0.0) == 0
+    rate.use(200, 0.0)
+    assert rate.wait_s(0.0) == pytest.approx(10.1)
+    assert rate.wait_s(10.2) == 0
+    rate.use(0, 1000.0)
+    rate.use(600, 1000.0)
+    assert rate.wait_s(1000.0) > 0, "an idle hour is not saved up"
+
+
+def test_a_tenant_within_its_share_waits_for_nobody() -> None:
+    fair = FairShare()
+    for _ in range(100):
+        fair.charge("greedy", 1.0, 1.0, 0.0)
+    assert fair.lag_s("greedy", 0.0) == pytest.approx(100.0)
+    assert fair.lag_s("modest", 0.0) == 0.0
+
+
+@given(st.floats(0.25, 4.0), st.floats(0.25, 4.0))
+def test_where_two_compete_work_is_shared_by_weight(weight_a: float, weight_b: float) -> None:
+    """Both send a great many requests at once, and a server computes them in the order of their lag."""
+    fair = FairShare()
+    weights = {"a": weight_a, "b": weight_b}
+    queue = []
+    for _ in range(2000):
+        for name, weight in weights.items():
+            queue.append((fair.lag_s(name, 0.0), name))
+            fair.charge(name, weight, 0.01, 0.0)
+    served = [name for _, name in sorted(queue)[:800]]
+    ratio = served.count("a") / served.count("b")
+    assert ratio == pytest.approx(weight_a / weight_b, rel=0.1)
+
+
+async def until_waiting(turn: BatchTurn, count: int) -> None:
+    while turn.num_waiting < count:  # noqa: ASYNC110 - everybody needs one turn of the loop
+        await asyncio.sleep(0)
+
+
+async def test_batch_turns_come_by_priority_then_order() -> None:
+    turn, came = BatchTurn(), list[str]()
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def take(name: str, priority: int, order_s: float) -> None:
+        async with turn.mine(priority, order_s, unless=never):
+            came.append(name)
+
+    async with asyncio.TaskGroup() as group, turn.mine(0, 0.0, unless=never):
+        for name, priority, order_s in (("late", 1, 2.0), ("urgent", 0, 9.0), ("early", 1, 1.0)):
+            group.create_task(take(name, priority, order_s))
+        await until_waiting(turn, 3)
+    assert came == ["urgent", "early", "late"]
+
+
+async def test_who_is_cancelled_or_aborted_at_the_door_holds_nobody_up() -> None:
+    turn = BatchTurn()
+    loop = asyncio.get_running_loop()
+    never: asyncio.Future[None] = loop.create_future()
+    aborted: asyncio.Future[None] = loop.create_future()
+
+    async def take(unless: asyncio.Future[None]) -> None:
+        async with turn.mine(0, 0.0, unless=unless):
+            pass
+
+    async with turn.mine(0, 0.0, unless=never):
+        cancelled, thrown_out, third = (asyncio.create_task(take(f)) for f in (never, aborted, never))
+        await until_waiting(turn, 3)
+        cancelled.cancel()
+        aborted.set_result(None)
+        await thrown_out
+        assert turn.num_waiting == 1
+    await asyncio.wait_for(third, 5)
+    async with asyncio.timeout(5), turn.mine(0, 0.0, unless=never):
+        pass
