@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from conductor.served_model import ServedModel
 from conductor.timeline import RequestTimeline
 from conductor.tokenizer import Tokenizer
 from runtime.options import ConductorOptions
+from tests.conductor.core_nodes import RedisProcess, redis_process
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|eos|>"
@@ -216,3 +217,14 @@ async def serving(checkpoint: Path, options: ConductorOptions) -> AsyncIterator[
 async def api(checkpoint: Path) -> AsyncIterator[Api]:
     async with serving(checkpoint, ConductorOptions(port=0, max_body_nbytes=1 << 16)) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisProcess]:
+    with redis_process() as process:
+        yield process
+
+
+@pytest.fixture
+def url(redis: RedisProcess) -> str:
+    return redis.url

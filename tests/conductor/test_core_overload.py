@@ -1,0 +1,152 @@
+"""What a conductor does when more is asked than the cluster can give: limits, classes, SLOs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from conductor.errors import DeadlineExceeded, RequestRejected
+from conductor.tenants import Tenant
+from protos import node_pb2
+from tests.conductor.core_nodes import (
+    PROMPT,
+    ScriptedNode,
+    continuation,
+    request,
+    running,
+)
+
+ACME = Tenant("acme", max_requests=1)
+FRUGAL = Tenant("frugal", tokens_per_minute=60)
+
+
+async def hangs(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_a_tenant_at_its_limit_does_not_keep_others_out(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="tenant") as cluster:
+        cluster.nodes["d0"].script = hangs
+        stream = cluster.conductor.generate(request("first", client=ACME))
+        await anext(stream)
+        with pytest.raises(RequestRejected, match="tenant acme has 1 requests") as raised:
+            await cluster.generate(request("second", client=ACME))
+        assert raised.value.stage == "limit"
+        cluster.nodes["d0"].script = lambda *_: asyncio.sleep(0)
+        assert await cluster.generate(request("other")) == continuation(PROMPT, 8)
+        await stream.aclose()
+        assert await cluster.generate(request("second", client=ACME)) == continuation(PROMPT, 8)
+
+
+async def test_who_has_used_its_tokens_is_told_when_there_are_more(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="tokens") as cluster:
+        await cluster.generate(request("first", client=FRUGAL))
+        # 40 prompt tokens and 8 of output were used of the 60; the second takes it into debt.
+        await cluster.generate(request("second", client=FRUGAL))
+        with pytest.raises(RequestRejected, match="60 tokens a minute") as raised:
+            await cluster.generate(request("third", client=FRUGAL))
+        assert 30 < raised.value.retry_after_s < 40
+
+
+async def test_a_batch_request_waits_while_interactive_ones_are_computed(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="batch") as cluster:
+        node = cluster.nodes["p0"]
+        node.profile = {"prefill_base_s": 1.0, "decode_base_s": 1e-3}
+        await node.announce()
+        computed = asyncio.Event()
+
+        async def waits(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            if work.request_id == "interactive":
+                await computed.wait()
+
+        node.script = waits
+        interactive = asyncio.create_task(cluster.generate(request("interactive")))
+        await cluster.until(lambda: node.works)
+        batch = asyncio.create_task(cluster.generate(request("batch", batch=True)))
+        turn = cluster.conductor._services.batch_turn
+        await cluster.until(lambda: turn._nudged is not None)
+        assert [work.request_id for work in node.works] == ["interactive"]
+        computed.set()
+        assert await batch == await interactive == continuation(PROMPT, 8)
+        assert [work.request_id for work in node.works] == ["interactive", "batch"]
+        assert node.works[0].priority < node.works[1].priority
+
+
+async def test_a_batch_request_at_the_door_ends_with_its_deadline(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="door") as cluster:
+        node = cluster.nodes["p0"]
+        node.profile = {"prefill_base_s": 100.0, "decode_base_s": 1e-3}
+        await node.announce()
+        node.script = hangs
+        stream = cluster.conductor.generate(request("interactive"))
+        first = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
+        await cluster.until(lambda: node.works)
+        doomed = [cluster.generate(request(f"b{i}", batch=True, deadline_s=0.2)) for i in range(3)]
+        for outcome in await asyncio.gather(*doomed, return_exceptions=True):
+            assert isinstance(outcome, DeadlineExceeded | RequestRejected), outcome
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await stream.aclose()
+
+
+async def test_batch_requests_leave_half_of_the_room(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="half", max_requests=2) as cluster:
+        cluster.nodes["d0"].script = hangs
+        stream = cluster.conductor.generate(request("b0", batch=True))
+        await anext(stream)
+        with pytest.raises(RequestRejected, match="1 batch requests"):
+            await cluster.generate(request("b1", batch=True))
+        cluster.nodes["d0"].script = lambda *_: asyncio.sleep(0)
+        assert await cluster.generate(request("interactive")) == continuation(PROMPT, 8)
+        await stream.aclose()
+
+
+async def test_an_slo_that_cannot_be_kept_rejects_before_anything_is_computed(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="slo", slo_ttft_s=0.5) as cluster:
+        node = cluster.nodes["p0"]
+        node.profile = {"prefill_base_s": 2.0, "decode_base_s": 1e-3}
+        await node.announce()
+        with pytest.raises(RequestRejected, match="first token would take 2 s") as raised:
+            await cluster.generate(request())
+        assert (raised.value.stage, raised.value.retry_after_s) == ("arrival", pytest.approx(1.5))
+        assert not node.works
+    async with running(url, "p0", "d0", namespace="anyway", slo_ttft_s=0.5, rejection="none") as cluster:
+        cluster.nodes["p0"].profile = {"prefill_base_s": 2.0, "decode_base_s": 1e-3}
+        await cluster.nodes["p0"].announce()
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+
+
+@pytest.mark.parametrize(("rejection", "stage"), [("baseline", "decode"), ("early", "arrival")])
+async def test_full_decode_wastes_a_prefill_or_does_not(url: str, rejection: str, stage: str) -> None:
+    slo = {"slo_tbt_s": 0.015, "rejection": rejection}
+    async with running(url, "p0", "d0", namespace=rejection, **slo) as cluster:
+        node = cluster.nodes["d0"]
+        node.profile = {"decode_base_s": 0.0, "decode_sequence_s": 0.01}
+        node.script = hangs
+        await node.announce()
+        stream = cluster.conductor.generate(request("running"))
+        await anext(stream)  # its decode has begun, as far as the schedule knows
+        num_prefills = len(cluster.nodes["p0"].works)
+        schedule = cluster.conductor._services.registry.members["d0"].schedule
+        clock = cluster.conductor._services.clock
+        await cluster.until(lambda: schedule.batch_at(clock(), clock())[0] == 1)
+        with pytest.raises(RequestRejected, match="a token would take") as raised:
+            await cluster.generate(request("late"))
+        assert raised.value.stage == stage
+        assert len(cluster.nodes["p0"].works) - num_prefills == (1 if stage == "decode" else 0)
+        await stream.aclose()
+        await cluster.until(lambda: len(schedule) == 0)
+
+
+async def test_a_node_that_is_far_too_slow_is_given_a_rest(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="slow") as cluster:
+        member = cluster.conductor._services.registry.members["p0"]
+        for _ in range(2):
+            member.took(0.01, 1.0)
+        now_s = cluster.conductor._services.clock()
+        assert member.breaker.closed(now_s), "twice may be chance"
+        member.took(0.01, 1.0)
+        assert not member.breaker.closed(now_s)
+        # It comes back by itself, with a probe.
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
