@@ -95,7 +95,7 @@ class KVIndex:
         node_id, epoch = record.node_id, record.epoch
         keys = [*self._own(node_id), self._leases, self._events, self._meta, self._marks]
         args = [node_id, epoch, record.to_json(), _ms(ttl_s), token_hex(8), self._history, int(complete)]
-        reply = self._checked(await self._run("register", scripts.register, keys, args), node_id, epoch)
+        reply = self._checked(await self.run("register", scripts.register, keys, args), node_id, epoch)
         return int(reply[2])
 
     async def heartbeat(self, record: NodeRecord, ttl_s: float) -> None:
@@ -103,7 +103,7 @@ class KVIndex:
         node_id, epoch = record.node_id, record.epoch
         keys = [self._node_prefix + node_id, self._leases, self._events, self._meta, self._marks]
         args = [node_id, epoch, record.to_json(), _ms(ttl_s), self._history]
-        self._checked(await self._run("heartbeat", scripts.heartbeat, keys, args), node_id, epoch)
+        self._checked(await self.run("heartbeat", scripts.heartbeat, keys, args), node_id, epoch)
 
     async def publish(
         self,
@@ -138,7 +138,7 @@ class KVIndex:
         same step, without telling the mirrors, provided that the log still starts at ``base``."""
         keys = [*self._own(node_id), self._events, self._meta, self._marks]
         args = [node_id, epoch, changes, quiet, base, trim, self._history, int(complete)]
-        self._checked(await self._run("publish", scripts.publish, keys, args), node_id, epoch)
+        self._checked(await self.run("publish", scripts.publish, keys, args), node_id, epoch)
 
     async def deregister(self, node_id: str, epoch: int, reason: str = "left") -> bool:
         """Drop the node and all it holds. False: it was not registered in this epoch."""
@@ -152,14 +152,14 @@ class KVIndex:
     async def _drop(self, node_id: str, epoch: int, reason: str, only_lapsed: bool) -> bool:
         keys = [*self._own(node_id), self._leases, self._events, self._meta, self._marks]
         args = [node_id, epoch, reason, int(only_lapsed), self._history]
-        reply = await self._run("drop", scripts.drop, keys, args)
+        reply = await self.run("drop", scripts.drop, keys, args)
         return bool(reply[0] == b"OK")
 
     # ------------------------------------------------------------------ what a mirror reads
 
     async def watch(self) -> Tip:
         keys = [self._meta, self._leases, self._events, self._marks]
-        instance, seq, lapsed = await self._run("watch", scripts.watch, keys, [token_hex(8)])
+        instance, seq, lapsed = await self.run("watch", scripts.watch, keys, [token_hex(8)])
         return Tip(instance.decode(), int(seq), tuple(name.decode() for name in lapsed))
 
     async def node_ids(self) -> list[str]:
@@ -176,7 +176,7 @@ class KVIndex:
 
     async def read_log(self, node_id: str, position: int = 0, count: int = 64) -> LogPage | None:
         """Up to ``count`` batches of a node's log from an absolute position on; None: no such node."""
-        reply = await self._run("read_log", scripts.read, list(self._own(node_id)), [position, count])
+        reply = await self.run("read_log", scripts.read, list(self._own(node_id)), [position, count])
         if not reply:
             return None
         epoch, record, complete, base, batches = reply
@@ -217,7 +217,8 @@ class KVIndex:
             raise NodeUnknown(node_id, epoch)
         return reply
 
-    async def _run(self, name: str, script: scripts.Script, keys: list[str], args: Sequence[object]) -> Any:
+    async def run(self, name: str, script: scripts.Script, keys: list[str], args: Sequence[object]) -> Any:
+        """One of our scripts, on keys of this namespace. ``name`` is for messages."""
         try:
             return await self._do("EVALSHA", script.sha, len(keys), *keys, *args, name=name)
         except IndexUnavailable as error:
