@@ -20,6 +20,7 @@ _CALL_MARGIN_S = 1.0
 
 # Batch requests come after every interactive one on a node, and among themselves by their own priority.
 _BATCH_PRIORITY = 1 << 30
+_BATCH_LAG_S = 1e6
 # They are given to a cluster in which the next prefill would begin at once, and a token not take most of what
 # is allowed: what they add must not be felt.
 _IDLE_QUEUE_S = 0.05
@@ -76,6 +77,7 @@ class RequestPlacer:
             expected_tokens=self._expected_tokens(),
             deadline_s=math.inf if begun else self._timeout_s,
             reads_cache=not self._wants_prompt_logprobs,
+            lag_s=self._lag_s(began_s),
         )
         view = services.registry.view(keys, self.avoid)
         outcome = place(request, view, Slo() if begun else services.slo, services.policy)
@@ -152,6 +154,13 @@ class RequestPlacer:
         most = _BATCH_PRIORITY // 2
         asked = max(-most, min(self._request.priority, most))
         return asked + _BATCH_PRIORITY if self._request.batch else asked
+
+    def _lag_s(self, now_s: float) -> float:
+        """How much later than now it counts as come, in the queues of the nodes."""
+        if self._request.batch:
+            return _BATCH_LAG_S
+        name = self._request.client.name
+        return self._services.fair_share.lag_s(name, now_s) if name else 0.0
 
     def _outlook(self, placement: Placement, key: RequestKey | None = None) -> DecodeOutlook | None:
         if placement.decode is None:
