@@ -11,6 +11,7 @@ _COMMANDS = {
     "index": "bench.index:index",
     "kernels": "bench.kernels.command:kernels",
     "serve": "bench.serve.command:serve",
+    "simulate": "bench.simulate.command:simulate",
     "transfer": "bench.transfer.command:transfer",
 }
 

@@ -1,0 +1,48 @@
+"""Virtual time: what happens next, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+
+class Event:
+    """Something that will happen, unless it is cancelled."""
+
+    __slots__ = ("action", "arguments", "at_s")
+
+    def __init__(self, at_s: float, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.at_s = at_s
+        self.action: Callable[..., None] | None = action
+        self.arguments = arguments
+
+    def cancel(self) -> None:
+        """Idempotent."""
+        self.action = None
+
+
+class Clock:
+    """Runs events in the order of their times; equal times in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_events = 0
+        self._events: list[tuple[float, int, Event]] = []
+        self._number = 0
+
+    def at(self, at_s: float, action: Callable[..., None], *arguments: Any) -> Event:
+        """Call ``action`` at ``at_s``; a time that has passed means now."""
+        event = Event(max(at_s, self.now_s), action, arguments)
+        self._number += 1
+        heappush(self._events, (event.at_s, self._number, event))
+        return event
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        while self._events:
+            at_s, _, event = heappop(self._events)
+            if event.action is not None:
+                self.now_s = at_s
+                self.num_events += 1
+                event.action(*event.arguments)

@@ -1,0 +1,139 @@
+"""The command ``moonpool bench simulate``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from bench import report
+from bench.simulate import inputs, plot
+from bench.simulate.hardware import SHIPPED
+from bench.simulate.outcome import Outcome
+from bench.simulate.rows import rows
+from bench.simulate.scenario import Scenario
+from bench.simulate.simulation import Simulation
+from bench.simulate.trace import BLOCK_TOKENS, TraceRequest, at_speed, load_trace
+from conductor.cluster_view import Slo
+from conductor.policies import POLICIES
+from conductor.rejection import REJECTIONS
+from runtime.errors import ConfigError
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.option("--trace", type=_PATH, metavar="FILE", help="Requests in Mooncake's format, gzipped or not.")
+@click.option(
+    "--workload",
+    metavar="KEY=VALUE,…",
+    help="Instead of a trace: requests made here, such as sessions=500,rate=2.",
+)
+@click.option("--prefill", default=8, show_default=True, help="Prefill nodes.")
+@click.option("--decode", default=8, show_default=True, help="Decode nodes.")
+@click.option("--both", default=0, help="Instead: nodes that prefill and decode.")
+@click.option(
+    "--hardware",
+    default="8xa800-llama3-70b",
+    show_default=True,
+    metavar="NAME|FILE",
+    help=f"Of a node: {', '.join(SHIPPED)}, or a TOML or JSON file.",
+)
+@click.option("--decode-hardware", metavar="NAME|FILE", help="Of decode nodes, where it differs.")
+@click.option(
+    "--policy", "policies", multiple=True, metavar="NAME", help=f"Repeatable: {', '.join(POLICIES)}."
+)
+@click.option(
+    "--rejection", default="none", show_default=True, metavar="NAME", help=f"{', '.join(REJECTIONS)}."
+)
+@click.option("--slo-ttft", default=math.inf, metavar="SECONDS", help="To the first token.")
+@click.option(
+    "--slo-tbt", default=math.inf, metavar="SECONDS", help="Mean of a request's longest tenth of gaps."
+)
+@click.option("--speed", default=1.0, show_default=True, help="Requests come so many times as fast.")
+@click.option("--limit", default=0, metavar="N", help="Only the first N requests.")
+@click.option(
+    "--block-tokens", default=BLOCK_TOKENS, show_default=True, help="Tokens of a block, and of an id."
+)
+@click.option("--pool-tokens", type=int, metavar="N", help="Of KV in a node's pool.")
+@click.option("--host-tokens", type=int, metavar="N", help="In its host memory; 0: none.")
+@click.option("--ssd-tokens", type=int, metavar="N", help="On its SSD; 0: none.")
+@click.option("--host-policy", default="prefix", show_default=True, metavar="NAME", help="Eviction there.")
+@click.option("--ssd-policy", default="prefix", show_default=True, metavar="NAME", help="Eviction there.")
+@click.option(
+    "--at", "happenings", multiple=True, metavar="SECONDS:WHAT",
+    help="Repeatable: 600:fail:prefill-0, 900:join:decode.",
+)  # fmt: skip
+@click.option("--seed", default=1, show_default=True, help="Of random choices, and of a workload.")
+@click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
+@click.option(
+    "--plot", "plot_path", type=_PATH, metavar="FILE", help="Draw latencies and cache use (PNG, SVG)."
+)
+def simulate(json_path: Path | None, plot_path: Path | None, policies: Sequence[str], **given: Any) -> None:
+    """Replay requests through the scheduler that serves, on a simulated cluster, in virtual time."""
+    console = Console(stderr=True, highlight=False)
+    if plot_path is not None:
+        plot.check_ending(plot_path)
+    scenarios = {name: _scenario(given, name) for name in policies or ("goodput",)}
+    requests = _requests(given)
+    outcomes: dict[str, Outcome] = {}
+    for name, scenario in scenarios.items():
+        with console.status(f"{name}: {len(requests):,} requests"):
+            outcomes[name] = Simulation(scenario, requests).run()
+    found = [row for name, outcome in outcomes.items() for row in rows(name, outcome)]
+    finish(found, json_path)
+    if plot_path is not None:
+        plot.draw(outcomes, plot_path)
+
+
+def finish(found: list[report.Row], json_path: Path | None) -> None:
+    """Show a report and write it."""
+    result = report.Report(report.measure_environment(("numpy",)), found)
+    report.show(result)
+    if json_path is not None:
+        report.write(result, json_path)
+
+
+def _requests(given: dict[str, Any]) -> list[TraceRequest]:
+    if (given["trace"] is None) == (given["workload"] is None):
+        raise ConfigError("give either --trace FILE or --workload KEY=VALUE,…", key="trace")
+    if not given["speed"] > 0:
+        raise ConfigError(f"--speed must be above 0, got {given['speed']:g}", key="speed")
+    if given["limit"] < 0:
+        raise ConfigError(f"--limit must be 0 or more, got {given['limit']}", key="limit")
+    if given["block_tokens"] < 1:
+        raise ConfigError(
+            f"--block-tokens must be 1 or more, got {given['block_tokens']}", key="block_tokens"
+        )
+    if given["trace"] is not None:
+        found = load_trace(given["trace"], block_tokens=given["block_tokens"])
+    else:
+        found = inputs.workload(given["workload"], given["block_tokens"], given["seed"]).requests()
+    return at_speed(found, given["speed"], given["limit"])
+
+
+def _scenario(given: dict[str, Any], policy: str) -> Scenario:
+    tiers = {f"{tier}_tokens": given[f"{tier}_tokens"] for tier in ("pool", "host", "ssd")}
+    decode_hardware = given["decode_hardware"]
+    both = given["both"]
+    return Scenario(
+        hardware=inputs.with_tiers(inputs.hardware_named(given["hardware"]), tiers),
+        num_prefill=0 if both else given["prefill"],
+        num_decode=0 if both else given["decode"],
+        num_both=both,
+        decode_hardware=None
+        if decode_hardware is None
+        else inputs.with_tiers(inputs.hardware_named(decode_hardware), tiers),
+        policy=policy,
+        rejection=given["rejection"],
+        slo=Slo(given["slo_ttft"], given["slo_tbt"]),
+        block_tokens=given["block_tokens"],
+        host_policy=given["host_policy"],
+        ssd_policy=given["ssd_policy"],
+        happenings=[inputs.happening(text) for text in given["happenings"]],
+        seed=given["seed"],
+    )
