@@ -60,7 +60,8 @@ class _Run:
     gap_s: float
     slope_s: float
     count: int
-    decode_s: float  # of gap_s, what is decode's
+    batch_size: int
+    decode_s: float  # of gap_s, what is the batch's
     chunk: int  # tokens of the prefill in each step
     end: Event | None = None
 
@@ -146,7 +147,7 @@ class StepEngine:
         """Of the batch, now."""
         context = self._context + sum(decode.context for decode in self._joining)
         run = self._run
-        if run is not None and run.decode_s:
+        if run is not None and run.batch_size:
             done = min(int(run.steps(self._clock.now_s - run.start_s) + 1e-9), run.count)
             context += done * self._batch_size
         return context
@@ -174,7 +175,7 @@ class StepEngine:
             count = min(count, left // chunk)
             gap_s += profile.prefill_s(chunk, prefill.num_cached + prefill.num_done)
             slope_s += chunk * chunk * profile.prefill_attention_s
-        run = self._run = _Run(clock.now_s, gap_s, slope_s, count, decode_s, chunk)
+        run = self._run = _Run(clock.now_s, gap_s, slope_s, count, size, decode_s, chunk)
         run.end = clock.at(run.start_s + run.seconds(count), self._end_run)
 
     def _take_joining(self) -> None:
@@ -235,7 +236,7 @@ class StepEngine:
         count, total_s = run.count, run.seconds(run.count)
         self._run = None
         decode_s = 0.0
-        if run.decode_s and count:
+        if run.batch_size and count:
             end = self._num_steps + count
             if end > len(self._gaps_s):
                 self._gaps_s = np.concatenate((self._gaps_s, np.empty(max(len(self._gaps_s), count))))
