@@ -106,6 +106,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                 finished, received = await take_over(
                     engine,
                     self.exchange,
+                    self.store,
                     sequence,
                     request.prefill_address,
                     deadline_s=self.config.transfer.deadline_s,

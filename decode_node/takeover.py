@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterable
 
 from engine.engine import Engine
 from engine.kv_exchange import KvExchange
+from engine.node_store import USE_DELAY_S, NodeStore
 from engine.sequence import Sequence
+from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
 from runtime.errors import MoonpoolError
@@ -21,6 +24,7 @@ class HandoverBroken(MoonpoolError):
 async def take_over(
     engine: Engine,
     exchange: KvExchange,
+    store: NodeStore,
     sequence: Sequence,
     prefill_address: str,
     *,
@@ -45,6 +49,8 @@ async def take_over(
         metadata=rpc.request_metadata(),
     )
     try:
+        await _load_prefix(engine, store, sequence)
+        # There was no turn of the loop since: what was loaded is still in the pool, held by nobody.
         await engine.reserved(sequence)
         num_local = sequence.num_computed_tokens // engine.pool.block_size
         received = node_pb2.KvReceived(num_local_blocks=num_local)
@@ -57,6 +63,18 @@ async def take_over(
         return True, received
     sequence.append(token.token_id)
     return False, received
+
+
+async def _load_prefix(engine: Engine, store: NodeStore, sequence: Sequence) -> None:
+    """What host memory here holds of the prompt need not come from the prefill node."""
+    pool = engine.pool
+    num_blocks = sequence.num_tokens // pool.block_size
+    sequence.hash_blocks(pool.block_size, num_blocks)
+    chain = sequence.keys[:num_blocks]
+    tiers = store.tiers.match(chain)
+    asyncio.get_running_loop().call_later(USE_DELAY_S, store.tiers.use, chain, tiers)
+    loaded = await store.loader.load(chain, tiers, slowest=Tier.HOST)
+    pool.release(loaded.block_ids)
 
 
 async def _read_chunks(

@@ -42,6 +42,10 @@ class BlockMemory:
             self._checksums[block_id] = value
         return value
 
+    def known_checksum(self, block_id: int) -> int | None:
+        """The checksum of a sealed block, where it was computed before."""
+        return self._checksums.get(block_id)
+
     def remember(self, block_id: int, value: int) -> None:
         """Take over the checksum a block was verified against when it arrived. Call when it is sealed."""
         self._checksums[block_id] = value

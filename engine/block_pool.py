@@ -146,6 +146,22 @@ class BlockPool:
         if self.on_freed is not None and block_ids:
             self.on_freed()
 
+    def block_of(self, key: object) -> int | None:
+        """The block that carries the key."""
+        return self._block_of.get(key)  # type: ignore[call-overload, no-any-return]
+
+    def parent_of(self, block_id: int) -> BlockKey | None:
+        """The key before a sealed block's in its chain; None for the first."""
+        parent = self._parents[block_id]
+        return self._keys[parent] if parent >= 0 else None
+
+    def lineage(self, block_id: int) -> list[int]:
+        """A sealed block and those before it in its chain, the first one first."""
+        blocks = [block_id]
+        while (parent := self._parents[blocks[-1]]) >= 0:
+            blocks.append(parent)
+        return blocks[::-1]
+
     def key_of(self, block_id: int) -> BlockKey | None:
         return self._keys[block_id]
 

@@ -15,8 +15,8 @@ import numpy as np
 from engine.block_memory import BlockMemory
 from engine.engine import Engine
 from engine.kv_exchange import KvExchange
-from engine.leases import Leases
 from engine.node_metrics import observe_engine
+from engine.node_store import NodeStore
 from engine.sampling import Sampling
 from engine.sequence import Sequence
 from kvstore import keys as block_keys
@@ -89,7 +89,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
 
     def sweep(self) -> None:
         """Called twice a second: let go of what nobody asks for any more."""
-        self.leases.sweep()
+        self.store.tiers.sweep()
 
     def check_takes_work(self) -> None:
         if self.state != "ready":
@@ -122,9 +122,9 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             config.model.directory, config.engine, config.model, pool_memory=region.array
         )
         self.memory = BlockMemory(engine.pool, region, engine.layout)
-        self.leases = Leases(engine.pool, longest_s=config.store.lease_ttl_s, clock=self.clock)
         self.exchange = KvExchange(self.memory, agent, deadline_s=config.transfer.deadline_s)
         await engine.start(_LoadProgress(self.node_id))
+        self.store = await NodeStore.open(config, agent, engine, self.memory, self._moved)
         self._server, port = await rpc.serve(
             [(node_pb2_grpc.add_NodeServicer_to_server, self), self.servicer()],
             config.node.host,
@@ -146,9 +146,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         observe_engine(engine)
         self._redis = connect(config.index.redis_url)
         index = KVIndex(self._redis, config.index.namespace)
-        self.publisher = IndexPublisher(index, self.record, config.index, self._held)
-        engine.pool.on_sealed = lambda block, key: self.publisher.stored(key, Tier.POOL)
-        engine.pool.on_evicted = self._evicted
+        self.publisher = IndexPublisher(index, self.record, config.index, self.store.tiers.held)
         self.state = "ready"
         await self.publisher.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
@@ -176,10 +174,10 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self._sweeper.cancel()
         await self.publisher.close()
         await self.stop()
-        self.leases.release_all()
         await self._server.stop(grace=0.5)
         await self.exchange.close()
         await self.engine.close()
+        await self.store.close(self.config.store.flush_s)
         await self._redis.aclose()
 
     async def _sweep(self) -> None:
@@ -211,15 +209,18 @@ class EngineNode(node_pb2_grpc.NodeServicer):
                 num_blocks=stats.num_blocks,
                 free_blocks=stats.num_free_blocks,
             ),
-            profile=self.engine.profile(),
+            profile=self._profile(),
         )
 
-    def _held(self) -> list[tuple[BlockKey, Tier]]:
-        return [(key, Tier.POOL) for _, key in self.engine.pool.sealed()]
+    def _profile(self) -> dict[str, float]:
+        return self.engine.profile() | self.store.profile()
 
-    def _evicted(self, block_id: int, key: BlockKey) -> None:
-        self.memory.forget(block_id)
-        self.publisher.removed(key)
+    def _moved(self, key: BlockKey, tier: Tier | None) -> None:
+        """A block's fastest copy is elsewhere now, or none is left."""
+        if tier is None:
+            self.publisher.removed(key)
+        else:
+            self.publisher.stored(key, tier)
 
     # ------------------------------------------------------------------ service Node
 
@@ -241,10 +242,12 @@ class EngineNode(node_pb2_grpc.NodeServicer):
                     num_blocks=stats.num_blocks,
                     num_used_blocks=stats.num_used_blocks,
                     num_cached_blocks=stats.num_cached_blocks,
-                )
+                    nbytes=stats.num_blocks * self.memory.layout.block_nbytes,
+                ),
+                *self.store.status(),
             ],
             kv=self.kv_address,
-            profile=node_pb2.Profile(**self.engine.profile()),
+            profile=node_pb2.Profile(**self._profile()),
         )
 
     async def Drain(
@@ -256,15 +259,13 @@ class EngineNode(node_pb2_grpc.NodeServicer):
     async def Lease(
         self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.LeaseReply:
-        lease_id, block_ids = self.leases.grant(block_keys.unpack(request.keys), request.ttl_s)
-        return node_pb2.LeaseReply(
-            lease_id=lease_id, epoch=self.epoch, blocks=self.memory.describe(block_ids)
-        )
+        lease = await self.store.tiers.pin(block_keys.unpack(request.keys), request.ttl_s)
+        return node_pb2.LeaseReply(lease_id=lease.id, epoch=self.epoch, blocks=self.store.describe(lease))
 
     async def Release(
         self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.ReleaseReply:
-        self.leases.release(request.lease_id)
+        self.store.tiers.release(request.lease_id)
         return node_pb2.ReleaseReply()
 
     async def Replicate(

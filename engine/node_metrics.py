@@ -11,7 +11,7 @@ from engine.engine import Engine
 
 PREFILL_TOKENS = Counter(
     "moonpool_prefill_tokens",
-    "Prompt tokens, by where their KV came from: computed, pool, host or fetched",
+    "Prompt tokens, by where their KV came from: computed, pool, host, ssd or fetched",
     ["source"],
 )
 RECEIVED_BYTES = Counter("moonpool_received_bytes", "KV bytes a decode node read from prefill nodes")

@@ -204,12 +204,26 @@ class Scheduler:
         if not sequence.block_table:
             # Leave one token uncached: prefill needs a query row to produce logits.
             return self.take_blocks(sequence, sequence.num_tokens, sequence.num_tokens - 1)
-        missing = -(-sequence.num_tokens // self.pool.block_size) - len(sequence.block_table)
-        if missing > 0:
-            if self.pool.num_free < missing + self.num_running:
+        more = self._more_hits(sequence)
+        missing = -(-sequence.num_tokens // self.pool.block_size) - len(sequence.block_table) - len(more)
+        if missing > 0 or more:
+            if self.pool.num_free - self.pool.num_idle(more) < missing + self.num_running:
                 return False
+            self.pool.acquire(more)
+            if more:
+                sequence.hold_prefix(sequence.block_table + more, self.pool.block_size)
             sequence.block_table += self.pool.allocate(missing)
         return True
+
+    def _more_hits(self, sequence: Sequence) -> list[int]:
+        """Blocks of its prefix that came to the pool since it was given those in its table."""
+        block_size, num_held = self.pool.block_size, len(sequence.block_table)
+        if sequence.num_computed_tokens != num_held * block_size or sequence.prompt_logprobs:
+            return []
+        # Leave one token uncached: prefill needs a query row to produce logits.
+        max_hits = (sequence.num_tokens - 1) // block_size
+        sequence.hash_blocks(block_size, max_hits)
+        return self.pool.match(sequence.keys[num_held:max_hits])
 
     def _strip(self, sequence: Sequence) -> None:
         """Back to no blocks and nothing computed; what it had sealed stays cached while there is room."""

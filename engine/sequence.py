@@ -150,6 +150,13 @@ class Sequence:
             f"{self.num_computed_tokens}/{self.num_tokens} tokens, {len(self.block_table)} blocks)"
         )
 
+    def hold_prefix(self, block_ids: list[int], block_size: int) -> None:
+        """Begin with these blocks, sealed and held for the sequence, of its first tokens; it was not queued
+        yet. Whoever releases the sequence releases them."""
+        self.block_table = block_ids
+        self.num_sealed_blocks = len(block_ids)
+        self.num_computed_tokens = self.num_cached_tokens = len(block_ids) * block_size
+
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
         """int32 [num_tokens], a view: valid until the next ``append``."""

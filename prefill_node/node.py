@@ -15,8 +15,9 @@ from engine.kv_exchange import Fetched, PeerIncompatible
 from engine.messages import token_logprobs, token_out
 from engine.node import EngineNode, Key, sequence_of
 from engine.node_metrics import PREFILL_TOKENS
+from engine.node_store import USE_DELAY_S
+from engine.prefix_loader import Loaded
 from engine.sequence import FinishReason, Sequence
-from kvstore import keys as block_keys
 from prefill_node.handover import Handover
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
@@ -73,12 +74,12 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         self.check_takes_work()
         received_s = time.monotonic()
         sequence = sequence_of(request.work, arrived_s=received_s, prompt_logprobs=request.prompt_logprobs)
-        fetched, fetch_error = Fetched(), ""
-        if request.num_fetch_blocks and not request.prompt_logprobs:
-            fetched, fetch_error = await self._fetch(request)
+        loaded, fetched, fetch_error = Loaded(), Fetched(), ""
         handover = self._handover(sequence.key) if request.followed else None
         try:
-            event = await self._compute(sequence, fetched)
+            if not request.prompt_logprobs:
+                loaded, fetched, fetch_error = await self._gather(request, sequence)
+            event = await self._compute(sequence)
         except BaseException as error:
             self._give_up(sequence, str(error) or type(error).__name__)
             raise
@@ -88,7 +89,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         else:
             handover.finish(sequence, token)
             self._hold(sequence, handover, request.work.deadline_unix_s)
-        return self._reply(sequence, event, token, fetched, fetch_error, received_s)
+        return self._reply(sequence, event, token, loaded, fetched, fetch_error, received_s)
 
     async def Follow(
         self, request: node_pb2.FollowRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -108,23 +109,39 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
 
     # ------------------------------------------------------------------ the work
 
-    async def _fetch(self, request: node_pb2.PrefillRequest) -> tuple[Fetched, str]:
-        """Bring the longer prefix here. Failing is no error of the request: it is computed instead."""
-        chain = block_keys.unpack(request.work.block_keys)
+    async def _gather(
+        self, request: node_pb2.PrefillRequest, sequence: Sequence
+    ) -> tuple[Loaded, Fetched, str]:
+        """Give the sequence the blocks of its prefix that are here in any tier, and those worth fetching.
+
+        Failing is no error of the request: what could not be had is computed instead.
+        """
+        pool = self.engine.pool
         # The prompt's last token is computed in any case: prefill needs a query row to produce logits.
-        num_tokens = len(request.work.token_ids) // 4
-        chain = chain[: min(request.num_fetch_blocks, (num_tokens - 1) // self.engine.pool.block_size)]
+        num_blocks = (sequence.num_tokens - 1) // pool.block_size
+        sequence.hash_blocks(pool.block_size, num_blocks)
+        chain = sequence.keys[:num_blocks]
+        tiers = self.store.tiers.match(chain)
+        # What the policies learn from it has time until the prompt is being computed.
+        asyncio.get_running_loop().call_later(USE_DELAY_S, self.store.tiers.use, chain, tiers)
+        loaded = await self.store.loader.load(chain, tiers)
+        sequence.hold_prefix(loaded.block_ids, pool.block_size)
+        if not request.num_fetch_blocks:
+            return loaded, Fetched(), ""
         try:
-            return await self.exchange.fetch(request.fetch_from, chain), ""
+            fetched = await self.exchange.fetch(request.fetch_from, chain[: request.num_fetch_blocks])
         except (TransferError, NodeUnavailable, RemoteError, PeerIncompatible) as error:
             log.warning("blocks were not fetched and are computed instead: %s", error)
-            return Fetched(), str(error)
+            return loaded, Fetched(), str(error)
+        if len(fetched.block_ids) > len(loaded.block_ids):
+            pool.release(loaded.block_ids)
+            sequence.hold_prefix(fetched.block_ids, pool.block_size)
+        else:
+            pool.release(fetched.block_ids)
+        return loaded, fetched, ""
 
-    async def _compute(self, sequence: Sequence, fetched: Fetched) -> StepEvent:
-        """Queue the sequence and wait for its first token.
-
-        What was fetched is held until the sequence has its own hold on it, or has ended.
-        """
+    async def _compute(self, sequence: Sequence) -> StepEvent:
+        """Queue the sequence and wait for its first token."""
         first_token: asyncio.Future[StepEvent] = asyncio.get_running_loop().create_future()
         try:
             self.engine.add(sequence, prefill_only=True)
@@ -132,7 +149,6 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             return await first_token
         finally:
             self._first_tokens.pop(sequence.key, None)
-            self.engine.pool.release(fetched.block_ids)
 
     def _on_step(self, events: list[StepEvent]) -> None:
         for event in events:
@@ -186,21 +202,30 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         sequence: Sequence,
         event: StepEvent,
         token: node_pb2.TokenOut,
+        loaded: Loaded,
         fetched: Fetched,
         fetch_error: str,
         received_s: float,
     ) -> node_pb2.PrefillReply:
-        num_cached = sequence.num_cached_tokens
-        num_fetched = min(fetched.num_read * self.engine.pool.block_size, num_cached)
+        num_cached, block_size = sequence.num_cached_tokens, self.engine.pool.block_size
+        num_fetched = min(fetched.num_read * block_size, num_cached)
+        num_ssd = min(loaded.num_ssd * block_size, num_cached - num_fetched)
+        num_host = min(loaded.num_host * block_size, num_cached - num_fetched - num_ssd)
+        num_pool = num_cached - num_fetched - num_ssd - num_host
         PREFILL_TOKENS.labels("computed").inc(sequence.num_tokens - 1 - num_cached)
-        PREFILL_TOKENS.labels("pool").inc(num_cached - num_fetched)
+        PREFILL_TOKENS.labels("pool").inc(num_pool)
+        PREFILL_TOKENS.labels("host").inc(num_host)
+        PREFILL_TOKENS.labels("ssd").inc(num_ssd)
         PREFILL_TOKENS.labels("fetched").inc(num_fetched)
         return node_pb2.PrefillReply(
             token=token,
             num_cached_tokens=num_cached,
-            num_pool_tokens=num_cached - num_fetched,
+            num_pool_tokens=num_pool,
+            num_host_tokens=num_host,
+            num_ssd_tokens=num_ssd,
             num_fetched_tokens=num_fetched,
-            queued_s=sequence.scheduled_s - received_s - fetched.seconds,
+            queued_s=sequence.scheduled_s - received_s - loaded.seconds - fetched.seconds,
+            load_s=loaded.seconds,
             fetch_s=fetched.seconds,
             compute_s=sequence.computed_s - sequence.scheduled_s,
             fetched_nbytes=fetched.nbytes,

@@ -324,13 +324,17 @@ class TierStatus(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_USED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"pool", "host" """
+    """"pool", "host", "ssd" """
     num_blocks: _builtins.int
+    """there is room for"""
     num_used_blocks: _builtins.int
-    """held by sequences"""
+    """held by sequences; below the pool: by whoever reads them"""
     num_cached_blocks: _builtins.int
-    """sealed and free to evict"""
+    """sealed and free to evict; below the pool: all that are held"""
+    nbytes: _builtins.int
+    """of all num_blocks"""
     def __init__(
         self,
         *,
@@ -338,10 +342,11 @@ class TierStatus(_message.Message):
         num_blocks: _builtins.int = ...,
         num_used_blocks: _builtins.int = ...,
         num_cached_blocks: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_used_blocks", b"num_used_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "nbytes", b"nbytes", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_used_blocks", b"num_used_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -411,6 +416,8 @@ class Profile(_message.Message):
     DECODE_BASE_S_FIELD_NUMBER: _builtins.int
     DECODE_SEQUENCE_S_FIELD_NUMBER: _builtins.int
     DECODE_CONTEXT_S_FIELD_NUMBER: _builtins.int
+    HOST_LOAD_NBYTES_PER_S_FIELD_NUMBER: _builtins.int
+    SSD_LOAD_NBYTES_PER_S_FIELD_NUMBER: _builtins.int
     prefill_base_s: _builtins.float
     """seconds a prefill costs before its first token"""
     prefill_token_s: _builtins.float
@@ -423,6 +430,10 @@ class Profile(_message.Message):
     """seconds each sequence adds to a step"""
     decode_context_s: _builtins.float
     """seconds each context token adds to a step"""
+    host_load_nbytes_per_s: _builtins.float
+    """from host memory to the pool, checked; 0: not measured yet"""
+    ssd_load_nbytes_per_s: _builtins.float
+    """from disk to host memory; 0: not measured yet, or no disk"""
     def __init__(
         self,
         *,
@@ -432,10 +443,12 @@ class Profile(_message.Message):
         decode_base_s: _builtins.float = ...,
         decode_sequence_s: _builtins.float = ...,
         decode_context_s: _builtins.float = ...,
+        host_load_nbytes_per_s: _builtins.float = ...,
+        ssd_load_nbytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_base_s", b"decode_base_s", "decode_context_s", b"decode_context_s", "decode_sequence_s", b"decode_sequence_s", "prefill_attention_s", b"prefill_attention_s", "prefill_base_s", b"prefill_base_s", "prefill_token_s", b"prefill_token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_base_s", b"decode_base_s", "decode_context_s", b"decode_context_s", "decode_sequence_s", b"decode_sequence_s", "host_load_nbytes_per_s", b"host_load_nbytes_per_s", "prefill_attention_s", b"prefill_attention_s", "prefill_base_s", b"prefill_base_s", "prefill_token_s", b"prefill_token_s", "ssd_load_nbytes_per_s", b"ssd_load_nbytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -699,6 +712,8 @@ class PrefillReply(_message.Message):
     FETCHED_NBYTES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FETCH_ERROR_FIELD_NUMBER: _builtins.int
+    NUM_SSD_TOKENS_FIELD_NUMBER: _builtins.int
+    LOAD_S_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens not computed"""
     num_pool_tokens: _builtins.int
@@ -713,6 +728,10 @@ class PrefillReply(_message.Message):
     fetched_nbytes: _builtins.int
     fetch_error: _builtins.str
     """why a planned fetch was given up (the tokens were computed instead)"""
+    num_ssd_tokens: _builtins.int
+    """of the cached ones, found on disk"""
+    load_s: _builtins.float
+    """spent loading from host memory and disk"""
     @_builtins.property
     def token(self) -> Global___TokenOut: ...
     @_builtins.property
@@ -733,10 +752,12 @@ class PrefillReply(_message.Message):
         fetched_nbytes: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         fetch_error: _builtins.str = ...,
+        num_ssd_tokens: _builtins.int = ...,
+        load_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "fetch_error", b"fetch_error", "fetch_s", b"fetch_s", "fetched_nbytes", b"fetched_nbytes", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_host_tokens", b"num_host_tokens", "num_pool_tokens", b"num_pool_tokens", "prompt_logprobs", b"prompt_logprobs", "queued_s", b"queued_s", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "fetch_error", b"fetch_error", "fetch_s", b"fetch_s", "fetched_nbytes", b"fetched_nbytes", "load_s", b"load_s", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_host_tokens", b"num_host_tokens", "num_pool_tokens", b"num_pool_tokens", "num_ssd_tokens", b"num_ssd_tokens", "prompt_logprobs", b"prompt_logprobs", "queued_s", b"queued_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -136,11 +136,15 @@ class StoreOptions:
         "when blocks go to disk: write-back (as host memory fills), write-through (as soon as they are "
         "stored) or selective (when used a second time)",
     )
+    flush_s: float = option(
+        3.0, "seconds", "longest a node that ends writes to disk what only its memory holds"
+    )
     host: HostTierOptions = _section(HostTierOptions)
     ssd: SsdTierOptions = _section(SsdTierOptions)
 
     def __post_init__(self) -> None:
         _require(self.lease_ttl_s > 0, "store.lease_ttl_s", "positive", self.lease_ttl_s)
+        _require(self.flush_s >= 0, "store.flush_s", "0 or more", self.flush_s)
         policies = ("write-back", "write-through", "selective")
         _require(
             self.write_policy in policies,

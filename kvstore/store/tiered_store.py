@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,6 +20,8 @@ from kvstore.store.stats import StoreStats, TierStats
 from kvstore.store.tiers import Bytes, DiskTier, PoolTier
 from kvstore.tier import Tier
 from runtime.options import StoreOptions
+
+_log = logging.getLogger(__name__)
 
 _VERIFY_BLOCKS = 32
 
@@ -95,16 +98,15 @@ class TieredStore:
         """Every block with its fastest tier, each once, in no order. Change nothing meanwhile."""
         return self._holdings.held()
 
-    def use(self, keys: Sequence[BlockKey]) -> list[Tier]:
+    def use(self, keys: Sequence[BlockKey], found: Sequence[Tier] | None = None) -> None:
         """A request uses this chain: what is held of it stays longer, and under ``selective`` goes to disk.
-        Returns ``match``'s answer."""
-        tiers = self._holdings.match(keys)
+        ``found``: what ``match`` said when it came, where some time has passed since."""
+        tiers = self._holdings.match(keys) if found is None else found
         self._holdings.used(keys, len(tiers))
         for tier in Tier:
             if count := tiers.count(tier):
                 metrics.HIT_BLOCKS.labels(tier.name.lower()).inc(count)
         metrics.MISSED_BLOCKS.inc(len(keys) - len(tiers))
-        return tiers
 
     # ------------------------------------------------------------------ reading
 
@@ -201,17 +203,20 @@ class TieredStore:
             self._holdings.announce(key)
         return [key for key in gone if not self._holdings.is_held(key)]
 
-    async def flush(self) -> None:
-        """Write what only memory holds to disk, for a node that is about to stop. Cancel it when there is no
-        time left: what was written stays."""
+    async def flush(self, within_s: float) -> None:
+        """Write what only memory holds to disk, as far as there is time: for a node that is about to stop."""
         writer = self._holdings.writer
         if self.ssd is None or writer is None:
             return
-        for key, _ in list(self._holdings.held()):
-            if key not in self.ssd and not self.ssd.is_stalled and not writer.offer(key):
+        try:
+            async with asyncio.timeout(within_s):
+                for key, _ in list(self._holdings.held()):
+                    if key not in self.ssd and not self.ssd.is_stalled and not writer.offer(key):
+                        await writer.flush()
+                        self._holdings.write(key)
                 await writer.flush()
-                self._holdings.write(key)
-        await writer.flush()
+        except TimeoutError:
+            _log.warning("%d blocks were not written to disk in the last %g s", len(writer), within_s)
 
     # ------------------------------------------------------------------ how it is
 

@@ -368,7 +368,7 @@ async def test_flush_writes_everything_also_what_only_the_pool_has() -> None:
     for i, name in enumerate(chain(3)):
         pool.seal(name, key(i - 1) if i else None, payload(name))
     await put(store, 20, number=1)
-    await store.flush()
+    await store.flush(10.0)
     assert sorted(disk.keys()) == sorted(chain(3) + chain(20, 1))
     await store.close()
 

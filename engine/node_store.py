@@ -1,0 +1,119 @@
+"""The blocks of a node beyond its pool: host memory and disk, and what ties them to pool, index and peers."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from engine.block_memory import BlockMemory
+from engine.engine import Engine
+from engine.pool_tier import PoolTier
+from engine.prefix_loader import PrefixLoader
+from kvstore.keys import BlockKey
+from kvstore.store import Lease, TieredStore
+from kvstore.store.holdings import OnChange
+from kvstore.tier import Tier
+from protos import node_pb2
+from runtime.options import Config
+from transfer import Region, TransferAgent, checksum
+
+# A request's chain is told to the eviction policies (up to 10 µs a block) this long after it came, when its
+# first token does not wait for the event loop any more.
+USE_DELAY_S = 0.1
+
+_PROBE_NBYTES = 16 << 20
+
+
+class NodeStore:
+    """Follows the engine's pool: what it seals is told to ``on_change``, what it evicts goes to host memory.
+
+    ``tiers`` is the store, ``loader`` brings a prompt's prefix back to the pool.
+    """
+
+    def __init__(
+        self, engine: Engine, memory: BlockMemory, region: Region, tiers: TieredStore, on_change: OnChange
+    ) -> None:
+        self.tiers = tiers
+        self.loader = PrefixLoader(memory, tiers, engine.profile)
+        self._engine = engine
+        self._memory = memory
+        self._region = region
+        self._on_change = on_change
+        self._probed_nbytes_per_s = 0.0
+        engine.pool.on_sealed = self._sealed
+        engine.pool.on_evicted = self._evicted
+
+    @classmethod
+    async def open(
+        cls, config: Config, agent: TransferAgent, engine: Engine, memory: BlockMemory, on_change: OnChange
+    ) -> NodeStore:
+        """Allocate host memory. Raises LayoutError when not even one block fits."""
+        options = config.store
+        region = agent.allocate(options.host.capacity_nbytes, "host")
+        tiers = TieredStore(engine.layout, options, region.array, pool=PoolTier(memory), on_change=on_change)
+        store = cls(engine, memory, region, tiers, on_change)
+        store._probe()
+        await tiers.start()
+        return store
+
+    async def close(self, flush_s: float) -> None:
+        """Give the disk up to ``flush_s`` to take what only memory holds; then end."""
+        await self.tiers.flush(flush_s)
+        await self.tiers.close()
+
+    def describe(self, lease: Lease) -> node_pb2.BlockSpans:
+        """Where the leased blocks lie and what their bytes hash to, for a peer that will read them."""
+        nbytes = self._memory.layout.block_nbytes
+        pool_id, host_id = self._memory.region.id, self._region.id
+        return node_pb2.BlockSpans(
+            region=[pool_id if block.tier is Tier.POOL else host_id for block in lease.blocks],
+            offset=[block.slot * nbytes for block in lease.blocks],
+            checksum=[block.checksum for block in lease.blocks],
+        )
+
+    def profile(self) -> dict[str, float]:
+        """The fields of ``protos.Profile`` about tiers: what a load from each was measured to give."""
+        stats = self.tiers.stats
+        host = stats.host_load_nbytes_per_s or self._probed_nbytes_per_s
+        return {
+            "host_load_nbytes_per_s": host,
+            "ssd_load_nbytes_per_s": stats.ssd_load_nbytes_per_s,
+        }
+
+    def status(self) -> list[node_pb2.TierStatus]:
+        nbytes = self._memory.layout.block_nbytes
+        return [
+            node_pb2.TierStatus(
+                name=tier.name,
+                num_blocks=tier.capacity_blocks,
+                num_used_blocks=tier.num_pinned,
+                num_cached_blocks=tier.num_blocks,
+                nbytes=tier.capacity_blocks * nbytes,
+            )
+            for tier in self.tiers.stats.tiers
+        ]
+
+    def _probe(self) -> None:
+        """Time a copy between host memory and itself, checked as a load is, before anything lies there."""
+        source = self._region.array[: min(_PROBE_NBYTES, self._region.nbytes)]
+        target = np.empty_like(source)
+        np.copyto(target, source)
+        began_s = time.perf_counter()
+        np.copyto(target, source)
+        checksum(target.data)
+        self._probed_nbytes_per_s = source.nbytes / (time.perf_counter() - began_s)
+
+    def _sealed(self, block_id: int, key: BlockKey) -> None:
+        self._on_change(key, Tier.POOL)
+        self.tiers.sealed(key)
+
+    def _evicted(self, block_id: int, key: BlockKey) -> None:
+        memory = self._memory
+        self.tiers.demote(
+            key,
+            memory.pool.parent_of(block_id),
+            memory.bytes_of(block_id),
+            memory.known_checksum(block_id),
+        )
+        memory.forget(block_id)

@@ -1,0 +1,49 @@
+"""The engine's pool as the store's fastest tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engine.block_memory import BlockMemory
+from kvstore.keys import BlockKey
+from kvstore.store import Bytes
+
+
+class PoolTier:
+    """What ``kvstore.store.PoolTier`` asks for, over a BlockPool and its bytes."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        self._memory = memory
+        self._pool = memory.pool
+
+    def __contains__(self, key: object) -> bool:
+        return self._pool.block_of(key) is not None
+
+    def keys(self) -> Iterable[BlockKey]:
+        return (key for _, key in self._pool.sealed())
+
+    def block_of(self, key: BlockKey) -> int | None:
+        return self._pool.block_of(key)
+
+    def parent_of(self, key: BlockKey) -> BlockKey | None:
+        return self._pool.parent_of(self._block(key))
+
+    def lineage(self, key: BlockKey) -> list[int]:
+        return self._pool.lineage(self._block(key))
+
+    def bytes_of(self, block: int) -> Bytes:
+        return self._memory.bytes_of(block)
+
+    def checksum(self, block: int) -> int:
+        return self._memory.checksum(block)
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        self._pool.acquire(blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self._pool.release(blocks)
+
+    def _block(self, key: BlockKey) -> int:
+        block = self._pool.block_of(key)
+        assert block is not None, "the pool was asked about a block it does not hold"
+        return block

@@ -1,0 +1,95 @@
+"""A prompt's prefix brought from the slower tiers into the pool before it is computed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.block_memory import BlockMemory
+from kvstore.errors import BlockCorrupt, BlockMissing
+from kvstore.keys import BlockKey
+from kvstore.store import TieredStore
+from kvstore.tier import Tier
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Loaded:
+    """``block_ids`` are the first blocks of the chain, held for the caller: those the pool had, then
+    ``num_host`` and ``num_ssd`` that were loaded."""
+
+    block_ids: list[int] = field(default_factory=list)
+    num_host: int = 0
+    num_ssd: int = 0
+    seconds: float = 0.0
+
+
+class PrefixLoader:
+    """Loads where that is predicted to take less time than computing; on the node's event loop."""
+
+    def __init__(
+        self, memory: BlockMemory, store: TieredStore, costs: Callable[[], dict[str, float]]
+    ) -> None:
+        """``costs``: the engine's ``profile``, as it is now."""
+        self._memory = memory
+        self._store = store
+        self._costs = costs
+
+    async def load(
+        self, chain: Sequence[BlockKey], tiers: Sequence[Tier], *, slowest: Tier = Tier.SSD
+    ) -> Loaded:
+        """Bring what host memory and disk hold of ``chain`` (``tiers``: the store's ``match`` of it) to the
+        pool, down to tier ``slowest``.
+
+        The caller releases ``block_ids``. There may be no room, or blocks may turn out to be gone: then less
+        is loaded, or nothing. When cancelled, nothing is held.
+        """
+        pool = self._memory.pool
+        num_held = next((i for i, tier in enumerate(tiers) if tier is not Tier.POOL), len(tiers))
+        num_wanted = self._num_worth_it(tiers[num_held:], slowest)
+        if not num_wanted:
+            return Loaded()
+        held = pool.match(chain[:num_held])
+        num_wanted = min(num_wanted, pool.num_free - pool.num_idle(held))
+        if len(held) < num_held or num_wanted <= 0:
+            return Loaded()
+        began_s = time.monotonic()
+        pool.acquire(held)
+        try:
+            fresh = pool.allocate(num_wanted)
+            held += fresh
+            found = await self._fill(chain[num_held : num_held + num_wanted], fresh)
+        except BaseException:
+            pool.release(held)
+            raise
+        pool.release(held[num_held + len(found) :])
+        del held[num_held + len(found) :]
+        for i in range(num_held, len(held)):
+            held[i] = pool.seal(held[i], chain[i], chain[i - 1] if i else None)
+        num_ssd = found.count(Tier.SSD)
+        return Loaded(held, len(found) - num_ssd, num_ssd, time.monotonic() - began_s)
+
+    async def _fill(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> list[Tier]:
+        """Where each of the first blocks came from; shorter than ``keys`` where one could not be had."""
+        tiers = self._store.match(keys)
+        try:
+            await self._store.get(keys, [self._memory.bytes_of(block) for block in block_ids])
+        except (BlockMissing, BlockCorrupt) as error:
+            log.warning("cached blocks are computed instead: %s", error)
+            return tiers[: error.first_missing]
+        return tiers
+
+    def _num_worth_it(self, tiers: Sequence[Tier], slowest: Tier) -> int:
+        """How many of the first blocks are loaded in less time than computed."""
+        compute_s = self._costs()["prefill_token_s"] * self._memory.layout.block_size
+        stats, nbytes = self._store.stats, self._memory.layout.block_nbytes
+        rates = {Tier.HOST: stats.host_load_nbytes_per_s, Tier.SSD: stats.ssd_load_nbytes_per_s}
+        for i, tier in enumerate(tiers):
+            rate = rates.get(tier, 0.0)
+            # What was never measured, neither computing nor loading, is tried.
+            if tier > slowest or (compute_s and rate and nbytes / rate > compute_s):
+                return i
+        return len(tiers)
