@@ -44,6 +44,7 @@ class AttemptPlan:
     decode: Member | None  # None: the prefill's token is the last one
     fetch_from: node_pb2.KvAddress | None
     num_fetch_blocks: int
+    num_blocks: int  # of KV that it will probably hold in the end
     prompt_logprobs: bool
     conductor_id: str
     timeout_s: float
@@ -79,6 +80,7 @@ class Attempt:
             plan.decode.begin_decode(
                 plan.key,
                 len(plan.work.token_ids) // 4,
+                plan.num_blocks,
                 starts_in_s=plan.placement.prefill.ttft_s + estimate.transfer_s,
                 lasts_s=estimate.total_s - estimate.transfer_s,
             )

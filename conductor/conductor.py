@@ -22,7 +22,9 @@ from conductor.request import GenerateRequest, TokenEvent
 from conductor.request_run import RequestRun
 from conductor.served_model import ServedModel
 from conductor.services import Services
+from conductor.sharing import Sharing
 from conductor.timeline import RequestTimeline, TimelineRing
+from kvstore.bookings import Bookings
 from kvstore.index import KVIndex
 from kvstore.redis_client import connect
 from runtime.errors import ConfigError
@@ -57,18 +59,21 @@ class Conductor:
         cost_model = CostModel()
         conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"
         self._redis = connect(index.redis_url)
+        kv_index = KVIndex(self._redis, index.namespace)
+        registry = NodeRegistry(
+            kv_index,
+            index.lease_ttl_s,
+            model,
+            cost_model,
+            conductor_id=conductor_id,
+            clock=clock,
+            rng=rng,
+        )
         self._services = Services(
             conductor_id=conductor_id,
             model=model,
-            registry=NodeRegistry(
-                KVIndex(self._redis, index.namespace),
-                index.lease_ttl_s,
-                model,
-                cost_model,
-                conductor_id=conductor_id,
-                clock=clock,
-                rng=rng,
-            ),
+            registry=registry,
+            sharing=Sharing(Bookings(kv_index, conductor_id, lease_ttl_s=index.lease_ttl_s), registry),
             cost_model=cost_model,
             admission=Admission(options.max_requests, clock),
             timelines=TimelineRing(_TIMELINES_KEPT),
@@ -90,12 +95,14 @@ class Conductor:
             IndexUnavailable: Redis does not answer; nothing runs then.
         """
         await self._services.registry.start()
+        await self._services.sharing.start()
 
     async def close(self) -> None:
         """End every request in flight, everywhere, and close all connections. Idempotent."""
         self._services.admission.close()
         # Those who consume the streams have to run once, for the nodes to hear of it.
         await self._services.admission.emptied(_FAREWELL_S)
+        await self._services.sharing.close()
         await self._services.registry.close()
         await self._redis.aclose()
 
@@ -147,6 +154,7 @@ class Conductor:
                 "num_blocks": mirror.num_blocks,
             },
             "degraded": self.ready()[1],
+            "num_other_conductors": self._services.sharing.num_others,
             "num_requests": len(self._services.admission.runs),
             "prediction_errors": {
                 name: errors.to_dict() for name, errors in self._services.cost_model.errors.items()

@@ -13,6 +13,12 @@ rejections = Counter(
     "Requests turned away: limit (of requests or tokens), arrival or decode (an SLO), nodes (they refused)",
     ["stage"],
 )
+bookings = Counter(
+    "moonpool_bookings_total",
+    "Placements booked among several conductors: kept, moved (another had been given the node), full (no "
+    "decode node had room), unavailable (Redis did not answer)",
+    ["outcome"],
+)
 waits = Counter("moonpool_waits_for_node_total", "Requests that found no node of a role", ["role"])
 prediction_error = Histogram(
     "moonpool_prediction_error_ratio",

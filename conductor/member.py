@@ -14,6 +14,7 @@ from conductor.cost_model import CostModel, Profile
 from conductor.decode_schedule import DecodeSchedule
 from conductor.node_client import DecodeClient, NodeClient, RequestKey
 from conductor.step_window import StepWindow
+from kvstore.bookings import Load
 from kvstore.node_record import NodeRecord
 from protos import node_pb2
 
@@ -57,6 +58,8 @@ class Member:
         self._alone: RequestKey | None = None  # the prefill beside which there has been no other
         self._decodes: dict[RequestKey, int] = {}  # tokens at placement
         self.schedule = DecodeSchedule()  # when they will probably begin and end
+        self._booked: dict[RequestKey, int] = {}  # blocks the decodes will hold
+        self._others: Load | None = None  # that other conductors booked here; None: there are none
         self._others_running = 0
         self._context_tokens = 0
         self._steps = StepWindow()
@@ -104,9 +107,10 @@ class Member:
         self.view.num_blocks = load.num_blocks
         self.view.num_free_blocks = load.free_blocks
         self.view.num_waiting = load.num_waiting
-        token_s = self.view.cost.profile.prefill_token_s
-        own_s = self.view.queue.wait_s(self._clock())
-        self.view.others_queue_s = max(load.num_queued_tokens * token_s - own_s, 0.0)
+        if self._others is None:
+            token_s = self.view.cost.profile.prefill_token_s
+            own_s = self.view.queue.wait_s(self._clock())
+            self.view.others_queue_s = max(load.num_queued_tokens * token_s - own_s, 0.0)
         self._others_running = max(load.num_running - len(self._decodes), 0)
         self._refresh_decode()
 
@@ -129,8 +133,11 @@ class Member:
         """Whether it shared no step with another prefill of ours, so that its compute time is its own."""
         return key == self._alone
 
-    def begin_decode(self, key: RequestKey, num_tokens: int, *, starts_in_s: float, lasts_s: float) -> None:
-        """``num_tokens`` now; decoding probably starts and lasts as predicted."""
+    def begin_decode(
+        self, key: RequestKey, num_tokens: int, num_blocks: int, *, starts_in_s: float, lasts_s: float
+    ) -> None:
+        """``num_tokens`` now, and ``num_blocks`` in the end; it probably starts and lasts as predicted."""
+        self._booked[key] = num_blocks
         starts_s = self._clock() + starts_in_s
         self.schedule.add(key, starts_s=starts_s, ends_s=starts_s + lasts_s, num_tokens=num_tokens)
         self._decodes[key] = num_tokens
@@ -141,11 +148,33 @@ class Member:
     def end_decode(self, key: RequestKey, num_delivered: int) -> None:
         """``num_delivered`` of its tokens came from here. Idempotent."""
         self.schedule.remove(key)
+        self._booked.pop(key, None)
         num_tokens = self._decodes.pop(key, None)
         if num_tokens is not None:
             left = self._context_tokens - num_tokens - num_delivered
             self._context_tokens = max(left, 0) if self._decodes else 0
             self._refresh_decode()
+
+    # ------------------------------------------------------------------ what other conductors give it
+
+    @property
+    def life(self) -> str:
+        """Its name in bookings: another epoch is another node."""
+        return f"{self.node_id}@{self.record.epoch}"
+
+    @property
+    def booked(self) -> Load:
+        """What it was given by this conductor and has not done."""
+        return Load(sum(self._booked.values()), self.view.queue.wait_s(self._clock()))
+
+    def others_booked(self, load: Load | None) -> None:
+        """What other conductors gave it; None: there are none, and heartbeats say what else it does."""
+        if load == self._others:
+            return
+        self._others = load
+        if load is not None:
+            self.view.others_queue_s = load.prefill_s
+        self._on_touched(self)
 
     # ------------------------------------------------------------------ how it fares
 

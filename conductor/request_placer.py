@@ -125,6 +125,7 @@ class RequestPlacer:
                 decode=members[placement.decode.node_id] if placement.decode else None,
                 fetch_from=fetch_from,
                 num_fetch_blocks=num_blocks if fetch_from else 0,
+                num_blocks=self.num_blocks,
                 prompt_logprobs=self._wants_prompt_logprobs,
                 conductor_id=services.conductor_id,
                 timeout_s=max(self._ends_s - services.clock(), 0.0) + _CALL_MARGIN_S,
@@ -147,6 +148,12 @@ class RequestPlacer:
             attempt=number,
             patience_s=patience_s,
         )
+
+    @property
+    def num_blocks(self) -> int:
+        """Of KV that the request will probably hold in the end."""
+        num_tokens = self._lineage.num_tokens + self._expected_tokens()
+        return -(-num_tokens // self._services.model.block_size)
 
     @property
     def priority(self) -> int:

@@ -146,18 +146,21 @@ class RequestRun:
         placer = self._placer
         begun = placer.num_attempts > 0
         if not self.request.batch or begun:
-            return self._start(await self._decide(), begun=begun)
+            return await self._start(await self._decide(), begun=begun)
         turn, lag_s = self._services.batch_turn, self._services.fair_share.lag_s
         order_s = self.started_s + lag_s(self.request.client.name, self.started_s)
         async with turn.mine(placer.priority, order_s, unless=self._aborted):
             while not placer.is_idle_enough(placement := await self._decide()):
                 await turn.nudged(_LOOK_AGAIN_S)
-            return self._start(placement, begun=False)
+            return await self._start(placement, begun=False)
 
-    def _start(self, placement: Placement, *, begun: bool) -> Attempt:
+    async def _start(self, placement: Placement, *, begun: bool) -> Attempt:
         placer = self._placer
         if not begun:
             self._refuse(placer.rejected(placement))
+        placement = await self._services.sharing.settle(placement, placer.num_blocks)
+        if self._ending is not None:
+            raise self._ending
         attempt = placer.start(placement)
         self._recorder.placed(placement, placer.num_attempts - 1, placer.hash_s, placer.place_s)
         return attempt

@@ -15,6 +15,7 @@ from conductor.policies import Policy
 from conductor.registry import NodeRegistry
 from conductor.rejection import RejectionPolicy
 from conductor.served_model import ServedModel
+from conductor.sharing import Sharing
 from conductor.timeline import TimelineRing
 
 
@@ -30,6 +31,7 @@ class Services:
     timelines: TimelineRing
     policy: Policy
     rejection: RejectionPolicy
+    sharing: Sharing
     fair_share: FairShare
     batch_turn: BatchTurn
     slo: Slo

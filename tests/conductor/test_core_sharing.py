@@ -1,0 +1,122 @@
+"""Several conductors on one Redis and the same nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from conductor.conductor import Conductor
+from kvstore.keys import chain
+from kvstore.node_record import NodeLoad
+from protos import node_pb2
+from runtime.options import ConductorOptions, IndexOptions
+from tests.conductor.core_nodes import (
+    LEASE_TTL_S,
+    MODEL,
+    PROMPT,
+    Cluster,
+    ScriptedNode,
+    continuation,
+    request,
+    running,
+)
+
+NUM_BLOCKS = 30  # of each decode node: ten requests of 40 + 8 tokens
+
+
+@asynccontextmanager
+async def conductors(url: str, cluster: Cluster, count: int) -> AsyncIterator[list[Conductor]]:
+    """``count`` in all, each of which knows of the nodes and of the others."""
+    options = IndexOptions(redis_url=url, namespace=cluster.index.namespace, lease_ttl_s=LEASE_TTL_S)
+    every = [cluster.conductor] + [Conductor(MODEL, ConductorOptions(), options) for _ in range(count - 1)]
+    for conductor in every[1:]:
+        await conductor.start()
+    try:
+        await cluster.until(lambda: all(_knows(c, len(cluster.nodes), count - 1) for c in every))
+        yield every
+    finally:
+        for conductor in every[1:]:
+            await conductor.close()
+
+
+def _knows(conductor: Conductor, num_nodes: int, num_others: int) -> bool:
+    facts = conductor.cluster()
+    ready = [node for node in facts["nodes"] if node["state"] == "ready"]
+    return len(ready) == num_nodes and facts["num_other_conductors"] == num_others
+
+
+async def small(nodes: Sequence[ScriptedNode]) -> None:
+    for node in nodes:
+        node.load = NodeLoad(num_blocks=NUM_BLOCKS, free_blocks=NUM_BLOCKS)
+        await node.announce()
+
+
+async def hangs(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_three_conductors_never_give_one_nodes_room_away_twice(url: str) -> None:
+    async with (
+        running(url, "p0", "d0", "d1", namespace="three") as cluster,
+        conductors(url, cluster, 3) as every,
+    ):
+        decodes = [cluster.nodes["d0"], cluster.nodes["d1"]]
+        await small(decodes)
+        # The prompt's blocks are on d0, so that each conductor for itself would go there first.
+        root = every[0]._services.registry.root_key("") or b""
+        decodes[0].hold(chain(root, request().prompt_token_ids, MODEL.block_size))
+        await decodes[0].publisher.flush()
+        for conductor in every:
+            members = conductor._services.registry.members
+            await cluster.until(lambda members=members: members["d0"].view.num_blocks == NUM_BLOCKS)
+            await cluster.until(lambda c=conductor: c._services.registry.mirror.num_blocks >= 2)
+            for member in members.values():
+                for _ in range(8):
+                    member.succeeded()  # they are warm
+        for node in decodes:
+            node.script = hangs
+        streams = [every[i % 3].generate(request(f"r{i}")) for i in range(20)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        await cluster.until(lambda: len(decodes[0].works) + len(decodes[1].works) == 20)
+        assert (len(decodes[0].works), len(decodes[1].works)) == (10, 10)
+        for stream in streams:
+            await stream.aclose()
+        # And what they held is given back.
+        await cluster.until(
+            lambda: all(c._services.registry.members["d0"]._others is not None for c in every)
+        )
+        await cluster.until(
+            lambda: all(c._services.registry.members["d0"]._others.num_blocks == 0 for c in every)  # type: ignore[union-attr]
+        )
+
+
+async def test_a_conductor_that_dies_holds_nothing_back(url: str) -> None:
+    async with (
+        running(url, "p0", "d0", namespace="dies") as cluster,
+        conductors(url, cluster, 2) as (survivor, victim),
+    ):
+        cluster.nodes["d0"].script = hangs
+        stream = victim.generate(request("lost"))
+        await anext(stream)
+        member = survivor._services.registry.members["d0"]
+        await cluster.until(lambda: member._others is not None and member._others.num_blocks == 3)
+        sharing = victim._services.sharing
+        assert sharing._task is not None
+        sharing._task.cancel()  # no more beats, and no farewell
+        sharing._task = None
+        await cluster.until(lambda: survivor._services.sharing.num_others == 0)
+        assert member._others is None
+        cluster.nodes["d0"].script = lambda *_: asyncio.sleep(0)
+        assert await cluster.generate(request("mine")) == continuation(PROMPT, 8)
+        await stream.aclose()
+
+
+async def test_without_redis_placements_go_on(url: str) -> None:
+    async with (
+        running(url, "p0", "d0", namespace="redisless") as cluster,
+        conductors(url, cluster, 2) as (one, _),
+    ):
+        index = one._services.sharing._bookings._index
+        index._timeout_s = 1e-9  # as if it did not answer
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
