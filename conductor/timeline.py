@@ -60,6 +60,18 @@ class RequestTimeline:
         """Append an event that happened at ``now_s`` of the monotonic clock."""
         self.events.append(TimelineEvent(name, self.started_unix_s + now_s - self.started_s, facts))
 
+    def placements(self) -> dict[str, Any]:
+        """Where each attempt went and why, for those who asked to be told with the answer: JSON types."""
+        placed = [event for event in self.events if event.name == "placed"]
+        return {
+            "request_id": self.request_id,
+            "placements": [
+                {"at_s": event.unix_s - self.started_unix_s}
+                | {name: _plain(value) for name, value in event.facts.items()}
+                for event in placed
+            ],
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """For ``GET /v1/requests/{id}/timeline``: plain JSON types only."""
         summary = {name: getattr(self.summary, name) for name in RequestSummary.__slots__}

@@ -110,9 +110,17 @@ class Answer(ABC):
     def usage_event(self, usage: Usage) -> bytes:
         return self._head + b'],"usage":' + orjson.dumps(usage.to_dict()) + b"}\n\n"
 
-    def whole(self, choices: Sequence[tuple[Choice, Outcome]], usage: Usage) -> bytes:
-        """The answer in one piece."""
-        answer = {
+    def explain_event(self, explained: Sequence[dict[str, Any]]) -> bytes:
+        return self._head + b'],"moonpool":' + orjson.dumps(explained) + b"}\n\n"
+
+    def whole(
+        self,
+        choices: Sequence[tuple[Choice, Outcome]],
+        usage: Usage,
+        explained: Sequence[dict[str, Any]] | None = None,
+    ) -> bytes:
+        """The answer in one piece. ``explained``: where its sequences went and why, for those who asked."""
+        answer: dict[str, Any] = {
             "id": self._id,
             "object": self.whole_object,
             "created": self._created,
@@ -120,6 +128,8 @@ class Answer(ABC):
             "choices": [self._whole_choice(choice, outcome) for choice, outcome in choices],
             "usage": usage.to_dict(),
         }
+        if explained is not None:
+            answer["moonpool"] = explained
         return orjson.dumps(answer)
 
     def _whole_choice(self, choice: Choice, outcome: Outcome) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from runtime.log import request_id
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+EXPLAIN_HEADER = "x-moonpool-explain"  # 1: the answer says where the request went and why
 REQUEST_ID = web.RequestKey("request_id", str)
 
 SSE_HEADERS = {
@@ -51,6 +52,7 @@ class Exchange:
         # A client may send one id twice, at once or again; the core's ids may not meet.
         unique = f"{client_id}-{context.new_id()[:8]}" if REQUEST_ID_HEADER in http.headers else client_id
         self._id = kind.id_prefix + unique
+        self._explains = False
         request_id.set(self._id)
         self.record = RequestRecord(
             self._id, client_id, http.path, stream=False, received_unix_s=context.unix_clock()
@@ -93,6 +95,7 @@ class Exchange:
         if client is None:
             raise unauthorized()
         self._client = client
+        self._explains = _wants_explanation(self._http)
         given = await read_object(self._http, self._context.options.max_body_nbytes)
         started_s = self._context.clock()
         body = parse(schema, given)
@@ -164,7 +167,8 @@ class Exchange:
 
         await self._generate(runs, sink, body)
         choices = [(run.choice, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
-        return web.Response(body=answer.whole(choices, usage_of(runs)), content_type="application/json")
+        whole = answer.whole(choices, usage_of(runs), self._explained() if self._explains else None)
+        return web.Response(body=whole, content_type="application/json")
 
     async def _stream(
         self, answer: Answer, runs: list[SequenceRun], body: GenerationBody
@@ -188,7 +192,9 @@ class Exchange:
         try:
             try:
                 await self._generate(runs, sink, body)
-                end = DONE if not body.include_usage else answer.usage_event(usage_of(runs)) + DONE
+                end = answer.usage_event(usage_of(runs)) if body.include_usage else b""
+                end += answer.explain_event(self._explained()) if self._explains else b""
+                end += DONE
             except Exception as error:
                 if isinstance(error, ConnectionError) or not response.prepared:
                     raise
@@ -208,6 +214,11 @@ class Exchange:
         else:
             await run_all(runs, sink, self._context, self._arrived_s)
         self.record.status = "done"
+
+    def _explained(self) -> list[dict[str, Any]]:
+        """Where each sequence went and why."""
+        timelines = [self._context.conductor.timeline(run.request.request_id) for run in self._runs]
+        return [timeline.placements() for timeline in timelines if timeline is not None]
 
     def _observe(self, stage: str, started_s: float) -> float:
         seconds = self._context.clock() - started_s
@@ -249,6 +260,13 @@ def usage_of(runs: Sequence[SequenceRun]) -> Usage:
         cached[key] = min(cached.get(key, choice.num_cached_tokens), choice.num_cached_tokens)
     num_output_tokens = sum(run.choice.num_tokens for run in runs)
     return Usage(sum(prompts.values()), num_output_tokens, sum(cached.values()))
+
+
+def _wants_explanation(http: web.Request) -> bool:
+    given = http.headers.get(EXPLAIN_HEADER, "0")
+    if given not in ("0", "1"):
+        raise bad_request(f"the header {EXPLAIN_HEADER} must be 0 or 1, got {given[:64]!r}", EXPLAIN_HEADER)
+    return given == "1"
 
 
 def _name(error: Exception) -> str:

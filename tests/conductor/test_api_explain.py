@@ -1,0 +1,46 @@
+"""Placements shown with the answer, to those who ask."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.conductor.views import REQUEST, cluster, node, placed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_says_where_it_was_computed_and_why_when_asked(api: Any, stream: bool) -> None:
+    placement = placed(REQUEST, cluster([node("p0"), node("p1")], [node("d0")], {"p1": 10}))
+
+    def script(request: Any) -> list[Any]:
+        timeline = api.core.timelines[request.request_id]
+        timeline.add("queued", 0.0)
+        timeline.add("placed", 0.25, attempt=0, placement=placement)
+        return list(api.core.says("Hi."))
+
+    api.core.script = script
+    body = {"prompt": "In the", "stream": stream}
+    for header, explains in (("1", True), ("0", False)):
+        options = {"json": body, "headers": {"x-moonpool-explain": header}}
+        async with api.client.post(api.url + "/v1/completions", **options) as response:
+            text = await response.text()
+            assert response.status == 200, text
+        answers = [
+            line.removeprefix("data: ") for line in text.split("\n\n") if line not in ("", "data: [DONE]")
+        ]
+        said = json.loads(answers[-1]).get("moonpool")
+        if not explains:
+            assert said is None
+            continue
+        (sequence,) = said
+        (one,) = sequence["placements"]
+        assert (one["at_s"], one["attempt"]) == (0.25, 0)
+        assert one["placement"]["prefill"] == "p1"
+        assert one["placement"]["reason"] == "locality"
+        assert {c["node_id"] for c in one["placement"]["prefill_candidates"]} == {"p0", "p1"}
+    options = {"json": body, "headers": {"x-moonpool-explain": "yes"}}
+    async with api.client.post(api.url + "/v1/completions", **options) as response:
+        assert response.status == 400
+        assert "x-moonpool-explain must be 0 or 1" in (await response.json())["error"]["message"]
