@@ -63,3 +63,18 @@ class KVLayout:
         """16 bytes; two nodes can exchange blocks only when theirs are equal."""
         text = f"{FORMAT_VERSION}:{','.join(map(str, self.shape))}:{self.dtype}"
         return blake2b(text.encode(), digest_size=16, person=b"moonpool-layout").digest()
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueLayout:
+    """Blocks of which only this is known: of another node's model, or of no model at all."""
+
+    block_nbytes: int
+    fingerprint: bytes  # 16 bytes
+
+    def __post_init__(self) -> None:
+        if self.block_nbytes <= 0 or len(self.fingerprint) != 16:
+            raise LayoutError(
+                f"a layout of {self.block_nbytes} bytes a block and a fingerprint of "
+                f"{len(self.fingerprint)} bytes is impossible"
+            )

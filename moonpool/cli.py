@@ -73,6 +73,7 @@ def cli() -> None:
 )
 @click.option("--prefill", type=int, metavar="N", help="Prefill nodes (default: 2).")
 @click.option("--decode", type=int, metavar="N", help="Decode nodes (default: 2).")
+@click.option("--store", type=int, metavar="N", help="Store nodes (default: 0).")
 @click.option("--port", type=int, metavar="P", help="Port of the API (default: 8000; 0: a free one).")
 @click.option("--redis", metavar="URL", help="Use this Redis (default: start a private one).")
 @click.option("--once", is_flag=True, help="Stop after the first conversation.")
@@ -85,6 +86,7 @@ def up_command(file: Path | None, sets: Sequence[str], once: bool, **given: Any)
         "model": "model.path",
         "prefill": "cluster.prefill",
         "decode": "cluster.decode",
+        "store": "cluster.store",
         "port": "conductor.port",
         "redis": "index.redis_url",
     }
@@ -107,6 +109,7 @@ def _add_daemon(name: str, module: str, help_line: str) -> None:
 _add_daemon("conductor", "conductor", "Run a conductor: the API, and the placement of requests on nodes.")
 _add_daemon("prefill-node", "prefill_node", "Run a prefill node.")
 _add_daemon("decode-node", "decode_node", "Run a decode node.")
+_add_daemon("store-node", "kvstore.store_node", "Run a store node: lend memory and disk to the pool.")
 
 
 @cli.command("status")
@@ -183,6 +186,11 @@ def _annotated() -> str:
 @cli.group("bench", cls=LazyGroup, target="bench.cli:bench")
 def bench_group() -> None:
     """Measure: serving, and the parts."""
+
+
+@cli.group("store", cls=LazyGroup, target="moonpool.store.command:store")
+def store_group() -> None:
+    """Objects on the store nodes: put, get, ls, stat, evict, verify."""
 
 
 @asynccontextmanager

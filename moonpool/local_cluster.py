@@ -67,7 +67,11 @@ class LocalCluster:
 
     @property
     def nodes(self) -> list[Child]:
-        return [child for name, child in self.children.items() if name.startswith(("prefill-", "decode-"))]
+        return [
+            child
+            for name, child in self.children.items()
+            if name.startswith(("prefill-", "decode-", "store-"))
+        ]
 
     async def start(self) -> None:
         """Start everything; returns when the conductor serves and sees every node.
@@ -158,10 +162,16 @@ class LocalCluster:
             self.children[name] = Child(name, command, log, environment=environment, speaks=True)
 
         create("conductor", "conductor")
-        for role, count in (("prefill", self.config.cluster.prefill), ("decode", self.config.cluster.decode)):
+        counts = self.config.cluster
+        roles = (
+            ("prefill", "prefill_node", counts.prefill),
+            ("decode", "decode_node", counts.decode),
+            ("store", "kvstore.store_node", counts.store),
+        )
+        for role, module, count in roles:
             for number in range(count):
                 name = f"{role}-{number}"
-                create(name, f"{role}_node", f"node.id={name}", "node.port=0", "node.metrics_port=0")
+                create(name, module, f"node.id={name}", "node.port=0", "node.metrics_port=0")
 
     async def _start_child(self, child: Child) -> None:
         began_s = asyncio.get_running_loop().time()

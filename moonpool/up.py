@@ -45,7 +45,10 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupt)
 
-    nodes = f"{config.cluster.prefill} prefill and {config.cluster.decode} decode nodes"
+    counts = config.cluster
+    nodes = f"{counts.prefill} prefill and {counts.decode} decode nodes"
+    if counts.store:
+        nodes = f"{counts.prefill} prefill, {counts.decode} decode and {counts.store} store nodes"
     report(f"starting a conductor, {nodes} with {config.model.directory}")
     try:
         async with LocalCluster(config, restart=not once, report=report) as cluster:

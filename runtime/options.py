@@ -218,6 +218,35 @@ class NodeOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreNodeOptions:
+    object_nbytes: int = option(
+        256 << 20, "bytes", "memory a store node lends to objects; 0: none. KV blocks get store.host"
+    )
+    object_ssd_nbytes: int = option(
+        1 << 30, "bytes", "disk a store node lends to objects, where store.ssd.path is set"
+    )
+    chunk_nbytes: int = option(
+        256 << 10, "bytes", "objects are kept in chunks of this size; the same on all store nodes"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("object_nbytes", "object_ssd_nbytes"):
+            _require(getattr(self, name) >= 0, f"store_node.{name}", "0 or more", getattr(self, name))
+        _require(
+            self.chunk_nbytes >= 4096 and self.chunk_nbytes % 4096 == 0,
+            "store_node.chunk_nbytes",
+            "a multiple of 4096",
+            self.chunk_nbytes,
+        )
+        _require(
+            self.object_nbytes == 0 or self.object_nbytes >= self.chunk_nbytes,
+            "store_node.object_nbytes",
+            "0, or room for one chunk at least",
+            self.object_nbytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ConductorOptions:
     host: str = option("127.0.0.1", "address", "address of the API")
     port: int = option(8000, "port", "port of the API; 0: a free one")
@@ -266,10 +295,12 @@ class ConductorOptions:
 class ClusterOptions:
     prefill: int = option(2, "nodes", "prefill nodes `moonpool up` starts")
     decode: int = option(2, "nodes", "decode nodes `moonpool up` starts")
+    store: int = option(0, "nodes", "store nodes `moonpool up` starts")
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
             _require(getattr(self, name) >= 1, f"cluster.{name}", "1 or more", getattr(self, name))
+        _require(self.store >= 0, "cluster.store", "0 or more", self.store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +326,7 @@ class Config:
     transfer: TransferOptions = _section(TransferOptions)
     index: IndexOptions = _section(IndexOptions)
     node: NodeOptions = _section(NodeOptions)
+    store_node: StoreNodeOptions = _section(StoreNodeOptions)
     conductor: ConductorOptions = _section(ConductorOptions)
     cluster: ClusterOptions = _section(ClusterOptions)
     log: LogOptions = _section(LogOptions)

@@ -1,0 +1,17 @@
+"""``python -m kvstore.store_node``"""
+
+from __future__ import annotations
+
+import sys
+
+from kvstore.store_node.node import StoreNode
+from runtime.options import Config
+from runtime.service import ServiceContext, run_service
+
+
+async def main(config: Config, context: ServiceContext) -> None:
+    await StoreNode(config).run(context)
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(main, role="store-node"))

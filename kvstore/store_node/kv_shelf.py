@@ -1,0 +1,158 @@
+"""The KV blocks of a store node: copies read from other nodes, which others read from here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore.keys import BlockKey
+from kvstore.layout import OpaqueLayout
+from kvstore.remote_lease import RemoteLeases
+from kvstore.store import TieredStore
+from kvstore.store_node import metrics
+from kvstore.store_node.errors import OtherLayout
+from kvstore.tier import Tier
+from protos import node_pb2
+from transfer import AgentDescriptor, Region, Span, TransferAgent
+
+log = logging.getLogger(__name__)
+
+StoreMaker = Callable[[OpaqueLayout], Awaitable[TieredStore]]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """How many of the first blocks of a chain are held now, and what was read for it."""
+
+    num_blocks: int
+    num_read: int
+    nbytes: int
+    seconds: float
+
+
+class KvShelf:
+    """Blocks of one shape. Which one is learned from the first node blocks are read from, or from what is on
+    the SSD. Everything on one event loop."""
+
+    def __init__(
+        self,
+        node_id: str,
+        region: Region,
+        make_store: StoreMaker,
+        agent: TransferAgent,
+        leases: RemoteLeases,
+        *,
+        deadline_s: float,
+    ) -> None:
+        """``make_store`` opens the store of a shape over ``region``'s memory; it is started here."""
+        self.layout: OpaqueLayout | None = None
+        self.store: TieredStore | None = None
+        self._node_id = node_id
+        self._region = region
+        self._make_store = make_store
+        self._agent = agent
+        self._leases = leases
+        self._deadline_s = deadline_s
+        self._adopting = asyncio.Lock()
+
+    async def adopt(self, layout: OpaqueLayout) -> TieredStore:
+        """Keep blocks of this shape from now on.
+
+        Raises:
+            OtherLayout: blocks of another shape are held. Nothing has changed.
+        """
+        async with self._adopting:
+            if self.store is None or self.layout != layout:
+                await self._change(layout)
+            assert self.store is not None
+            return self.store
+
+    async def _change(self, layout: OpaqueLayout) -> None:
+        if self.store is not None and self.layout is not None:
+            if next(iter(self.store.held()), None) is not None:
+                raise OtherLayout(self._node_id, layout.fingerprint.hex(), self.layout.fingerprint.hex())
+            store, self.store, self.layout = self.store, None, None
+            await store.close()
+        store = await self._make_store(layout)
+        await store.start()
+        self.layout, self.store = layout, store
+        log.info("keeps KV blocks of layout %s, %d bytes each", layout.fingerprint.hex(), layout.block_nbytes)
+
+    async def close(self) -> None:
+        if self.store is not None:
+            await self.store.close()
+
+    def sweep(self) -> None:
+        if self.store is not None:
+            self.store.sweep()
+
+    def held(self) -> Iterator[tuple[BlockKey, Tier]]:
+        return iter(()) if self.store is None else iter(self.store.held())
+
+    # ------------------------------------------------------------------ others read from here
+
+    async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> tuple[int, node_pb2.BlockSpans]:
+        """Pin the longest prefix that can be read from memory; the id is 0 when there is none."""
+        if self.store is None:
+            return 0, node_pb2.BlockSpans()
+        self.store.use(keys)
+        lease = await self.store.pin(keys, ttl_s)
+        nbytes = self.store.layout.block_nbytes
+        return lease.id, node_pb2.BlockSpans(
+            region=[self._region.id] * len(lease.blocks),
+            offset=[block.slot * nbytes for block in lease.blocks],
+            checksum=[block.checksum for block in lease.blocks],
+        )
+
+    def release(self, lease_id: int) -> None:
+        """Unknown ones are no error."""
+        if self.store is not None:
+            self.store.release(lease_id)
+
+    # ------------------------------------------------------------------ we read from others
+
+    async def replicate(self, source: node_pb2.KvAddress, keys: Sequence[BlockKey]) -> Replicated:
+        """Read what is missing here of a chain from ``source``, straight into the slots it stays in.
+
+        The source may hold less than expected, and there may be less room: then less is read.
+
+        Raises:
+            OtherLayout: blocks of another shape are held here.
+            NodeUnavailable, RemoteError, TransferError: nothing more is held than before.
+        """
+        started_s = time.monotonic()
+        store = await self.adopt(OpaqueLayout(source.block_nbytes, source.layout_fingerprint))
+        num_held = len(store.match(keys))
+        num_read = 0
+        async with self._leases.hold(source, keys[num_held:]) as blocks:
+            end = num_held + len(blocks.offset)
+            if end > num_held:
+                parent = keys[num_held - 1] if num_held else None
+                with store.reserve(keys[num_held:end], parent=parent) as reservation:
+                    num_read = await self._read(source, blocks, reservation.offsets, reservation.num_held)
+                    reservation.commit(list(blocks.checksum[reservation.num_held :][:num_read]))
+        nbytes = num_read * source.block_nbytes
+        metrics.COPIED_BYTES.labels("kv").inc(nbytes)
+        return Replicated(len(store.match(keys)), num_read, nbytes, time.monotonic() - started_s)
+
+    async def _read(
+        self, source: node_pb2.KvAddress, blocks: node_pb2.BlockSpans, offsets: Sequence[int], first: int
+    ) -> int:
+        """Fill our slots at ``offsets`` with ``blocks[first:]``; returns how many there were room for."""
+        if not offsets:
+            return 0
+        peer = await self._agent.connect(AgentDescriptor.unpack(source.agent))
+        nbytes, end = source.block_nbytes, first + len(offsets)
+        await peer.read(
+            [Span(self._region.id, offset, nbytes) for offset in offsets],
+            [
+                Span(region, offset, nbytes)
+                for region, offset in zip(blocks.region[first:end], blocks.offset[first:end], strict=True)
+            ],
+            deadline_s=self._deadline_s,
+            checksums=list(blocks.checksum[first:end]),
+        )
+        return len(offsets)

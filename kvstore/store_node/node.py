@@ -1,0 +1,288 @@
+"""A store node's life: memory that peers can read, an entry in the index, two gRPC services."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from random import SystemRandom
+from typing import Any
+
+import grpc.aio
+
+from kvstore import keys as block_keys
+from kvstore.index import KVIndex
+from kvstore.keys import BlockKey
+from kvstore.layout import OpaqueLayout
+from kvstore.node_record import NodeLoad, NodeRecord
+from kvstore.publisher import IndexPublisher
+from kvstore.redis_client import connect
+from kvstore.remote_lease import RemoteLeases
+from kvstore.store import TieredStore
+from kvstore.store_node.catalogue import Catalogue
+from kvstore.store_node.errors import NodeStopping
+from kvstore.store_node.kv_shelf import KvShelf
+from kvstore.store_node.objects import ObjectShelf
+from kvstore.store_node.service import StoreService
+from kvstore.store_node.tiers import ShelfMaker
+from kvstore.store_node.verify import Shelf
+from kvstore.tier import Tier
+from protos import node_pb2, node_pb2_grpc, store_pb2_grpc
+from runtime import rpc
+from runtime.metrics import serve_metrics
+from runtime.options import Config
+from runtime.service import ServiceContext
+from transfer import Region, TransferAgent
+
+log = logging.getLogger(__name__)
+
+SWEEP_INTERVAL_S = 0.5
+# How long a node that is told to stop waits for those who read from it or write to it now.
+_FAREWELL_S = 5.0
+
+
+class StoreNode(node_pb2_grpc.NodeServicer):
+    """Start it with ``await run(context)``, which returns when it was told to stop. Everything happens on one
+    loop."""
+
+    role = "store"
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.node_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
+        self.epoch = time.time_ns()
+        self.state = "starting"
+        self._clock = clock
+        self._rpc_address = self._metrics_url = ""
+        self._draining = asyncio.Event()
+        self._objects: ObjectShelf | None = None
+        self._object_store: TieredStore | None = None
+        self._publisher: IndexPublisher | None = None
+
+    # ------------------------------------------------------------------ life
+
+    async def run(self, context: ServiceContext) -> None:
+        """Start, announce, serve until told to stop, leave the index.
+
+        Raises whatever keeps the node from starting.
+        """
+        async with AsyncExitStack() as stack:
+            await self._start(stack)
+            context.ready(node_id=self.node_id, rpc_address=self._rpc_address, metrics_url=self._metrics_url)
+            waits = [asyncio.ensure_future(each.wait()) for each in (context.draining, self._draining)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            self.state = "draining"
+            await self._farewell()
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        """Everything started is ended by ``stack``, the last first."""
+        config = self.config
+        maker = ShelfMaker.of(config, self.node_id)
+        agent = await TransferAgent.start(config.transfer, agent_id=self.node_id, epoch=self.epoch)
+        self._agent = await stack.enter_async_context(agent)
+        leases = RemoteLeases(config.transfer.deadline_s)
+        stack.push_async_callback(leases.close)
+        kv_region = agent.allocate(config.store.host.capacity_nbytes, "kv")
+
+        async def make_kv(layout: OpaqueLayout) -> TieredStore:
+            return await maker.kv(layout, kv_region, self._kv_changed)
+
+        self._kv = KvShelf(
+            self.node_id, kv_region, make_kv, agent, leases, deadline_s=config.transfer.deadline_s
+        )
+        stack.push_async_callback(self._kv.close)
+        if (kept := maker.kept_layout()) is not None:
+            await self._kv.adopt(kept)
+        object_region = await self._start_objects(stack, maker)
+        service = StoreService(
+            self.node_id,
+            self._objects,
+            object_region,
+            agent,
+            deadline_s=config.transfer.deadline_s,
+            check_takes_work=self._check_takes_work,
+            shelves=self._shelves,
+        )
+        server, port = await rpc.serve(
+            [
+                (node_pb2_grpc.add_NodeServicer_to_server, self),
+                (store_pb2_grpc.add_StoreServicer_to_server, service),
+            ],
+            config.node.host,
+            config.node.port,
+        )
+        stack.push_async_callback(server.stop, 0.5)
+        self._rpc_address = f"{config.node.host}:{port}"
+        metrics_port = serve_metrics(config.node.host, config.node.metrics_port)
+        self._metrics_url = f"http://{config.node.host}:{metrics_port}/metrics"
+        self.state = "ready"
+        await self._start_publishing(stack)
+        sweeper = asyncio.create_task(self._sweep(), name="sweep")
+        stack.callback(sweeper.cancel)
+
+    async def _start_objects(self, stack: AsyncExitStack, maker: ShelfMaker) -> Region | None:
+        own = self.config.store_node
+        if not own.object_nbytes:
+            return None
+        region = self._agent.allocate(own.object_nbytes, "objects")
+        self._object_store = await maker.objects(region, self._chunk_changed)
+        self._objects = ObjectShelf(
+            self.node_id,
+            self._object_store,
+            own.chunk_nbytes,
+            catalogue=None if maker.catalogue is None else Catalogue(maker.catalogue),
+            longest_lease_s=2 * self.config.transfer.deadline_s,
+            clock=self._clock,
+            rng=SystemRandom(),
+        )
+        stack.push_async_callback(self._objects.close)
+        await self._objects.start()
+        return region
+
+    async def _start_publishing(self, stack: AsyncExitStack) -> None:
+        index = self.config.index
+        redis = connect(index.redis_url)
+        stack.push_async_callback(redis.aclose)
+        self._publisher = IndexPublisher(
+            KVIndex(redis, index.namespace), self.record, index, lambda: self._kv.held()
+        )
+        stack.push_async_callback(self._publisher.close)
+        await self._publisher.start()
+
+    async def _farewell(self) -> None:
+        """Until those who read from here or write here now are done."""
+        assert self._publisher is not None
+        self._publisher.announce()
+        deadline_s = self._clock() + min(_FAREWELL_S, self.config.node.drain_s)
+        # Polled: an event would have to be kept right by every lease of a life, for its last seconds.
+        while self._num_users() and self._clock() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+    def _num_users(self) -> int:
+        num_users = 0 if self._objects is None else self._objects.num_puts + self._objects.num_leases
+        return num_users + (0 if self._kv.store is None else self._kv.store.stats.num_leases)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            self._kv.sweep()
+            if self._objects is not None:
+                self._objects.sweep()
+
+    def _check_takes_work(self) -> None:
+        if self.state != "ready":
+            raise NodeStopping(self.node_id)
+
+    # ------------------------------------------------------------------ the node in the index
+
+    def record(self) -> NodeRecord:
+        """What the index says of this node, as it is now."""
+        num_blocks = num_held = 0
+        if self._kv.store is not None:
+            stats = self._kv.store.host.stats
+            num_blocks, num_held = stats.num_blocks, stats.num_held
+        return NodeRecord(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            role=self.role,
+            host=self.config.node.host,
+            pid=os.getpid(),
+            rpc_address=self._rpc_address,
+            metrics_url=self._metrics_url,
+            state=self.state,
+            layout=self._kv.layout.fingerprint.hex() if self._kv.layout is not None else "",
+            kv_address=self._kv_address().SerializeToString(),
+            load=NodeLoad(num_blocks=num_blocks, free_blocks=num_blocks - num_held),
+        )
+
+    def _kv_address(self) -> node_pb2.KvAddress:
+        layout = self._kv.layout
+        return node_pb2.KvAddress(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            rpc_address=self._rpc_address,
+            agent=self._agent.describe().pack(),
+            layout_fingerprint=layout.fingerprint if layout is not None else b"",
+            block_nbytes=layout.block_nbytes if layout is not None else 0,
+        )
+
+    def _kv_changed(self, key: BlockKey, tier: Tier | None) -> None:
+        if self._publisher is None:
+            return  # still starting: all that is held is published then
+        if tier is None:
+            self._publisher.removed(key)
+        else:
+            self._publisher.stored(key, tier)
+
+    def _chunk_changed(self, key: BlockKey, tier: Tier | None) -> None:
+        if self._objects is not None:
+            self._objects.chunk_changed(key, tier)
+
+    def _shelves(self) -> list[Shelf]:
+        stores = (("kv", self._kv.store), ("objects", self._object_store))
+        return [Shelf(name, store) for name, store in stores if store is not None]
+
+    # ------------------------------------------------------------------ service Node
+
+    async def Status(
+        self, request: node_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.NodeStatus:
+        return node_pb2.NodeStatus(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            role=self.role,
+            state=self.state,
+            tiers=[
+                node_pb2.TierStatus(
+                    name=f"{shelf.name} {tier.name}",
+                    num_blocks=tier.capacity_blocks,
+                    num_used_blocks=tier.num_pinned,
+                    num_cached_blocks=tier.num_blocks - tier.num_pinned,
+                )
+                for shelf in self._shelves()
+                for tier in shelf.store.stats.tiers
+            ],
+            kv=self._kv_address(),
+        )
+
+    async def Drain(
+        self, request: node_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.DrainReply:
+        self._draining.set()
+        return node_pb2.DrainReply()
+
+    async def Lease(
+        self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.LeaseReply:
+        lease_id, blocks = await self._kv.lease(block_keys.unpack(request.keys), request.ttl_s)
+        return node_pb2.LeaseReply(lease_id=lease_id, epoch=self.epoch, blocks=blocks)
+
+    async def Release(
+        self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ReleaseReply:
+        self._kv.release(request.lease_id)
+        return node_pb2.ReleaseReply()
+
+    async def Replicate(
+        self, request: node_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ReplicateReply:
+        self._check_takes_work()
+        layout = self._kv.layout
+        done = await self._kv.replicate(request.source, block_keys.unpack(request.keys))
+        if self._kv.layout != layout and self._publisher is not None:
+            # Conductors must know how to read from here before they are told what is here.
+            self._publisher.announce()
+        return node_pb2.ReplicateReply(
+            num_blocks=done.num_blocks, num_read=done.num_read, nbytes=done.nbytes, seconds=done.seconds
+        )
+
+    async def Cancel(
+        self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.CancelReply:
+        # Requests do not run here, so there is nothing of them to stop.
+        return node_pb2.CancelReply()

@@ -1,0 +1,208 @@
+"""``protos.Store``: the objects of a store node, as clients ask for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc.aio
+
+from kvstore import keys as block_keys
+from kvstore.keys import KEY_NBYTES
+from kvstore.remote_store import RemoteStore
+from kvstore.store_node import metrics
+from kvstore.store_node.errors import BadRequest, ObjectsOff
+from kvstore.store_node.object_copy import copy_object
+from kvstore.store_node.objects import ObjectShelf, Opened
+from kvstore.store_node.put import Put
+from kvstore.store_node.verify import Shelf, verify
+from protos import node_pb2, store_pb2, store_pb2_grpc
+from runtime.errors import MoonpoolError
+from transfer import Region, TransferAgent
+
+log = logging.getLogger(__name__)
+
+_LIST_LIMIT = 1000
+_MOST_NAME_NBYTES = 4096
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class StoreService(store_pb2_grpc.StoreServicer):
+    """Checks what comes in, and says where bytes lie; the rest is ``ObjectShelf``."""
+
+    def __init__(
+        self,
+        node_id: str,
+        objects: ObjectShelf | None,
+        region: Region | None,
+        agent: TransferAgent,
+        *,
+        deadline_s: float,
+        check_takes_work: Callable[[], None],
+        shelves: Callable[[], Sequence[Shelf]],
+    ) -> None:
+        """``objects`` and the ``region`` of their memory; None: this node keeps none."""
+        self._node_id = node_id
+        self._shelf = objects
+        self._region = region
+        self._agent = agent
+        self._deadline_s = deadline_s
+        self._check_takes_work = check_takes_work
+        self._shelves = shelves
+
+    @property
+    def _objects(self) -> ObjectShelf:
+        if self._shelf is None:
+            raise ObjectsOff(self._node_id)
+        return self._shelf
+
+    # ------------------------------------------------------------------ put
+
+    async def Begin(self, request: store_pb2.BeginRequest, context: Context) -> store_pb2.PutReply:
+        self._check_takes_work()
+        owner = _key(request.owner, "owner")
+        reply = store_pb2.PutReply(chunk_nbytes=self._objects.chunk_nbytes)
+        for info in request.objects:
+            try:
+                _check_info(info)
+                put_id, put = await self._objects.begin(owner, info, request.ttl_s)
+            except MoonpoolError as error:
+                metrics.PUTS.labels("failed").inc()
+                reply.steps.add(error=str(error))
+            else:
+                reply.steps.append(self._step(put_id, put))
+        return reply
+
+    async def Commit(self, request: store_pb2.CommitRequest, context: Context) -> store_pb2.PutReply:
+        reply = store_pb2.PutReply()
+        for written in request.written:
+            try:
+                put = await self._objects.commit(written.put_id, list(written.checksum))
+            except MoonpoolError as error:
+                metrics.PUTS.labels("failed").inc()
+                reply.steps.add(put_id=written.put_id, error=str(error))
+            else:
+                reply.steps.append(self._step(written.put_id, put))
+        return reply
+
+    def _step(self, put_id: int, put: Put) -> store_pb2.PutStep:
+        assert self._region is not None
+        places = put.places
+        if not places:
+            return store_pb2.PutStep(put_id=put_id, done=True)
+        chunks = node_pb2.BlockSpans(region=[self._region.id] * len(places), offset=places)
+        return store_pb2.PutStep(put_id=put_id, chunks=chunks)
+
+    async def Abort(self, request: store_pb2.AbortRequest, context: Context) -> store_pb2.AbortReply:
+        for put_id in request.put_id:
+            self._objects.abort(put_id)
+        return store_pb2.AbortReply()
+
+    async def Copy(self, request: store_pb2.CopyRequest, context: Context) -> store_pb2.CopyReply:
+        self._check_takes_work()
+        began_s = time.monotonic()
+        owner = _key(request.owner, "owner")
+        wanted = store_pb2.OpenObject(key=_key(request.key, "key"), version=request.version)
+        objects, address = self._objects, request.source.rpc_address
+        assert self._region is not None
+        async with RemoteStore(
+            request.source.node_id, address, self._agent, deadline_s=self._deadline_s
+        ) as source:
+            nbytes = await copy_object(
+                source,
+                objects,
+                self._region,
+                owner,
+                wanted,
+                surplus=request.surplus,
+                ttl_s=2 * self._deadline_s,
+            )
+        metrics.COPIED_BYTES.labels("objects").inc(nbytes)
+        return store_pb2.CopyReply(nbytes=nbytes, seconds=time.monotonic() - began_s)
+
+    # ------------------------------------------------------------------ get
+
+    async def Open(self, request: store_pb2.OpenRequest, context: Context) -> store_pb2.OpenReply:
+        owner = _key(request.owner, "owner")
+        reply = store_pb2.OpenReply(chunk_nbytes=self._objects.chunk_nbytes)
+        for wanted in request.objects:
+            opened = await self._objects.open(owner, wanted, request.ttl_s)
+            reply.objects.append(self._opened(opened) if opened is not None else store_pb2.OpenedObject())
+        return reply
+
+    def _opened(self, opened: Opened) -> store_pb2.OpenedObject:
+        assert self._region is not None
+        chunks = node_pb2.BlockSpans(
+            region=[self._region.id] * len(opened.offsets), offset=opened.offsets, checksum=opened.checksums
+        )
+        return store_pb2.OpenedObject(info=opened.record.info, chunks=chunks, lease_id=opened.lease_ids)
+
+    async def Close(self, request: store_pb2.CloseRequest, context: Context) -> store_pb2.CloseReply:
+        for lease_id in request.lease_id:
+            self._objects.close_lease(lease_id)
+        return store_pb2.CloseReply()
+
+    # ------------------------------------------------------------------ what is here
+
+    async def Find(self, request: store_pb2.FindRequest, context: Context) -> store_pb2.FindReply:
+        owner = _key(request.owner, "owner")
+        found = (self._objects.find(owner, key) for key in block_keys.unpack(request.keys))
+        return store_pb2.FindReply(found=[record.info for record in found if record is not None])
+
+    async def Check(self, request: store_pb2.CheckRequest, context: Context) -> store_pb2.CheckReply:
+        owner = _key(request.owner, "owner")
+        keys = block_keys.unpack(request.keys)
+        return store_pb2.CheckReply(num_dropped=sum([await self._objects.check(owner, key) for key in keys]))
+
+    async def List(self, request: store_pb2.ListRequest, context: Context) -> store_pb2.ListReply:
+        owner = _key(request.owner, "owner")
+        after = [r.info for r in self._objects.owned_by(owner) if r.info.key > request.after]
+        after.sort(key=lambda info: info.key)
+        return store_pb2.ListReply(objects=after[: min(request.limit or _LIST_LIMIT, _LIST_LIMIT)])
+
+    async def Remove(self, request: store_pb2.RemoveRequest, context: Context) -> store_pb2.RemoveReply:
+        owner = _key(request.owner, "owner")
+        keys = block_keys.unpack(request.keys)
+        num_removed = await self._objects.remove(owner, keys, request.before_version)
+        return store_pb2.RemoveReply(num_removed=num_removed)
+
+    async def Usage(self, request: store_pb2.UsageRequest, context: Context) -> store_pb2.UsageReply:
+        owner = _key(request.owner, "owner")
+        mine = [] if self._shelf is None else list(self._shelf.owned_by(owner))
+        return store_pb2.UsageReply(
+            chunk_nbytes=0 if self._shelf is None else self._shelf.chunk_nbytes,
+            num_objects=len(mine),
+            objects_nbytes=sum(record.info.nbytes for record in mine),
+            tiers=[
+                store_pb2.StoreTier(
+                    shelf=shelf.name,
+                    tier=tier.name,
+                    block_nbytes=shelf.store.layout.block_nbytes,
+                    num_blocks=tier.capacity_blocks,
+                    num_held=tier.num_blocks,
+                )
+                for shelf in self._shelves()
+                for tier in shelf.store.stats.tiers
+            ],
+        )
+
+    async def Verify(
+        self, request: store_pb2.VerifyRequest, context: Context
+    ) -> AsyncIterator[store_pb2.VerifyProgress]:
+        async for progress in verify(self._shelves()):
+            yield progress
+
+
+def _key(value: bytes, name: str) -> bytes:
+    if len(value) != KEY_NBYTES:
+        raise BadRequest(f"{name} must be {KEY_NBYTES} bytes, got {len(value)}")
+    return value
+
+
+def _check_info(info: store_pb2.ObjectInfo) -> None:
+    _key(info.key, "object.key")
+    if len(info.name.encode()) > _MOST_NAME_NBYTES:
+        raise BadRequest(f"object.name must be at most {_MOST_NAME_NBYTES} bytes")

@@ -1,0 +1,153 @@
+"""What is put comes back, as it was, to whoever may have it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moonpool.store.errors import BadObject, ObjectMissing, PutFailed, UnknownNode
+from tests.store_node.conftest import StoreCluster
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+rng = np.random.default_rng(7)
+
+
+async def test_arrays_come_back_with_their_type(shared: StoreCluster) -> None:
+    values = {
+        "floats": rng.standard_normal((3, 5, 7)).astype(np.float32),
+        "halves": rng.standard_normal(33).astype(np.float16),
+        "flags": np.array([True, False, True]),
+        "scalar": np.array(42, np.int64),
+        "empty": np.empty((0, 4), np.int16),
+        "big-endian": np.arange(9, dtype=">i4"),
+        "complex": np.array([1 + 2j]),
+        # One chunk less a byte, exactly one, one and a byte; then more than a window of them.
+        **{f"{n} bytes": rng.integers(0, 256, n, np.uint8) for n in (1, 65535, 65536, 65537, 5_000_001)},
+    }
+    async with shared.client(tenant="arrays") as store:
+        for name, value in values.items():
+            await store.put(name, value)
+        for name, value in values.items():
+            found = await store.get(name)
+            assert found is not None
+            assert (found.dtype, found.shape) == (value.dtype, value.shape)
+            np.testing.assert_array_equal(found, value)
+        listed = await store.ls()
+        assert [stat.name for stat in listed] == sorted(values)
+        assert {node for stat in listed for node in stat.nodes} == {"a", "b"}
+
+
+async def test_tensors_and_buffers_without_copies(shared: StoreCluster) -> None:
+    async with shared.client() as store:
+        weights = torch.randn(64, 300, dtype=torch.bfloat16)
+        await store.put("weights", weights)
+        out = torch.zeros(64, 300, dtype=torch.bfloat16)
+        assert await store.get_into("weights", out)
+        assert torch.equal(out, weights)
+        with pytest.raises(BadObject, match=r"bfloat16.*get_into"):
+            await store.get("weights")
+        await store.put("text", b"and it came to pass")
+        found = await store.get("text")
+        assert found is not None
+        assert bytes(found) == b"and it came to pass"
+        into = bytearray(19)
+        assert await store.get_into("text", into)
+        assert into == b"and it came to pass"
+        # Any dtype may be read as plain bytes.
+        assert await store.get_into("weights", np.empty(weights.nbytes, np.uint8))
+
+
+async def test_what_is_missing_is_none_or_an_error_never_empty(shared: StoreCluster) -> None:
+    async with shared.client() as store:
+        out = np.full(4, 7.0)
+        assert await store.get("nothing") is None
+        assert await store.get_into("nothing", out) is False
+        assert (out == 7.0).all()
+        assert await store.exists("nothing") is False
+        assert await store.stat("nothing") is None
+        assert await store.remove("nothing") is False
+        assert await store.batch_get(["nothing", "more"]) == [None, None]
+        with pytest.raises(ObjectMissing, match="'nothing'"):
+            await store.get("nothing", required=True)
+        with pytest.raises(ObjectMissing, match="'nothing'"):
+            await store.get_into("nothing", out, required=True)
+
+
+async def test_batches_keep_their_order(shared: StoreCluster) -> None:
+    values = {f"n{i}": np.full(10 + 700 * i, i, np.int32) for i in range(40)}
+    async with shared.client(tenant="batches") as store:
+        await store.batch_put(values)
+        names = [*values, "absent", "n3"]
+        found = await store.batch_get(names)
+        for name, array in zip(names, found, strict=True):
+            if name == "absent":
+                assert array is None
+            else:
+                np.testing.assert_array_equal(array, values[name])
+        assert await store.batch_exists(["n0", "absent"]) == [True, False]
+        outs = {"n5": np.empty_like(values["n5"]), "absent": np.empty(3), "n39": np.empty_like(values["n39"])}
+        assert await store.batch_get_into(outs) == [True, False, True]
+        np.testing.assert_array_equal(outs["n39"], values["n39"])
+        assert await store.batch_remove([*values, "absent"]) == len(values)
+        assert await store.ls() == []
+
+
+async def test_the_last_put_counts_wherever_it_went(shared: StoreCluster) -> None:
+    async with shared.client() as store, shared.client() as other:
+        for node, value in (("a", 1), ("b", 2), ("a", 3)):
+            await store.put("x", np.array(value), node=node)
+            found = await other.get("x")
+            assert found is not None
+            assert found == value
+            stat = await other.stat("x")
+            assert stat is not None
+            assert stat.nodes == (node,)
+        reading = await store.get("x")
+        await other.put("x", np.array(4))
+        assert reading == 3  # what was read is the reader's own
+
+
+async def test_a_tenant_neither_sees_nor_touches_anothers(shared: StoreCluster) -> None:
+    async with (
+        shared.client(tenant="one", salt="s3cret") as one,
+        shared.client(tenant="one", salt="guess") as guesser,
+        shared.client(tenant="two", salt="s3cret") as nobody,
+    ):
+        await one.put("mine", np.arange(4))
+        for other in (guesser, nobody):
+            assert await other.get("mine") is None
+            assert await other.exists("mine") is False
+            assert await other.ls() == []
+            assert await other.remove("mine") is False
+            # Even who came to know the key is not its owner.
+            key = one.tenant.key("mine")
+            assert await other._stats([key]) == {}
+        assert (await one.get("mine") == np.arange(4)).all()
+
+
+async def test_what_cannot_be_stored_is_refused_in_a_sentence(shared: StoreCluster) -> None:
+    async with shared.client() as store:
+        for value, why in (
+            (np.array([object()]), "cannot be stored"),
+            (np.zeros((4, 4))[:, ::2], "ascontiguousarray"),
+            ("text", "str cannot be stored"),
+            (torch.zeros(3, requires_grad=True), "cannot be used"),
+            (torch.zeros(4, 4).t()[:, :2], "cannot be used"),
+        ):
+            with pytest.raises(BadObject, match=why):
+                await store.put("bad", value)
+        assert await store.exists("bad") is False
+        with pytest.raises(BadObject, match="1 to 4096 bytes"):
+            await store.put("", np.zeros(1))
+        with pytest.raises(UnknownNode, match="there are a, b"):
+            await store.put("x", np.zeros(1), node="c")
+        with pytest.raises(PutFailed, match="no room for an object of 40000000 bytes"):
+            await store.put("too large", np.zeros(40_000_000, np.uint8))
+        assert await store.exists("too large") is False
+        await store.put("x", np.zeros(4))
+        with pytest.raises(BadObject, match="32 bytes"):
+            await store.get_into("x", np.zeros(5))
+        with pytest.raises(BadObject, match="of float64"):
+            await store.get_into("x", np.zeros(4, np.int64))
