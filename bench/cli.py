@@ -7,6 +7,7 @@ from importlib import import_module
 import click
 
 _COMMANDS = {
+    "conductor": "bench.conductor.command:conductor",
     "eviction": "bench.eviction:eviction",
     "index": "bench.index:index",
     "kernels": "bench.kernels.command:kernels",

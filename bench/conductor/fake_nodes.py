@@ -1,0 +1,166 @@
+"""Nodes that compute nothing, so that what a request takes is the conductor's: one process, real gRPC.
+
+``python -m bench.conductor.fake_nodes REDIS_URL NAMESPACE DELAY_S`` runs a prefill and two decode nodes until
+its input ends. A prefill takes ``DELAY_S``, and so does all of a decode; 0: as fast as messages leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import uvloop
+from grpc.aio import ServicerContext
+
+from conductor.served_model import ServedModel
+from kvstore.index import KVIndex
+from kvstore.node_record import NodeLoad, NodeRecord
+from kvstore.publisher import IndexPublisher
+from kvstore.redis_client import connect
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from runtime.options import Config, IndexOptions
+
+# Ordinary words of the vocabulary: neither special tokens nor single bytes.
+_FIRST_TOKEN, _NUM_TOKENS = 300, 1500
+# Steps that wait for the conductor to take them; a real node's batch waits likewise.
+_AHEAD = 4
+
+
+class FakeNode(  # of each service, what a conductor calls
+    node_pb2_grpc.PrefillNodeServicer, node_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer
+):
+    """Either role."""
+
+    def __init__(self, role: str, number: int, delay_s: float, record: NodeRecord) -> None:
+        self._role = role
+        self._delay_s = delay_s
+        self._record = replace(record, node_id=f"{role}-{number}", role=role)
+        self._address = ""
+        self._steps: asyncio.Queue[node_pb2.StepTokens] = asyncio.Queue(_AHEAD)
+        self._running: dict[tuple[str, int], node_pb2.Work] = {}
+        self._indices: dict[tuple[str, int], int] = {}
+        self._wake = asyncio.Event()
+
+    async def start(self, index: KVIndex, options: IndexOptions) -> None:
+        decode = self._role == "decode"
+        add = (
+            node_pb2_grpc.add_DecodeNodeServicer_to_server
+            if decode
+            else node_pb2_grpc.add_PrefillNodeServicer_to_server
+        )
+        node = (node_pb2_grpc.add_NodeServicer_to_server, self)
+        self._server, port = await rpc.serve([(add, self), node], "127.0.0.1", 0)
+        self._address = f"127.0.0.1:{port}"
+        self._publisher = IndexPublisher(index, self.record, options, list)
+        await self._publisher.start()
+        if decode:
+            self._loop = asyncio.create_task(self._decode())
+
+    def record(self) -> NodeRecord:
+        return replace(self._record, rpc_address=self._address)
+
+    async def Prefill(
+        self, request: node_pb2.PrefillRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.PrefillReply:
+        if self._delay_s:
+            await asyncio.sleep(self._delay_s)
+        return node_pb2.PrefillReply(token=_token(request.work, 0), compute_s=self._delay_s)
+
+    async def Decode(
+        self, request: node_pb2.DecodeRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.DecodeReply:
+        key = (request.work.request_id, request.work.attempt)
+        self._running[key], self._indices[key] = request.work, 1
+        self._wake.set()
+        return node_pb2.DecodeReply(epoch=self._record.epoch)
+
+    async def Tokens(
+        self, request: node_pb2.TokensRequest, context: ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.StepTokens]:
+        while True:
+            yield await self._steps.get()
+
+    async def Cancel(
+        self, request: node_pb2.CancelRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.CancelReply:
+        self._running.pop((request.request_id, request.attempt), None)
+        return node_pb2.CancelReply()
+
+    async def _decode(self) -> None:
+        while True:
+            if not self._running:
+                self._wake.clear()
+                await self._wake.wait()
+            if self._delay_s:
+                # Twice: the prefill that is on its way, and the decode itself.
+                started, self._running = self._running, {}
+                asyncio.get_running_loop().call_later(2 * self._delay_s, self._finish, started)
+                continue
+            tokens = []
+            for key, work in list(self._running.items()):
+                index = self._indices[key]
+                self._indices[key] = index + 1
+                tokens.append(_token(work, index))
+                if index + 1 >= work.sampling.max_tokens:
+                    del self._running[key], self._indices[key]
+            await self._steps.put(self._step(tokens))
+
+    def _finish(self, works: dict[tuple[str, int], node_pb2.Work]) -> None:
+        tokens = [
+            _token(work, index) for work in works.values() for index in range(1, work.sampling.max_tokens)
+        ]
+        self._sending = asyncio.ensure_future(self._steps.put(self._step(tokens)))
+
+    def _step(self, tokens: list[node_pb2.TokenOut]) -> node_pb2.StepTokens:
+        return node_pb2.StepTokens(
+            tokens=tokens, num_running=len(self._running), num_free_blocks=4096, num_steps=1
+        )
+
+
+def _token(work: node_pb2.Work, index: int) -> node_pb2.TokenOut:
+    last = index + 1 >= work.sampling.max_tokens
+    token = node_pb2.TokenOut(
+        request_id=work.request_id,
+        attempt=work.attempt,
+        index=index,
+        token_id=_FIRST_TOKEN + 7 * index % _NUM_TOKENS,
+        has_token=True,
+        finish_reason=node_pb2.FINISH_LENGTH if last else node_pb2.FINISH_NONE,
+    )
+    if index == 1:
+        token.received.CopyFrom(node_pb2.KvReceived(nbytes=4096, seconds=1e-4, num_blocks=1))
+    return token
+
+
+async def main(redis_url: str, namespace: str, delay_s: float) -> None:
+    """Serve until standard input ends."""
+    config = Config()
+    model = ServedModel.from_checkpoint(config.model.directory, block_size=config.engine.block_size)
+    layout = next(name for name, layout in model.layouts().items() if layout.dtype == "float32")
+    record = NodeRecord(
+        "",
+        time.time_ns(),
+        "",
+        model="fake",
+        layout=layout,
+        load=NodeLoad(num_blocks=1 << 20, free_blocks=1 << 20),
+        profile={"prefill_base_s": max(delay_s, 1e-4), "decode_base_s": 1e-4},
+    )
+    client = connect(redis_url)
+    index = KVIndex(client, namespace)
+    options = IndexOptions(redis_url=redis_url, namespace=namespace)
+    for role, number in (("prefill", 0), ("decode", 0), ("decode", 1)):
+        node = FakeNode(role, number, delay_s, record)  # type: ignore[abstract]
+        await node.start(index, options)
+    print(json.dumps({"ready": True}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
