@@ -18,6 +18,7 @@ from conductor.fair_share import FairShare
 from conductor.policies import POLICIES
 from conductor.registry import NodeRegistry
 from conductor.rejection import REJECTIONS
+from conductor.replicator import Replicator
 from conductor.request import GenerateRequest, TokenEvent
 from conductor.request_run import RequestRun
 from conductor.served_model import ServedModel
@@ -81,6 +82,13 @@ class Conductor:
             rejection=REJECTIONS[options.rejection],
             fair_share=FairShare(),
             batch_turn=BatchTurn(),
+            replicator=Replicator(
+                registry,
+                cost_model,
+                nbytes_per_s=options.replicate_nbytes_per_s,
+                block_size=model.block_size,
+                clock=clock,
+            ),
             slo=Slo(options.slo_ttft_s or math.inf, options.slo_tbt_s or math.inf),
             max_attempts=options.max_attempts,
             timeout_s=options.request_timeout_s,
@@ -96,6 +104,7 @@ class Conductor:
         """
         await self._services.registry.start()
         await self._services.sharing.start()
+        self._services.replicator.start()
 
     async def close(self) -> None:
         """End every request in flight, everywhere, and close all connections. Idempotent."""
@@ -103,6 +112,7 @@ class Conductor:
         # Those who consume the streams have to run once, for the nodes to hear of it.
         await self._services.admission.emptied(_FAREWELL_S)
         await self._services.sharing.close()
+        await self._services.replicator.close()
         await self._services.registry.close()
         await self._redis.aclose()
 

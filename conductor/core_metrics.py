@@ -20,6 +20,13 @@ bookings = Counter(
     ["outcome"],
 )
 waits = Counter("moonpool_waits_for_node_total", "Requests that found no node of a role", ["role"])
+hot_copies = Counter(
+    "moonpool_hot_copies_total", "Copies of hot prefixes: made, failed, or released again", ["outcome"]
+)
+hot_nbytes = Counter("moonpool_hot_copied_bytes_total", "Bytes that copies of hot prefixes moved")
+hot_released_blocks = Counter(
+    "moonpool_hot_released_blocks_total", "Blocks that nodes let go of because nobody wants the copy any more"
+)
 prediction_error = Histogram(
     "moonpool_prediction_error_ratio",
     "Absolute error of an estimate, as a share of what was measured",

@@ -28,6 +28,13 @@ def usable_blocks(request: PlaceRequest, view: ClusterView) -> int:
     return (request.num_tokens - 1) // view.block_size if request.reads_cache else 0
 
 
+def longest_blocks(prefixes: Mapping[str, int]) -> int:
+    """The longest prefix that any node holds."""
+    if isinstance(prefixes, PrefixMap):
+        prefixes = prefixes.longest(1)
+    return max(prefixes.values(), default=0)
+
+
 def sources(view: ClusterView, usable: int) -> Sequence[Source]:
     """Where a prefix could be fetched from: the longest one, from the holder whose links are least busy.
 

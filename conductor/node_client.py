@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import grpc
@@ -97,6 +97,22 @@ class NodeClient:
                 request, timeout=timeout_s, metadata=rpc.request_metadata()
             )
         return reply
+
+    async def replicate(
+        self, source: node_pb2.KvAddress, keys: Sequence[bytes], timeout_s: float
+    ) -> node_pb2.ReplicateReply:
+        """Have the node read what it lacks of a chain from ``source``, and keep it."""
+        request = node_pb2.ReplicateRequest(source=source, keys=b"".join(keys))
+        with rpc.calling(self.node_id):
+            reply: node_pb2.ReplicateReply = await self._node.Replicate(request, timeout=timeout_s)
+        return reply
+
+    async def let_go(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> int:
+        """Have the node drop the last blocks of a chain; how many went."""
+        request = node_pb2.LetGoRequest(keys=b"".join(keys), num_blocks=num_blocks)
+        with rpc.calling(self.node_id):
+            reply: node_pb2.LetGoReply = await self._node.LetGo(request, timeout=timeout_s)
+        return reply.num_blocks
 
     def cancel(self, key: RequestKey) -> None:
         """Tell the node to stop ``key``, now or when it can be reached again. Returns at once."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
+from conductor.fleet import Fleet
 from conductor.fleets import Fleets
 from conductor.member import Member
 from conductor.served_model import ServedModel
@@ -133,6 +134,14 @@ class NodeRegistry:
             avoid=avoid,
         )
 
+    def holders(self, keys: Sequence[BlockKey]) -> Mapping[str, int]:
+        """How many leading blocks each node that can be reached holds."""
+        return self._prefixes(keys)
+
+    def fleet(self, role: str) -> Fleet:
+        """The nodes of a role that take requests now."""
+        return self._fleets.of(role, self._clock())
+
     async def change(self, timeout_s: float) -> None:
         """Return when a node came, went, or could be reached again; or after ``timeout_s``."""
         if self._changed is None:
@@ -186,9 +195,12 @@ class NodeRegistry:
         self._notify()
 
     def _identify(self, record: NodeRecord) -> None:
-        """The first compatible node, after a time without any, says which revision and dtype is served."""
-        in_use = any(self._used(member) for member in self._members.values())
-        if not in_use and record.layout in self._layouts:
+        """The first compatible node, after a time without any, says which revision and dtype is served; store
+        nodes have none.
+        """
+        if record.role == "store" or any(self._used(member) for member in self._members.values()):
+            return
+        if record.layout in self._layouts:
             self._identity = (record.model, record.layout)
             for member in self._members.values():
                 self.touched(member)

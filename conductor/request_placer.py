@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from conductor.attempt import Attempt, AttemptPlan
 from conductor.cluster_view import PlaceRequest, Slo
@@ -45,6 +46,7 @@ class RequestPlacer:
         self.avoid: set[str] = set()  # nodes that failed this request
         self.num_attempts = 0
         self.first_attempt = 0  # the number that nodes know the first one by
+        self._prefixes: Mapping[str, int] = {}  # who held how much at the latest decision
         self.hash_s = 0.0  # that the latest decision spent on block keys
         self.place_s = 0.0  # and on looking them up and choosing
         self._request = request
@@ -80,6 +82,7 @@ class RequestPlacer:
             lag_s=self._lag_s(began_s),
         )
         view = services.registry.view(keys, self.avoid)
+        self._prefixes = view.prefix_blocks
         outcome = place(request, view, Slo() if begun else services.slo, services.policy)
         self.hash_s, self.place_s = hashed_s - began_s, services.clock() - hashed_s
         return outcome
@@ -132,6 +135,7 @@ class RequestPlacer:
             )
         )
         attempt.start()
+        services.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
         return attempt
 
     def _work(self, number: int, patience_s: float) -> node_pb2.Work:

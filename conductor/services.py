@@ -14,6 +14,7 @@ from conductor.fair_share import FairShare
 from conductor.policies import Policy
 from conductor.registry import NodeRegistry
 from conductor.rejection import RejectionPolicy
+from conductor.replicator import Replicator
 from conductor.served_model import ServedModel
 from conductor.sharing import Sharing
 from conductor.timeline import TimelineRing
@@ -34,6 +35,7 @@ class Services:
     sharing: Sharing
     fair_share: FairShare
     batch_turn: BatchTurn
+    replicator: Replicator
     slo: Slo
     max_attempts: int
     timeout_s: float  # deadline of a request that sets none

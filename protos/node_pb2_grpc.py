@@ -61,6 +61,11 @@ class NodeStub:
                 request_serializer=protos_dot_node__pb2.ReplicateRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.ReplicateReply.FromString,
                 _registered_method=True)
+        self.LetGo = channel.unary_unary(
+                '/moonpool.Node/LetGo',
+                request_serializer=protos_dot_node__pb2.LetGoRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.LetGoReply.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/moonpool.Node/Cancel',
                 request_serializer=protos_dot_node__pb2.CancelRequest.SerializeToString,
@@ -106,6 +111,14 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LetGo(self, request, context):
+        """Drop the end of a chain that was only a copy for busy times. What is pinned, or what a longer chain goes on
+        from, stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cancel(self, request, context):
         """Stop one attempt of a request and let everything go that it holds here. Unknown ones are no error.
         """
@@ -140,6 +153,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Replicate,
                     request_deserializer=protos_dot_node__pb2.ReplicateRequest.FromString,
                     response_serializer=protos_dot_node__pb2.ReplicateReply.SerializeToString,
+            ),
+            'LetGo': grpc.unary_unary_rpc_method_handler(
+                    servicer.LetGo,
+                    request_deserializer=protos_dot_node__pb2.LetGoRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.LetGoReply.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -284,6 +302,33 @@ class Node:
             '/moonpool.Node/Replicate',
             protos_dot_node__pb2.ReplicateRequest.SerializeToString,
             protos_dot_node__pb2.ReplicateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LetGo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Node/LetGo',
+            protos_dot_node__pb2.LetGoRequest.SerializeToString,
+            protos_dot_node__pb2.LetGoReply.FromString,
             options,
             channel_credentials,
             insecure,

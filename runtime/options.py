@@ -270,6 +270,9 @@ class ConductorOptions:
         "name",
         "placement policy: goodput, kv-aware, local-cache, least-loaded, round-robin or random",
     )
+    replicate_nbytes_per_s: int = option(
+        256 << 20, "bytes/second", "bandwidth for copies of hot prefixes to more prefill nodes; 0: none"
+    )
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, "conductor.port", "from 0 to 65535", self.port)
@@ -278,7 +281,7 @@ class ConductorOptions:
         )
         for name in ("max_body_nbytes", "max_requests", "max_attempts"):
             _require(getattr(self, name) > 0, f"conductor.{name}", "positive", getattr(self, name))
-        for name in ("slo_ttft_s", "slo_tbt_s"):
+        for name in ("slo_ttft_s", "slo_tbt_s", "replicate_nbytes_per_s"):
             _require(getattr(self, name) >= 0, f"conductor.{name}", "0 or more", getattr(self, name))
         rejections = ("none", "baseline", "early", "predicted")
         _require(

@@ -26,7 +26,7 @@ from conductor.request import GenerateRequest, TokenEvent
 from conductor.sampling import SamplingParams
 from conductor.served_model import ServedModel
 from kvstore.index import KVIndex
-from kvstore.keys import BlockKey
+from kvstore.keys import BlockKey, unpack
 from kvstore.node_record import NodeLoad, NodeRecord
 from kvstore.publisher import IndexPublisher
 from kvstore.redis_client import connect
@@ -87,6 +87,7 @@ class ScriptedNode(
         self.works: list[node_pb2.Work] = []
         self.prefills: list[node_pb2.PrefillRequest] = []
         self.cancelled: list[tuple[str, int]] = []
+        self.copied: list[tuple[str, int]] = []  # from whom, how many blocks
         self.stop_at = -1  # index of the token that ends a sequence by itself; -1: none
         self.dead = False
         self.record = NodeRecord(node_id, time.time_ns(), role, layout=LAYOUT, model="tiny-1")
@@ -204,6 +205,23 @@ class ScriptedNode(
         if task := self._tasks.pop(key, None):
             task.cancel()
         return node_pb2.CancelReply()
+
+    async def Replicate(
+        self, request: node_pb2.ReplicateRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.ReplicateReply:
+        keys = unpack(request.keys)
+        new = [key for key in keys if key not in self.held]
+        self.hold(new)
+        self.copied.append((request.source.node_id, len(new)))
+        return node_pb2.ReplicateReply(num_blocks=len(keys), num_read=len(new), nbytes=64 * len(new))
+
+    async def LetGo(
+        self, request: node_pb2.LetGoRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.LetGoReply:
+        for key in unpack(request.keys)[-request.num_blocks :]:
+            del self.held[key]
+            self.publisher.removed(key)
+        return node_pb2.LetGoReply(num_blocks=request.num_blocks)
 
     def tell(self, conductor_id: str, *tokens: node_pb2.TokenOut) -> None:
         running = len(self._tasks)

@@ -1,0 +1,132 @@
+"""Hot prefixes: what is counted, what is copied where, and what is let go again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.fleet import Fleet
+from conductor.heat import Heat
+from conductor.link import LinkModel
+from conductor.replication import Copy, Holders, Shape, copies_wanted, plan_release, plan_replication
+from tests.conductor.views import node
+
+SHAPE = Shape(block_size=16, block_nbytes=65536)
+HOT = [b"hot-%012d" % i for i in range(10)]
+
+
+def held(**lengths: int) -> Holders:
+    def holders(keys: Sequence[bytes]) -> Mapping[str, int]:
+        return {node_id: length for node_id, length in lengths.items() if list(keys[:1]) == HOT[:1]}
+
+    return holders
+
+
+def in_demand(nodes_worth: float, heat: Heat | None = None) -> Heat:
+    """Ten requests a second for five half-lives, which keep about so many nodes busy."""
+    heat = heat or Heat(half_life_s=10.0)
+    for i in range(500):
+        heat.touch(HOT, i / 10 - 50, compute_s=nodes_worth / 10)
+    return heat
+
+
+def plan(heat: Heat, holders: Holders, fleet: Fleet, budget_nbytes: float = 1e9) -> list[Copy]:
+    return plan_replication(heat, holders, fleet, LinkModel(), SHAPE, budget_nbytes=budget_nbytes, now_s=0.0)
+
+
+def test_heat_is_the_rate_of_late_and_fades() -> None:
+    heat = in_demand(1.5)
+    (chain,) = heat.hottest(5, 0.0)
+    assert chain.keys == tuple(HOT)
+    assert heat.uses_per_s(chain, 0.0) == pytest.approx(10, rel=0.05)
+    assert heat.nodes_worth(chain, 0.0) == pytest.approx(1.5, rel=0.05)
+    assert heat.uses_per_s(chain, 30.0) == pytest.approx(10 / 8, rel=0.05)
+    assert heat.of(HOT[-1]) is chain
+    assert heat.of(HOT[0]) is None
+
+
+@given(st.lists(st.integers(0, 40), max_size=300))
+def test_heat_keeps_the_hottest_in_bounded_memory(uses: list[int]) -> None:
+    heat, now_s = Heat(half_life_s=1e9, capacity=16), 0.0
+    for use in uses:
+        heat.touch([b"%d" % use], now_s)
+        heat.touch([b"always"], now_s)
+        assert len(heat) <= 16
+    if uses:
+        always = heat.of(b"always")
+        assert always is not None
+        assert always.heat == heat.hottest(1, now_s)[0].heat == pytest.approx(len(uses))
+
+
+def test_what_comes_up_fast_is_seen_at_once() -> None:
+    heat = Heat(half_life_s=30.0)
+    for i in range(60):
+        heat.touch(HOT, i / 10, compute_s=0.2)
+    (chain,) = heat.hottest(1, 6.0)
+    assert heat.uses_per_s(chain, 6.0) == pytest.approx(10, rel=0.1)
+    assert copies_wanted(heat, chain, 6.0) == 4
+
+
+def test_a_prefix_in_demand_is_copied_to_idle_nodes_before_its_holder_is_full() -> None:
+    fleet = Fleet([node("p0"), node("p1", queue_s=5.0), node("p2"), node("p3")])
+    copies = plan(in_demand(0.9), held(p0=10), fleet)
+    assert [(c.source, c.target, c.num_blocks, c.nbytes) for c in copies] == [("p0", "p2", 10, 655360)]
+    assert plan(in_demand(0.4), held(p0=10), fleet) == []
+    assert [c.target for c in plan(in_demand(9.0), held(p0=10), fleet)] == ["p2", "p3", "p1"]
+
+
+def test_who_has_a_part_of_it_gets_the_rest_and_any_role_can_be_the_source() -> None:
+    fleet = Fleet([node("p0", queue_s=9.0), node("p1")])
+    (copy,) = plan(in_demand(0.4), held(d0=10, p0=7), fleet)
+    assert (copy.source, copy.target, copy.num_blocks) == ("d0", "p0", 3)
+
+
+def test_the_bandwidth_is_kept_and_what_is_faster_computed_is_not_copied() -> None:
+    fleet = Fleet([node(f"p{i}") for i in range(8)])
+    heat = in_demand(9.0)
+    assert len(plan(heat, held(p0=10), fleet, budget_nbytes=2.5 * 655360)) == 2
+    assert plan(heat, held(p0=10), fleet, budget_nbytes=655359) == []
+    slow = LinkModel(latency_s=10.0)
+    assert plan_replication(heat, held(p0=10), fleet, slow, SHAPE, budget_nbytes=1e9, now_s=0.0) == []
+
+
+def test_copies_nobody_wants_any_more_are_let_go_and_one_always_stays() -> None:
+    fleet = Fleet([node(f"p{i}") for i in range(4)])
+    heat = in_demand(1.4)
+    made = plan(heat, held(p0=10), fleet)
+    assert [c.target for c in made] == ["p1", "p2"]
+    everywhere = held(p0=10, p1=10, p2=10)
+    assert plan_release(heat, made, everywhere, fleet, now_s=0.0) == []
+    # At half the demand they would still be wanted at twice of it.
+    assert plan_release(heat, made, everywhere, fleet, now_s=9.0) == []
+    assert len(plan_release(heat, made, everywhere, fleet, now_s=20.0)) == 1
+    assert plan_release(heat, made, everywhere, fleet, now_s=1000.0) == made
+    assert len(plan_release(heat, made, held(p1=10, p2=10), fleet, now_s=1000.0)) == 1
+    # One that a node has evicted by itself is forgotten.
+    assert plan_release(heat, made, held(p0=10, p2=10), fleet, now_s=0.0) == made[:1]
+
+
+@given(seed=st.integers(0, 10_000), worth=st.floats(0.1, 20), budget=st.floats(0, 5e6))
+def test_a_plan_makes_no_copy_twice_and_none_that_is_there(seed: int, worth: float, budget: float) -> None:
+    rng = Random(seed)
+    nodes = [node(f"p{i}", queue_s=rng.random()) for i in range(rng.randrange(1, 40))]
+    holders = held(**{n.node_id: rng.randrange(1, 11) for n in rng.sample(nodes, rng.randrange(len(nodes)))})
+    heat, fleet = in_demand(worth), Fleet(nodes)
+    copies = plan(heat, holders, fleet, budget)
+    assert copies == plan(heat, holders, fleet, budget)
+    rng.shuffle(nodes)
+    assert copies == plan(heat, holders, Fleet(nodes), budget)
+    assert sum(c.nbytes for c in copies) <= budget
+    targets = [c.target for c in copies]
+    assert len(targets) == len(set(targets))
+    for copy in copies:
+        lengths = holders(copy.keys)
+        assert lengths[copy.source] == len(HOT)
+        assert lengths.get(copy.target, 0) == len(HOT) - copy.num_blocks
+        assert copy.num_blocks > 0
+    full = sum(length == len(HOT) for length in holders(HOT).values())
+    assert full + len(copies) <= max(full, copies_wanted(heat, heat.hottest(1, 0.0)[0], 0.0))

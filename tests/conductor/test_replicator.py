@@ -1,0 +1,92 @@
+"""Copies of hot prefixes, live: the conductor asks nodes for them, and to let them go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from conductor import core_metrics
+from conductor.conductor import Conductor
+from conductor.replicator import Replicator
+from kvstore.keys import chain
+from tests.conductor.core_nodes import MODEL, PROMPT, RedisProcess, redis_process, request, running
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisProcess]:
+    with redis_process() as process:
+        yield process
+
+
+def replicator_of(conductor: Conductor, clock_s: list[float]) -> Replicator:
+    """The conductor's own, by another clock and not running by itself."""
+    services = conductor._services
+    return Replicator(
+        services.registry,
+        services.cost_model,
+        nbytes_per_s=1e9,
+        block_size=MODEL.block_size,
+        clock=lambda: clock_s[0],
+    )
+
+
+async def test_a_hot_prefix_is_copied_and_let_go_when_it_has_cooled(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "p1", "p2", "d0", replicate_nbytes_per_s=0) as cluster:
+        clock_s = [0.0]
+        replicator = replicator_of(cluster.conductor, clock_s)
+        registry = cluster.conductor._services.registry
+        root_key = registry.root_key("")
+        assert root_key is not None
+        keys = chain(root_key, list(range(3200)), MODEL.block_size)
+        cluster.nodes["p0"].hold(keys)
+        await cluster.until(lambda: registry.holders(keys).get("p0") == len(keys))
+        for node in cluster.nodes.values():  # so slow that copying pays
+            node.profile = {"prefill_token_s": 1.0, "decode_base_s": 1e-3}
+            await node.announce()
+        await cluster.until(
+            lambda: all(v.cost.profile.prefill_token_s == 1.0 for v in registry.fleet("prefill"))
+        )
+
+        for i in range(100):
+            clock_s[0] = i / 10
+            replicator.note(keys, registry.holders(keys), compute_s=0.12)
+        await replicator.round()
+        assert sorted(cluster.nodes[name].copied for name in ("p0", "p1", "p2")) == [
+            [],
+            [("p0", len(keys))],
+            [("p0", len(keys))],
+        ]
+        await cluster.until(lambda: len(registry.holders(keys)) == 3)
+        await replicator.round()  # nothing is asked for twice
+        assert sum(len(node.copied) for node in cluster.nodes.values()) == 2
+
+        released = core_metrics.hot_released_blocks._value.get()
+        clock_s[0] += 600.0
+        await replicator.round()
+        await cluster.until(lambda: list(registry.holders(keys)) == ["p0"])
+        assert core_metrics.hot_released_blocks._value.get() == released + 2 * len(keys)
+
+
+async def test_a_target_that_dies_costs_nothing_but_the_copy(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "p1", "d0", namespace="dies", replicate_nbytes_per_s=0) as cluster:
+        replicator = replicator_of(cluster.conductor, [0.0])
+        registry = cluster.conductor._services.registry
+        root_key = registry.root_key("")
+        assert root_key is not None
+        keys = chain(root_key, list(range(3200)), MODEL.block_size)
+        cluster.nodes["p0"].hold(keys)
+        await cluster.until(lambda: registry.holders(keys).get("p0") == len(keys))
+        for _ in range(100):
+            replicator.note(keys, registry.holders(keys), compute_s=10.0)
+        await cluster.nodes["p1"].stop_serving()
+        await replicator.round()
+        assert await cluster.generate(request(prompt=PROMPT))
+
+
+async def test_it_runs_by_itself_and_ends_with_the_conductor(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0", namespace="runs") as cluster:
+        replicator = cluster.conductor._services.replicator
+        await cluster.generate(request("first"))
+        assert replicator.running
+    assert not replicator.running
