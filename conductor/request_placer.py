@@ -148,6 +148,8 @@ class RequestPlacer:
             block_keys=lineage.packed_keys(),
             sampling=self._sampling,
             priority=self.priority,
+            tenant=self._request.client.name,
+            tenant_cached_nbytes=self._request.client.cached_nbytes,
             deadline_unix_s=self._ends_unix_s,
             attempt=number,
             patience_s=patience_s,

@@ -303,6 +303,7 @@ def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool 
         deadline_unix_s=work.deadline_unix_s,
         arrived_s=arrived_s,
         patience_s=work.patience_s,
+        tenant=work.tenant,
         prompt_logprobs=prompt_logprobs,
     )
 

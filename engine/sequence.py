@@ -86,6 +86,7 @@ class Sequence:
         "scheduled_s",
         "state",
         "stop_ids",
+        "tenant",
     )
 
     def __init__(
@@ -102,6 +103,7 @@ class Sequence:
         deadline_unix_s: float = math.inf,
         arrived_s: float = 0.0,
         patience_s: float = 0.0,
+        tenant: str = "",
         prompt_logprobs: bool = False,
     ) -> None:
         """``keys`` may be shorter than the full blocks of ``token_ids``; the rest is hashed when needed.
@@ -128,6 +130,7 @@ class Sequence:
         self.deadline_unix_s = deadline_unix_s
         self.arrived_s = arrived_s
         self.order = (priority, arrived_s + patience_s, request_id, attempt)
+        self.tenant = tenant  # whose its cached blocks are
         self.prompt_logprobs = prompt_logprobs
         self.prompt_rows: list[TokenLogprobs] = []  # of the prompt tokens computed so far, where asked for
         self.prefill_only = False

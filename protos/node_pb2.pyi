@@ -159,6 +159,8 @@ class Work(_message.Message):
     DEADLINE_UNIX_S_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PATIENCE_S_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TENANT_CACHED_NBYTES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_ids: _builtins.bytes
     """int32 little-endian: the prompt, then the tokens already streamed"""
@@ -175,6 +177,10 @@ class Work(_message.Message):
     """0 at first; each re-placement adds one, so that late messages are told apart"""
     patience_s: _builtins.float
     """of equal priority, those that arrive within this time may go first"""
+    tenant: _builtins.str
+    """whose cached bytes its blocks count as; "": nobody's in particular"""
+    tenant_cached_nbytes: _builtins.int
+    """that tenant's bound on one node; 0: none"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -190,10 +196,12 @@ class Work(_message.Message):
         deadline_unix_s: _builtins.float = ...,
         attempt: _builtins.int = ...,
         patience_s: _builtins.float = ...,
+        tenant: _builtins.str = ...,
+        tenant_cached_nbytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_s", b"deadline_unix_s", "num_prompt_tokens", b"num_prompt_tokens", "patience_s", b"patience_s", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_s", b"deadline_unix_s", "num_prompt_tokens", b"num_prompt_tokens", "patience_s", b"patience_s", "priority", b"priority", "request_id", b"request_id", "root_key", b"root_key", "sampling", b"sampling", "tenant", b"tenant", "tenant_cached_nbytes", b"tenant_cached_nbytes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

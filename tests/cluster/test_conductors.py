@@ -1,0 +1,88 @@
+"""Two conductors in front of one cluster, one of which dies."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from moonpool.child import Child
+from moonpool.client import Client, Reply
+from moonpool.errors import ApiError
+from moonpool.local_cluster import LocalCluster
+from tests.cluster.conftest import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 600, "ignore_eos": True}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def second(cluster: LocalCluster) -> AsyncIterator[Child]:
+    """Another conductor on the same Redis, which sees all nodes."""
+    options = ["--config", str(cluster.directory / "cluster.toml"), "--set", "conductor.port=0"]
+    child = Child(
+        "conductor-2",
+        [sys.executable, "-m", "conductor", *options],
+        cluster.directory / "conductor-2.log",
+        speaks=True,
+    )
+    await child.start()
+    await child.wait_ready(60)
+    async with Client(str(child.ready["url"])) as client:
+
+        async def sees_all() -> bool:
+            nodes = (await client.cluster())["nodes"]
+            return [node["state"] for node in nodes] == ["ready"] * len(cluster.nodes)
+
+        await eventually(sees_all)
+    yield child
+    await child.stop(10)
+
+
+async def test_a_killed_conductor_takes_only_its_own_requests_along(
+    cluster: LocalCluster, client: Client, second: Child
+) -> None:
+    async def facts() -> dict[str, Any]:
+        return await client.cluster()
+
+    async def knows_of_it() -> bool:
+        return bool((await facts())["num_other_conductors"] == 1)
+
+    await eventually(knows_of_it)
+    expected = Reply()
+    async for _ in client.complete("And it came to pass", expected, **GREEDY):
+        pass
+
+    async with Client(str(second.ready["url"])) as other:
+        doomed = [
+            other.complete(f"Of the kings {i}", Reply(), **GREEDY | {"max_tokens": 4000}) for i in range(4)
+        ]
+        await asyncio.gather(*(anext(stream) for stream in doomed))
+        survivor = Reply()
+        killed = False
+        async for _ in client.complete("And it came to pass", survivor, **GREEDY):
+            if not killed and len(survivor.pieces_s) >= 20:
+                second.kill()
+                killed = True
+        assert killed
+        assert survivor.text == expected.text
+        for stream in doomed:
+            with pytest.raises(ApiError):
+                async for _ in stream:
+                    pass
+
+    async def idle() -> bool:
+        seen = await facts()
+        loads = [node["load"] for node in seen["nodes"]]
+        return seen["num_other_conductors"] == 0 and all(
+            load["num_running"] == load["num_waiting"] == 0 and load["num_free_blocks"] == load["num_blocks"]
+            for load in loads
+        )
+
+    # Nobody tells the nodes: they find out by themselves, within the bound that is set for it.
+    await eventually(idle, timeout_s=cluster.config.node.orphan_s + cluster.config.store.lease_ttl_s)
