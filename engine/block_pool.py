@@ -169,9 +169,21 @@ class BlockPool:
         """Every (block, key) the pool holds, in no order. Do not change the pool meanwhile."""
         return ((block, key) for key, block in self._block_of.items())
 
+    def evict(self, key: BlockKey) -> bool:
+        """Make the room of one block free now. False, and nothing changed, when the pool does not hold it,
+        somebody uses it, or a longer chain goes on from it.
+        """
+        block = self._block_of.get(key)
+        if block is None or block not in self._idle or self._num_children[block]:
+            return False
+        self._evict(block)
+        return True
+
     def _evict_one(self) -> None:
         # The head is a leaf unless somebody released a prefix before what follows it; then look further.
-        block = next(block for block in self._idle if self._num_children[block] == 0)
+        self._evict(next(block for block in self._idle if self._num_children[block] == 0))
+
+    def _evict(self, block: int) -> None:
         key = self._keys[block]
         assert key is not None
         if self.on_evicted is not None:

@@ -282,6 +282,17 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             seconds=fetched.seconds,
         )
 
+    async def LetGo(
+        self, request: node_pb2.LetGoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.LetGoReply:
+        chain = block_keys.unpack(request.keys)
+        num_blocks = 0
+        while num_blocks < min(request.num_blocks, len(chain)):
+            if not self.engine.pool.evict(chain[-1 - num_blocks]):
+                break
+            num_blocks += 1
+        return node_pb2.LetGoReply(num_blocks=num_blocks)
+
     async def Cancel(
         self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.CancelReply:

@@ -639,7 +639,7 @@ class LetGoRequest(_message.Message):
     keys: _builtins.bytes
     """one chain, in order"""
     num_blocks: _builtins.int
-    """of its end: these are to go, the last one first, from every tier"""
+    """of its end: these are to go, the last one first"""
     def __init__(
         self,
         *,

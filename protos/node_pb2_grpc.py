@@ -112,8 +112,8 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LetGo(self, request, context):
-        """Drop the end of a chain that was only a copy for busy times. What is pinned, or what a longer chain goes on
-        from, stays.
+        """Make the room free that the end of a chain takes in the pool, which was only a copy for busy times: it goes
+        where evicted blocks go. What is in use, or what a longer chain goes on from, stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

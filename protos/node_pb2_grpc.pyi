@@ -44,8 +44,8 @@ class NodeStub:
     Replicate: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReplicateRequest, _node_pb2.ReplicateReply]
     """Read what is missing here of `keys` from another node, keep it and publish it."""
     LetGo: _grpc.UnaryUnaryMultiCallable[_node_pb2.LetGoRequest, _node_pb2.LetGoReply]
-    """Drop the end of a chain that was only a copy for busy times. What is pinned, or what a longer chain goes on
-    from, stays.
+    """Make the room free that the end of a chain takes in the pool, which was only a copy for busy times: it goes
+    where evicted blocks go. What is in use, or what a longer chain goes on from, stays.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_node_pb2.CancelRequest, _node_pb2.CancelReply]
     """Stop one attempt of a request and let everything go that it holds here. Unknown ones are no error."""
@@ -64,8 +64,8 @@ class NodeAsyncStub(NodeStub):
     Replicate: _aio.UnaryUnaryMultiCallable[_node_pb2.ReplicateRequest, _node_pb2.ReplicateReply]  # type: ignore[assignment]
     """Read what is missing here of `keys` from another node, keep it and publish it."""
     LetGo: _aio.UnaryUnaryMultiCallable[_node_pb2.LetGoRequest, _node_pb2.LetGoReply]  # type: ignore[assignment]
-    """Drop the end of a chain that was only a copy for busy times. What is pinned, or what a longer chain goes on
-    from, stays.
+    """Make the room free that the end of a chain takes in the pool, which was only a copy for busy times: it goes
+    where evicted blocks go. What is in use, or what a longer chain goes on from, stays.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_node_pb2.CancelRequest, _node_pb2.CancelReply]  # type: ignore[assignment]
     """Stop one attempt of a request and let everything go that it holds here. Unknown ones are no error."""
@@ -117,8 +117,8 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.LetGoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.LetGoReply, _abc.Awaitable[_node_pb2.LetGoReply]]:
-        """Drop the end of a chain that was only a copy for busy times. What is pinned, or what a longer chain goes on
-        from, stays.
+        """Make the room free that the end of a chain takes in the pool, which was only a copy for busy times: it goes
+        where evicted blocks go. What is in use, or what a longer chain goes on from, stays.
         """
 
     @_abc_1.abstractmethod

@@ -281,6 +281,12 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             num_blocks=done.num_blocks, num_read=done.num_read, nbytes=done.nbytes, seconds=done.seconds
         )
 
+    async def LetGo(
+        self, request: node_pb2.LetGoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.LetGoReply:
+        # There is no pool here whose room would be wanted for something else.
+        return node_pb2.LetGoReply()
+
     async def Cancel(
         self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.CancelReply:

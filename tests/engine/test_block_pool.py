@@ -50,6 +50,18 @@ class Users(RuleBasedStateMachine):
         )
         self.users.append((path, hits + new, len(hits)))
 
+    @rule(path=st.text("ab", min_size=1, max_size=6))
+    def evict(self, path: str) -> None:
+        key = chain(path)[-1]
+        held_before, free_before = key in self.found, self.pool.num_free
+        if self.pool.evict(key):
+            assert held_before
+            assert key not in self.found
+            assert not any(chain(path)[-1] in chain(other)[:sealed] for other, _, sealed in self.users)
+        else:
+            assert (key in self.found) == held_before
+        assert self.pool.num_free == free_before
+
     @precondition(lambda self: self.users)
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
@@ -104,6 +116,21 @@ def test_eviction_takes_the_least_recently_used_chain_leaf_first() -> None:
     pool.release(pool.allocate(5))
     assert evicted == [b"abc", b"xyz", b"xy", b"x", b"ab"]
     assert pool.match(chain("abc")) == pool.match(chain("a"))
+    pool.check_integrity()
+
+
+def test_the_end_of_a_chain_can_be_told_to_go_unless_it_is_used_or_continued() -> None:
+    pool = BlockPool(6, 4)
+    fill(pool, "abc")
+    assert not pool.evict(chain("ab")[-1])
+    assert pool.evict(chain("abc")[-1])
+    assert not pool.evict(chain("abc")[-1])
+    hits = pool.match(chain("ab"))
+    pool.acquire(hits)
+    assert not pool.evict(chain("ab")[-1])
+    pool.release(hits)
+    assert [pool.evict(key) for key in reversed(chain("ab"))] == [True, True]
+    assert pool.num_sealed == 0
     pool.check_integrity()
 
 
