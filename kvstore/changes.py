@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from struct import Struct
 
+import numpy as np
+
 from kvstore.errors import ChangesCorrupt
 from kvstore.keys import KEY_NBYTES, BlockKey
 from kvstore.tier import Tier
@@ -51,3 +53,10 @@ def decode(data: bytes) -> Iterator[tuple[int, bytes]]:
 def split(packed: bytes) -> list[bytes]:
     """The 16-byte keys of one group."""
     return [packed[at : at + KEY_NBYTES] for at in range(0, len(packed), KEY_NBYTES)]
+
+
+def pick(packed: bytes, part: int, num_parts: int) -> list[bytes]:
+    """The keys of a packed run whose last byte is ``part`` modulo ``num_parts``."""
+    last = np.frombuffer(packed, np.uint8)[KEY_NBYTES - 1 :: KEY_NBYTES]
+    places: list[int] = (np.flatnonzero(last % num_parts == part) * KEY_NBYTES).tolist()
+    return [packed[at : at + KEY_NBYTES] for at in places]
