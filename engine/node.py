@@ -25,6 +25,7 @@ from kvstore.keys import BlockKey
 from kvstore.node_record import NodeLoad, NodeRecord
 from kvstore.publisher import IndexPublisher
 from kvstore.redis_client import connect
+from kvstore.store.collector import observe_store
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
@@ -144,6 +145,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             f"http://{config.node.host}:{serve_metrics(config.node.host, config.node.metrics_port)}/metrics"
         )
         observe_engine(engine)
+        observe_store(self.store.tiers)
         self._redis = connect(config.index.redis_url)
         index = KVIndex(self._redis, config.index.namespace)
         self.publisher = IndexPublisher(index, self.record, config.index, self.store.tiers.held)
@@ -209,6 +211,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
                 num_blocks=stats.num_blocks,
                 free_blocks=stats.num_free_blocks,
             ),
+            tiers=self.store.fill(),
             profile=self._profile(),
         )
 
