@@ -164,7 +164,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             await asyncio.sleep(0.02)
 
     def _num_users(self) -> int:
-        num_users = 0 if self._objects is None else self._objects.num_puts + self._objects.num_leases
+        num_users = 0 if self._objects is None else self._objects.num_users
         return num_users + (0 if self._kv.store is None else self._kv.store.stats.num_leases)
 
     async def _sweep(self) -> None:
@@ -221,7 +221,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
 
     def _chunk_changed(self, key: BlockKey, tier: Tier | None) -> None:
         if self._objects is not None:
-            self._objects.chunk_changed(key, tier)
+            self._objects.table.chunk_changed(key, tier)
 
     def _shelves(self) -> list[Shelf]:
         stores = (("kv", self._kv.store), ("objects", self._object_store))

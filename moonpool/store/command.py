@@ -18,7 +18,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.store.client import ObjectStat, StoreClient, connect
+from moonpool.store.asking import ObjectStat
+from moonpool.store.client import StoreClient, connect
 from moonpool.store.errors import BadObject, BadUrl, ObjectMissing, UnknownNode
 from moonpool.store.verifying import verify_nodes
 from runtime.config import load_config
