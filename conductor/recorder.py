@@ -53,7 +53,7 @@ class Recorder:
         summary.host_tokens = reply.num_host_tokens
         summary.ssd_tokens = reply.num_ssd_tokens
         summary.fetched_tokens = reply.num_fetched_tokens
-        if reply.num_cached_tokens or reply.fetch_error:
+        if reply.num_cached_tokens or reply.fetch_error or reply.num_stale_blocks:
             self.timeline.add(
                 "prefix_loaded",
                 now_s - reply.compute_s,
@@ -67,6 +67,7 @@ class Recorder:
                 fetch_s=reply.fetch_s,
                 fetch_from=plan.placement.prefill.fetch_from,
                 fetch_error=reply.fetch_error,
+                stale_blocks=reply.num_stale_blocks,
             )
         self.timeline.add(
             "prefilled",

@@ -8,6 +8,7 @@ harmless.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from struct import Struct
 
 import numpy as np
@@ -31,6 +32,13 @@ def encode(stored: Mapping[BlockKey, Tier], removed: Iterable[BlockKey]) -> byte
     if gone:
         groups[REMOVED] = gone
     return b"".join(_GROUP.pack(op, len(keys)) + b"".join(keys) for op, keys in groups.items())
+
+
+def batches(held: Iterable[tuple[BlockKey, Tier]], num_keys: int) -> Iterator[bytes]:
+    """All that is held, ``num_keys`` blocks to an encoded batch."""
+    rest = iter(held)
+    while batch := dict(islice(rest, num_keys)):
+        yield encode(batch, ())
 
 
 def decode(data: bytes) -> Iterator[tuple[int, bytes]]:

@@ -38,6 +38,12 @@ mirror_differences = Counter(
     "moonpool_index_mirror_differences_total",
     "Blocks in which the mirror differed; their nodes are read again.",
 )
+stale_hits = Counter(
+    "moonpool_index_stale_hits_total",
+    "Blocks a request was placed by that were not there: computed instead, and taken out of the index. Where "
+    "they should have been: on the prefill node itself (local) or at a peer.",
+    ["where"],
+)
 lapsed_nodes = Counter(
     "moonpool_index_lapsed_nodes_total", "Nodes this process dropped because their lease ended."
 )
