@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 
+from kvstore.client.tenant import Tenant
 from kvstore.remote_store import RemoteStore
-from moonpool.store.tenant import Tenant
 from protos import store_pb2
 from runtime.options import TransferOptions
 from transfer import Span, TransferAgent, checksum

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from moonpool.store.errors import NoStoreNodes, ObjectMissing, PutFailed, StoreClientError
+from kvstore.client.errors import NoStoreNodes, ObjectMissing, PutFailed, StoreClientError
 from tests.store_node.conftest import StoreCluster
 
 rng = np.random.default_rng(11)

@@ -1,4 +1,4 @@
-"""``moonpool.connect``: any array, tensor or buffer, kept by the cluster's store nodes under a name."""
+"""Any array, tensor or buffer, kept by the cluster's store nodes under a name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 import numpy.typing as npt
 
 from kvstore import keys as block_keys
+from kvstore.client.asking import ObjectStat, ask_all, find_all, list_all
+from kvstore.client.directory import Directory
+from kvstore.client.errors import ObjectMissing
+from kvstore.client.getting import Getter
+from kvstore.client.nodes import StoreNodes
+from kvstore.client.putting import Putter
+from kvstore.client.receiving import Want
+from kvstore.client.tenant import Tenant
 from kvstore.remote_store import RemoteStore
-from moonpool.store.asking import ObjectStat, ask_all, find_all, list_all
-from moonpool.store.directory import open_directory
-from moonpool.store.errors import ObjectMissing
-from moonpool.store.getting import Getter
-from moonpool.store.nodes import StoreNodes
-from moonpool.store.putting import Putter
-from moonpool.store.receiving import Want
-from moonpool.store.tenant import Tenant
 from protos import store_pb2
 from runtime.options import TransferOptions
 from transfer import TransferAgent
@@ -32,41 +32,24 @@ Array = npt.NDArray[Any]
 
 
 @asynccontextmanager
-async def connect(
-    url: str = "http://127.0.0.1:8000",
-    *,
-    tenant: str = "",
-    salt: str = "",
-    namespace: str = "moonpool",
-    deadline_s: float = 30.0,
-    transfer: TransferOptions | None = None,
+async def open_client(
+    directory: Directory, where: str, *, tenant: Tenant, deadline_s: float, transfer: TransferOptions
 ) -> AsyncIterator[StoreClient]:
-    """A client of the store nodes of a cluster, around the block.
-
-    ``url``: the conductor's API (``http://HOST:PORT``), or the index's Redis (``redis://``, ``unix://``) with
-    its ``namespace``. ``tenant`` and ``salt``: objects are found only by those who give the same two.
-    ``deadline_s``: longest that one call or batch of transfers may take. ``transfer``: needed where the nodes
-    have a ``transfer.secret``, or are on other machines.
-
-    Raises:
-        BadUrl: neither an API nor a Redis. Whether anybody answers there shows with the first call.
-    """
-    options = replace(transfer or TransferOptions(), deadline_s=deadline_s)
+    """A client of the nodes that ``directory`` names, around the block. ``where``: what to call the cluster
+    in messages. See ``moonpool.connect``."""
+    options = replace(transfer, deadline_s=deadline_s)
     name = f"client-{os.getpid()}-{next(_numbers)}"
-    async with (
-        open_directory(url, namespace) as directory,
-        await TransferAgent.start(options, agent_id=name, epoch=time.time_ns()) as agent,
-    ):
-        nodes = StoreNodes(directory, agent, url, deadline_s=deadline_s, clock=time.monotonic)
+    async with await TransferAgent.start(options, agent_id=name, epoch=time.time_ns()) as agent:
+        nodes = StoreNodes(directory, agent, where, deadline_s=deadline_s, clock=time.monotonic)
         try:
-            yield StoreClient(nodes, agent, Tenant(tenant, salt))
+            yield StoreClient(nodes, agent, tenant)
         finally:
             await nodes.close()
 
 
 class StoreClient:
-    """Made by ``connect``. Values are numpy arrays, tensors in host memory of any library that speaks DLPack,
-    or buffers; they are moved from and to their own memory, without a copy here. One event loop.
+    """Made by ``open_client``. Values are numpy arrays, tensors in host memory of any library that speaks
+    DLPack, or buffers; they are moved from and to their own memory, without a copy. One event loop.
 
     Every method raises ``NoStoreNodes``, ``ApiError`` or ``IndexUnavailable`` where there is nobody to ask.
     A node that does not answer is left out. The last put of a name counts.

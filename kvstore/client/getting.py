@@ -6,15 +6,15 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
+from kvstore.client.arrays import Receiver
+from kvstore.client.asking import find_all
+from kvstore.client.directory import rank
+from kvstore.client.errors import ObjectMissing
+from kvstore.client.nodes import StoreNodes
+from kvstore.client.putting import ROUND_OBJECTS
+from kvstore.client.receiving import Want, receive
+from kvstore.client.tenant import Tenant
 from kvstore.remote_store import RemoteStore
-from moonpool.store.arrays import Receiver
-from moonpool.store.asking import find_all
-from moonpool.store.directory import rank
-from moonpool.store.errors import ObjectMissing
-from moonpool.store.nodes import StoreNodes
-from moonpool.store.putting import ROUND_OBJECTS
-from moonpool.store.receiving import Want, receive
-from moonpool.store.tenant import Tenant
 from runtime.errors import NodeUnavailable
 from transfer import TransferAgent, TransferError
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvstore import keys as block_keys
+from kvstore.client.arrays import register, type_of
+from kvstore.client.asking import ask_all
+from kvstore.client.directory import rank
+from kvstore.client.errors import PutFailed, UnknownNode
+from kvstore.client.nodes import StoreNodes
+from kvstore.client.sending import Outgoing, send
+from kvstore.client.tenant import Tenant
 from kvstore.remote_store import RemoteStore
-from moonpool.store.arrays import register, type_of
-from moonpool.store.asking import ask_all
-from moonpool.store.directory import rank
-from moonpool.store.errors import PutFailed, UnknownNode
-from moonpool.store.nodes import StoreNodes
-from moonpool.store.sending import Outgoing, send
-from moonpool.store.tenant import Tenant
 from protos import store_pb2
 from runtime.errors import NodeUnavailable, RemoteError
 from transfer import TransferAgent, TransferError
