@@ -7,6 +7,7 @@ lie in a faster tier and come later, or never.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
@@ -17,7 +18,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 class ChainCache(Generic[Key]):
     """Slots ``0 … capacity-1``. ``on_evicted(key, slot)`` is called before the slot is given to another
-    block, its bytes still there."""
+    block, its bytes still there. ``num_spare`` slots stay free, so that the slot of an evicted block is not
+    given away at once: those free for longest go first."""
 
     def __init__(
         self,
@@ -25,31 +27,34 @@ class ChainCache(Generic[Key]):
         policy: EvictionPolicy,
         *,
         on_evicted: Callable[[Key, int], None] | None = None,
+        num_spare: int = 0,
     ) -> None:
         self.capacity = capacity
+        self.num_spare = num_spare
         self.policy = policy
         self.on_evicted = on_evicted
         self.num_evictions = 0
         self.num_refusals = 0  # blocks not taken because everything is pinned
         self.num_bypassed = 0  # blocks the policy did not think worth a place
         self._slots: dict[Key, int] = {}
-        self._free = list(range(capacity - 1, -1, -1))
+        self._free = deque(range(capacity))
         self._parents: dict[Key, Key] = {}
         self._children: dict[Key, set[Key]] = {}  # held keys by the key before them, held or not
         self._pins: dict[int, int] = {}  # by slot
         self._doomed: set[int] = set()  # removed while pinned: their slots go free with the last pin
         self._reserved: set[int] = set()  # taken for blocks that are not held yet
+        self._retired: set[int] = set()  # bad: what is there may stay, nothing more is put there
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._slots
 
     @property
     def num_free(self) -> int:
-        """Slots that hold nothing."""
-        return len(self._free)
+        """Slots that hold nothing, without the spare ones."""
+        return max(len(self._free) - self.num_spare, 0)
 
     @property
     def num_pinned(self) -> int:
@@ -100,11 +105,11 @@ class ChainCache(Generic[Key]):
 
         None, and what then happens, as for ``add``.
         """
-        if not self._free and not self._make_room(key, parent):
+        if not self.num_free and not self._make_room(key, parent):
             for after in self.after(key):
                 self._evict(after)
             return None
-        slot = self._free.pop()
+        slot = self._free.popleft()
         self._reserved.add(slot)
         return slot
 
@@ -116,17 +121,48 @@ class ChainCache(Generic[Key]):
             self.abandon(slot)
             return held
         self._reserved.remove(slot)
+        self._link(key, parent, slot)
+        return slot
+
+    def _link(self, key: Key, parent: Key | None, slot: int) -> None:
         self._slots[key] = slot
         if parent is not None:
             self._parents[key] = parent
             self._children.setdefault(parent, set()).add(key)
         self.policy.added(key)
-        return slot
 
     def abandon(self, slot: int) -> None:
         """Give a reserved slot back."""
         self._reserved.remove(slot)
-        self._free.append(slot)
+        self._give_back(slot)
+
+    # ------------------------------------------------------------------ slots come and go
+
+    def grow(self, num_slots: int) -> None:
+        """As many more slots, after those there are."""
+        first = self.capacity
+        self.capacity += num_slots
+        self._free.extend(range(first, self.capacity))
+
+    def adopt(self, blocks: Iterable[tuple[Key, Key | None, int]]) -> None:
+        """Blocks (key, parent, slot) that lie in free slots already, the one unused for longest first."""
+        taken = set()
+        for key, parent, slot in blocks:
+            self._link(key, parent, slot)
+            taken.add(slot)
+        self._free = deque(slot for slot in self._free if slot not in taken)
+
+    def retire(self, slot: int) -> None:
+        """Use a slot never again, once it is free."""
+        self._retired.add(slot)
+        if slot in self._free:
+            self._free.remove(slot)
+
+    def _give_back(self, slot: int) -> None:
+        if slot not in self._retired:
+            self._free.append(slot)
+
+    # ------------------------------------------------------------------ room
 
     def _make_room(self, key: Key, parent: Key | None) -> bool:
         if not self.policy.admits(key):
@@ -137,7 +173,7 @@ class ChainCache(Generic[Key]):
         self.pin(above)
         try:
             # The slot of a block that was evicted while somebody read it goes free later.
-            while not self._free:
+            while not self.num_free:
                 if not self.evict():
                     return False
             return True
@@ -206,7 +242,7 @@ class ChainCache(Generic[Key]):
             del pins[slot]
             if slot in self._doomed:
                 self._doomed.discard(slot)
-                self._free.append(slot)
+                self._give_back(slot)
 
     # ------------------------------------------------------------------ blocks go
 
@@ -235,7 +271,7 @@ class ChainCache(Generic[Key]):
         if slot in self._pins:
             self._doomed.add(slot)
         else:
-            self._free.append(slot)
+            self._give_back(slot)
         parent = self._parents.pop(key, None)
         if parent is not None:
             siblings = self._children[parent]
@@ -253,7 +289,9 @@ class ChainCache(Generic[Key]):
         assert not taken & free, "a held slot is free"
         assert not self._doomed & (taken | free), "a doomed slot is held or free"
         assert not self._reserved & (taken | free | self._doomed), "a reserved slot is held or free"
-        num_slots = len(taken) + len(free) + len(self._doomed) + len(self._reserved)
+        assert not self._retired & free, "a bad slot is free"
+        num_retired = len(self._retired - taken - self._doomed - self._reserved)
+        num_slots = len(taken) + len(free) + len(self._doomed) + len(self._reserved) + num_retired
         assert num_slots == self.capacity, "a slot is lost"
         assert self._doomed <= self._pins.keys(), "a slot nobody pins is not given back"
         assert self._pins.keys() <= taken | self._doomed, "a free slot is pinned"

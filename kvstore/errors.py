@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from runtime.errors import MoonpoolError
 
 
@@ -73,3 +75,42 @@ class EpochSuperseded(StoreError):
 
 class ChangesCorrupt(StoreError):
     """Bytes that should be a batch of index changes are not."""
+
+
+class SsdDirectoryInUse(StoreError):
+    """Another process, or another tier of this one, works on the directory. Nothing has been touched."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, directory: Path, holder: str) -> None:
+        super().__init__(
+            f"the blocks in {directory} belong to process {holder or 'unknown'}, which still runs: stop "
+            "it, or give this one a directory of its own"
+        )
+        self.directory = directory
+        self.holder = holder
+
+
+class SsdFormatMismatch(StoreError):
+    """What lies in the directory was written for other blocks, or by another version. It is as it was."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, directory: Path, field: str, found: object, expected: object) -> None:
+        super().__init__(
+            f"the blocks in {directory} have {field} {found!r}, this node needs {expected!r}: give it "
+            "another directory, or delete this one"
+        )
+        self.directory = directory
+        self.field = field
+        self.found = found
+        self.expected = expected
+
+
+class SsdUnusable(StoreError):
+    """The directory cannot be made, opened or written."""
+
+    def __init__(self, directory: Path, reason: str) -> None:
+        super().__init__(f"no blocks can be kept in {directory}: {reason}")
+        self.directory = directory
+        self.reason = reason

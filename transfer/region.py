@@ -210,10 +210,7 @@ class RegionTable:
             if writable and not region.writable:
                 raise SpanError(int(where[0]), f"region {region_id} is read-only")
             check_bounds(spans, region_id, region.nbytes, where)
-            if len(ids) == 1:
-                addresses += np.uint64(region.address)
-            else:
-                addresses[where] += np.uint64(region.address)
+            addresses[where] += np.uint64(region.address)
         return addresses
 
 

@@ -1,6 +1,5 @@
-"""The store as programs and people use it: ``moonpool.connect``, and the command ``moonpool store``."""
+"""The store as programs and people use it: the Python client, and ``moonpool store``."""
 
-from kvstore.client import ObjectStat, StoreClient
-from moonpool.store.connect import connect
+from moonpool.store.client import ObjectStat, StoreClient, connect
 
 __all__ = ["ObjectStat", "StoreClient", "connect"]

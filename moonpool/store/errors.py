@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.errors import StoreError
+from runtime.errors import MoonpoolError
 
 
-class StoreClientError(StoreError):
+class StoreClientError(MoonpoolError):
     """Root of the client's errors."""
 
 

@@ -1,0 +1,120 @@
+"""Threads that do a tier's I/O, and for how long each has been at it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.memory import HUGE_PAGE_NBYTES, allocate
+
+log = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Job(Protocol):
+    """Some system calls. ``about`` says where the present one is, for the log, should it not come back."""
+
+    @property
+    def about(self) -> str: ...
+
+    def run(self, worker: Worker) -> None:
+        """What it raises is a bug, and logged."""
+
+
+class Worker:
+    """A thread, as its jobs see it."""
+
+    def __init__(self, buffer: Bytes, clock: Callable[[], float]) -> None:
+        self.buffer = buffer  # its own, page-aligned, in huge pages
+        self.job: Job | None = None
+        self.since_s = 0.0
+        self._clock = clock
+
+    def lap(self) -> None:
+        """Another system call begins: the time of this one is counted from now."""
+        self.since_s = self._clock()
+
+
+class IoThreads:
+    """Jobs wait in two queues: those somebody's request waits for go first.
+
+    The threads are daemons: one that hangs in a system call cannot keep the process from ending.
+    """
+
+    def __init__(self, name: str, num_threads: int, buffer_nbytes: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._urgent: deque[Job] = deque()
+        self._other: deque[Job] = deque()
+        self._ready = threading.Condition()
+        self._closed = False
+        # Huge pages: a disk's DMA into 1 MiB of scattered small pages reaches a third of its speed.
+        nbytes = max(buffer_nbytes, HUGE_PAGE_NBYTES) if buffer_nbytes else 0
+        self._workers = [
+            Worker(allocate(nbytes, name, "anonymous").array if nbytes else np.empty(0, np.uint8), clock)
+            for _ in range(num_threads)
+        ]
+        self._threads = [
+            threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+            for worker in self._workers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job, *, urgent: bool = False) -> None:
+        with self._ready:
+            (self._urgent if urgent else self._other).append(job)
+            self._ready.notify()
+
+    @property
+    def num_threads(self) -> int:
+        return len(self._threads)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether work waits that somebody's request waits for."""
+        return bool(self._urgent)
+
+    def longest(self) -> tuple[float, str]:
+        """For how long the oldest running job has run, in seconds, and what it is about; (0, "") if none."""
+        now = self._clock()
+        oldest = (0.0, "")
+        for worker in self._workers:
+            job, since_s = worker.job, worker.since_s
+            if job is not None and now - since_s > oldest[0]:
+                oldest = (now - since_s, job.about)
+        return oldest
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads once the queues are empty. False: one still hangs in a system call."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify_all()
+        deadline = self._clock() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - self._clock(), 0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self, worker: Worker) -> None:
+        while (job := self._next()) is not None:
+            worker.lap()
+            worker.job = job
+            try:
+                job.run(worker)
+            except Exception:
+                log.exception("a job failed in a way it should not: %s", job.about)
+            worker.job = None
+
+    def _next(self) -> Job | None:
+        with self._ready:
+            while not self._urgent and not self._other:
+                if self._closed:
+                    return None
+                self._ready.wait()
+            return (self._urgent or self._other).popleft()

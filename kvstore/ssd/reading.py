@@ -1,0 +1,86 @@
+"""Blocks on their way from the disk to a caller's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvstore.keys import BlockKey
+from kvstore.ssd.batch import Batch, Share, runs
+from kvstore.ssd.io_threads import Bytes, IoThreads
+from kvstore.ssd.segments import Segments
+
+
+@dataclass(slots=True, eq=False)
+class WantedBlock:
+    key: BlockKey
+    slot: int
+    checksum: int
+    destination: Bytes | None  # None: only to be verified
+    outcome: Literal["", "intact", "corrupt", "unreadable"] = ""  # "": not read
+    error: OSError | None = None
+
+
+class Reading:
+    """Each block is read into a thread's own memory, verified there, and copied out: the caller's memory
+    has verified bytes or is untouched, and a read that comes back after the caller left touches nothing."""
+
+    def __init__(
+        self,
+        wanted: Sequence[WantedBlock],
+        segments: Segments,
+        max_run: int,
+        on_done: Callable[[], None],
+    ) -> None:
+        """``max_run``: blocks read in one call at most."""
+        self.wanted = wanted
+        self._segments = segments
+        self._block_nbytes = segments.shape.block_nbytes
+        slots = [block.slot for block in wanted]
+        per_segment = segments.shape.slots_per_segment
+        self._runs = [[wanted[i] for i in run] for run in runs(slots, per_segment, max_run)]
+        self.batch = Batch(on_done)
+
+    def begin(self, threads: IoThreads) -> None:
+        shared = iter(self._runs)
+        shares = min(threads.num_threads, len(self._runs))
+        self.batch.add_jobs(shares)
+        for _ in range(shares):
+            threads.submit(Share(self.batch, shared, self._read, self._name), urgent=True)
+
+    def _name(self, run: Sequence[WantedBlock]) -> str:
+        path, offset = self._segments.where(run[0].slot)
+        return f"reading {path} at {offset}"
+
+    def _read(self, run: Sequence[WantedBlock], buffer: Bytes) -> None:
+        if self.batch.abandoned:
+            return
+        slot_nbytes = self._segments.shape.slot_nbytes
+        try:
+            self._segments.read(run[0].slot, buffer[: len(run) * slot_nbytes].data)
+        except OSError as error:
+            if len(run) > 1:
+                # Which of them cannot be read?
+                for block in run:
+                    self._read([block], buffer)
+                return
+            run[0].outcome, run[0].error = "unreadable", error
+            return
+        for position, block in enumerate(run):
+            first = position * slot_nbytes
+            self._deliver(block, buffer[first : first + self._block_nbytes])
+
+    def _deliver(self, block: WantedBlock, found: Bytes) -> None:
+        if xxh3_64_intdigest(found.data) != block.checksum:
+            block.outcome = "corrupt"
+        elif block.destination is None:
+            block.outcome = "intact"
+        else:
+            if self.batch.begin_touching():
+                np.copyto(block.destination, found)
+                block.outcome = "intact"
+                self.batch.end_touching()

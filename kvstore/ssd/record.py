@@ -1,0 +1,48 @@
+"""What the index on disk says of one block."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+from zlib import crc32
+
+from kvstore.keys import KEY_NBYTES, BlockKey
+
+_HEAD = struct.Struct("<QQQ")
+_CRC = struct.Struct("<I")
+_LENGTHS = (_HEAD.size + _CRC.size, _HEAD.size + KEY_NBYTES + _CRC.size)
+
+
+class BlockRecord(NamedTuple):
+    """``sequence`` orders records by when they were written: a block comes after the one before it in its
+    chain."""
+
+    sequence: int
+    key: BlockKey
+    slot: int
+    checksum: int  # xxh3-64 of the block's bytes
+    parent: BlockKey | None
+
+
+def encode(record: BlockRecord) -> bytes:
+    """The value under ``record.key``, with a checksum of its own."""
+    body = _HEAD.pack(record.sequence, record.slot, record.checksum) + (record.parent or b"")
+    return body + _CRC.pack(crc32(body, crc32(record.key)))
+
+
+def decode(key: bytes, value: bytes) -> BlockRecord | None:
+    """None: these bytes are not a record of this key."""
+    if len(value) not in _LENGTHS or len(key) != KEY_NBYTES:
+        return None
+    body = value[: -_CRC.size]
+    if _CRC.unpack_from(value, len(body))[0] != crc32(body, crc32(key)):
+        return None
+    sequence, slot, checksum = _HEAD.unpack_from(body)
+    parent = BlockKey(body[_HEAD.size :]) if len(body) > _HEAD.size else None
+    return BlockRecord(sequence, BlockKey(key), slot, checksum, parent)
+
+
+def slot_of(value: bytes) -> int:
+    """The slot in an encoded record."""
+    slot: int = _HEAD.unpack_from(value)[1]
+    return slot

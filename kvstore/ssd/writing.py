@@ -1,0 +1,158 @@
+"""Blocks on their way to the disk, in the order that survives a kill at any moment.
+
+    the records of what the slots held go → data → fdatasync → the new records, in one transaction
+
+So no record ever names a slot whose bytes are not its block's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvstore.keys import BlockKey
+from kvstore.ssd.batch import Batch, Share, runs
+from kvstore.ssd.index import BlockIndex, IndexWriteFailed
+from kvstore.ssd.io_threads import Bytes, IoThreads
+from kvstore.ssd.record import BlockRecord
+from kvstore.ssd.segments import Segments
+
+
+@dataclass(slots=True, eq=False)
+class NewBlock:
+    sequence: int
+    key: BlockKey
+    parent: BlockKey | None
+    slot: int
+    source: Bytes
+    checksum: int | None  # None: a thread computes it
+    is_written: bool = False
+    is_stored: bool = False  # durable, and in the index
+    error: OSError | None = None
+
+    def record(self) -> BlockRecord:
+        assert self.checksum is not None
+        return BlockRecord(self.sequence, self.key, self.slot, self.checksum, self.parent)
+
+
+class Writing:
+    """``stale``: records (block, slot) of the slots that are written, ``also_gone``: those of other slots.
+
+    Where the caller takes slots that have been free for a while, ``stale`` is empty, and all of this is one
+    transaction.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[NewBlock],
+        stale: Sequence[tuple[BlockKey, int]],
+        also_gone: Sequence[tuple[BlockKey, int]],
+        segments: Segments,
+        index: BlockIndex,
+        max_run: int,
+        on_done: Callable[[Writing], None],
+    ) -> None:
+        self.blocks = blocks
+        self.stale = stale
+        self.also_gone = also_gone
+        self.is_invalidated = not stale
+        self.is_committed = False
+        self.error: IndexWriteFailed | OSError | None = None  # of the index, or of a sync
+        self._segments = segments
+        self._index = index
+        slots = [block.slot for block in blocks]
+        per_segment = segments.shape.slots_per_segment
+        self._runs = [[blocks[i] for i in run] for run in runs(slots, per_segment, max_run)]
+        self._lock = threading.Lock()
+        self._runs_left = len(self._runs)
+        self.batch = Batch(lambda: on_done(self))
+
+    def begin(self, data: IoThreads, commits: IoThreads) -> None:
+        """``commits``: one thread, so that transactions come in the order they were asked for."""
+        self._data, self._commits = data, commits
+        if self.stale:
+            self.batch.add_jobs(1)
+            commits.submit(self.batch.job(f"writing {self._index.path}", self._invalidate))
+        else:
+            self._submit_data()
+
+    def _invalidate(self) -> None:
+        if self.batch.abandoned:
+            return
+        try:
+            self._index.apply(gone=self.stale)
+        except IndexWriteFailed as error:
+            self.error = error
+            return
+        self.is_invalidated = True
+        self._submit_data()
+
+    def _submit_data(self) -> None:
+        shared = iter(self._runs)
+        shares = min(self._data.num_threads, len(self._runs))
+        self.batch.add_jobs(shares)
+        for _ in range(shares):
+            self._data.submit(Share(self.batch, shared, self._write, self._name))
+
+    def _name(self, run: Sequence[NewBlock]) -> str:
+        path, offset = self._segments.where(run[0].slot)
+        return f"writing {path} at {offset}"
+
+    def _write(self, run: Sequence[NewBlock], buffer: Bytes) -> None:
+        if self._copy_in(run, buffer):
+            nbytes = len(run) * self._segments.shape.slot_nbytes
+            try:
+                self._segments.write(run[0].slot, buffer[:nbytes].data)
+            except OSError as error:
+                for block in run:
+                    block.error = error
+            else:
+                for block in run:
+                    block.is_written = True
+        with self._lock:
+            self._runs_left -= 1
+            last = not self._runs_left
+        if last:
+            self.batch.add_jobs(1)
+            self._commits.submit(self.batch.job(f"syncing {self._segments.directory}", self._commit))
+
+    def _copy_in(self, run: Sequence[NewBlock], buffer: Bytes) -> bool:
+        """The blocks into the thread's own memory, from where the disk reads faster. False: given up."""
+        slot_nbytes = self._segments.shape.slot_nbytes
+        if not self.batch.begin_touching():
+            return False
+        for position, block in enumerate(run):
+            slot = buffer[position * slot_nbytes : (position + 1) * slot_nbytes]
+            block_nbytes = len(block.source)
+            np.copyto(slot[:block_nbytes], block.source)
+            slot[block_nbytes:] = 0
+            if block.checksum is None:
+                block.checksum = xxh3_64_intdigest(slot[:block_nbytes].data)
+        self.batch.end_touching()
+        return True
+
+    def _commit(self) -> None:
+        if self.batch.abandoned:
+            return
+        failed: set[BlockKey] = set()
+        good: list[NewBlock] = []
+        for block in self.blocks:
+            if block.is_written and block.parent not in failed:
+                good.append(block)
+            else:
+                failed.add(block.key)
+        if not good:
+            return
+        try:
+            self._segments.sync(block.slot for block in good)
+            self._index.apply(gone=self.also_gone, stored=[block.record() for block in good])
+        except (IndexWriteFailed, OSError) as error:
+            self.error = error
+            return
+        self.is_committed = True
+        for block in good:
+            block.is_stored = True

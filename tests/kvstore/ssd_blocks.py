@@ -1,0 +1,53 @@
+"""Blocks whose bytes follow from their names, and tiers on disk to put them in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore.keys import BlockKey
+from kvstore.layout import OpaqueLayout
+from kvstore.ssd import SsdTier
+
+# No multiple of a page: slots are padded.
+LAYOUT = OpaqueLayout(6000, b"ssd-tests-16byte")
+SLOT_NBYTES = 8192
+
+
+def payload(key: BlockKey) -> np.ndarray:
+    """uint8 [block_nbytes]"""
+    return np.frombuffer(random.Random(key).randbytes(LAYOUT.block_nbytes), np.uint8)
+
+
+def parents_of(keys: Sequence[BlockKey], before: BlockKey | None = None) -> list[BlockKey | None]:
+    return [before, *keys[:-1]]
+
+
+async def open_tier(directory: Path, slots: int = 64, **options: Any) -> SsdTier:
+    return await SsdTier.open(
+        directory, LAYOUT, capacity_nbytes=slots * SLOT_NBYTES, segment_nbytes=16 * SLOT_NBYTES, **options
+    )
+
+
+async def put_chain(tier: SsdTier, keys: Sequence[BlockKey], before: BlockKey | None = None) -> list[bool]:
+    return await tier.put(keys, [payload(key) for key in keys], parents=parents_of(keys, before))
+
+
+async def get(tier: SsdTier, keys: Sequence[BlockKey]) -> list[np.ndarray | None]:
+    into = [np.zeros(LAYOUT.block_nbytes, np.uint8) for _ in keys]
+    hits = await tier.get(keys, into)
+    return [block if hit else None for block, hit in zip(into, hits, strict=True)]
+
+
+async def check_every_block(tier: SsdTier) -> int:
+    """Every block it says it has is byte-exact, and has those before it. Returns how many there are."""
+    tier.check_integrity()
+    keys = tier.keys()
+    for key, found in zip(keys, await get(tier, keys), strict=True):
+        assert found is not None, f"{key.hex()} is held and cannot be had"
+        assert np.array_equal(found, payload(key)), f"{key.hex()} has other bytes"
+    return len(keys)
