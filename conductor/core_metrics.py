@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 placements = Counter(
     "moonpool_placements_total", "Placements by what decided, re-placements included", ["reason"]
@@ -26,6 +26,11 @@ hot_copies = Counter(
 hot_nbytes = Counter("moonpool_hot_copied_bytes_total", "Bytes that copies of hot prefixes moved")
 hot_released_blocks = Counter(
     "moonpool_hot_released_blocks_total", "Blocks that nodes let go of because nobody wants the copy any more"
+)
+prediction_error_percent = Gauge(
+    "moonpool_prediction_error_percent",
+    "Absolute error of an estimate in percent of what was measured: a quantile of the latest 256",
+    ["estimate", "quantile"],
 )
 prediction_error = Histogram(
     "moonpool_prediction_error_ratio",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 
 from conductor import core_metrics
 from conductor.link import LinkModel
@@ -28,6 +29,9 @@ _BOUND = 8.0
 _HALF_LIFE_S = 60.0
 # So many measurements weigh as much as what is known of the other nodes.
 _DOUBT = 2.0
+
+
+_LOADS = ("host_load_nbytes_per_s", "ssd_load_nbytes_per_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,8 @@ class Profile:
             for name, value in coefficients.items()
             if name in known and isinstance(value, int | float) and 0 <= value < math.inf
         }
-        if not any(values.values()):
-            return cls()
+        if not any(value for name, value in values.items() if name not in _LOADS):
+            return cls(**{name: values[name] for name in _LOADS if name in values})
         return cls(**(dict.fromkeys(known, 0.0) | values))
 
     def prefill_s(self, uncached_tokens: int, cached_tokens: int) -> float:
@@ -160,6 +164,10 @@ class CostModel:
         self.decode_correction = Correction()
         self.errors = {name: PredictionErrors() for name in ("ttft", "prefill", "step", "transfer")}
         self._histograms = {name: core_metrics.prediction_error.labels(name) for name in self.errors}
+        for name, errors in self.errors.items():
+            for q in (0.5, 0.9):
+                gauge = core_metrics.prediction_error_percent.labels(name, str(q))
+                gauge.set_function(partial(_percent, errors, q))
         self.output_lengths = OutputLengths()
 
     def node(self, profile: Profile) -> NodeCost:
@@ -184,13 +192,29 @@ class CostModel:
         node.decode_correction.observe(plain_s, actual_s, now_s)
 
     def observe_transfer(
-        self, source: str, target: str, *, nbytes: int, actual_s: float, now_s: float
+        self,
+        source: str,
+        target: str,
+        *,
+        nbytes: int,
+        actual_s: float,
+        now_s: float,
+        predicted_s: float | None = None,
     ) -> None:
-        """Blocks were read by ``target`` from ``source`` (node ids)."""
-        self._check("transfer", self.links.seconds(source, target, nbytes, now_s), actual_s)
+        """Blocks were read by ``target`` from ``source`` (node ids). ``predicted_s``: what was expected of it
+        when it began; None: what is expected now.
+        """
+        if predicted_s is None:
+            predicted_s = self.links.seconds(source, target, nbytes, now_s)
+        self._check("transfer", predicted_s, actual_s)
         self.links.observe(source, target, nbytes, actual_s)
 
     def _check(self, estimate: str, predicted_s: float, actual_s: float) -> None:
         if actual_s > 0:
             self.errors[estimate].add(predicted_s, actual_s)
             self._histograms[estimate].observe(abs(predicted_s - actual_s) / actual_s)
+
+
+def _percent(errors: PredictionErrors, q: float) -> float:
+    percent = errors.quantile(q)
+    return math.nan if percent is None else percent

@@ -89,6 +89,7 @@ class Recorder:
                 nbytes=reply.fetched_nbytes,
                 actual_s=reply.fetch_s,
                 now_s=now_s,
+                predicted_s=plan.placement.prefill.transfer_s,
             )
 
     def first_token(self) -> None:

@@ -10,7 +10,7 @@ from conductor.cluster_view import PlaceRequest, Slo
 from conductor.lineage import Lineage
 from conductor.node_client import RequestKey
 from conductor.place import place
-from conductor.placement import Placement, Rejection
+from conductor.placement import Placement, PrefillEstimate, Rejection
 from conductor.rejection import DecodeOutlook
 from conductor.request import GenerateRequest
 from conductor.services import Services
@@ -135,8 +135,19 @@ class RequestPlacer:
             )
         )
         attempt.start()
+        self._watch_fetch(estimate)
         services.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
         return attempt
+
+    def _watch_fetch(self, estimate: PrefillEstimate) -> None:
+        """Until it should have ended, others share the links with it. The hand-over to the decode node does
+        not count: it goes on chunk by chunk while the prompt is computed, with little left at the end.
+        """
+        services, layout = self._services, self._services.registry.layout
+        if layout is not None and estimate.fetched_tokens:
+            nbytes = estimate.fetched_tokens // services.model.block_size * layout.block_nbytes
+            links = services.cost_model.links
+            links.begin(estimate.fetch_from, estimate.node_id, nbytes, services.clock())
 
     def _work(self, number: int, patience_s: float) -> node_pb2.Work:
         lineage = self._lineage

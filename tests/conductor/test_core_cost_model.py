@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from prometheus_client import REGISTRY
 
 from conductor.cost_model import CostModel, NodeCost, Profile
 from conductor.link import LinkModel
@@ -138,3 +141,25 @@ def test_prediction_errors_report_quantiles_of_the_latest() -> None:
     assert errors.quantile(0.0) == 50.0
     assert errors.quantile(0.9) == 100.0
     assert errors.count == 21
+
+
+def test_errors_are_exported_as_percentages() -> None:
+    model = CostModel()
+
+    def exported(quantile: str) -> float | None:
+        labels = {"estimate": "ttft", "quantile": quantile}
+        return REGISTRY.get_sample_value("moonpool_prediction_error_percent", labels)
+
+    assert math.isnan(exported("0.5") or 0.0)
+    for actual_s in (1.0, 2.0, 4.0):
+        model.observe_ttft(1.0, actual_s)
+    assert exported("0.5") == pytest.approx(50.0)
+    assert exported("0.9") == pytest.approx(75.0)
+
+
+def test_a_node_that_measured_only_its_tiers_computes_like_any_unknown_one() -> None:
+    tiers = {"host_load_nbytes_per_s": 8e9, "ssd_load_nbytes_per_s": 2e9}
+    profile = Profile.from_record({"prefill_token_s": 0.0, **tiers})
+    assert profile.prefill_s(100, 0) == Profile().prefill_s(100, 0)
+    assert NodeCost(profile).load_s(8_000_000, 2_000_000) == pytest.approx(2e-3)
+    assert NodeCost(Profile()).load_s(8_000_000, 0) > 0
