@@ -6,12 +6,13 @@ import asyncio
 import logging
 import os
 import socket
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from runtime.options import TransferOptions
 from transfer import libc, metrics
 from transfer.agent_memory import AgentMemory
-from transfer.connecting import connect_peer
+from transfer.connecting import connect_peer, writer_of
 from transfer.control import Control
 from transfer.copy_pool import CopyPool
 from transfer.descriptor import INCARNATION_NBYTES, AgentDescriptor, check_agent_id
@@ -25,6 +26,7 @@ from transfer.notification import Notification, Notifications
 from transfer.peer import Peer
 from transfer.region import Region, RegionTable, SupportsDLPack
 from transfer.serving import StreamServer
+from transfer.span import Spans
 from transfer.wire import Kind, RegionInfo
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class TransferAgent:
         self.identity = Identity(agent_id, epoch, self.incarnation, self.memory.lifeline.address)
         self.pool = CopyPool(min(_COPY_THREADS, os.cpu_count() or 1))
         self.notes = Notifications()
-        self._server = StreamServer(self.regions, options.tcp.slice_nbytes)
+        self._server = StreamServer(self.regions, options.tcp.slice_nbytes, self._fetch)
         self._peers: dict[bytes, asyncio.Task[Peer]] = {}
         self._links: dict[Link, Peer] = {}
         self._listener = Listener(self.identity, options.secret, self._admit, self._num_connections)
@@ -172,8 +174,7 @@ class TransferAgent:
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(descriptor.agent_id, self.options.deadline_s, "connecting") from None
             raise
-        self._links[peer.link] = peer
-        peer.on_lost = self._forget
+        self._watch(peer)
         if not peer.link.open:
             # Lost before it was ours to be told of.
             gone = PeerLost(peer.agent_id, "it went away while we were connecting")
@@ -181,6 +182,13 @@ class TransferAgent:
             peer.lose(gone)
             raise gone
         return peer
+
+    def _watch(self, peer: Peer) -> None:
+        self._links[peer.link] = peer
+        peer.on_lost = self._forget
+        if isinstance(peer.link, Control):
+            # It may read from us, for a write; so it must hear of regions that are closed.
+            self._controls.add(peer.link)
 
     def link_lost(self, link: Link, reason: str) -> None:
         """The process at the other end of a peer's link is gone."""
@@ -191,6 +199,9 @@ class TransferAgent:
     def _forget(self, peer: Peer) -> None:
         """``peer`` is lost: whoever asks for it connects anew."""
         self._links.pop(peer.link, None)
+        if isinstance(peer.link, Control) and (peer.owns_link or not peer.link.open):
+            self._controls.discard(peer.link)
+            self.memory.gone(peer.link)
         for incarnation, task in list(self._peers.items()):
             if task.done() and not task.cancelled() and task.exception() is None and task.result() is peer:
                 del self._peers[incarnation]
@@ -216,6 +227,21 @@ class TransferAgent:
             self._server.serve(sock, met)
         else:
             self.memory.share(sock, met.argument)
+
+    def _fetch(self, client: Met, spans: Spans, sources: Spans, seconds: float) -> Future[object]:
+        """Read what a client writes. From any thread."""
+        return asyncio.run_coroutine_threadsafe(self._read_from(client, spans, sources, seconds), self.loop)
+
+    async def _read_from(self, client: Met, spans: Spans, sources: Spans, seconds: float) -> object:
+        incarnation = client.identity.incarnation
+        control = next((c for c in self._controls if c.met.identity.incarnation == incarnation), None)
+        if control is None:
+            raise PeerLost(client.identity.agent_id, "it has no control connection")
+        writer = self._links.get(control)
+        if writer is None:
+            writer = writer_of(self, control)
+            self._watch(writer)
+        return await writer.read(spans, sources, deadline_s=seconds)
 
     def note_received(self, control: Control, payload: bytes) -> None:
         identity = control.met.identity

@@ -122,6 +122,16 @@ class Attempt:
         begin, end = self.plan.chunks[chunk]
         return self.plan.rows[begin:end]
 
+    def local_spans(self, rows: Rows) -> Spans:
+        """Which bytes of our regions ``rows`` are."""
+        region, offset = np.zeros(len(rows), np.uint32), rows.address.copy()
+        for held in self._hold.regions:
+            first, end = np.uint64(held.address), np.uint64(held.address + held.nbytes)
+            inside = (region == 0) & (rows.address >= first) & (rows.address + rows.nbytes <= end)
+            region[inside] = held.id
+            offset[inside] -= first
+        return Spans(region, offset, rows.nbytes)
+
     def span_at(self, chunk: int, row: int) -> int:
         """The first span in row ``row`` of a chunk."""
         return self.plan.span_at(self.plan.chunks[chunk][0] + row)

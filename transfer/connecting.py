@@ -131,7 +131,7 @@ def _network_paths(
     paths: list[Path] = []
     for name in names:
         if name == "ucx" and agent.memory.ucx is not None:
-            streams = _tcp_path(agent, target)
+            streams = _tcp_path(agent, target, Op.FETCH)
             peer = (target.agent_id, target.incarnation)
             ucx = UcxPath(agent.memory.ucx.worker, peer, control.region, control.known_region, streams)
             control.on_region_closed(ucx.forget)
@@ -141,10 +141,29 @@ def _network_paths(
     return paths
 
 
-def _tcp_path(agent: TransferAgent, target: AgentDescriptor) -> StreamPath:
+def writer_of(agent: TransferAgent, control: Control) -> Peer:
+    """The other side of a connection it made to us, to read from over UCX. Raises PathFailed."""
+    if agent.memory.ucx is None:
+        raise PathFailed("ucx", "is not in use here")
+    identity, worker = control.met.identity, agent.memory.ucx.worker
+    peer = (identity.agent_id, identity.incarnation)
+    path = UcxPath(worker, peer, control.region, control.known_region, None)
+    control.on_region_closed(path.forget)
+    return Peer(
+        identity.agent_id,
+        identity.epoch,
+        link=control,
+        paths=[path],
+        regions=agent.regions,
+        verify=False,
+        owns_link=False,
+    )
+
+
+def _tcp_path(agent: TransferAgent, target: AgentDescriptor, write_op: Op = Op.WRITE) -> StreamPath:
     tcp = agent.options.tcp
     connect = functools.partial(_connect_data, agent, target, "tcp")
-    return StreamPath("tcp", connect, streams=tcp.streams, slice_nbytes=tcp.slice_nbytes)
+    return StreamPath("tcp", connect, streams=tcp.streams, slice_nbytes=tcp.slice_nbytes, write_op=write_op)
 
 
 async def _connect_data(agent: TransferAgent, target: AgentDescriptor, path: str) -> socket.socket:

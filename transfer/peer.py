@@ -35,13 +35,16 @@ class Peer:
         regions: RegionTable,
         *,
         verify: bool,
+        owns_link: bool = True,
     ) -> None:
+        """owns_link: it ends with this object; else it serves the other side, which made it."""
         self.agent_id = agent_id
         self.epoch = epoch
         self.link = link
         self.paths = PathChoice(paths)
         self.regions = regions
         self.thread_id = threading.get_ident()
+        self.owns_link = owns_link
         self._verify = verify
         self._batches: set[Batch] = set()
         self._letting_go: set[asyncio.Task[None]] = set()
@@ -178,6 +181,7 @@ class Peer:
             await batch.ended()
         if self._letting_go:
             await asyncio.wait(list(self._letting_go))
-        self.link.close()
+        if self.owns_link:
+            self.link.close()
         for path in self.paths:
             await path.close()

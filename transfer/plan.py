@@ -30,12 +30,16 @@ class Rows:
     def __getitem__(self, rows: slice) -> Rows:
         return Rows(self.address[rows], self.region[rows], self.offset[rows], self.nbytes[rows])
 
+    def take(self, which: Index) -> Rows:
+        """Some of them, in that order."""
+        return Rows(self.address[which], self.region[which], self.offset[which], self.nbytes[which])
+
     @property
     def total_nbytes(self) -> int:
         return int(self.nbytes.sum())
 
-    def merged(self) -> Rows:
-        """Neighbours that are adjacent both here and there become one run."""
+    def merged(self, local_region: U32 | None = None) -> Rows:
+        """Neighbours that are adjacent both here and there become one run; not across ``local_region``s."""
         if len(self) < 2:
             return self
         follows = (
@@ -43,6 +47,8 @@ class Rows:
             & (self.region[:-1] == self.region[1:])
             & (self.offset[:-1] + self.nbytes[:-1] == self.offset[1:])
         )
+        if local_region is not None:
+            follows &= local_region[:-1] == local_region[1:]
         if not follows.any():
             return self
         first = np.flatnonzero(np.concatenate(([True], ~follows)))
@@ -114,7 +120,7 @@ class Plan:
     ) -> None:
         """``merge`` False: no chunk completes more than ``chunk_rows`` spans."""
         rows = Rows(addresses, remote.region, remote.offset, local.nbytes)
-        self.rows = (rows.merged() if merge else rows).split(chunk_nbytes)
+        self.rows = (rows.merged(local.region) if merge else rows).split(chunk_nbytes)
         self.chunks = windows(self.rows.nbytes, chunk_rows, chunk_nbytes)
         self.nbytes = rows.total_nbytes
         self._spans = local

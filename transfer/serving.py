@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -25,6 +28,7 @@ from transfer.wire import (
     Request,
     Status,
     WireError,
+    unpack_fetch,
     unpack_sources,
     unpack_spans,
 )
@@ -33,11 +37,17 @@ _log = logging.getLogger(__name__)
 _MAX_BUDGET_S = 600.0
 
 
+# (client, spans here, spans of the client, seconds) -> what ends when the bytes are here.
+Fetch = Callable[[Met, Spans, Spans, float], "Future[object]"]
+
+
 class StreamServer:
     """Serves the regions of one agent to its peers' data connections."""
 
-    def __init__(self, regions: RegionTable, slice_nbytes: int) -> None:
+    def __init__(self, regions: RegionTable, slice_nbytes: int, fetch: Fetch) -> None:
+        """``fetch`` reads spans of a client's regions over UCX; may be called from any thread."""
         self.regions = regions
+        self.fetch = fetch
         self.slice_nbytes = slice_nbytes
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, ByteStream] = {}
@@ -96,6 +106,9 @@ class _ServedStream:
         deadline = time.monotonic() + budget_s
         writes = request.op in (Op.WRITE, Op.PULL)
         try:
+            if request.op is Op.FETCH:
+                self._fetch(spans, unpack_fetch(body, spans), budget_s)
+                return
             hold = self._server.regions.hold(region_ids(spans), lambda _: self.stream.shut())
             try:
                 addresses = self._server.regions.addresses(spans, writable=writes)
@@ -149,6 +162,32 @@ class _ServedStream:
 
         if not copy_from(self._client.pid, addresses, sources, nbytes, wanted):
             raise ConnectionResetError("the client no longer wants its write")
+        self.stream.send(Reply(Status.OK, 0, 0).pack())
+
+    def _fetch(self, spans: Spans, sources: Spans, budget_s: float) -> None:
+        """An ordinary read of the client's regions, with all that makes reads safe, until it hangs up."""
+        if self._poll.poll(0):
+            raise ConnectionResetError("the client no longer wants its write")
+        ended = os.eventfd(0, os.EFD_CLOEXEC)
+        try:
+            reading = self._server.fetch(self._met, spans, sources, budget_s)
+            reading.add_done_callback(lambda _: os.eventfd_write(ended, 1))
+            self._poll.register(ended, select.POLLIN)
+            if ended not in dict(self._poll.poll()):
+                reading.cancel()
+            os.eventfd_read(ended)
+            self._poll.unregister(ended)
+        finally:
+            os.close(ended)
+        if reading.cancelled():
+            raise ConnectionResetError("the client no longer wants its write")
+        error = reading.exception()
+        if isinstance(error, SpanError | RegionError):
+            raise error
+        if error is not None:
+            message = str(error).encode()[:1024]
+            self.stream.send(Reply(Status.FAILED, 0, len(message)).pack() + message)
+            return
         self.stream.send(Reply(Status.OK, 0, 0).pack())
 
     def _wanted(self, deadline: float) -> bool:

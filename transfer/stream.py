@@ -12,7 +12,7 @@ from transfer.attempt import Attempt
 from transfer.byte_stream import ByteStream
 from transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError, TransferError
 from transfer.span import Index, Spans
-from transfer.wire import REPLY_NBYTES, Op, Reply, Request, Status, WireError, pack_spans
+from transfer.wire import REPLY_NBYTES, Op, Reply, Request, Status, WireError, pack_fetch, pack_spans
 
 # Requests sent before the first is answered: the server starts on the next while the last bytes are on their
 # way.
@@ -114,6 +114,8 @@ class Stream:
         head = Request(task.op, len(spans), budget_ms, spans.total_nbytes).pack() + pack_spans(spans)
         if task.op is Op.PULL:
             head += rows.address.tobytes()
+        elif task.op is Op.FETCH:
+            head += pack_fetch(attempt.local_spans(rows))
         while len(self._sent) > 1 and len(head) > _MAX_AHEAD_NBYTES:
             self._receive()
         if task.op is Op.WRITE:
@@ -171,7 +173,7 @@ class Stream:
             return RegionError(reply.detail, f"the peer says it {reason}")
         if reply.status is Status.BAD_SPAN:
             return SpanError(task.attempt.span_at(task.chunk, reply.detail), f"the peer says: {reason}")
-        if task.op is Op.PULL:
+        if task.op in (Op.PULL, Op.FETCH):
             self._path.cannot_pull()
             return PathFailed(self._path.name, reason, interrupted=True)
         return PathFailed(self._path.name, reason)

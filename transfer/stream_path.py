@@ -35,8 +35,8 @@ class StreamPath:
         slice_nbytes: int,
         write_op: Op = Op.WRITE,
     ) -> None:
-        """``connect`` gives a socket after its handshake. ``write_op``: WRITE, or PULL where the peer can
-        reach us.
+        """``connect`` gives a socket after its handshake. ``write_op``: WRITE, or PULL or FETCH
+        where the peer can reach us.
         """
         self.name = name
         self.networked = name == "tcp"
@@ -51,7 +51,7 @@ class StreamPath:
         self._opening = asyncio.Lock()
 
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
-        if direction == "write" and self.write_op is Op.PULL:
+        if direction == "write" and self.write_op in (Op.PULL, Op.FETCH):
             return _MAX_PULL_NBYTES, MAX_REQUEST_SPANS
         share = -(-nbytes // self._num_streams)
         most = min(_OBSERVED_CHUNK_NBYTES, _MAX_CHUNK_NBYTES) if observed else _MAX_CHUNK_NBYTES

@@ -46,6 +46,7 @@ class Op(enum.IntEnum):
     WRITE = 2  # the spans' bytes follow the request
     PULL = 3  # the server copies from the client's memory itself; the sources' addresses follow the spans
     CHECKSUM = 4  # the reply carries one u64 a span
+    FETCH = 5  # the server reads the client's regions over UCX; which bytes of them follows the spans
 
 
 class Status(enum.IntEnum):
@@ -74,6 +75,7 @@ _REPLY = struct.Struct("<4sBxHIQ")
 REQUEST_NBYTES = _REQUEST.size
 REPLY_NBYTES = _REPLY.size
 _SPAN_NBYTES = 8 + 8 + 4
+_SOURCE_NBYTES = {Op.PULL: 8, Op.FETCH: 8 + 4}
 _REQUEST_MAGIC = b"MPq1"
 _REPLY_MAGIC = b"MPr1"
 
@@ -93,8 +95,8 @@ class Request:
 
     @property
     def body_nbytes(self) -> int:
-        """Of the spans, and the addresses of a PULL."""
-        return self.num_spans * (_SPAN_NBYTES + (8 if self.op is Op.PULL else 0))
+        """Of the spans, and the sources of a PULL or FETCH."""
+        return self.num_spans * (_SPAN_NBYTES + _SOURCE_NBYTES.get(self.op, 0))
 
     @classmethod
     def unpack(cls, header: bytes) -> Request:
@@ -144,6 +146,20 @@ def unpack_spans(body: bytes, num_spans: int) -> Spans:
 def unpack_sources(body: bytes, num_spans: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     """The addresses behind the spans of a PULL. Unaligned in ``body``, so they are copied."""
     return np.frombuffer(body[_SPAN_NBYTES * num_spans :], np.uint64, num_spans)
+
+
+def pack_fetch(sources: Spans) -> bytes:
+    """Where the bytes for a FETCH lie in the client's regions; the sizes are those of the spans."""
+    return sources.offset.tobytes() + sources.region.tobytes()
+
+
+def unpack_fetch(body: bytes, spans: Spans) -> Spans:
+    """The sources behind ``spans`` in the body of a FETCH."""
+    count = len(spans)
+    rest = body[_SPAN_NBYTES * count :]
+    return Spans(
+        np.frombuffer(rest, np.uint32, count, 8 * count), np.frombuffer(rest, np.uint64, count), spans.nbytes
+    )
 
 
 _REGION_INFO = struct.Struct("<IBBxxQQ")

@@ -1,5 +1,5 @@
-"""A path to a peer by UCX: one-sided reads. Writes go through streams, where the peer sees them before they
-land.
+"""A path to a peer by UCX: one-sided reads. For a write the peer is asked, through a stream, to read from
+us: so nothing ever lands in memory that its owner has closed.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ class UcxPath:
         peer: tuple[str, bytes],
         region: Callable[[int], Awaitable[RegionInfo]],
         known_region: Callable[[int], RegionInfo | None],
-        writes: StreamPath,
+        writes: StreamPath | None,
     ) -> None:
-        """peer: agent id and incarnation. region, known_region: what the peer says of one of its regions."""
+        """peer: agent id and incarnation. region, known_region: what the peer says of one of its regions.
+        writes: None for a peer that is only read.
+        """
         self._worker = worker
         self._agent_id, self._incarnation = peer
         self._region = region
@@ -66,21 +68,34 @@ class UcxPath:
 
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
         if direction == "write":
+            assert self._writes is not None
             return self._writes.chunking(direction, nbytes, observed)
         return _CHUNK_NBYTES, _CHUNK_ROWS
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         if direction == "write":
+            assert self._writes is not None
             await self._writes.open(direction, region_ids)
             return
         async with self._opening:
             lifeline = await self._region(LIFELINE_ID)
             infos = [await self._region(region_id) for region_id in region_ids]
+            if self._ready(region_ids):
+                return
             try:
                 lifeline_key, address = unpack_facts(lifeline.key)
                 await self._worker.run(self._learn, address, [(LIFELINE_ID, lifeline_key)], infos)
             except (ValueError, UcxError) as error:
                 raise PathFailed(self.name, str(error)) from error
+
+    def _ready(self, region_ids: Sequence[int]) -> bool:
+        """Whether a read could start now, as far as this thread can see; the read looks again. Saves a hop
+        to the progress thread and back.
+        """
+        endpoint = self._endpoint
+        if endpoint is None or endpoint.closed or endpoint.failed:
+            return False
+        return all(map(endpoint.knows, region_ids))
 
     def _learn(self, address: bytes, keys: list[tuple[int, bytes]], infos: list[RegionInfo]) -> None:
         if self._endpoint is not None and (self._endpoint.closed or self._endpoint.failed):
@@ -93,6 +108,7 @@ class UcxPath:
 
     def start(self, attempt: Attempt) -> None:
         if attempt.direction == "write":
+            assert self._writes is not None
             self._writes.start(attempt)
             return
         rows = attempt.plan.rows
@@ -133,7 +149,8 @@ class UcxPath:
         self._worker.submit(run)
 
     async def close(self) -> None:
-        await self._writes.close()
+        if self._writes is not None:
+            await self._writes.close()
         await self._worker.run(self._close_endpoint)
 
     def _close_endpoint(self) -> None:

@@ -106,21 +106,21 @@ class Read:
 
     def _post_chunk(self, endpoint: Endpoint, chunk: int, requests: list[int]) -> int:
         rows = self._attempt.rows(chunk)
-        columns = rows.address.tolist(), rows.nbytes.tolist(), rows.offset.tolist(), rows.region.tolist()
-        by_region: dict[int, list[tuple[int, int, int]]] = {}
-        for here, nbytes, offset, region_id in zip(*columns, strict=True):
-            by_region.setdefault(region_id, []).append((here, nbytes, self._bases[region_id] + offset))
-        for region_id, gets in by_region.items():
-            if (status := endpoint.get(region_id, gets, requests)) != lib.OK:
+        for region_id in self._ids:
+            of = rows if len(self._ids) == 1 else rows.take(np.flatnonzero(rows.region == region_id))
+            there = of.offset + np.uint64(self._bases[region_id])
+            status = endpoint.get(
+                region_id, of.address.tolist(), of.nbytes.tolist(), there.tolist(), requests
+            )
+            if status != lib.OK:
                 return status
         return lib.OK
 
     def _post_lifeline(self, endpoint: Endpoint, requests: list[int]) -> int:
-        gets, here = [], address_of(self._lifeline)
-        for offset, nbytes in lifeline_parts(self._ids):
-            gets.append((here, nbytes, self._bases[LIFELINE_ID] + offset))
-            here += nbytes
-        return endpoint.get(LIFELINE_ID, gets, requests)
+        offsets, sizes = zip(*lifeline_parts(self._ids), strict=True)
+        first, base = address_of(self._lifeline), self._bases[LIFELINE_ID]
+        here = [first + sum(sizes[:at]) for at in range(len(sizes))]
+        return endpoint.get(LIFELINE_ID, here, sizes, [base + offset for offset in offsets], requests)
 
     def _collect(self, endpoint: Endpoint) -> bool:
         while self._in_flight:
