@@ -206,9 +206,10 @@ class Batch:
         """
         for region_id in self._remote_regions:
             info = await self._peer.link.region(region_id)
-            if not info.open:
-                raise RegionError(region_id, f"is not open at peer {self._peer.agent_id}")
             where = spans_in(self._remote, region_id, self._remote_regions)
+            if not info.open:
+                at = int(where[0])
+                raise RegionError(region_id, f"is not open at peer {self._peer.agent_id} (span {at})")
             if self._direction == "write" and not info.writable:
                 raise SpanError(int(where[0]), f"region {region_id} of {self._peer.agent_id} is read-only")
             check_bounds(self._remote, region_id, info.nbytes, where)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 
 from transfer import metrics
@@ -75,7 +76,8 @@ class Peer:
         checksums: ``transfer.checksum`` of each span's bytes, as its owner gave it; compared with what
         arrived, unless ``transfer.checksum`` is off.
 
-        Raises, here and before anything is posted: SpanError. The batch, when awaited, raises
+        Raises, here and before anything is posted: SpanError, which names the span. The batch, when awaited,
+        raises
             SpanError, RegionError: the peer has no such bytes; nothing was read.
             ChecksumMismatch, PeerLost, StaleEpoch, DeadlineExceeded, RegionError: the bytes of the local
             spans are undefined, and nothing touches them any more.
@@ -108,8 +110,7 @@ class Peer:
         """
         if self._lost is not None:
             raise self._lost
-        if len(payload) > MAX_FRAME_NBYTES:
-            raise ValueError(f"a note has at most {MAX_FRAME_NBYTES} bytes, not {len(payload)}")
+        _check_note(payload)
         self.link.note(payload)
         metrics.NOTES.labels("sent").inc()
 
@@ -128,10 +129,10 @@ class Peer:
             raise ValueError(f"deadline_s must be positive and finite, got {deadline_s}")
         here, there = Spans.of(local), Spans.of(remote)
         check_pairs(here, there)
-        if checksums is not None and len(checksums) != len(here):
-            raise SpanError(
-                min(len(checksums), len(here)), f"{len(here)} spans, but {len(checksums)} checksums"
-            )
+        if checksums is not None:
+            _check_checksums(checksums, len(here))
+        if notify is not None:
+            _check_note(notify)
         addresses = self.regions.addresses(here, writable=direction == "read")
         check_disjoint(here if direction == "read" else there)
         batch = Batch(
@@ -185,3 +186,22 @@ class Peer:
             self.link.close()
         for path in self.paths:
             await path.close()
+
+
+def _check_note(payload: bytes) -> None:
+    if not isinstance(payload, bytes):
+        raise TypeError(f"a note is bytes, not {type(payload).__name__}")
+    if len(payload) > MAX_FRAME_NBYTES:
+        raise ValueError(f"a note has at most {MAX_FRAME_NBYTES} bytes, not {len(payload)}")
+
+
+def _check_checksums(checksums: Sequence[int], num_spans: int) -> None:
+    if len(checksums) != num_spans:
+        raise SpanError(min(len(checksums), num_spans), f"{num_spans} spans, but {len(checksums)} checksums")
+    try:
+        array("Q", checksums)
+    except (TypeError, OverflowError):
+        for index, value in enumerate(checksums):
+            if not hasattr(value, "__index__") or not 0 <= value < 1 << 64:
+                raise SpanError(index, f"a checksum is an integer of 64 bits, not {value!r}") from None
+        raise

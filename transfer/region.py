@@ -223,6 +223,8 @@ def adopt(buffer: Buffer | SupportsDLPack, writable: bool) -> Memory:
     owner: object = None
     readonly = False
     if isinstance(buffer, np.ndarray):
+        if buffer.dtype.hasobject:
+            raise ValueError("an array of Python objects holds addresses, not bytes that could be moved")
         # Not through memoryview: it knows no bfloat16 and the like.
         if not buffer.flags.c_contiguous:
             raise ValueError("only contiguous memory can be registered")

@@ -275,9 +275,36 @@ async def test_bad_spans_raise_with_their_index_and_move_nothing(wire: Wire) -> 
         await wire.peer.read([good, good], [Span(wire.remote, 0, 8)], deadline_s=DEADLINE_S)
     with pytest.raises(ValueError, match="deadline_s"):
         await wire.peer.read([good], [Span(wire.remote, 0, 8)], deadline_s=0)
-    with pytest.raises(RegionError):
-        await wire.peer.read([good], [Span(999, 0, 8)], deadline_s=DEADLINE_S)
+    with pytest.raises(RegionError, match=r"999: is not open at peer peer \(span 1\)"):
+        await wire.peer.read(
+            [good, Span(wire.memory.id, 8, 8)],
+            [Span(wire.remote, 0, 8), Span(999, 0, 8)],
+            deadline_s=DEADLINE_S,
+        )
     assert (wire.memory.array == 1).all()
+
+
+async def test_a_bad_write_raises_before_anything_is_posted(wire: Wire) -> None:
+    """Here and now, not from the batch: there is none."""
+    here, there = [Span(wire.memory.id, 0, 8)] * 3, [Span(wire.remote, at, 8) for at in (0, 16, 9)]
+    with pytest.raises(SpanError, match="span 2: overlaps span 1 of the same destination"):
+        wire.peer.write(here, there, deadline_s=DEADLINE_S)
+    with pytest.raises(SpanError, match="span 1: bytes"):
+        wire.peer.write([here[0], Span(wire.memory.id, NBYTES, 8)], there[:2], deadline_s=DEADLINE_S)
+    with pytest.raises(SpanError, match="span 1: region must be an integer"):
+        wire.peer.write([here[0], wire.memory.array], there[:2], deadline_s=DEADLINE_S)  # type: ignore[list-item]
+    with pytest.raises(SpanError, match="integers, not float64"):
+        floats = Spans(np.array([1], np.uint32), np.array([0.5]), np.array([8], np.uint64))  # type: ignore[arg-type]
+        wire.peer.write(floats, there[:1], deadline_s=DEADLINE_S)
+    for bad in (1.5, -1, 1 << 64, "sum"):
+        with pytest.raises(SpanError, match="span 1: a checksum"):
+            wire.peer.write(here[:2], there[:2], deadline_s=DEADLINE_S, checksums=[0, bad])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="at most"):
+        wire.peer.write(here[:1], there[:1], deadline_s=DEADLINE_S, notify=bytes(1 << 17))
+    with pytest.raises(TypeError, match="a note is bytes, not str"):
+        wire.peer.write(here[:1], there[:1], deadline_s=DEADLINE_S, notify="text")  # type: ignore[arg-type]
+    found = await wire.theirs.do("checksum", region=wire.remote, offset=0, nbytes=NBYTES)
+    assert found["checksum"] == checksum(pattern(NBYTES, SEED))
 
 
 async def test_what_is_read_only_there_cannot_be_written(wire: Wire) -> None:

@@ -82,6 +82,7 @@ async def test_what_can_be_registered(agent: TransferAgent) -> None:
         (bytearray(0), "zero bytes"),
         (matrix[:, ::2], "contiguous"),
         (memoryview(bytearray(8))[::2], "contiguous"),
+        (np.array([object()]), "Python objects"),
     ):
         with pytest.raises(ValueError, match=message):
             agent.register(bad)

@@ -16,6 +16,7 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
+import psutil
 import pytest
 
 from runtime.options import TransferOptions
@@ -257,6 +258,129 @@ async def test_a_bad_request_is_refused_or_ends_the_connection(served: Served, n
         assert await exactly(sock, 8) == served.region.array[8:16].tobytes()
         sock.close()
     await served.works()
+
+
+u64 = st.one_of(st.integers(0, 2 * NBYTES), st.integers(0, (1 << 64) - 1))
+
+
+@st.composite
+def data_messages(draw: st.DrawFn, region: int) -> bytes:
+    """Requests with anything in any field, cut off anywhere, with garbage behind."""
+    spans = draw(
+        st.lists(st.tuples(st.sampled_from([region, region + 1, 0]), u64, u64), min_size=1, max_size=4)
+    )
+    columns = Spans.of([Span(*span) for span in spans])
+    request = Request(
+        draw(st.sampled_from(Op)),
+        draw(st.one_of(st.just(len(spans)), st.integers(0, (1 << 32) - 1))),
+        draw(st.integers(0, 200)),
+        draw(st.one_of(st.just(columns.total_nbytes), u64)),
+        draw(st.one_of(st.just(0), st.integers(0, (1 << 16) - 1))),
+    )
+    message = request.pack() + pack_spans(columns) + draw(st.binary(max_size=64))
+    return message[: draw(st.one_of(st.just(len(message)), st.integers(1, len(message))))]
+
+
+@st.composite
+def control_messages(draw: st.DrawFn) -> bytes:
+    """Frames of any kind and length, right or not."""
+    frames = []
+    for _ in range(draw(st.integers(1, 5))):
+        body = draw(st.binary(max_size=40))
+        length = draw(st.one_of(st.just(len(body)), st.integers(0, (1 << 32) - 1)))
+        # No notes: those would have to be read by somebody.
+        frames.append(FRAME_HEADER.pack(length, draw(st.integers(2, 255))) + body)
+    return b"".join(frames)
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(data=st.data())
+def test_what_a_proved_peer_may_say(data: st.DataObject) -> None:
+    """Whatever it is: an answer or the end of the connection, not a byte changed, and others are served."""
+
+    async def run() -> None:
+        async with await start("server") as server, await start("client") as client:
+            region = server.register(bytes(range(256)) * (NBYTES // 256), writable=False)
+            served = Served(server, region, client)
+            loop = asyncio.get_running_loop()
+            for kind in (Kind.DATA, Kind.CONTROL, Kind.DATA):
+                strategy = control_messages() if kind is Kind.CONTROL else data_messages(region.id)
+                sock = await served.meet(kind)
+                with contextlib.suppress(OSError):
+                    await loop.sock_sendall(sock, data.draw(strategy))
+                    sock.shutdown(socket.SHUT_WR)
+                await ends(sock, within_s=5)
+            with client.allocate(4096, "copy") as copy:
+                peer = await client.connect(server.describe())
+                await peer.read([Span(copy.id, 0, 4096)], [Span(region.id, 0, 4096)], deadline_s=5)
+                assert copy.array.tobytes() == bytes(range(256)) * 16
+            assert region.buffer == bytes(range(256)) * (NBYTES // 256)
+
+    asyncio.run(run())
+
+
+@hypothesis.given(st.binary(max_size=64), st.sampled_from([Request, Reply, wire.RegionInfo]))
+def test_any_bytes_are_a_message_or_refused(
+    body: bytes, kind: type[Request | Reply | wire.RegionInfo]
+) -> None:
+    nbytes = {Request: wire.REQUEST_NBYTES, Reply: wire.REPLY_NBYTES}.get(kind)
+    if nbytes is not None:
+        magic = b"MPq1" if kind is Request else b"MPr1"
+        body = magic + (body + bytes(nbytes))[: nbytes - 4]
+    try:
+        message = kind.unpack(body)
+    except wire.WireError:
+        return
+    if isinstance(message, Request | Reply):
+        assert message.nbytes <= wire.MAX_CHECKED_NBYTES
+        assert message.padding < wire.PAGE_NBYTES
+    assert kind.unpack(message.pack()).pack() == message.pack()
+
+
+async def test_those_who_announce_much_cost_little(served: Served) -> None:
+    """The largest lengths there are, on many connections that then go silent: no memory is set aside."""
+    process = psutil.Process()
+    loop = asyncio.get_running_loop()
+    await served.works()
+    before = process.memory_info().rss
+    largest = (
+        Request(Op.WRITE, wire.MAX_REQUEST_SPANS, 1000, wire.MAX_REQUEST_NBYTES).pack(),
+        Request(Op.CHECKSUM, wire.MAX_REQUEST_SPANS, 1000, wire.MAX_CHECKED_NBYTES).pack(),
+    )
+    silent = []
+    for turn in range(60):
+        if turn % 3:
+            sock = await served.meet(Kind.DATA)
+            await loop.sock_sendall(sock, largest[turn % 2] + bytes(100))
+        else:
+            sock = await served.meet(Kind.CONTROL)
+            await loop.sock_sendall(sock, FRAME_HEADER.pack(wire.MAX_FRAME_NBYTES, 1) + bytes(100))
+        silent.append(sock)
+    await served.works()
+    assert process.memory_info().rss - before < 32 << 20
+    for sock in silent:
+        sock.close()
+
+
+async def test_those_who_drip_are_shown_out_too(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then does not buy a stranger more time; and others come in meanwhile."""
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.5)
+    loop = asyncio.get_running_loop()
+
+    hello = b"MPh1" + (1).to_bytes(2, "little") + b"\x01\0" + served.server.describe().incarnation
+
+    async def drip(sock: socket.socket) -> int:
+        sent = 0
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            for sent in range(len(hello) - 1):
+                await loop.sock_sendall(sock, hello[sent : sent + 1])
+                await asyncio.sleep(0.05)
+        sock.close()
+        return sent
+
+    dripping = [asyncio.create_task(drip(await connect(served.server.describe()))) for _ in range(20)]
+    await served.works()
+    assert max(await asyncio.gather(*dripping)) < len(hello) - 2
 
 
 async def exactly(sock: socket.socket, nbytes: int) -> bytes:
