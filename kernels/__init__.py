@@ -13,38 +13,56 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kernels.dispatch import (
+        add_lora,
         argmax_rows,
+        combine_experts,
         copy_blocks,
         gather_blocks,
+        group_by_expert,
+        grouped_matmul,
         merge_attention_states,
         paged_decode_attention,
         paged_prefill_attention,
+        reshard_blocks,
         rms_norm,
         rotate_and_write,
+        route_experts,
         scatter_blocks,
         silu_mul,
         write_kv,
     )
+    from kernels.experts import PackedExperts
     from kernels.linear import PackedLinear
     from kernels.report import backend_report
 
 __all__ = [
+    "PackedExperts",
     "PackedLinear",
+    "add_lora",
     "argmax_rows",
     "backend_report",
+    "combine_experts",
     "copy_blocks",
     "gather_blocks",
+    "group_by_expert",
+    "grouped_matmul",
     "merge_attention_states",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "reshard_blocks",
     "rms_norm",
     "rotate_and_write",
+    "route_experts",
     "scatter_blocks",
     "silu_mul",
     "write_kv",
 ]
 
-_ELSEWHERE = {"PackedLinear": "kernels.linear", "backend_report": "kernels.report"}
+_ELSEWHERE = {
+    "PackedExperts": "kernels.experts",
+    "PackedLinear": "kernels.linear",
+    "backend_report": "kernels.report",
+}
 
 
 def __getattr__(name: str) -> Any:

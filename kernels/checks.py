@@ -14,24 +14,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from runtime.errors import MoonpoolError
+from kernels import expert_checks
+from kernels.require import KernelMisuse, require, require_tensor
+
+__all__ = ["KernelMisuse", "checked"]
 
 Form = TypeVar("Form", bound=Callable[..., Any])
-
-
-class KernelMisuse(MoonpoolError):
-    """A kernel was called with tensors it must not be given. Nothing has been read or written."""
-
-
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise KernelMisuse(what)
-
-
-def _tensor(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    require(x.dtype == dtype, f"{name} must be {dtype}, is {x.dtype}")
-    require(x.shape == shape, f"{name} must have the shape {list(shape)}, has {list(x.shape)}")
-    require(x.is_contiguous(), f"{name} must be contiguous, has strides {x.stride()}")
 
 
 def _pool(pool: Tensor, layer: int) -> None:
@@ -42,7 +30,7 @@ def _pool(pool: Tensor, layer: int) -> None:
 
 
 def _slots(slot_mapping: Tensor, pool: Tensor, n: int) -> None:
-    _tensor("slot_mapping", slot_mapping, torch.int64, n)
+    require_tensor("slot_mapping", slot_mapping, torch.int64, n)
     num_slots = pool.shape[0] * pool.shape[4]
     require(bool((slot_mapping < num_slots).all()), f"a slot lies beyond the pool's {num_slots}")
     used = [slot for slot in slot_mapping.tolist() if slot >= 0]
@@ -53,7 +41,7 @@ def _table(block_table: Tensor, pool: Tensor, context_lens: Tensor, seen_from: l
     """Every block of tokens seen_from[i] … context_lens[i] - 1 must be in the pool."""
     require(block_table.dtype == torch.int32, f"block_table must be int32, is {block_table.dtype}")
     require(block_table.stride(1) == 1, "a row of block_table must be contiguous")
-    _tensor("context_lens", context_lens, torch.int32, block_table.shape[0])
+    require_tensor("context_lens", context_lens, torch.int32, block_table.shape[0])
     num_blocks, block_size = pool.shape[0], pool.shape[4]
     for i, length in enumerate(context_lens.tolist()):
         wanted = -(-length // block_size)
@@ -75,14 +63,14 @@ def _heads(q: Tensor, pool: Tensor) -> None:
 
 
 def _check_rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> None:
-    _tensor("x", x, x.dtype, *x.shape[:1], weight.shape[0])
-    _tensor("weight", weight, x.dtype, x.shape[1])
+    require_tensor("x", x, x.dtype, *x.shape[:1], weight.shape[0])
+    require_tensor("weight", weight, x.dtype, x.shape[1])
     if residual is not None:
-        _tensor("residual", residual, x.dtype, *x.shape)
+        require_tensor("residual", residual, x.dtype, *x.shape)
 
 
 def _check_silu_mul(gate_up: Tensor) -> None:
-    _tensor("gate_up", gate_up, gate_up.dtype, gate_up.shape[0], gate_up.shape[1] // 2 * 2)
+    require_tensor("gate_up", gate_up, gate_up.dtype, gate_up.shape[0], gate_up.shape[1] // 2 * 2)
 
 
 def _check_argmax_rows(logits: Tensor) -> None:
@@ -92,7 +80,7 @@ def _check_argmax_rows(logits: Tensor) -> None:
 def _check_write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
     _pool(pool, layer)
     for name, x in (("k", k), ("v", v)):
-        _tensor(name, x, pool.dtype, k.shape[0], pool.shape[3], pool.shape[5])
+        require_tensor(name, x, pool.dtype, k.shape[0], pool.shape[3], pool.shape[5])
     _slots(slot_mapping, pool, k.shape[0])
 
 
@@ -115,16 +103,16 @@ def _check_rotate_and_write(
     _pool(pool, layer)
     n = positions.shape[0]
     require((num_kv_heads, head_dim) == (pool.shape[3], pool.shape[5]), "heads differ from the pool's")
-    _tensor("qkv", qkv, pool.dtype, n, (num_heads + 2 * num_kv_heads) * head_dim)
-    _tensor("positions", positions, torch.int64, n)
+    require_tensor("qkv", qkv, pool.dtype, n, (num_heads + 2 * num_kv_heads) * head_dim)
+    require_tensor("positions", positions, torch.int64, n)
     for name, table in (("cos", cos), ("sin", sin)):
-        _tensor(name, table, torch.float32, *cos.shape)
+        require_tensor(name, table, torch.float32, *cos.shape)
     require(2 * cos.shape[1] <= head_dim, f"rotary tables of {cos.shape[1]} angles for heads of {head_dim}")
     inside = bool(((positions >= 0) & (positions < cos.shape[0])).all())
     require(inside, f"a position lies beyond the rotary tables of {cos.shape[0]}")
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None:
-            _tensor(name, norm, qkv.dtype, head_dim)
+            require_tensor(name, norm, qkv.dtype, head_dim)
     _slots(slot_mapping, pool, n)
 
 
@@ -146,7 +134,7 @@ def _check_paged_decode_attention(
     seen_from = [max(0, length - window) if window else 0 for length in context_lens.tolist()]
     _table(block_table, pool, context_lens, seen_from)
     if out is not None:
-        _tensor("out", out, q.dtype, *q.shape)
+        require_tensor("out", out, q.dtype, *q.shape)
 
 
 def _check_paged_prefill_attention(
@@ -164,7 +152,7 @@ def _check_paged_prefill_attention(
 ) -> None:
     _pool(pool, layer)
     _heads(q, pool)
-    _tensor("cu_seqlens_q", cu_seqlens_q, torch.int32, block_table.shape[0] + 1)
+    require_tensor("cu_seqlens_q", cu_seqlens_q, torch.int32, block_table.shape[0] + 1)
     starts, lengths = cu_seqlens_q.tolist(), context_lens.tolist()
     require(starts[0] == 0 and starts[-1] == q.shape[0], f"cu_seqlens_q {starts} for {q.shape[0]} queries")
     seen_from = []
@@ -174,11 +162,11 @@ def _check_paged_prefill_attention(
         seen_from.append(max(0, length - new - window + 1) if window else 0)
     _table(block_table, pool, context_lens, seen_from)
     if out is not None:
-        _tensor("out", out, q.dtype, *q.shape)
+        require_tensor("out", out, q.dtype, *q.shape)
 
 
 def _block_ids(name: str, block_ids: Tensor, pool: Tensor, n: int, *, distinct: bool) -> None:
-    _tensor(name, block_ids, torch.int64, n)
+    require_tensor(name, block_ids, torch.int64, n)
     inside = bool(((block_ids >= 0) & (block_ids < pool.shape[0])).all())
     require(inside, f"{name} names a block outside of the pool's {pool.shape[0]}")
     require(not distinct or len(set(block_ids.tolist())) == n, f"{name} names a block twice")
@@ -188,12 +176,12 @@ def _check_gather_blocks(pool: Tensor, block_ids: Tensor, *, out: Tensor | None 
     require(pool.is_contiguous(), "the pool must be contiguous")
     _block_ids("block_ids", block_ids, pool, block_ids.shape[0], distinct=False)
     if out is not None:
-        _tensor("out", out, pool.dtype, block_ids.shape[0], *pool.shape[1:])
+        require_tensor("out", out, pool.dtype, block_ids.shape[0], *pool.shape[1:])
 
 
 def _check_scatter_blocks(blocks: Tensor, pool: Tensor, block_ids: Tensor) -> None:
     require(pool.is_contiguous(), "the pool must be contiguous")
-    _tensor("blocks", blocks, pool.dtype, block_ids.shape[0], *pool.shape[1:])
+    require_tensor("blocks", blocks, pool.dtype, block_ids.shape[0], *pool.shape[1:])
     _block_ids("block_ids", block_ids, pool, block_ids.shape[0], distinct=True)
 
 
@@ -209,12 +197,13 @@ def _check_merge_attention_states(outs: Tensor, lses: Tensor) -> None:
     require(
         outs.dim() == 4 and outs.is_contiguous(), f"outs must be four-dimensional, are {list(outs.shape)}"
     )
-    _tensor("lses", lses, torch.float32, *outs.shape[:3])
+    require_tensor("lses", lses, torch.float32, *outs.shape[:3])
 
 
 def checked(form: Form) -> Form:
     """The form, refusing with KernelMisuse what it must not be given."""
-    check: Callable[..., None] = globals()[f"_check_{form.__name__}"]
+    name = form.__name__
+    check: Callable[..., None] = globals().get(f"_check_{name}") or getattr(expert_checks, name)
 
     @functools.wraps(form)
     def call(*args: Any, **kwargs: Any) -> Any:

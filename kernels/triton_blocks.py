@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton_decode import padded
+
 WIDTH = 2048  # words a program moves
 
 
@@ -73,3 +75,69 @@ def copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
     """As ``reference.copy_blocks``."""
     words = _words(pool)
     _move(words, words, source_ids, target_ids, source_ids.shape[0])
+
+
+@triton.jit
+def reshard_token(
+    source,
+    target,
+    source_block,
+    source_layer,
+    source_kv,
+    source_head,
+    source_slot,
+    target_block,
+    target_layer,
+    target_kv,
+    target_head,
+    target_slot,
+    heads,
+    dim,
+    SOURCE_SIZE: tl.constexpr,
+    TARGET_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Grid: (tokens, layers, 2). The heads of one token of K or V, from one layout to the other.
+
+    ``*_block`` … ``*_slot``: strides in elements, 64-bit where they are multiplied.
+    """
+    token, layer, kv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    head, column = tl.arange(0, HEADS).to(tl.int64)[:, None], tl.arange(0, DIM)[None, :]
+    there = (head < heads) & (column < dim)
+    here = token // SOURCE_SIZE * source_block + layer * source_layer + kv * source_kv
+    here += token % SOURCE_SIZE * source_slot
+    value = tl.load(source + here + head * source_head + column, mask=there)
+    where = token // TARGET_SIZE * target_block + layer * target_layer + kv * target_kv
+    where += token % TARGET_SIZE * target_slot
+    tl.store(target + where + head * target_head + column, value.to(target.dtype.element_ty), mask=there)
+
+
+def reshard_blocks(
+    source: Tensor,
+    target: Tensor,
+    *,
+    num_tokens: int,
+    source_head: int = 0,
+    target_head: int = 0,
+    num_heads: int,
+    source_layer: int = 0,
+    target_layer: int = 0,
+    num_layers: int,
+) -> None:
+    """As ``reference.reshard_blocks``."""
+    if num_tokens and num_layers:
+        dim = source.shape[5]
+        reshard_token[(num_tokens, num_layers, 2)](
+            source[:, source_layer:, :, source_head:],
+            target[:, target_layer:, :, target_head:],
+            *source.stride()[:5],
+            *target.stride()[:5],
+            num_heads,
+            dim,
+            SOURCE_SIZE=source.shape[4],
+            TARGET_SIZE=target.shape[4],
+            HEADS=padded(num_heads),
+            DIM=padded(dim),
+            num_warps=1,
+        )

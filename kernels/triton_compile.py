@@ -24,7 +24,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import triton_blocks, triton_decode, triton_kv, triton_prefill, triton_rows
+from kernels import (
+    triton_adapters,
+    triton_blocks,
+    triton_decode,
+    triton_experts,
+    triton_kv,
+    triton_prefill,
+    triton_rows,
+)
 
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 # Shared memory a program may have, in bytes.
@@ -167,6 +175,49 @@ def other_cases(dtype: torch.dtype) -> Iterator[Case]:
     )
 
 
+def expert_and_adapter_cases(dtype: torch.dtype) -> Iterator[Case]:
+    pointer, name = POINTERS[dtype], _dtype_name(dtype)
+    for rows in (8, 512):
+        choice = triton_experts.GroupedChoice.of(rows, dtype)
+        yield Case(
+            f"grouped matmul {name} {choice.rows}",
+            triton_experts.grouped_tile,
+            dict.fromkeys(("x", "weights", "out"), pointer) | {"offsets": "*i32"},
+            {"num_experts": "i32", "outs": "i32", "ins": "i32"},
+            triton_experts.grouped_constants(64, choice),
+            choice.num_warps,
+            choice.num_stages,
+            multiplies_tiles=dtype is not torch.float32,
+        )
+    yield Case(
+        f"lora down {name}",
+        triton_adapters.lora_down,
+        {"x": pointer, "a": pointer, "ids": "*i32", "low": "*fp32"},
+        {"ins": "i32", "rank": "i32"},
+        {"RANK": 16, "INS": triton_adapters.INS},
+        num_warps=4,
+    )
+    yield Case(
+        f"lora up {name}",
+        triton_adapters.lora_up,
+        {"y": pointer, "b": pointer, "ids": "*i32", "scales": "*fp32", "low": "*fp32"},
+        {"outs": "i32", "rank": "i32"},
+        {"RANK": 16, "OUTS": triton_adapters.OUTS},
+        num_warps=4,
+    )
+    sides = [
+        f"{side}_{part}" for side in ("source", "target") for part in ("block", "layer", "kv", "head", "slot")
+    ]
+    yield Case(
+        f"reshard {name}",
+        triton_blocks.reshard_token,
+        {"source": pointer, "target": pointer},
+        dict.fromkeys((*sides, "heads", "dim"), "i32"),
+        {"SOURCE_SIZE": 16, "TARGET_SIZE": 64, "HEADS": 8, "DIM": 128},
+        num_warps=1,
+    )
+
+
 def all_cases(arch: int) -> Iterator[Case]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head_dim in (64, 128, 256):
@@ -174,6 +225,7 @@ def all_cases(arch: int) -> Iterator[Case]:
     for group, block_size in ((1, 16), (7, 16), (8, 256), (32, 64)):
         yield from attention_cases(torch.bfloat16, 128, group, block_size, arch)
     yield from other_cases(torch.bfloat16)
+    yield from expert_and_adapter_cases(torch.bfloat16)
 
 
 def compile_case(case: Case, arch: int) -> Resources:

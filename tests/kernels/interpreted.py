@@ -15,7 +15,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import reference, triton_blocks, triton_decode, triton_kv, triton_prefill, triton_rows
+from kernels import (
+    reference,
+    triton_adapters,
+    triton_blocks,
+    triton_decode,
+    triton_experts,
+    triton_kv,
+    triton_prefill,
+    triton_rows,
+)
 from tests.kernels.paged import PagedBatch, Shape, assert_near
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -179,3 +188,36 @@ def test_merge_attention_states() -> None:
     assert_near(merged, expected, torch.float32, 2)
     assert torch.equal(lse.isneginf(), expected_lse.isneginf())
     assert_near(lse[:3], expected_lse[:3], torch.float32, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("offsets", [[0, 3, 3, 40], [0, 0, 0, 1], [0, 70, 70, 90], [0, 5, 9, 12]])
+def test_grouped_matmul(dtype: torch.dtype, offsets: list[int]) -> None:
+    bounds = torch.tensor(offsets, dtype=torch.int32)
+    x, weights = torch.randn(offsets[-1] + 2, 72).to(dtype), torch.randn(3, 70, 72).to(dtype)
+    out = triton_experts.grouped_matmul(x, weights, bounds)
+    assert_near(out, reference.grouped_matmul(x.double(), weights.double(), bounds), dtype, factor=4)
+    assert out[offsets[-1] :].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_adapters(dtype: torch.dtype) -> None:
+    ids = torch.tensor([2, -1, 0, 2, 1], dtype=torch.int32)
+    x, y = torch.randn(5, 200).to(dtype), torch.randn(5, 150).to(dtype)
+    a, b, scales = torch.randn(3, 6, 200).to(dtype), torch.randn(3, 150, 6).to(dtype), torch.rand(3)
+    expected = y.double()
+    reference.add_lora(expected, x.double(), a.double(), b.double(), ids, scales)
+    triton_adapters.add_lora(y, x, a, b, ids, scales)
+    assert_near(y, expected, dtype, factor=4)
+
+
+@pytest.mark.parametrize(("size", "target_size"), [(16, 16), (8, 32), (32, 8)])
+def test_reshard(size: int, target_size: int) -> None:
+    num_tokens = 37
+    source = torch.randn(-(-num_tokens // size), 3, 2, 4, size, 24)
+    shape = (-(-num_tokens // target_size), 2, 2, 2, target_size, 24)
+    part = {"num_tokens": num_tokens, "source_head": 1, "num_heads": 2, "source_layer": 1, "num_layers": 2}
+    expected, found = torch.zeros(shape, dtype=torch.float16), torch.zeros(shape, dtype=torch.float16)
+    reference.reshard_blocks(source, expected, **part)
+    triton_blocks.reshard_blocks(source, found, **part)
+    assert torch.equal(found, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import kernels
@@ -55,3 +56,54 @@ def test_a_part_that_saw_nothing_is_not_looked_at() -> None:
     assert torch.allclose(merged[2], outs[:, 2].mean(0))
     assert merged[3].eq(0).all()
     assert lse[3].isneginf()
+
+
+def chain(num_tokens: int, layers: int, heads: int, dim: int) -> torch.Tensor:
+    """[tokens, layers, 2, heads, dim], every value its own."""
+    return torch.randn(num_tokens, layers, 2, heads, dim)
+
+
+def blocks_of(tokens: torch.Tensor, block_size: int, fill: float = float("nan")) -> torch.Tensor:
+    """The same tokens in blocks; unused slots of the last one hold ``fill``."""
+    num_tokens, *shape = tokens.shape
+    num_blocks = -(-num_tokens // block_size)
+    padded = torch.full((num_blocks * block_size, *shape), fill)
+    padded[:num_tokens] = tokens
+    return padded.view(num_blocks, block_size, *shape).permute(0, 2, 3, 4, 1, 5).contiguous()
+
+
+@pytest.mark.parametrize(("tp_from", "tp_to"), [(1, 2), (2, 1), (4, 2), (2, 4), (1, 1)])
+@pytest.mark.parametrize(("size_from", "size_to"), [(16, 16), (16, 8), (8, 32)])
+@pytest.mark.parametrize("num_tokens", [1, 16, 37])
+def test_shards_of_one_layout_make_those_of_another(
+    tp_from: int, tp_to: int, size_from: int, size_to: int, num_tokens: int
+) -> None:
+    heads = 4
+    tokens = chain(num_tokens, 3, heads, 8)
+    sources = [blocks_of(part, size_from) for part in tokens.chunk(tp_from, dim=3)]
+    for rank, expected in enumerate(tokens.chunk(tp_to, dim=3)):
+        target = torch.full_like(blocks_of(expected, size_to, 0.0), -1.0)
+        mine = range(rank * heads // tp_to, (rank + 1) * heads // tp_to)
+        for other, source in enumerate(sources):
+            theirs = range(other * heads // tp_from, (other + 1) * heads // tp_from)
+            shared = sorted(set(mine) & set(theirs))
+            if shared:
+                kernels.reshard_blocks(
+                    source,
+                    target,
+                    num_tokens=num_tokens,
+                    source_head=shared[0] - theirs[0],
+                    target_head=shared[0] - mine[0],
+                    num_heads=len(shared),
+                    num_layers=3,
+                )
+        assert torch.equal(target, blocks_of(expected, size_to, -1.0)), "and nothing else is touched"
+
+
+def test_stages_are_ranges_of_layers_and_dtypes_are_converted() -> None:
+    tokens = chain(20, 4, 2, 8)
+    source, target = blocks_of(tokens, 16), torch.zeros(2, 2, 2, 2, 16, 8, dtype=torch.bfloat16)
+    kernels.reshard_blocks(
+        source, target, num_tokens=20, num_heads=2, source_layer=1, target_layer=0, num_layers=2
+    )
+    assert torch.equal(target, blocks_of(tokens[:, 1:3], 16, 0.0).bfloat16())

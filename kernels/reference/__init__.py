@@ -1,0 +1,43 @@
+"""Every operation in plain torch: what the fast forms are tested against, and what runs where there is none.
+
+Written to be read. Arithmetic is float32 (float64 where the inputs are float64) and rounded once, at the end.
+Unused slots of the pool are sliced away before any arithmetic, so whatever lies there cannot leak into a
+result.
+
+The pool is ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``: index 0 of the third
+dimension is K, index 1 is V.
+"""
+
+from kernels.reference.adapters import add_lora
+from kernels.reference.attention import (
+    merge_attention_states,
+    paged_decode_attention,
+    paged_prefill_attention,
+)
+from kernels.reference.blocks import copy_blocks, gather_blocks, reshard_blocks, scatter_blocks
+from kernels.reference.experts import combine_experts, group_by_expert, grouped_matmul, route_experts
+from kernels.reference.kv import rotate, rotate_and_write, write_kv
+from kernels.reference.rows import argmax_rows, rms_norm, silu_mul
+from kernels.reference.wide import wide
+
+__all__ = [
+    "add_lora",
+    "argmax_rows",
+    "combine_experts",
+    "copy_blocks",
+    "gather_blocks",
+    "group_by_expert",
+    "grouped_matmul",
+    "merge_attention_states",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "reshard_blocks",
+    "rms_norm",
+    "rotate",
+    "rotate_and_write",
+    "route_experts",
+    "scatter_blocks",
+    "silu_mul",
+    "wide",
+    "write_kv",
+]

@@ -1,0 +1,65 @@
+"""Keys and values on their way into the pool."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.reference.wide import wide
+
+
+def write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+    """k, v: [num_tokens, num_kv_heads, head_dim]; slot_mapping: int64 [num_tokens], -1 skips the token.
+
+    A slot is ``block * block_size + offset``. Two tokens of one call must not share a slot.
+    """
+    block_size = pool.shape[4]
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    blocks, offsets = slots // block_size, slots % block_size
+    pool[blocks, layer, 0, :, offsets] = k[kept].to(pool.dtype)
+    pool[blocks, layer, 1, :, offsets] = v[kept].to(pool.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first 2 * cos.shape[-1] dimensions (half-split); the rest passes through.
+
+    x: [n, heads, head_dim]; cos, sin: [n, rotary_dim / 2].
+    """
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Norm (where asked) and rotate q and k, write k and v to the pool.
+
+    qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim]; positions: int64 [n]; cos, sin: float32
+    [max_position, rotary_dim / 2]; slot_mapping: int64 [n], -1 skips the write; q_norm, k_norm: [head_dim].
+    Returns q: [n, num_heads, head_dim].
+    """
+    heads = wide(qkv).view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None:
+        q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + eps) * wide(q_norm)
+    if k_norm is not None:
+        k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps) * wide(k_norm)
+    cos, sin = cos[positions].to(heads.dtype), sin[positions].to(heads.dtype)
+    write_kv(rotate(k, cos, sin), v, pool, layer, slot_mapping)
+    return rotate(q, cos, sin).to(qkv.dtype)
