@@ -7,31 +7,27 @@ import asyncio
 import sys
 from time import perf_counter
 
-from kvstore.index import Event, KVIndex
+from kvstore.index import KVIndex
 from kvstore.mirror import IndexMirror
 from kvstore.redis_client import connect
 
 
-class _Watching(IndexMirror):
-    """Notes when each event has been applied, by the last key it names."""
-
-    seen: list[tuple[bytes, float]]
-
-    def _apply(self, event: Event) -> None:
-        super()._apply(event)
-        if event.kind == b"B":
-            self.seen.append((event.data[-16:], perf_counter()))
-
-
 async def _main(url: str, namespace: str) -> None:
     client = connect(url)
-    mirror = _Watching(KVIndex(client, namespace))
-    mirror.seen = []
+    mirror = IndexMirror(KVIndex(client, namespace))
+    change = mirror._copy.change
+    seen: list[tuple[bytes, float]] = []  # each batch, by the last key it names, and when it was applied
+
+    def noting(node_id: str, changes: bytes) -> None:
+        change(node_id, changes)
+        seen.append((changes[-16:], perf_counter()))
+
+    mirror._copy.change = noting  # type: ignore[method-assign]
     await mirror.start()
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     await mirror.caught_up()
-    for key, at in mirror.seen:
+    for key, at in seen:
         print(key.hex(), at)
     await mirror.close()
     await client.aclose()

@@ -44,6 +44,7 @@ class AttemptPlan:
     decode: Member | None  # None: the prefill's token is the last one
     fetch_from: node_pb2.KvAddress | None
     num_fetch_blocks: int
+    num_hit_blocks: int  # that the index says the prefill node holds itself
     num_blocks: int  # of KV that it will probably hold in the end
     prompt_logprobs: bool
     conductor_id: str
@@ -164,6 +165,7 @@ class Attempt:
             work=plan.work,
             fetch_from=plan.fetch_from,
             num_fetch_blocks=plan.num_fetch_blocks,
+            num_hit_blocks=plan.num_hit_blocks,
             prompt_logprobs=plan.prompt_logprobs,
             followed=plan.decode is not None,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from conductor.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
+from conductor.cluster_view import ClusterView, NodeView, PlaceRequest
 from conductor.placement import DecodeEstimate, PrefillEstimate
 from conductor.policies import Policy
 from kvstore.prefix_map import PrefixMap
@@ -60,7 +60,6 @@ def sources(view: ClusterView, usable: int) -> Sequence[Source]:
 def estimate_prefill(
     request: PlaceRequest,
     view: ClusterView,
-    slo: Slo,
     policy: Policy,
     node: NodeView,
     usable: int,
@@ -74,7 +73,7 @@ def estimate_prefill(
     local_tokens = local_blocks * block_size
     compute_s = factor * cost.profile.prefill_s(num_tokens - local_tokens, local_tokens)
     load_s = _load_s(view, node, local_blocks) if local_blocks else 0.0
-    order_s = now_s + request.lag_s + policy.patience_s(compute_s, slo)
+    order_s = now_s + request.lag_s + policy.patience_s(compute_s)
     queue_s = node.others_queue_s + queue.wait_s(now_s, order_s)
     shown_load_s = load_s - queue_s if load_s > queue_s else 0.0
     best = PrefillEstimate(
@@ -96,7 +95,7 @@ def estimate_prefill(
         transfer_s += _source_s(view, node, source, local_blocks)
         held = source.num_blocks * block_size
         rest_s = factor * cost.profile.prefill_s(num_tokens - held, held)
-        order_s = now_s + request.lag_s + policy.patience_s(rest_s, slo)
+        order_s = now_s + request.lag_s + policy.patience_s(rest_s)
         queue_s = node.others_queue_s + queue.wait_s(now_s, order_s)
         shown_load_s = load_s - queue_s if load_s > queue_s else 0.0
         fetch_s = max(load_s + transfer_s - queue_s, 0.0) - shown_load_s

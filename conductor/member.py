@@ -242,7 +242,11 @@ class Member:
                     "name": "pool",
                     "num_blocks": load.num_blocks,
                     "num_used_blocks": load.num_blocks - load.free_blocks,
-                }
+                },
+                *(
+                    {"name": name, "num_blocks": fill.num_blocks, "num_used_blocks": fill.num_held}
+                    for name, fill in record.tiers.items()
+                ),
             ],
             "num_placed": self.view.num_placed,
             "breaker_closes_in_s": self.breaker.closes_in_s(now_s),

@@ -37,14 +37,14 @@ def place(
     nodes: Sequence[NodeView] = prefill_shortlist(request, view, policy, usable, fetchable)
     if not nodes:
         return _too_large(request, view, "prefill")
-    prefills = [estimate_prefill(request, view, slo, policy, n, usable, fetchable) for n in nodes]
+    prefills = [estimate_prefill(request, view, policy, n, usable, fetchable) for n in nodes]
     prefill, reason = policy.prefill(prefills, view, slo)
     if prefill.ttft_s > request.deadline_s:
         in_time = [estimate for estimate in prefills if estimate.ttft_s <= request.deadline_s]
         if not in_time:
             return _too_late(request, prefills)
         (prefill, _), reason = policy.prefill(in_time, view, slo), Reason.DEADLINE
-    patience_s = request.lag_s + policy.patience_s(prefill.compute_s, slo)
+    patience_s = request.lag_s + policy.patience_s(prefill.compute_s)
     if not decodes:
         return _placement(prefill, None, reason, prefills, (), patience_s, policy)
 

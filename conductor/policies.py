@@ -41,7 +41,7 @@ class Policy(Protocol):
         """
         ...
 
-    def patience_s(self, compute_s: float, slo: Slo) -> float:
+    def patience_s(self, compute_s: float) -> float:
         """Later prefills that come within this time may pass one that computes for ``compute_s``."""
         ...
 
@@ -64,7 +64,7 @@ class _Plain:
     def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
         return False
 
-    def patience_s(self, compute_s: float, slo: Slo) -> float:
+    def patience_s(self, compute_s: float) -> float:
         return 0.0
 
     def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate:
@@ -161,14 +161,14 @@ class Goodput:
     fetches = True
     counts_cache = True
     # Among nodes as good as this (estimates are that uncertain), the one with more of the prefix and then
-    # the one given the fewest requests is taken, so that equal nodes share the work and the cache.
+    # the one given the fewest requests is taken, so that equal nodes share the work and the cache. The window
+    # must be narrow: whoever is placed behind a queue delays those that come after.
     tie_ratio: float = 1.05
     tie_s: float = 1e-4
-    # A prefill lets those pass that come within so many times what it computes for, but never so long that a
-    # TTFT objective would be at risk for that alone.
-    patience: float = 4.0
-    patience_share: float = 0.5
-    longest_patience_s: float = 60.0
+    widest_tie_s: float = 1e-3
+    # A prefill lets those pass that come within so many times what it computes for.
+    patience: float = 8.0
+    longest_patience_s: float = 120.0
 
     def first(self, view: ClusterView, count: int) -> int | None:
         return None
@@ -176,24 +176,26 @@ class Goodput:
     def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
         return fetched_s < local_s
 
-    def patience_s(self, compute_s: float, slo: Slo) -> float:
-        return min(self.patience * compute_s, self.patience_share * slo.ttft_s, self.longest_patience_s)
+    def patience_s(self, compute_s: float) -> float:
+        return min(self.patience * compute_s, self.longest_patience_s)
 
     def prefill(
         self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
     ) -> tuple[PrefillEstimate, Reason]:
         in_time = [c for c in candidates if c.ttft_s <= slo.ttft_s] or candidates
-        best_s = min([c.ttft_s + c.num_delayed * c.compute_s for c in in_time])
-        most_s = best_s * self.tie_ratio + self.tie_s
+        most_s = self._tie(min([c.ttft_s + c.num_delayed * c.compute_s for c in in_time]))
         near = [c for c in in_time if c.ttft_s + c.num_delayed * c.compute_s <= most_s]
         chosen = min(near, key=lambda c: (-c.local_tokens, c.num_placed, c.ttft_s, c.node_id))
         return chosen, _reason(chosen, candidates)
 
     def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate:
         best_s = min([c.total_s + c.delay_s for c in candidates])
-        most_s = best_s * self.tie_ratio + self.tie_s
-        near = [c for c in candidates if c.total_s + c.delay_s <= most_s]
+        # A whole answer takes long and its estimate is as uncertain: the widest tie is for first tokens.
+        near = [c for c in candidates if c.total_s + c.delay_s <= best_s * self.tie_ratio + self.tie_s]
         return min(near, key=lambda c: (-c.local_tokens, c.num_running, c.num_placed, c.node_id))
+
+    def _tie(self, best_s: float) -> float:
+        return best_s + min((self.tie_ratio - 1) * best_s, self.widest_tie_s) + self.tie_s
 
 
 _ALL: tuple[Policy, ...] = (Goodput(), KvAware(), LocalCache(), LeastLoaded(), RoundRobin(), Random())

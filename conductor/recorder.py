@@ -51,19 +51,23 @@ class Recorder:
         summary.cached_tokens = reply.num_cached_tokens
         summary.pool_tokens = reply.num_pool_tokens
         summary.host_tokens = reply.num_host_tokens
+        summary.ssd_tokens = reply.num_ssd_tokens
         summary.fetched_tokens = reply.num_fetched_tokens
-        if reply.num_cached_tokens or reply.fetch_error:
+        if reply.num_cached_tokens or reply.fetch_error or reply.num_stale_blocks:
             self.timeline.add(
                 "prefix_loaded",
                 now_s - reply.compute_s,
                 cached_tokens=reply.num_cached_tokens,
                 pool_tokens=reply.num_pool_tokens,
                 host_tokens=reply.num_host_tokens,
+                ssd_tokens=reply.num_ssd_tokens,
+                load_s=reply.load_s,
                 fetched_tokens=reply.num_fetched_tokens,
                 fetched_nbytes=reply.fetched_nbytes,
                 fetch_s=reply.fetch_s,
                 fetch_from=plan.placement.prefill.fetch_from,
                 fetch_error=reply.fetch_error,
+                stale_blocks=reply.num_stale_blocks,
             )
         self.timeline.add(
             "prefilled",

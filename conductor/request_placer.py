@@ -128,6 +128,7 @@ class RequestPlacer:
                 decode=members[placement.decode.node_id] if placement.decode else None,
                 fetch_from=fetch_from,
                 num_fetch_blocks=num_blocks if fetch_from else 0,
+                num_hit_blocks=estimate.local_tokens // services.model.block_size,
                 num_blocks=self.num_blocks,
                 prompt_logprobs=self._wants_prompt_logprobs,
                 conductor_id=services.conductor_id,

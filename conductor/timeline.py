@@ -31,9 +31,10 @@ class RequestSummary:
     detail: str = ""  # the same as a sentence
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens not computed: the three below together
+    cached_tokens: int = 0  # prompt tokens not computed: the four below together
     pool_tokens: int = 0
     host_tokens: int = 0
+    ssd_tokens: int = 0
     fetched_tokens: int = 0  # read from a peer
     transferred_nbytes: int = 0  # prefill node -> decode node
     transfer_s: float = 0.0  # spent reading

@@ -35,6 +35,7 @@ class Fetched:
 
     block_ids: list[int] = field(default_factory=list)
     num_read: int = 0  # the last so many of them came from the peer
+    num_missing: int = 0  # of the chain, that neither this node nor the peer held
     nbytes: int = 0
     seconds: float = 0.0
 
@@ -109,6 +110,7 @@ class KvExchange:
         try:
             async with self._leases.hold(source, chain[num_local:]) as blocks:
                 num_wanted = len(blocks.offset)
+                num_missing = len(chain) - num_local - num_wanted
                 if 0 < num_wanted <= pool.num_free:
                     held += pool.allocate(num_wanted)
                     peer = await self.connect(source)
@@ -119,4 +121,4 @@ class KvExchange:
             raise
         for i in range(num_local, len(held)):
             held[i] = pool.seal(held[i], chain[i], chain[i - 1] if i else None)
-        return Fetched(held, len(held) - num_local, nbytes, time.monotonic() - started_s)
+        return Fetched(held, len(held) - num_local, num_missing, nbytes, time.monotonic() - started_s)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc.aio
@@ -20,11 +20,13 @@ from engine.node_store import NodeStore
 from engine.sampling import Sampling
 from engine.sequence import Sequence
 from kvstore import keys as block_keys
+from kvstore.changes import batches
 from kvstore.index import KVIndex
 from kvstore.keys import BlockKey
 from kvstore.node_record import NodeLoad, NodeRecord
-from kvstore.publisher import IndexPublisher
+from kvstore.publisher import BATCH_BLOCKS, IndexPublisher
 from kvstore.redis_client import connect
+from kvstore.store.collector import observe_store
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
@@ -144,6 +146,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             f"http://{config.node.host}:{serve_metrics(config.node.host, config.node.metrics_port)}/metrics"
         )
         observe_engine(engine)
+        observe_store(self.store.tiers)
         self._redis = connect(config.index.redis_url)
         index = KVIndex(self._redis, config.index.namespace)
         self.publisher = IndexPublisher(index, self.record, config.index, self.store.tiers.held)
@@ -209,6 +212,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
                 num_blocks=stats.num_blocks,
                 free_blocks=stats.num_free_blocks,
             ),
+            tiers=self.store.fill(),
             profile=self._profile(),
         )
 
@@ -259,7 +263,10 @@ class EngineNode(node_pb2_grpc.NodeServicer):
     async def Lease(
         self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.LeaseReply:
-        lease = await self.store.tiers.pin(block_keys.unpack(request.keys), request.ttl_s)
+        keys = block_keys.unpack(request.keys)
+        lease = await self.store.tiers.pin(keys, request.ttl_s)
+        # Whoever asks was told by the index that they are here.
+        self.publisher.disown(keys[len(lease.blocks) :])
         return node_pb2.LeaseReply(lease_id=lease.id, epoch=self.epoch, blocks=self.store.describe(lease))
 
     async def Release(
@@ -267,6 +274,12 @@ class EngineNode(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.ReleaseReply:
         self.store.tiers.release(request.lease_id)
         return node_pb2.ReleaseReply()
+
+    async def Held(
+        self, request: node_pb2.HeldRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.HeldBlocks]:
+        for changes in batches(list(self.store.tiers.held()), BATCH_BLOCKS):
+            yield node_pb2.HeldBlocks(epoch=self.epoch, changes=changes)
 
     async def Replicate(
         self, request: node_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -11,6 +11,7 @@ from engine.engine import Engine
 from engine.pool_tier import PoolTier
 from engine.prefix_loader import PrefixLoader
 from kvstore.keys import BlockKey
+from kvstore.node_record import TierFill
 from kvstore.store import Lease, TieredStore
 from kvstore.store.holdings import OnChange
 from kvstore.tier import Tier
@@ -80,6 +81,10 @@ class NodeStore:
             "host_load_nbytes_per_s": host,
             "ssd_load_nbytes_per_s": stats.ssd_load_nbytes_per_s,
         }
+
+    def fill(self) -> dict[str, TierFill]:
+        """How full the tiers below the pool are, for the index."""
+        return {tier.name: TierFill(tier.capacity_blocks, tier.num_blocks) for tier in self.tiers.stats.tiers}
 
     def status(self) -> list[node_pb2.TierStatus]:
         nbytes = self._memory.layout.block_nbytes

@@ -24,6 +24,7 @@ class Loaded:
     block_ids: list[int] = field(default_factory=list)
     num_host: int = 0
     num_ssd: int = 0
+    num_stale: int = 0  # that the index named and no tier held
     seconds: float = 0.0
 
 
@@ -70,7 +71,7 @@ class PrefixLoader:
         for i in range(num_held, len(held)):
             held[i] = pool.seal(held[i], chain[i], chain[i - 1] if i else None)
         num_ssd = found.count(Tier.SSD)
-        return Loaded(held, len(found) - num_ssd, num_ssd, time.monotonic() - began_s)
+        return Loaded(held, len(found) - num_ssd, num_ssd, seconds=time.monotonic() - began_s)
 
     async def _fill(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> list[Tier]:
         """Where each of the first blocks came from; shorter than ``keys`` where one could not be had."""

@@ -46,7 +46,8 @@ class Scheduler:
         """Queue the sequence. Blocks in its table are the scheduler's to release from now on."""
         if sequence.block_table and sequence.num_computed_tokens >= sequence.num_tokens:
             self._uncover_last_block(sequence)
-        if sequence.block_table and sequence.num_computed_tokens == sequence.num_tokens - 1:
+        only_a_row_missing = sequence.block_table and sequence.num_computed_tokens == sequence.num_tokens - 1
+        if only_a_row_missing and not sequence.prefill_only:
             queue = self.ready
         else:
             queue = self.waiting

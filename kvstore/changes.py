@@ -8,7 +8,10 @@ harmless.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from struct import Struct
+
+import numpy as np
 
 from kvstore.errors import ChangesCorrupt
 from kvstore.keys import KEY_NBYTES, BlockKey
@@ -31,6 +34,13 @@ def encode(stored: Mapping[BlockKey, Tier], removed: Iterable[BlockKey]) -> byte
     return b"".join(_GROUP.pack(op, len(keys)) + b"".join(keys) for op, keys in groups.items())
 
 
+def batches(held: Iterable[tuple[BlockKey, Tier]], num_keys: int) -> Iterator[bytes]:
+    """All that is held, ``num_keys`` blocks to an encoded batch."""
+    rest = iter(held)
+    while batch := dict(islice(rest, num_keys)):
+        yield encode(batch, ())
+
+
 def decode(data: bytes) -> Iterator[tuple[int, bytes]]:
     """``(op, packed keys)`` of each group. Raises ``ChangesCorrupt`` at the first byte that makes no
     sense."""
@@ -51,3 +61,10 @@ def decode(data: bytes) -> Iterator[tuple[int, bytes]]:
 def split(packed: bytes) -> list[bytes]:
     """The 16-byte keys of one group."""
     return [packed[at : at + KEY_NBYTES] for at in range(0, len(packed), KEY_NBYTES)]
+
+
+def pick(packed: bytes, part: int, num_parts: int) -> list[bytes]:
+    """The keys of a packed run whose last byte is ``part`` modulo ``num_parts``."""
+    last = np.frombuffer(packed, np.uint8)[KEY_NBYTES - 1 :: KEY_NBYTES]
+    places: list[int] = (np.flatnonzero(last % num_parts == part) * KEY_NBYTES).tolist()
+    return [packed[at : at + KEY_NBYTES] for at in places]

@@ -54,6 +54,7 @@ class LogPage:
     complete: bool
     base: int
     batches: list[bytes]
+    seq: int  # of the last event when the page was read
 
 
 class KVIndex:
@@ -176,11 +177,14 @@ class KVIndex:
 
     async def read_log(self, node_id: str, position: int = 0, count: int = 64) -> LogPage | None:
         """Up to ``count`` batches of a node's log from an absolute position on; None: no such node."""
-        reply = await self.run("read_log", scripts.read, list(self._own(node_id)), [position, count])
+        keys = [*self._own(node_id), self._meta]
+        reply = await self.run("read_log", scripts.read, keys, [position, count])
         if not reply:
             return None
-        epoch, record, complete, base, batches = reply
-        return LogPage(int(epoch), NodeRecord.from_json(record), complete == b"1", int(base), batches)
+        epoch, record, complete, base, batches, seq = reply
+        return LogPage(
+            int(epoch), NodeRecord.from_json(record), complete == b"1", int(base), batches, int(seq)
+        )
 
     async def read_events(self, after: int, count: int, block_s: float = 0.0) -> list[Event]:
         """Events with a higher number, in order, waiting up to ``block_s`` for the first. The first one's

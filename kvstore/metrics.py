@@ -28,6 +28,22 @@ mirror_corrupt_events = Counter(
 mirror_snapshots = Counter(
     "moonpool_index_mirror_snapshots_total", "Times the whole index was read.", ["cause"]
 )  # start, gap, instance (Redis lost its data), history (it went back)
+mirror_checks = Counter(
+    "moonpool_index_mirror_checks_total", "Times a part of the mirror was compared with Redis."
+)
+mirror_difference = Gauge(
+    "moonpool_index_mirror_difference_blocks", "Blocks in which the mirror differed when last compared."
+)
+mirror_differences = Counter(
+    "moonpool_index_mirror_differences_total",
+    "Blocks in which the mirror differed; their nodes are read again.",
+)
+stale_hits = Counter(
+    "moonpool_index_stale_hits_total",
+    "Blocks a request was placed by that were not there: computed instead, and taken out of the index. Where "
+    "they should have been: on the prefill node itself (local) or at a peer.",
+    ["where"],
+)
 lapsed_nodes = Counter(
     "moonpool_index_lapsed_nodes_total", "Nodes this process dropped because their lease ended."
 )

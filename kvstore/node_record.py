@@ -27,6 +27,14 @@ class NodeLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class TierFill:
+    """How full a tier below the pool is."""
+
+    num_blocks: int = 0  # there is room for
+    num_held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord:
     """One node in one life (``epoch``). ``epoch`` grows from one life of a node to the next."""
 
@@ -42,6 +50,7 @@ class NodeRecord:
     layout: str = ""  # KVLayout.fingerprint, hex
     kv_address: bytes = b""  # protos.KvAddress, serialized
     load: NodeLoad = NodeLoad()
+    tiers: dict[str, TierFill] = field(default_factory=dict)  # below the pool: "host", "ssd"
     profile: dict[str, float] = field(default_factory=dict)  # protos.Profile's coefficients by name
     extra: dict[str, Any] = field(default_factory=dict)  # fields a newer version wrote; kept as they are
 
@@ -62,6 +71,10 @@ class NodeRecord:
             known["kv_address"] = b64decode(known.get("kv_address", ""), validate=True)
             load = known.get("load", {})
             known["load"] = NodeLoad(**{name: int(load[name]) for name in _LOAD_FIELDS if name in load})
+            known["tiers"] = {
+                name: TierFill(int(fill["num_blocks"]), int(fill["num_held"]))
+                for name, fill in known.get("tiers", {}).items()
+            }
             return cls(**known, extra=body)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RecordCorrupt(f"a node record cannot be read: {error!r} in {data[:200]!r}") from error

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import Protocol
 
 from kvstore import metrics
 from kvstore.changes import REMOVED, decode, encode, split
@@ -23,6 +24,16 @@ _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 # Blocks in one call: enough that the call's own cost vanishes, few enough that Redis is never held up.
 BATCH_BLOCKS = 1024
 _TIDY_BATCHES = 16
+
+
+class Listener(Protocol):
+    """Hears what a node says it holds, whether Redis is there or not."""
+
+    def stored(self, key: BlockKey, tier: Tier) -> None:
+        """The block is held, its fastest copy now in ``tier``."""
+
+    def removed(self, key: BlockKey) -> None:
+        """The block is held in no tier any more."""
 
 
 class IndexPublisher:
@@ -44,6 +55,7 @@ class IndexPublisher:
         """``record_fn`` gives the node's record with its load as it is now (same node_id and epoch for ever);
         ``held_fn`` gives every block it holds now, with its fastest tier, in any order."""
         self.connected = False
+        self.listeners: list[Listener] = []
         self.superseded = False  # another process runs under our node id with a newer epoch: silent for good
         self._index = index
         self._record_fn = record_fn
@@ -71,11 +83,24 @@ class IndexPublisher:
         if self._held.get(key) is not tier:
             self._held[key] = tier
             self._change(key, tier)
+            for listener in self.listeners:
+                listener.stored(key, tier)
 
     def removed(self, key: BlockKey) -> None:
         """The block is held in no tier any more."""
         if self._held.pop(key, None) is not None:
             self._change(key, None)
+            for listener in self.listeners:
+                listener.removed(key)
+
+    def disown(self, keys: Iterable[BlockKey]) -> int:
+        """Somebody was told that this node holds these blocks. Publishes the removal of those it does not
+        hold, whatever the index says of them; only their owner can do that without a race. Returns how many.
+        """
+        stale = [key for key in keys if key not in self._held]
+        for key in stale:
+            self._change(key, None)
+        return len(stale)
 
     def announce(self) -> None:
         """Publish the node's record now, not at the next heartbeat: its state has changed."""

@@ -143,13 +143,14 @@ return {redis.call('HGET', KEYS[1], 'instance'), seq, redis.call('ZRANGEBYSCORE'
 """
 )
 
-# KEYS node log | ARGV position count.  Batches from an absolute position of the log on.
+# KEYS node log meta | ARGV position count
+# Batches from an absolute position of the log on, and where the stream stood then.
 READ = """
 local head = redis.call('HMGET', KEYS[1], 'epoch', 'record', 'complete', 'base')
 if not head[1] then return {} end
 local first = math.max(tonumber(ARGV[1]) - tonumber(head[4]), 0)
 local batches = redis.call('LRANGE', KEYS[2], first, first + tonumber(ARGV[2]) - 1)
-return {head[1], head[2], head[3], head[4], batches}
+return {head[1], head[2], head[3], head[4], batches, redis.call('HGET', KEYS[3], 'seq') or '0'}
 """
 
 

@@ -102,7 +102,12 @@ def turns_table(turns: Sequence[Turn]) -> RenderableType:
 
 
 def _sources(summary: dict[str, Any]) -> str:
-    parts = (("pool", "pool_tokens"), ("host", "host_tokens"), ("peer", "fetched_tokens"))
+    parts = (
+        ("pool", "pool_tokens"),
+        ("host", "host_tokens"),
+        ("disk", "ssd_tokens"),
+        ("peer", "fetched_tokens"),
+    )
     return " ".join(f"{name} {summary[key]}" for name, key in parts if summary[key]) or "–"
 
 

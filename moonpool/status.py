@@ -41,7 +41,15 @@ def cluster_view(url: str, cluster: dict[str, Any]) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("node", "role", "state", "host", "pid"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("running", "waiting", "queued tokens", "blocks used", "placed"):
+    for heading in (
+        "running",
+        "waiting",
+        "queued tokens",
+        "pool blocks used",
+        "host blocks",
+        "disk blocks",
+        "placed",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for node in sorted(cluster["nodes"], key=lambda node: (node["role"] != "prefill", node["node_id"])):
         load = node["load"]
@@ -56,8 +64,17 @@ def cluster_view(url: str, cluster: dict[str, Any]) -> RenderableType:
             str(load["num_waiting"]),
             str(load["num_queued_tokens"]),
             f"{used}/{load['num_blocks']}",
+            *(_fill(node, tier) for tier in ("host", "ssd")),
             str(node["num_placed"]),
         )
     parts: list[RenderableType] = [Text(url, style="bold"), table]
     parts += [Text(f"degraded: {sentence}", style="yellow") for sentence in cluster.get("degraded", [])]
     return Group(*parts)
+
+
+def _fill(node: dict[str, Any], name: str) -> str:
+    """How much a tier holds, of how much it has room for."""
+    for tier in node.get("tiers", ()):
+        if tier["name"] == name:
+            return f"{tier['num_used_blocks']}/{tier['num_blocks']}"
+    return "–"

@@ -18,6 +18,7 @@ from engine.node_metrics import PREFILL_TOKENS
 from engine.node_store import USE_DELAY_S
 from engine.prefix_loader import Loaded
 from engine.sequence import FinishReason, Sequence
+from kvstore import metrics as index_metrics
 from prefill_node.handover import Handover
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
@@ -126,19 +127,32 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         asyncio.get_running_loop().call_later(USE_DELAY_S, self.store.tiers.use, chain, tiers)
         loaded = await self.store.loader.load(chain, tiers)
         sequence.hold_prefix(loaded.block_ids, pool.block_size)
+        missing = chain[len(tiers) : request.num_hit_blocks]
+        if missing:
+            index_metrics.stale_hits.labels("local").inc(len(missing))
+            self.publisher.disown(missing)
+        loaded.num_stale = len(missing)
         if not request.num_fetch_blocks:
             return loaded, Fetched(), ""
+        wanted = chain[: request.num_fetch_blocks]
         try:
-            fetched = await self.exchange.fetch(request.fetch_from, chain[: request.num_fetch_blocks])
+            fetched = await self.exchange.fetch(request.fetch_from, wanted)
         except (TransferError, NodeUnavailable, RemoteError, PeerIncompatible) as error:
             log.warning("blocks were not fetched and are computed instead: %s", error)
             return loaded, Fetched(), str(error)
+        fetch_error = ""
+        if fetched.num_missing:
+            index_metrics.stale_hits.labels("peer").inc(fetched.num_missing)
+            fetch_error = (
+                f"{request.fetch_from.node_id} lacked {fetched.num_missing} of {len(wanted)} blocks "
+                "that the index named"
+            )
         if len(fetched.block_ids) > len(loaded.block_ids):
             pool.release(loaded.block_ids)
             sequence.hold_prefix(fetched.block_ids, pool.block_size)
         else:
             pool.release(fetched.block_ids)
-        return loaded, fetched, ""
+        return loaded, fetched, fetch_error
 
     async def _compute(self, sequence: Sequence) -> StepEvent:
         """Queue the sequence and wait for its first token."""
@@ -231,4 +245,5 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             fetched_nbytes=fetched.nbytes,
             prompt_logprobs=[token_logprobs(entry) for entry in event.prompt_logprobs or ()],
             fetch_error=fetch_error,
+            num_stale_blocks=loaded.num_stale + fetched.num_missing,
         )

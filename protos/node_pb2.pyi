@@ -577,6 +577,44 @@ class ReleaseReply(_message.Message):
 Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
 
 @_typing.final
+class HeldRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldRequest: _TypeAlias = HeldRequest  # noqa: Y015
+
+@_typing.final
+class HeldBlocks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    changes: _builtins.bytes
+    """kvstore.changes: keys by their fastest tier"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        changes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldBlocks: _TypeAlias = HeldBlocks  # noqa: Y015
+
+@_typing.final
 class ReplicateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -719,12 +757,15 @@ class PrefillRequest(_message.Message):
     NUM_FETCH_BLOCKS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FOLLOWED_FIELD_NUMBER: _builtins.int
+    NUM_HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     num_fetch_blocks: _builtins.int
     """how much of block_keys that node is believed to hold; 0: do not fetch"""
     prompt_logprobs: _builtins.bool
     """compute every prompt token's logprob (turns the prefix cache off)"""
     followed: _builtins.bool
     """a decode node will call Follow; otherwise the blocks go at once"""
+    num_hit_blocks: _builtins.int
+    """how much of block_keys the index says this node holds itself"""
     @_builtins.property
     def work(self) -> Global___Work: ...
     @_builtins.property
@@ -739,10 +780,11 @@ class PrefillRequest(_message.Message):
         num_fetch_blocks: _builtins.int = ...,
         prompt_logprobs: _builtins.bool = ...,
         followed: _builtins.bool = ...,
+        num_hit_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fetch_from", b"fetch_from", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_from", b"fetch_from", "followed", b"followed", "num_fetch_blocks", b"num_fetch_blocks", "prompt_logprobs", b"prompt_logprobs", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_from", b"fetch_from", "followed", b"followed", "num_fetch_blocks", b"num_fetch_blocks", "num_hit_blocks", b"num_hit_blocks", "prompt_logprobs", b"prompt_logprobs", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -765,6 +807,7 @@ class PrefillReply(_message.Message):
     FETCH_ERROR_FIELD_NUMBER: _builtins.int
     NUM_SSD_TOKENS_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
+    NUM_STALE_BLOCKS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens not computed"""
     num_pool_tokens: _builtins.int
@@ -783,6 +826,8 @@ class PrefillReply(_message.Message):
     """of the cached ones, found on disk"""
     load_s: _builtins.float
     """spent loading from host memory and disk"""
+    num_stale_blocks: _builtins.int
+    """that the index named here or at fetch_from, and that were not there"""
     @_builtins.property
     def token(self) -> Global___TokenOut: ...
     @_builtins.property
@@ -805,10 +850,11 @@ class PrefillReply(_message.Message):
         fetch_error: _builtins.str = ...,
         num_ssd_tokens: _builtins.int = ...,
         load_s: _builtins.float = ...,
+        num_stale_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "fetch_error", b"fetch_error", "fetch_s", b"fetch_s", "fetched_nbytes", b"fetched_nbytes", "load_s", b"load_s", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_host_tokens", b"num_host_tokens", "num_pool_tokens", b"num_pool_tokens", "num_ssd_tokens", b"num_ssd_tokens", "prompt_logprobs", b"prompt_logprobs", "queued_s", b"queued_s", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "fetch_error", b"fetch_error", "fetch_s", b"fetch_s", "fetched_nbytes", b"fetched_nbytes", "load_s", b"load_s", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_host_tokens", b"num_host_tokens", "num_pool_tokens", b"num_pool_tokens", "num_ssd_tokens", b"num_ssd_tokens", "num_stale_blocks", b"num_stale_blocks", "prompt_logprobs", b"prompt_logprobs", "queued_s", b"queued_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,6 +56,11 @@ class NodeStub:
                 request_serializer=protos_dot_node__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Held = channel.unary_stream(
+                '/moonpool.Node/Held',
+                request_serializer=protos_dot_node__pb2.HeldRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.HeldBlocks.FromString,
+                _registered_method=True)
         self.Replicate = channel.unary_unary(
                 '/moonpool.Node/Replicate',
                 request_serializer=protos_dot_node__pb2.ReplicateRequest.SerializeToString,
@@ -104,6 +109,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Held(self, request, context):
+        """Everything the node holds and publishes, for those who compare it with the index.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Replicate(self, request, context):
         """Read what is missing here of `keys` from another node, keep it and publish it.
         """
@@ -148,6 +160,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=protos_dot_node__pb2.ReleaseRequest.FromString,
                     response_serializer=protos_dot_node__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Held': grpc.unary_stream_rpc_method_handler(
+                    servicer.Held,
+                    request_deserializer=protos_dot_node__pb2.HeldRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.HeldBlocks.SerializeToString,
             ),
             'Replicate': grpc.unary_unary_rpc_method_handler(
                     servicer.Replicate,
@@ -275,6 +292,33 @@ class Node:
             '/moonpool.Node/Release',
             protos_dot_node__pb2.ReleaseRequest.SerializeToString,
             protos_dot_node__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Held(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonpool.Node/Held',
+            protos_dot_node__pb2.HeldRequest.SerializeToString,
+            protos_dot_node__pb2.HeldBlocks.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class NodeStub:
     Lease: _grpc.UnaryUnaryMultiCallable[_node_pb2.LeaseRequest, _node_pb2.LeaseReply]
     """Pin the longest prefix of `keys` this node holds, so that the caller may read it until the lease ends."""
     Release: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReleaseRequest, _node_pb2.ReleaseReply]
+    Held: _grpc.UnaryStreamMultiCallable[_node_pb2.HeldRequest, _node_pb2.HeldBlocks]
+    """Everything the node holds and publishes, for those who compare it with the index."""
     Replicate: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReplicateRequest, _node_pb2.ReplicateReply]
     """Read what is missing here of `keys` from another node, keep it and publish it."""
     LetGo: _grpc.UnaryUnaryMultiCallable[_node_pb2.LetGoRequest, _node_pb2.LetGoReply]
@@ -61,6 +63,8 @@ class NodeAsyncStub(NodeStub):
     Lease: _aio.UnaryUnaryMultiCallable[_node_pb2.LeaseRequest, _node_pb2.LeaseReply]  # type: ignore[assignment]
     """Pin the longest prefix of `keys` this node holds, so that the caller may read it until the lease ends."""
     Release: _aio.UnaryUnaryMultiCallable[_node_pb2.ReleaseRequest, _node_pb2.ReleaseReply]  # type: ignore[assignment]
+    Held: _aio.UnaryStreamMultiCallable[_node_pb2.HeldRequest, _node_pb2.HeldBlocks]  # type: ignore[assignment]
+    """Everything the node holds and publishes, for those who compare it with the index."""
     Replicate: _aio.UnaryUnaryMultiCallable[_node_pb2.ReplicateRequest, _node_pb2.ReplicateReply]  # type: ignore[assignment]
     """Read what is missing here of `keys` from another node, keep it and publish it."""
     LetGo: _aio.UnaryUnaryMultiCallable[_node_pb2.LetGoRequest, _node_pb2.LetGoReply]  # type: ignore[assignment]
@@ -102,6 +106,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.ReleaseReply, _abc.Awaitable[_node_pb2.ReleaseReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Held(
+        self,
+        request: _node_pb2.HeldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.HeldBlocks], _abc.AsyncIterator[_node_pb2.HeldBlocks]]:
+        """Everything the node holds and publishes, for those who compare it with the index."""
 
     @_abc_1.abstractmethod
     def Replicate(

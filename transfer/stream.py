@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,17 @@ from transfer.attempt import Attempt
 from transfer.byte_stream import ByteStream
 from transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError, TransferError
 from transfer.span import Index, Spans
-from transfer.wire import REPLY_NBYTES, Op, Reply, Request, Status, WireError, pack_fetch, pack_spans
+from transfer.wire import (
+    REPLY_NBYTES,
+    REQUEST_NBYTES,
+    Op,
+    Reply,
+    Request,
+    Status,
+    WireError,
+    pack_fetch,
+    pack_spans,
+)
 
 # Requests sent before the first is answered: the server starts on the next while the last bytes are on their
 # way.
@@ -111,7 +122,12 @@ class Stream:
         else:
             spans = Spans(rows.region, rows.offset, rows.nbytes)
         budget_ms = max(1, min(int(attempt.deadline_s() * 1000), (1 << 32) - 1))
-        head = Request(task.op, len(spans), budget_ms, spans.total_nbytes).pack() + pack_spans(spans)
+        request = Request(task.op, len(spans), budget_ms, spans.total_nbytes)
+        if task.op is Op.WRITE:
+            padding = self.bytes.padding(REQUEST_NBYTES + request.body_nbytes, request.nbytes)
+            head = replace(request, padding=padding).pack() + pack_spans(spans) + bytes(padding)
+        else:
+            head = request.pack() + pack_spans(spans)
         if task.op is Op.PULL:
             head += rows.address.tobytes()
         elif task.op is Op.FETCH:
@@ -127,6 +143,7 @@ class Stream:
         """Take the reply to the oldest request."""
         task = self._sent[0]
         reply = Reply.unpack(self.bytes.receive(REPLY_NBYTES))
+        self.bytes.receive(reply.padding)
         error: TransferError | None = None
         over = True
         if reply.status is Status.OK:

@@ -58,6 +58,8 @@ class StreamPath:
         return min(max(share, _MIN_CHUNK_NBYTES), most), MAX_REQUEST_SPANS
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
+        if len(self._streams) == self._num_streams:
+            return
         async with self._opening:
             while len(self._streams) < self._num_streams:
                 try:

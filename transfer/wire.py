@@ -21,6 +21,8 @@ from transfer.span import Spans
 MAX_FRAME_NBYTES = 64 << 10
 """Of a control frame; so also of a notification, less its header."""
 MAX_REQUEST_SPANS = 4096
+PAGE_NBYTES = 4096
+"""Padding is less; see ``ByteStream.padding``."""
 MAX_REQUEST_NBYTES = 64 << 20
 MAX_CHECKED_NBYTES = 1 << 44
 MAX_MESSAGE_NBYTES = 1024
@@ -82,16 +84,22 @@ _REPLY_MAGIC = b"MPr1"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Followed by the spans' offsets, sizes (u64 each) and regions (u32 each), then by what ``Op`` says."""
+    """Followed by the spans' offsets, sizes (u64 each) and regions (u32 each), then by what ``Op`` says.
+
+    Before the bytes of a WRITE there is ``padding``.
+    """
 
     op: Op
     num_spans: int
     budget_ms: int
     """Milliseconds the client will wait; the server stops by itself then."""
     nbytes: int
+    padding: int = 0
 
     def pack(self) -> bytes:
-        return _REQUEST.pack(_REQUEST_MAGIC, self.op, 0, self.num_spans, self.budget_ms, self.nbytes)
+        return _REQUEST.pack(
+            _REQUEST_MAGIC, self.op, self.padding, self.num_spans, self.budget_ms, self.nbytes
+        )
 
     @property
     def body_nbytes(self) -> int:
@@ -100,35 +108,40 @@ class Request:
 
     @classmethod
     def unpack(cls, header: bytes) -> Request:
-        magic, op, _, num_spans, budget_ms, nbytes = _REQUEST.unpack(header)
+        magic, op, padding, num_spans, budget_ms, nbytes = _REQUEST.unpack(header)
         if magic != _REQUEST_MAGIC or op not in Op.__members__.values():
             raise WireError("not a request")
         # Looking at bytes moves none of them.
         most_nbytes = MAX_CHECKED_NBYTES if op == Op.CHECKSUM else MAX_REQUEST_NBYTES
         if not 1 <= num_spans <= MAX_REQUEST_SPANS or not 1 <= nbytes <= most_nbytes:
             raise WireError(f"a request for {num_spans} spans and {nbytes} bytes is over the limits")
-        return cls(Op(op), num_spans, budget_ms, nbytes)
+        if padding >= (PAGE_NBYTES if op == Op.WRITE else 1):
+            raise WireError(f"padding of {padding} bytes is over the limit")
+        return cls(Op(op), num_spans, budget_ms, nbytes, padding)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Followed by ``nbytes`` bytes: the data when OK, else a sentence."""
+    """Followed by ``padding``, then ``nbytes`` bytes: the data when OK, else a sentence."""
 
     status: Status
     detail: int
     nbytes: int
+    padding: int = 0
 
     def pack(self) -> bytes:
-        return _REPLY.pack(_REPLY_MAGIC, self.status, 0, self.detail, self.nbytes)
+        return _REPLY.pack(_REPLY_MAGIC, self.status, self.padding, self.detail, self.nbytes)
 
     @classmethod
     def unpack(cls, header: bytes) -> Reply:
-        magic, status, _, detail, nbytes = _REPLY.unpack(header)
+        magic, status, padding, detail, nbytes = _REPLY.unpack(header)
         if magic != _REPLY_MAGIC or status not in Status.__members__.values():
             raise WireError("not a reply")
         if nbytes > (MAX_REQUEST_NBYTES if status == Status.OK else MAX_MESSAGE_NBYTES):
             raise WireError(f"a reply of {nbytes} bytes is over the limit")
-        return cls(Status(status), detail, nbytes)
+        if padding >= PAGE_NBYTES:
+            raise WireError(f"padding of {padding} bytes is over the limit")
+        return cls(Status(status), detail, nbytes, padding)
 
 
 def pack_spans(spans: Spans) -> bytes:

@@ -32,7 +32,7 @@ def draw(report: Report, path: Path) -> None:
         nodes, p50s, p99s = zip(*points, strict=True)
         (line,) = axes.loglog(nodes, p50s, "o-", base=2, label=f"{num_blocks:,} blocks, p50")
         axes.loglog(nodes, p99s, "o:", base=2, color=line.get_color(), label="p99")
-    axes.set(xlabel="nodes", ylabel="µs a decision", title=f"{policy}: prompts of 128 blocks")
+    axes.set(xlabel="nodes", ylabel="CPU µs a decision", title=f"{policy}: prompts of 128 blocks")
     axes.set_yscale("log", base=10)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()

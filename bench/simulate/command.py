@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from bench import report
 from bench.simulate import inputs, plot
 from bench.simulate.hardware import SHIPPED
 from bench.simulate.outcome import Outcome
+from bench.simulate.paper import FIGURES
 from bench.simulate.rows import rows
 from bench.simulate.scenario import Scenario
 from bench.simulate.simulation import Simulation
@@ -68,14 +70,29 @@ _PATH = click.Path(path_type=Path)
     "--at", "happenings", multiple=True, metavar="SECONDS:WHAT",
     help="Repeatable: 600:fail:prefill-0, 900:join:decode.",
 )  # fmt: skip
+@click.option(
+    "--paper",
+    "figure",
+    type=click.Choice(list(FIGURES)),
+    help="With --trace: a figure of the Mooncake papers, theirs beside ours, with what is compared.",
+)
 @click.option("--seed", default=1, show_default=True, help="Of random choices, and of a workload.")
 @click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
 @click.option(
     "--plot", "plot_path", type=_PATH, metavar="FILE", help="Draw latencies and cache use (PNG, SVG)."
 )
-def simulate(json_path: Path | None, plot_path: Path | None, policies: Sequence[str], **given: Any) -> None:
+def simulate(
+    json_path: Path | None,
+    plot_path: Path | None,
+    policies: Sequence[str],
+    figure: str | None,
+    **given: Any,
+) -> None:
     """Replay requests through the scheduler that serves, on a simulated cluster, in virtual time."""
     console = Console(stderr=True, highlight=False)
+    if figure is not None:
+        _paper(figure, given, json_path, console)
+        return
     if plot_path is not None:
         plot.check_ending(plot_path)
     scenarios = {name: _scenario(given, name) for name in policies or ("goodput",)}
@@ -88,6 +105,21 @@ def simulate(json_path: Path | None, plot_path: Path | None, policies: Sequence[
     finish(found, json_path)
     if plot_path is not None:
         plot.draw(outcomes, plot_path)
+
+
+def _paper(name: str, given: dict[str, Any], json_path: Path | None, console: Console) -> None:
+    """The papers' own settings: of ours only the trace counts."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        given_here = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if given_here and option.name not in ("figure", "trace", "json_path"):
+            raise ConfigError(
+                f"--paper {name} sets everything but --trace: leave out {option.opts[0]}", key="paper"
+            )
+    requests = _requests(given)
+    found = FIGURES[name].measure(requests, lambda line: console.print(line, style="dim"))
+    finish(found, json_path)
+    click.echo(FIGURES[name].terms.rstrip())
 
 
 def finish(found: list[report.Row], json_path: Path | None) -> None:

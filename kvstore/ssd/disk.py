@@ -123,13 +123,8 @@ class Disk:
         def work() -> None:
             try:
                 self.segments.grow()
-            except OSError as error:
-                errors.append(error)
-                return
-            try:
                 self._index.apply(num_segments=self.segments.num_segments)
-            except IndexWriteFailed as error:
-                self.segments.undo_grow()
+            except (OSError, IndexWriteFailed) as error:
                 errors.append(error)
 
         errors: list[OSError | IndexWriteFailed] = []

@@ -9,4 +9,7 @@ LOOKUPS = Counter("moonpool_store_lookups", "Objects asked for, by whether they 
 EVICTED_OBJECTS = Counter(
     "moonpool_store_evicted_objects", "Objects dropped because a part of them was evicted or damaged"
 )
+DAMAGED_OBJECTS = Counter(
+    "moonpool_store_damaged_objects", "Objects dropped because a reader found them damaged in memory"
+)
 COPIED_BYTES = Counter("moonpool_store_copied_bytes", "Bytes read from other nodes to keep a copy", ["shelf"])

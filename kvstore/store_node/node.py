@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from random import SystemRandom
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import grpc.aio
 
 from kvstore import keys as block_keys
+from kvstore.changes import batches
 from kvstore.index import KVIndex
 from kvstore.keys import BlockKey
 from kvstore.layout import OpaqueLayout
 from kvstore.node_record import NodeLoad, NodeRecord
-from kvstore.publisher import IndexPublisher
+from kvstore.publisher import BATCH_BLOCKS, IndexPublisher
 from kvstore.redis_client import connect
 from kvstore.remote_lease import RemoteLeases
 from kvstore.store import TieredStore
@@ -164,7 +165,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             await asyncio.sleep(0.02)
 
     def _num_users(self) -> int:
-        num_users = 0 if self._objects is None else self._objects.num_puts + self._objects.num_leases
+        num_users = 0 if self._objects is None else self._objects.num_users
         return num_users + (0 if self._kv.store is None else self._kv.store.stats.num_leases)
 
     async def _sweep(self) -> None:
@@ -221,7 +222,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
 
     def _chunk_changed(self, key: BlockKey, tier: Tier | None) -> None:
         if self._objects is not None:
-            self._objects.chunk_changed(key, tier)
+            self._objects.table.chunk_changed(key, tier)
 
     def _shelves(self) -> list[Shelf]:
         stores = (("kv", self._kv.store), ("objects", self._object_store))
@@ -259,7 +260,11 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     async def Lease(
         self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.LeaseReply:
-        lease_id, blocks = await self._kv.lease(block_keys.unpack(request.keys), request.ttl_s)
+        keys = block_keys.unpack(request.keys)
+        lease_id, blocks = await self._kv.lease(keys, request.ttl_s)
+        if self._publisher is not None:
+            # Whoever asks was told by the index that they are here.
+            self._publisher.disown(keys[len(blocks.offset) :])
         return node_pb2.LeaseReply(lease_id=lease_id, epoch=self.epoch, blocks=blocks)
 
     async def Release(
@@ -267,6 +272,12 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.ReleaseReply:
         self._kv.release(request.lease_id)
         return node_pb2.ReleaseReply()
+
+    async def Held(
+        self, request: node_pb2.HeldRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.HeldBlocks]:
+        for changes in batches(list(self._kv.held()), BATCH_BLOCKS):
+            yield node_pb2.HeldBlocks(epoch=self.epoch, changes=changes)
 
     async def Replicate(
         self, request: node_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]

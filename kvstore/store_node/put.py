@@ -44,7 +44,10 @@ class Put:
         return [offset for reservation in self._reserved for offset in reservation.offsets]
 
     def reserve(self) -> bool:
-        """Reserve the next window, or as much of it as there is room for. False: there is none."""
+        """Reserve the next window, or as much of it as there is room for. False: there is none.
+
+        Raises ``PutBroken``: somebody else writes the same version.
+        """
         cut, self._first = self._cut, self._next
         end = min(self._next + WINDOW_CHUNKS, cut.num_chunks)
         while self._next < end:
@@ -52,6 +55,9 @@ class Put:
             at = self._next - part.first
             wanted = part.keys[at:]
             reservation = self._store.reserve(wanted, parent=part.keys[at - 1] if at else None)
+            if reservation.num_held:
+                reservation.abort()
+                raise PutBroken("another put of this very version is under way, or has just ended")
             num_slots = len(reservation.slots)
             if num_slots == 0:
                 reservation.abort()
@@ -88,15 +94,6 @@ class Put:
             return known
         slot[nbytes:] = 0
         return checksum(slot.data)
-
-    def check_held(self) -> None:
-        """Raises ``PutBroken`` when chunks of the complete object have been evicted by now."""
-        for part in self._cut.parts():
-            if len(self._store.match(part.keys)) < len(part.keys):
-                raise PutBroken(
-                    f"{self.record.info.nbytes} bytes were written, but their room was needed for others "
-                    "before the last one came: store fewer bytes at a time, or raise store_node.object_nbytes"
-                )
 
     def abort(self) -> Cut:
         """Give back what is reserved. Returns the cut whose chunks the caller removes."""

@@ -15,7 +15,8 @@ from kvstore.remote_store import RemoteStore
 from kvstore.store_node import metrics
 from kvstore.store_node.errors import BadRequest, ObjectsOff
 from kvstore.store_node.object_copy import copy_object
-from kvstore.store_node.objects import ObjectShelf, Opened
+from kvstore.store_node.object_leases import Opened
+from kvstore.store_node.objects import ObjectShelf
 from kvstore.store_node.put import Put
 from kvstore.store_node.verify import Shelf, verify
 from protos import node_pb2, store_pb2, store_pb2_grpc
@@ -129,7 +130,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         owner = _key(request.owner, "owner")
         reply = store_pb2.OpenReply(chunk_nbytes=self._objects.chunk_nbytes)
         for wanted in request.objects:
-            opened = await self._objects.open(owner, wanted, request.ttl_s)
+            opened = await self._objects.leases.open(owner, wanted, request.ttl_s)
             reply.objects.append(self._opened(opened) if opened is not None else store_pb2.OpenedObject())
         return reply
 
@@ -142,25 +143,26 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     async def Close(self, request: store_pb2.CloseRequest, context: Context) -> store_pb2.CloseReply:
         for lease_id in request.lease_id:
-            self._objects.close_lease(lease_id)
+            self._objects.leases.release(lease_id)
         return store_pb2.CloseReply()
 
     # ------------------------------------------------------------------ what is here
 
     async def Find(self, request: store_pb2.FindRequest, context: Context) -> store_pb2.FindReply:
         owner = _key(request.owner, "owner")
-        found = (self._objects.find(owner, key) for key in block_keys.unpack(request.keys))
+        found = (self._objects.table.find(owner, key) for key in block_keys.unpack(request.keys))
         return store_pb2.FindReply(found=[record.info for record in found if record is not None])
 
     async def Check(self, request: store_pb2.CheckRequest, context: Context) -> store_pb2.CheckReply:
         owner = _key(request.owner, "owner")
         keys = block_keys.unpack(request.keys)
-        return store_pb2.CheckReply(num_dropped=sum([await self._objects.check(owner, key) for key in keys]))
+        dropped = [await self._objects.leases.check(owner, key) for key in keys]
+        return store_pb2.CheckReply(num_dropped=sum(dropped))
 
     async def List(self, request: store_pb2.ListRequest, context: Context) -> store_pb2.ListReply:
         owner = _key(request.owner, "owner")
-        after = [r.info for r in self._objects.owned_by(owner) if r.info.key > request.after]
-        after.sort(key=lambda info: info.key)
+        mine = (record.info for record in self._objects.table if record.owner == owner)
+        after = sorted((info for info in mine if info.key > request.after), key=lambda info: info.key)
         return store_pb2.ListReply(objects=after[: min(request.limit or _LIST_LIMIT, _LIST_LIMIT)])
 
     async def Remove(self, request: store_pb2.RemoveRequest, context: Context) -> store_pb2.RemoveReply:
@@ -171,7 +173,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     async def Usage(self, request: store_pb2.UsageRequest, context: Context) -> store_pb2.UsageReply:
         owner = _key(request.owner, "owner")
-        mine = [] if self._shelf is None else list(self._shelf.owned_by(owner))
+        every = () if self._shelf is None else self._shelf.table
+        mine = [record for record in every if record.owner == owner]
         return store_pb2.UsageReply(
             chunk_nbytes=0 if self._shelf is None else self._shelf.chunk_nbytes,
             num_objects=len(mine),

@@ -1,5 +1,6 @@
-"""The store as programs and people use it: the Python client, and ``moonpool store``."""
+"""The store as programs and people use it: ``moonpool.connect``, and the command ``moonpool store``."""
 
-from moonpool.store.client import ObjectStat, StoreClient, connect
+from kvstore.client import ObjectStat, StoreClient
+from moonpool.store.connect import connect
 
 __all__ = ["ObjectStat", "StoreClient", "connect"]

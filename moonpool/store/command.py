@@ -18,8 +18,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.store.client import ObjectStat, StoreClient, connect
-from moonpool.store.errors import BadObject, BadUrl, ObjectMissing, UnknownNode
+from kvstore.client.asking import ObjectStat
+from kvstore.client.errors import BadObject, BadUrl, ObjectMissing, UnknownNode
+from kvstore.client.store_client import StoreClient
+from moonpool.store.connect import connect
 from moonpool.store.verifying import verify_nodes
 from runtime.config import load_config
 

@@ -124,5 +124,5 @@ def test_the_simple_policies_fetch_nothing_and_the_paper_s_local_one_counts_what
 def test_only_goodput_lets_shorter_prefills_pass() -> None:
     view = cluster([node("p")], [node("d")])
     patience = {name: placed(REQUEST, view, name).patience_s for name in POLICIES}
-    assert patience.pop("goodput") == pytest.approx(4 * 0.101)
+    assert patience.pop("goodput") == pytest.approx(8 * 0.101)
     assert set(patience.values()) == {0.0}

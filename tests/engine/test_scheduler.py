@@ -219,3 +219,45 @@ def test_sequences_that_come_with_blocks_do_not_keep_each_other_out() -> None:
     cluster.run()
     assert sum(event.finish_reason is FinishReason.LENGTH for event in cluster.events) == 2
     assert cluster.pool.num_used == 0
+
+
+def with_prefix(cluster: Cluster, name: str, prompt: list[int], num_blocks: int) -> Sequence:
+    """A prefill that comes with the first blocks of its prompt, which the pool holds."""
+    s = sequence(name, prompt, 4, 0, 1.0)
+    s.prefill_only = True
+    s.hash_blocks(BLOCK_SIZE, num_blocks)
+    blocks = cluster.pool.match(s.keys[:num_blocks])
+    assert len(blocks) == num_blocks
+    cluster.pool.acquire(blocks)
+    s.hold_prefix(blocks, BLOCK_SIZE)
+    return s
+
+
+def test_a_prefill_with_one_token_left_ends_with_its_first_token() -> None:
+    cluster = Cluster(num_blocks=16)
+    prompt = [0, 1] * 4 + [1]
+    cluster.scheduler.add(sequence("first", prompt, 1, 0, 0.0))
+    cluster.run()
+    again = with_prefix(cluster, "again", prompt, 2)
+    cluster.scheduler.add(again)
+    cluster.run()
+    assert again.state is State.HELD
+    assert sum(event.sequence is again for event in cluster.events) == 1
+    assert again.num_cached_tokens == 8
+    cluster.scheduler.let_go(again)
+    assert cluster.pool.num_used == 0
+
+
+def test_a_prefill_that_came_with_blocks_takes_what_has_come_to_the_pool_since() -> None:
+    cluster = Cluster(num_blocks=16)
+    prompt = [0, 1] * 8
+    cluster.scheduler.add(sequence("first", prompt[:5], 1, 0, 0.0))
+    cluster.run()
+    late = with_prefix(cluster, "late", prompt, 1)
+    cluster.scheduler.add(sequence("other", prompt, 1, 0, 0.0))
+    cluster.run()
+    cluster.scheduler.add(late)
+    cluster.run()
+    assert late.num_cached_tokens == 12
+    cluster.scheduler.let_go(late)
+    assert cluster.pool.num_used == 0

@@ -13,6 +13,7 @@ from kvstore.keys import BlockKey
 from kvstore.node_record import NodeLoad, NodeRecord, RecordCorrupt
 from kvstore.redis_client import connect
 from kvstore.tier import Tier
+from tests.kvstore.nodes import FakeNode, chain
 from tests.kvstore.redis_servers import Server, until
 
 
@@ -176,3 +177,14 @@ def test_urls_are_understood_or_refused(url: str) -> None:
             connect(url)
     else:
         connect(url)
+
+
+async def test_a_node_disowns_only_what_it_does_not_hold(index: KVIndex) -> None:
+    node = await FakeNode(index, "a").start()
+    node.hold(4)
+    await node.settled()
+    await index.publish("a", 1, stored=[(key, Tier.POOL) for key in chain(9)])
+    assert node.publisher.disown(chain(9)) == 5
+    await node.settled()
+    assert (await index.snapshot())["a"] == node.held
+    await node.kill()

@@ -42,7 +42,7 @@ async def watcher(index: KVIndex) -> AsyncIterator[Watcher]:
     watcher = Watcher(index)
     await watcher.mirror.start()
     yield watcher
-    watcher.mirror._map.check_integrity()
+    watcher.mirror._copy.blocks.check_integrity()
     await watcher.mirror.close()
 
 
@@ -152,7 +152,7 @@ async def test_a_redis_killed_and_started_empty_loses_nothing(
     await said(nodes, watcher.mirror)
     assert watcher.left == []
     assert await index.snapshot() == {name: node.held for name, node in nodes.items()}
-    watcher.mirror._map.check_integrity()
+    watcher.mirror._copy.blocks.check_integrity()
 
 
 async def test_a_node_that_dies_while_redis_is_away_is_dropped_afterwards(
@@ -344,7 +344,7 @@ class Cluster:
         await self.mirror.caught_up()
         held = await self.index.snapshot()
         assert held == {name: node.held for name, node in self.nodes.items()}
-        assert self.mirror.nodes.keys() - self.mirror._missing.keys() == held.keys()
+        assert self.mirror.nodes.keys() - self.mirror._copy.missing.keys() == held.keys()
         for number in range(3):
             asked = chain(45, number)
             brute = {
@@ -355,9 +355,9 @@ class Cluster:
                 n: c for n, c in brute.items() if c
             }
         for name, keys in held.items():
-            assert self.mirror._map.held_by(name) == keys.keys()
+            assert self.mirror.held_by(name) == keys
             assert all(self.mirror.tier_of(name, k) is tier for k, tier in keys.items())
-        self.mirror._map.check_integrity()
+        self.mirror._copy.blocks.check_integrity()
 
 
 async def test_the_mirror_equals_the_index(server: Server) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moonpool.store.errors import BadObject, ObjectMissing, PutFailed, UnknownNode
+from kvstore.client.errors import BadObject, ObjectMissing, PutFailed, UnknownNode
 from tests.store_node.conftest import StoreCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

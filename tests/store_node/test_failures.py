@@ -1,13 +1,15 @@
-"""Nodes and clients that die, disks that come back, bytes that rot."""
+"""Nodes and clients that die, and bytes that rot."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import numpy as np
+import psutil
 import pytest
 
-from moonpool.store.errors import NoStoreNodes, PutFailed
+from kvstore.client.errors import NoStoreNodes, ObjectMissing, PutFailed, StoreClientError
 from tests.store_node.conftest import StoreCluster
 
 rng = np.random.default_rng(11)
@@ -37,3 +39,108 @@ async def test_a_cluster_without_store_nodes_says_so(cluster: StoreCluster) -> N
         # One that comes is found.
         await cluster.start("a")
         assert await store.get("x") is None
+
+
+async def test_a_client_killed_in_a_put_leaves_nothing_behind(cluster: StoreCluster) -> None:
+    # A reservation lives for twice the node's longest transfer.
+    node = await cluster.start("a", transfer__deadline_s=0.25)
+    command = ["-m", "tests.store_node.putter", node.ready["rpc_address"], str(12 << 20)]
+    putter = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    assert putter.stdout is not None
+    assert await putter.stdout.readline() == b"written\n"
+    putter.kill()
+    await putter.wait()
+    async with cluster.client() as store:
+        assert await store.get("half") is None
+        assert await store.ls() == []
+        # All of the node's memory is free again: what needs it all gets it.
+        whole = np.ones(16 << 20, np.uint8)
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await store.put("whole", whole)
+                    break
+                except PutFailed:
+                    await asyncio.sleep(0.1)
+        found = await store.get("whole")
+        assert found is not None
+        assert (found == whole).all()
+        assert await store.get("half") is None
+
+
+async def test_a_node_killed_in_puts_shows_only_whole_objects(cluster: StoreCluster) -> None:
+    """kill -9 of one of two nodes at moments spread over a put: what can be got is one of what was put."""
+    await asyncio.gather(cluster.start("a"), cluster.start("b"))
+    async with cluster.client(deadline_s=5.0) as store:
+        old = np.zeros(6 << 20, np.uint8)
+        await store.put("x", old, copies=2)
+        for round_number in range(1, 5):
+            new = np.full(6 << 20, round_number, np.uint8)
+            put = asyncio.create_task(store.put("x", new, node="a"))
+            await asyncio.sleep(0.002 * round_number)
+            await cluster.kill("a")
+            try:
+                await put
+                # It was complete on "a", and is gone with it, or went to "b" in its stead.
+                expected = {None, round_number}
+            except StoreClientError:
+                expected = {round_number - 1, round_number}
+            found = await store.get("x")
+            assert found is None or (found == found[0]).all()
+            assert (None if found is None else int(found[0])) in expected
+            await cluster.start("a")
+            await store.put("x", new, node="b")
+
+
+async def test_a_stopped_node_is_no_hang(cluster: StoreCluster) -> None:
+    await asyncio.gather(cluster.start("a"), cluster.start("b"))
+    async with cluster.client(deadline_s=0.5) as store:
+        await store.put("on a", np.arange(9), node="a")
+        await store.put("on b", np.arange(9), node="b")
+        process = psutil.Process(cluster.nodes["a"].pid)
+        process.suspend()
+        try:
+            async with asyncio.timeout(10):
+                assert (await store.get("on b") == np.arange(9)).all()
+                with pytest.raises(ObjectMissing, match="a could not be asked"):
+                    await store.get("on a", required=True)
+                await store.put("new", np.arange(3), node="a")  # goes to b
+        finally:
+            process.resume()
+        assert (await store.get("new") == np.arange(3)).all()
+
+
+async def test_a_damaged_copy_is_dropped_and_the_other_one_read(cluster: StoreCluster) -> None:
+    await asyncio.gather(cluster.start("a"), cluster.start("b"))
+    value = rng.integers(0, 256, 1 << 20, np.uint8)
+    marker = value[70_000:70_032].tobytes()
+    async with cluster.client() as store:
+        await store.put("x", value, copies=2)
+        flip(cluster.nodes["a"].pid, marker)
+        for _ in range(2):  # whichever copy is asked for first
+            np.testing.assert_array_equal(await store.get("x"), value)
+        flip(cluster.nodes["b"].pid, marker)
+        out = np.zeros_like(value)
+        assert await store.get_into("x", out) is False
+        assert await store.stat("x") is None
+        assert "damaged" in cluster.log("a") + cluster.log("b")
+
+
+def flip(pid: int, marker: bytes) -> None:
+    """Change a byte of the object that holds ``marker`` in another process's memory."""
+    found = 0
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for line in maps:
+            span, flags, *rest = line.split()
+            begin, end = (int(part, 16) for part in span.split("-"))
+            if flags != "rw-p" or rest[3:] or end - begin < 1 << 20:
+                continue
+            memory.seek(begin)
+            data = memory.read(end - begin)
+            at = data.find(marker)
+            while at >= 0:
+                memory.seek(begin + at)
+                memory.write(bytes([marker[0] ^ 1]))
+                found += 1
+                at = data.find(marker, at + 1)
+    assert found, "the object is not where it should be"

@@ -221,6 +221,7 @@ def requests(region: int) -> dict[str, tuple[bytes, Status | None]]:
         request = Request(op, len(spans) if num is None else num, 1000, total if nbytes is None else nbytes)
         return request.pack() + pack_spans(columns)
 
+    one = Request(Op.READ, 1, 1000, 8)
     return {
         "past the end": (ask(Op.READ, (region, NBYTES - 1, 2)), Status.BAD_SPAN),
         "far past the end": (ask(Op.READ, (region, 1 << 63, 2)), Status.BAD_SPAN),
@@ -233,6 +234,11 @@ def requests(region: int) -> dict[str, tuple[bytes, Status | None]]:
         "too many spans": (ask(Op.READ, (region, 0, 8), num=1 << 31), None),
         "no span": (ask(Op.READ, nbytes=8), None),
         "unknown operation": (ask(Op.READ, (region, 0, 8)).replace(b"MPq1\x01", b"MPq1\x09"), None),
+        "padding without bytes": (
+            replace(one, padding=1).pack() + pack_spans(Spans.of([Span(region, 0, 8)])) + bytes(9),
+            None,
+        ),
+        "a page of padding": (replace(one, op=Op.WRITE, padding=wire.PAGE_NBYTES).pack() + bytes(200), None),
         "not a request": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2, None),
         "write past the end": (ask(Op.WRITE, (region, NBYTES - 4, 8)) + bytes(8), Status.BAD_SPAN),
         "fetch from nowhere": (ask(Op.PULL, (region, 0, 8)) + bytes(8), Status.FAILED),

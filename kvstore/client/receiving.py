@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.client.arrays import ArrayType, Receiver
 from kvstore.remote_store import ObjectGone, RemoteStore
-from moonpool.store.arrays import ArrayType, Receiver
 from protos import store_pb2
 from transfer import ChecksumMismatch, Span, TransferAgent
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.errors import MoonpoolError
+from kvstore.errors import StoreError
 
 
-class StoreClientError(MoonpoolError):
+class StoreClientError(StoreError):
     """Root of the client's errors."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.store.errors import BadObject
+from kvstore.client.errors import BadObject
 from transfer import Region, TransferAgent
 
 # From here on memory comes in huge pages, all of them present: a first touch costs more than the transfer.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
+from kvstore.client.directory import Directory, NodeAddress
+from kvstore.client.errors import NoStoreNodes
 from kvstore.remote_store import RemoteStore
-from moonpool.store.directory import Directory, NodeAddress
-from moonpool.store.errors import NoStoreNodes
 from transfer import TransferAgent
 
 # Nodes come and go seldom. One that is gone is noticed by its connection; only a new one waits for this.

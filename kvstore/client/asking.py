@@ -1,0 +1,95 @@
+"""One question to many store nodes, and what their answers say together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore import keys as block_keys
+from kvstore.remote_store import RemoteStore
+from protos import store_pb2
+from runtime.errors import NodeUnavailable, RemoteError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStat:
+    """An object as a store node describes it. ``nodes``: who has a copy of this version."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    version: int  # nanoseconds since 1970 at its put
+    nodes: tuple[str, ...]
+
+
+async def ask_all(
+    nodes: Mapping[str, RemoteStore], method: str, request: Any, unreachable: set[str] | None = None
+) -> dict[str, Any]:
+    """The answers by node; without those that did not answer, which are added to ``unreachable``, and those
+    that keep no objects. Raises ``RemoteError``."""
+
+    async def ask(node_id: str) -> Any:
+        try:
+            return await nodes[node_id].call(method, request)
+        except NodeUnavailable as error:
+            log.warning("%s", error)
+            if unreachable is not None:
+                unreachable.add(node_id)
+        except RemoteError as error:
+            if error.kind != "ObjectsOff":
+                raise
+        return None
+
+    answers = await asyncio.gather(*map(ask, nodes))
+    return {node_id: each for node_id, each in zip(nodes, answers, strict=True) if each is not None}
+
+
+async def find_all(
+    nodes: Mapping[str, RemoteStore],
+    owner: bytes,
+    keys: Sequence[bytes],
+    unreachable: set[str] | None = None,
+) -> dict[bytes, ObjectStat]:
+    """Of those of ``keys`` that some node has: the latest version, and who has it."""
+    request = store_pb2.FindRequest(owner=owner, keys=block_keys.pack(keys))
+    replies = await ask_all(nodes, "Find", request, unreachable)
+    return latest((node_id, info) for node_id, reply in replies.items() for info in reply.found)
+
+
+async def list_all(nodes: Mapping[str, RemoteStore], owner: bytes) -> dict[bytes, ObjectStat]:
+    """All objects of ``owner``."""
+
+    async def list_node(node_id: str) -> list[tuple[str, store_pb2.ObjectInfo]]:
+        found: list[tuple[str, store_pb2.ObjectInfo]] = []
+        after = b""
+        while True:
+            request = store_pb2.ListRequest(owner=owner, after=after)
+            page = (await ask_all({node_id: nodes[node_id]}, "List", request)).get(node_id)
+            if page is None or not page.objects:
+                return found
+            found += [(node_id, info) for info in page.objects]
+            after = page.objects[-1].key
+
+    listed = await asyncio.gather(*map(list_node, nodes))
+    return latest(pair for pairs in listed for pair in pairs)
+
+
+def latest(found: Iterable[tuple[str, store_pb2.ObjectInfo]]) -> dict[bytes, ObjectStat]:
+    """One entry for each key: its latest version, and who has that."""
+    by_key: dict[bytes, list[tuple[str, store_pb2.ObjectInfo]]] = {}
+    for node_id, info in found:
+        by_key.setdefault(info.key, []).append((node_id, info))
+    stats: dict[bytes, ObjectStat] = {}
+    for key, copies in by_key.items():
+        version = max(info.version for _, info in copies)
+        latest = [(node_id, info) for node_id, info in copies if info.version == version]
+        info = latest[0][1]
+        holders = tuple(sorted(node_id for node_id, _ in latest))
+        stats[key] = ObjectStat(info.name, info.dtype, tuple(info.shape), info.nbytes, version, holders)
+    return stats

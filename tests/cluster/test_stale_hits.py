@@ -1,0 +1,90 @@
+"""The index names blocks that nobody holds: the request is answered as ever, and the index is put right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+
+from conductor.served_model import ServedModel
+from kvstore import keys as block_keys
+from kvstore.index import KVIndex, replay
+from kvstore.keys import BlockKey
+from kvstore.redis_client import connect
+from kvstore.tier import Tier
+from moonpool.client import Client
+from moonpool.local_cluster import LocalCluster
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from runtime.options import Config
+from tests.cluster.conftest import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_TOKENS = 800
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def index(cluster: LocalCluster) -> AsyncIterator[KVIndex]:
+    redis = connect(cluster.config.index.redis_url)
+    yield KVIndex(redis, cluster.config.index.namespace)
+    await redis.aclose()
+
+
+async def chain_of(index: KVIndex, cluster: LocalCluster, tokens: list[int]) -> list[BlockKey]:
+    """The keys under which the cluster knows this prompt's blocks."""
+    config = cluster.config
+    record = (await index.nodes())["prefill-0"]
+    model = ServedModel.from_checkpoint(
+        config.model.directory, block_size=config.engine.block_size, name=config.model.served_name
+    )
+    root = block_keys.root_key(model=record.model.encode(), layout=model.layouts()[record.layout])
+    return block_keys.chain(root, np.array(tokens, np.int32), config.engine.block_size)
+
+
+async def really_held(index: KVIndex, node_id: str) -> set[BlockKey]:
+    """What the node itself says it holds."""
+    held: set[BlockKey] = set()
+    async with rpc.channel((await index.nodes())[node_id].rpc_address) as channel:
+        async for part in node_pb2_grpc.NodeStub(channel).Held(node_pb2.HeldRequest()):
+            held |= replay([part.changes]).keys()
+    return held
+
+
+@pytest.mark.parametrize("liar", ["prefill-0", "decode-0"])
+async def test_a_block_that_is_not_there_is_computed_and_taken_out_of_the_index(
+    cluster: LocalCluster, client: Client, index: KVIndex, liar: str
+) -> None:
+    api = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    tokens = [random.Random(liar).randrange(10, 1000) for _ in range(NUM_TOKENS)]
+    chain = await chain_of(index, cluster, tokens)
+    # As a lost message, or a bug, would leave it: the node is alive, and has none of this.
+    await index.publish(liar, (await index.nodes())[liar].epoch, stored=[(key, Tier.POOL) for key in chain])
+
+    async def seen() -> bool:
+        nodes = (await client.cluster())["nodes"]
+        return any(n["node_id"] == liar and n["num_index_blocks"] >= len(chain) for n in nodes)
+
+    await eventually(seen)
+    options: dict[str, Any] = {"model": Config().model.served_name, "max_tokens": 8, "temperature": 0}
+    answer = await api.completions.create(prompt=tokens, **options)
+    events = {event["event"]: event for event in (await client.timeline(answer.id))["events"]}
+    assert events["prefix_loaded"]["stale_blocks"] >= NUM_TOKENS // Config().engine.block_size - 1
+    assert "retry" not in events
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+    async def repaired() -> bool:
+        said = (await index.snapshot())[liar].keys() & set(chain)
+        return said == await really_held(index, liar) & set(chain)
+
+    await eventually(repaired)
+    again = await api.completions.create(prompt=tokens, **options)
+    assert again.choices[0].text == answer.choices[0].text
+    await api.close()

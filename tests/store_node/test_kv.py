@@ -1,0 +1,77 @@
+"""KV blocks on a store node outlive the nodes that computed them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from grpc.aio import AioRpcError
+
+from kvstore import keys as block_keys
+from kvstore.index import KVIndex
+from kvstore.redis_client import connect
+from moonpool.client import Client, Reply
+from moonpool.local_cluster import LocalCluster
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from runtime.options import ClusterOptions
+from tests.cluster.conftest import eventually, small_config
+
+PROMPT = "And the store kept what the others had forgotten. " * 24
+
+
+async def complete(client: Client) -> tuple[str, dict[str, object]]:
+    reply = Reply()
+    async for _ in client.complete(PROMPT, reply, max_tokens=8, temperature=0):
+        pass
+    return reply.text, (await client.timeline(reply.id))["summary"]
+
+
+async def test_a_prefix_is_fetched_from_a_store_node_when_its_makers_are_gone() -> None:
+    config = replace(small_config(), cluster=ClusterOptions(prefill=1, decode=1, store=1))
+    async with LocalCluster(config) as cluster, Client(cluster.url) as client:
+        redis = connect(cluster.config.index.redis_url)
+        index = KVIndex(redis, config.index.namespace)
+        expected, first = await complete(client)
+        assert first["cached_tokens"] == 0
+
+        async def published() -> list[block_keys.BlockKey]:
+            return list((await index.snapshot())["prefill-0"])
+
+        await eventually(published)
+        chain = await published()
+        records = await index.nodes()
+        source = node_pb2.KvAddress.FromString(records["prefill-0"].kv_address)
+        async with rpc.channel(records["store-0"].rpc_address) as channel:
+            stub = node_pb2_grpc.NodeStub(channel)
+            request = node_pb2.ReplicateRequest(source=source, keys=block_keys.pack(chain))
+            done = await stub.Replicate(request)
+            assert done.num_blocks == done.num_read == len(chain)
+
+            async def copied() -> bool:
+                return set(chain) <= (await index.snapshot())["store-0"].keys()
+
+            await eventually(copied)
+            for name in ("prefill-0", "decode-0"):
+                os.kill(cluster.children[name].pid, signal.SIGKILL)
+            for name in ("prefill-0", "decode-0"):
+                await cluster.children[name].wait()
+            await asyncio.gather(cluster.restart("prefill-0"), cluster.restart("decode-0"))
+
+            async def back() -> bool:
+                nodes = (await client.cluster())["nodes"]
+                return {n["node_id"] for n in nodes if n["state"] == "ready"} >= {"prefill-0", "decode-0"}
+
+            await eventually(back)
+            text, second = await complete(client)
+            assert text == expected
+            assert second["fetched_tokens"] == len(chain) * config.engine.block_size, second["detail"]
+            # It keeps one shape of blocks: another one is refused by name, and what it has stays.
+            request.source.block_nbytes *= 2
+            request.keys = block_keys.pack([b"n" * 16])
+            with pytest.raises(AioRpcError, match="keeps KV blocks of layout"):
+                await stub.Replicate(request)
+        await redis.aclose()
