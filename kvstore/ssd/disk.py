@@ -123,8 +123,13 @@ class Disk:
         def work() -> None:
             try:
                 self.segments.grow()
+            except OSError as error:
+                errors.append(error)
+                return
+            try:
                 self._index.apply(num_segments=self.segments.num_segments)
-            except (OSError, IndexWriteFailed) as error:
+            except IndexWriteFailed as error:
+                self.segments.undo_grow()
                 errors.append(error)
 
         errors: list[OSError | IndexWriteFailed] = []

@@ -80,6 +80,10 @@ class Segments:
         sync_directory(self.directory)
         self._fds.append(fd)
 
+    def undo_grow(self) -> None:
+        """Close the last segment, which nothing says exists; nothing is in it."""
+        os.close(self._fds.pop())
+
     def _open(self, segment: int) -> int:
         flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)
         path = self.path_of(segment)
