@@ -126,7 +126,8 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self.memory = BlockMemory(engine.pool, region, engine.layout)
         self.exchange = KvExchange(self.memory, agent, deadline_s=config.transfer.deadline_s)
         await engine.start(_LoadProgress(self.node_id))
-        self.store = await NodeStore.open(config, agent, engine, self.memory, self._moved)
+        folder = config.node.id or self.role
+        self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._moved)
         self._server, port = await rpc.serve(
             [(node_pb2_grpc.add_NodeServicer_to_server, self), self.servicer()],
             config.node.host,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -12,12 +14,15 @@ from engine.pool_tier import PoolTier
 from engine.prefix_loader import PrefixLoader
 from kvstore.keys import BlockKey
 from kvstore.node_record import TierFill
+from kvstore.ssd import SsdTier
 from kvstore.store import Lease, TieredStore
 from kvstore.store.holdings import OnChange
 from kvstore.tier import Tier
 from protos import node_pb2
 from runtime.options import Config
 from transfer import Region, TransferAgent, checksum
+
+log = logging.getLogger(__name__)
 
 # A request's chain is told to the eviction policies (up to 10 µs a block) this long after it came, when its
 # first token does not wait for the event loop any more.
@@ -47,12 +52,36 @@ class NodeStore:
 
     @classmethod
     async def open(
-        cls, config: Config, agent: TransferAgent, engine: Engine, memory: BlockMemory, on_change: OnChange
+        cls,
+        config: Config,
+        folder: str,
+        agent: TransferAgent,
+        engine: Engine,
+        memory: BlockMemory,
+        on_change: OnChange,
     ) -> NodeStore:
-        """Allocate host memory. Raises LayoutError when not even one block fits."""
+        """Allocate host memory, and take up what the node's ``folder`` on disk holds from an earlier life.
+
+        Raises LayoutError when not even one block fits, and what ``SsdTier.open`` raises.
+        """
         options = config.store
         region = agent.allocate(options.host.capacity_nbytes, "host")
-        tiers = TieredStore(engine.layout, options, region.array, pool=PoolTier(memory), on_change=on_change)
+        ssd: SsdTier | None = None
+        if options.ssd.path:
+            directory = Path(options.ssd.path) / folder
+            ssd = await SsdTier.open(
+                directory,
+                engine.layout,
+                capacity_nbytes=options.ssd.capacity_nbytes,
+                threads=options.ssd.io_threads,
+                policy=options.ssd.policy,
+                max_queued_nbytes=options.ssd.queue_nbytes,
+                io_deadline_s=options.ssd.deadline_s,
+            )
+            log.info("%d blocks of an earlier life taken up from %s", len(ssd), directory)
+        tiers = TieredStore(
+            engine.layout, options, region.array, pool=PoolTier(memory), ssd=ssd, on_change=on_change
+        )
         store = cls(engine, memory, region, tiers, on_change)
         store._probe()
         await tiers.start()

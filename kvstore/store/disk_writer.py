@@ -189,7 +189,7 @@ class DiskWriter:
         began_s = time.monotonic()
         kept = await self._disk.put(
             [source.key for source in sources],
-            [source.bytes for source in sources],
+            [source.bytes.data for source in sources],
             parents=[source.parent for source in sources],
             checksums=[source.checksum for source in sources],
         )

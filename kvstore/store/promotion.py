@@ -87,7 +87,7 @@ class Promoter:
         filled = [False] * len(keys)
         loose: dict[BlockKey, Loose] = {}
         try:
-            filled = await disk.get(keys, destinations)
+            filled = await disk.get(keys, [destination.data for destination in destinations])
         finally:
             for i, slot in enumerate(slots):
                 parent = parents[i]

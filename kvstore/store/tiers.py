@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.keys import BlockKey
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -62,14 +65,14 @@ class DiskTier(Protocol):
     async def put(
         self,
         keys: Sequence[BlockKey],
-        sources: Sequence[Bytes],
+        sources: Sequence[Buffer],
         *,
         parents: Sequence[BlockKey | None],
         checksums: Sequence[int],
     ) -> list[bool]:
         """Which of the blocks are held, durably, when this returns. Parents come before their children."""
 
-    async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Bytes]) -> list[bool]:
+    async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Buffer]) -> list[bool]:
         """Which destinations were filled, verified. The others are unchanged, and are not written later."""
 
     async def verify(self, keys: Sequence[BlockKey]) -> list[bool]: ...

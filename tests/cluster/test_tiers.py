@@ -1,10 +1,11 @@
-"""Blocks that left the pool come back: from host memory, byte for byte."""
+"""Blocks that left the pool come back, byte for byte: from host memory, and after kill -9 from disk."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 import openai
@@ -14,7 +15,7 @@ import pytest_asyncio
 from moonpool.client import Client
 from moonpool.local_cluster import LocalCluster
 from runtime.options import Config
-from tests.cluster.conftest import eventually, small_config
+from tests.cluster.conftest import eventually, kill, small_config
 from tests.cluster.test_serving import BLOCK_SIZE, greedy, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -23,20 +24,23 @@ LENGTH = 321
 HIT_TOKENS = (LENGTH - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def tiny_pool_config() -> Config:
-    """One node of each role, whose pools hold a few prompts only."""
+def tiny_pool_config(disk: Path) -> Config:
+    """One node of each role, whose pools and host memory hold a few prompts only."""
     config = small_config()
+    host = replace(config.store.host, capacity_nbytes=16 << 20)
+    ssd = replace(config.store.ssd, path=str(disk), capacity_nbytes=256 << 20)
     return replace(
         config,
         cluster=replace(config.cluster, prefill=1, decode=1),
         engine=replace(config.engine, pool_nbytes=8 << 20),
-        store=replace(config.store, host=replace(config.store.host, capacity_nbytes=32 << 20)),
+        store=replace(config.store, host=host, ssd=ssd),
     )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
-    async with LocalCluster(tiny_pool_config(), directory=tmp_path_factory.mktemp("tiers")) as running:
+    directory = tmp_path_factory.mktemp("tiers")
+    async with LocalCluster(tiny_pool_config(directory / "disk"), directory=directory) as running:
         yield running
 
 
@@ -83,8 +87,45 @@ async def test_what_the_tiers_hold_is_shown(client: Client) -> None:
         host = [tier for node in nodes for tier in node["tiers"] if tier["name"] == "host"]
         return len(host) == 2 and all(0 < tier["num_used_blocks"] <= tier["num_blocks"] for tier in host)
 
-    # With the next heartbeat of each.
+    async def counted() -> bool:
+        metrics = await metrics_of(client, "prefill-0")
+        assert metrics['moonpool_store_blocks{tier="host"}'] > 0
+        return metrics.get('moonpool_store_hit_blocks_total{tier="host"}', 0) > 0
+
+    # With the next heartbeat of each, and some time after the request.
     await eventually(shown)
-    metrics = await metrics_of(client, "prefill-0")
-    assert metrics['moonpool_store_blocks{tier="host"}'] > 0
-    assert metrics['moonpool_store_hit_blocks_total{tier="host"}'] > 0
+    await eventually(counted)
+
+
+async def test_a_killed_node_takes_its_blocks_on_disk_up_again(
+    cluster: LocalCluster, client: Client, api: openai.AsyncOpenAI
+) -> None:
+    prompt = prompt_of(LENGTH, seed=2)
+    first, _ = await greedy(api, prompt, 24)
+    # Out of the pool, then out of host memory.
+    for first_seed in (200, 205, 210):
+        await push_out(api, first_seed)
+
+    async def on_disk() -> bool:
+        held = [await metrics_of(client, name) for name in ("prefill-0", "decode-0")]
+        return all(
+            metrics['moonpool_store_blocks{tier="ssd"}'] >= 2 * HIT_TOKENS / BLOCK_SIZE for metrics in held
+        )
+
+    await eventually(on_disk)
+    for name in ("prefill-0", "decode-0"):
+        kill(cluster, name)
+        await cluster.children[name].wait()
+        await cluster.restart(name)
+
+    async def loaded_from_disk() -> bool:
+        try:
+            again, cached = await greedy(api, prompt, 24)
+        except openai.APIStatusError:
+            return False  # the conductor has not seen the new lives of the nodes yet
+        assert again == first
+        metrics = await metrics_of(client, "prefill-0")
+        from_disk = metrics['moonpool_prefill_tokens_total{source="ssd"}']
+        return cached == HIT_TOKENS and from_disk >= HIT_TOKENS / 2
+
+    await eventually(loaded_from_disk)

@@ -50,7 +50,7 @@ class MemoryDisk:
     async def put(
         self,
         keys: Sequence[BlockKey],
-        sources: Sequence[Bytes],
+        sources: Sequence[memoryview],
         *,
         parents: Sequence[BlockKey | None],
         checksums: Sequence[int],
@@ -63,20 +63,21 @@ class MemoryDisk:
             if fits and key not in self._cache:
                 fits = self._cache.add(key, parent) is not None
                 if fits:
-                    self.bytes[key], self._checksums[key] = source.copy(), checksum
+                    self.bytes[key] = np.frombuffer(source, np.uint8).copy()
+                    self._checksums[key] = checksum
             kept.append(fits)
         self._drop(self._evicted, "evicted")
         self._evicted = []
         return kept
 
-    async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Bytes]) -> list[bool]:
+    async def get(self, keys: Sequence[BlockKey], destinations: Sequence[memoryview]) -> list[bool]:
         await asyncio.sleep(0)
         self.num_reads += len(keys)
         filled = []
         for key, destination in zip(keys, destinations, strict=True):
             good = key in self._cache and self._is_intact(key) and not self.is_stalled
             if good:
-                np.copyto(destination, self.bytes[key])
+                np.copyto(np.frombuffer(destination, np.uint8), self.bytes[key])
             elif key in self._cache and not self.is_stalled:
                 self._drop(self._cache.remove(key), "corrupt")
             filled.append(good)
