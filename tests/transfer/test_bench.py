@@ -20,7 +20,7 @@ METRICS = ("bandwidth", "latency", "spans", "processor time")
 
 
 def in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "ROUND_S", 0.01)
+    monkeypatch.setattr(samples, "TURN_S", 0.01)
     monkeypatch.setattr(session, "_IDLE_S", 0.05)
     monkeypatch.setattr(session, "_NOTES", 20)
 

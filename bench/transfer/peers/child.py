@@ -7,7 +7,7 @@ are JSON lines, each answered with one:
 
     {"connect": facts}                                          -> {}
     {"prepare": {"direction", "nbytes", "here": [[address…]…], "there": [[address…]…]}}   -> {}
-    {"move": s}        all batches at once, again and again      -> {"seconds": [of each time]}
+    {"move": s}        all batches at once, again and again      -> {"seconds": [of each pass but the first]}
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
+
+Batches = list[list[int]]
+"""Addresses of the blocks of each."""
 
 
 class Engine(Protocol):
@@ -33,8 +35,8 @@ class Engine(Protocol):
 
     def connect(self, facts: Any) -> None: ...
 
-    def mover(self, direction: str, here: list[int], there: list[int], nbytes: int) -> Callable[[], None]:
-        """A function that moves one batch and returns when that is done; called from any thread."""
+    def mover(self, direction: str, here: Batches, there: Batches, nbytes: int) -> Callable[[], None]:
+        """A function that moves all batches at the same time and returns when that is done."""
 
 
 def serve(make: Callable[[int, int, str], Engine]) -> None:
@@ -50,31 +52,26 @@ def serve(make: Callable[[int, int, str], Engine]) -> None:
         print(json.dumps(content), file=answers, flush=True)
 
     answer({"address": address, "facts": engine.facts})
-    moves: list[Callable[[], None]] = []
-    with ThreadPoolExecutor(8) as threads:
-        for line in sys.stdin:
-            question = json.loads(line)
-            if "connect" in question:
-                engine.connect(question["connect"])
-                answer({})
-            elif "prepare" in question:
-                what = question["prepare"]
-                pairs = zip(what["here"], what["there"], strict=True)
-                moves = [engine.mover(what["direction"], *pair, what["nbytes"]) for pair in pairs]
-                answer({})
-            else:
-                answer({"seconds": _repeat(moves, question["move"], threads)})
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "connect" in question:
+            engine.connect(question["connect"])
+            answer({})
+        elif "prepare" in question:
+            what = question["prepare"]
+            move = engine.mover(what["direction"], what["here"], what["there"], what["nbytes"])
+            answer({})
+        else:
+            answer({"seconds": _repeat(move, question["move"])})
 
 
-def _repeat(moves: list[Callable[[], None]], seconds: float, threads: ThreadPoolExecutor) -> list[float]:
+def _repeat(move: Callable[[], None], seconds: float) -> list[float]:
     took: list[float] = []
+    move()
     until = time.perf_counter() + seconds
     while not took or time.perf_counter() < until:
         started = time.perf_counter()
-        if len(moves) == 1:
-            moves[0]()
-        else:
-            list(threads.map(lambda move: move(), moves))
+        move()
         took.append(time.perf_counter() - started)
     return took
 

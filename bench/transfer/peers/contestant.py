@@ -28,7 +28,9 @@ class Contestant(Protocol):
     async def prepare(self, shape: Shape) -> None: ...
 
     async def move(self, seconds: float) -> list[float]:
-        """All parallel batches of the shape, again and again for so long. Returns the seconds each took."""
+        """All parallel batches of the shape, again and again for so long. Returns the seconds each pass took
+        but the first.
+        """
 
     def cpu_seconds(self) -> float:
         """Of all its processes, so far."""

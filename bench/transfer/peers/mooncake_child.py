@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mooncake.engine import TransferEngine  # type: ignore[import-not-found,unused-ignore]
 
-from bench.transfer.peers.child import serve
+from bench.transfer.peers.child import Batches, serve
+
+# A call for 4,096 spans fails: its queue is full.
+_MOST_SPANS = 1024
 
 
 class Mooncake:
@@ -19,18 +23,26 @@ class Mooncake:
             raise RuntimeError("the pool could not be registered")
         self.facts: Any = f"127.0.0.1:{self._engine.get_rpc_port()}"
         self._target = ""
+        self._threads = ThreadPoolExecutor(8)
 
     def connect(self, facts: Any) -> None:
         self._target = facts
 
-    def mover(self, direction: str, here: list[int], there: list[int], nbytes: int) -> Callable[[], None]:
+    def mover(self, direction: str, here: Batches, there: Batches, nbytes: int) -> Callable[[], None]:
         engine = self._engine
         move = engine.batch_transfer_sync_read if direction == "read" else engine.batch_transfer_sync_write
-        sizes = [nbytes] * len(here)
+
+        def one(ours: list[int], theirs: list[int]) -> None:
+            for at in range(0, len(ours), _MOST_SPANS):
+                part = slice(at, at + _MOST_SPANS)
+                if move(self._target, ours[part], theirs[part], [nbytes] * len(ours[part])) < 0:
+                    raise RuntimeError("the transfer failed")
 
         def run() -> None:
-            if move(self._target, here, there, sizes) < 0:
-                raise RuntimeError("the transfer failed")
+            if len(here) == 1:
+                one(here[0], there[0])
+            else:
+                list(self._threads.map(one, here, there))
 
         return run
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from nixl_cu12._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found,unused-ignore]
 
-from bench.transfer.peers.child import serve
+from bench.transfer.peers.child import Batches, serve
 
 
 class Nixl:
@@ -25,20 +25,27 @@ class Nixl:
         name = self._agent.add_remote_agent(bytes.fromhex(facts))
         self._target = name.decode() if isinstance(name, bytes) else name
 
-    def mover(self, direction: str, here: list[int], there: list[int], nbytes: int) -> Callable[[], None]:
+    def mover(self, direction: str, here: Batches, there: Batches, nbytes: int) -> Callable[[], None]:
         agent = self._agent
-        ours, theirs = (
-            agent.get_xfer_descs(np.array([(a, nbytes, 0) for a in addresses], np.uint64), "DRAM")
-            for addresses in (here, there)
-        )
-        handle = agent.initialize_xfer(direction.upper(), ours, theirs, self._target)
+
+        def descriptors(addresses: list[int]) -> Any:
+            return agent.get_xfer_descs(np.array([(a, nbytes, 0) for a in addresses], np.uint64), "DRAM")
+
+        handles = [
+            agent.initialize_xfer(direction.upper(), descriptors(ours), descriptors(theirs), self._target)
+            for ours, theirs in zip(here, there, strict=True)
+        ]
 
         def run() -> None:
-            state = agent.transfer(handle)
-            while state == "PROC":
-                state = agent.check_xfer_state(handle)
-            if state != "DONE":
-                raise RuntimeError(f"the transfer ended as {state}")
+            # All from one thread: an agent is not to be called from two at a time.
+            states = [agent.transfer(handle) for handle in handles]
+            while "PROC" in states:
+                states = [
+                    agent.check_xfer_state(handle) if state == "PROC" else state
+                    for handle, state in zip(handles, states, strict=True)
+                ]
+            if set(states) != {"DONE"}:
+                raise RuntimeError(f"the transfers ended as {states}")
 
         return run
 
