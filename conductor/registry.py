@@ -17,7 +17,7 @@ from kvstore.index import KVIndex
 from kvstore.keys import BlockKey, root_key
 from kvstore.layout import KVLayout
 from kvstore.mirror import IndexMirror
-from kvstore.node_record import NodeRecord
+from kvstore.node_record import EXTERNAL_ROLE, NodeRecord
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +175,8 @@ class NodeRegistry:
         return (member.record.model, member.record.layout) == self._identity
 
     def _joined(self, record: NodeRecord) -> None:
+        if record.role == EXTERNAL_ROLE:
+            return  # in the index for those who ask it; not ours to call
         self._identify(record)
         if why := self.incompatible(record):
             log.warning("%s at %s is not used: %s", record.node_id, record.rpc_address, why)
@@ -184,7 +186,9 @@ class NodeRegistry:
         self._reachable(member)
 
     def _heard(self, record: NodeRecord) -> None:
-        self._members[record.node_id].update(record)
+        member = self._members.get(record.node_id)
+        if member is not None:
+            member.update(record)
 
     def _reachable(self, member: Member) -> None:
         """Its connection came up, or broke; or it is new."""

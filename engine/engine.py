@@ -114,6 +114,15 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
+    @property
+    def on_full(self) -> Callable[[Sequence, int], None] | None:
+        """Called with a sequence and the first of its blocks that are full now, before they are sealed."""
+        return self._scheduler.on_full
+
+    @on_full.setter
+    def on_full(self, callback: Callable[[Sequence, int], None] | None) -> None:
+        self._scheduler.on_full = callback
+
     async def start(self, progress: Progress | None = None) -> None:
         """Load the weights, measure the cost profile, begin stepping.
 

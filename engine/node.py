@@ -21,6 +21,7 @@ from engine.sampling import Sampling
 from engine.sequence import Sequence
 from kvstore import keys as block_keys
 from kvstore.changes import batches
+from kvstore.events.publisher import EventPublisher
 from kvstore.index import KVIndex
 from kvstore.keys import BlockKey
 from kvstore.node_record import NodeLoad, NodeRecord
@@ -70,6 +71,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self.rpc_address = ""
         self.metrics_url = ""
         self.draining = asyncio.Event()
+        self.events: EventPublisher | None = None  # where they are asked for
 
     # ------------------------------------------------------------------ for subclasses
 
@@ -151,9 +153,22 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self._redis = connect(config.index.redis_url)
         index = KVIndex(self._redis, config.index.namespace)
         self.publisher = IndexPublisher(index, self.record, config.index, self.store.tiers.held)
+        await self._start_events()
         self.state = "ready"
         await self.publisher.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
+
+    async def _start_events(self) -> None:
+        if not self.config.events.zmq_endpoint:
+            return
+        events = EventPublisher(self.config.events, self.engine.layout.block_size)
+        await events.start()
+        self.events = events
+        self.publisher.listeners.append(events)
+        self.engine.on_full = lambda sequence, first: events.describe(
+            sequence.keys, sequence.token_ids, first
+        )
+        log.info("KV events at %s, replay at %s", events.endpoint, events.replay_endpoint or "none")
 
     async def _serve_until_drained(self, context: ServiceContext) -> None:
         engine_ended = asyncio.ensure_future(self.engine.wait())
@@ -182,6 +197,8 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         await self.exchange.close()
         await self.engine.close()
         await self.store.close(self.config.store.flush_s)
+        if self.events is not None:
+            await self.events.close()
         await self._redis.aclose()
 
     async def _sweep(self) -> None:
@@ -215,6 +232,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             ),
             tiers=self.store.fill(),
             profile=self._profile(),
+            extra={"kv_events": self.events.endpoint} if self.events is not None else {},
         )
 
     def _profile(self) -> dict[str, float]:

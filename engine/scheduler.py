@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 
 from engine.block_pool import BlockPool
 from engine.events import StepEvent
@@ -31,6 +32,8 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []  # decoding[i].row == i
         self.version = 0  # changes whenever ``decoding`` does
+        # Called with a sequence and the first of its blocks that are full now, just before they are sealed.
+        self.on_full: Callable[[Sequence, int], None] | None = None
         self._moved_blocks: list[tuple[Sequence, int, int]] = []
         self.num_preemptions = 0
 
@@ -142,6 +145,8 @@ class Scheduler:
         num_full = sequence.num_computed_tokens // block_size
         sequence.hash_blocks(block_size, num_full)
         keys = sequence.keys
+        if self.on_full is not None and num_full > sequence.num_sealed_blocks:
+            self.on_full(sequence, sequence.num_sealed_blocks)
         for i in range(sequence.num_sealed_blocks, num_full):
             block = self.pool.seal(table[i], keys[i], keys[i - 1] if i else None)
             if block != table[i]:

@@ -10,6 +10,9 @@ import orjson
 
 from kvstore.errors import StoreError
 
+# Of an engine that is not ours and is followed by its KV events.
+EXTERNAL_ROLE = "external"
+
 
 class RecordCorrupt(StoreError):
     """A node's record in the index cannot be read; ``str(error)`` says which field is wrong."""
@@ -40,7 +43,7 @@ class NodeRecord:
 
     node_id: str
     epoch: int
-    role: str  # "prefill", "decode", "store"
+    role: str  # "prefill", "decode", "store", or EXTERNAL_ROLE
     host: str = ""
     pid: int = 0
     rpc_address: str = ""

@@ -122,6 +122,8 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         num_blocks = (sequence.num_tokens - 1) // pool.block_size
         sequence.hash_blocks(pool.block_size, num_blocks)
         chain = sequence.keys[:num_blocks]
+        if self.events is not None:
+            self.events.describe(chain, sequence.token_ids)
         tiers = self.store.tiers.match(chain)
         # What the policies learn from it has time until the prompt is being computed.
         asyncio.get_running_loop().call_later(USE_DELAY_S, self.store.tiers.use, chain, tiers)

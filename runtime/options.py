@@ -202,6 +202,29 @@ class IndexOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class EventsOptions:
+    zmq_endpoint: str = option(
+        "",
+        "address",
+        "where a node publishes its blocks as vLLM's KV events, such as tcp://*:5557; empty: not",
+    )
+    replay_endpoint: str = option("", "address", "where subscribers ask for batches they missed; empty: not")
+    topic: str = option("", "text", "topic of the KV events, by convention kv@<pod>@<model>")
+    interval_s: float = option(0.02, "seconds", "how long KV events are gathered before they are sent")
+    replay_batches: int = option(10_000, "batches", "sent batches that are kept for the replay")
+
+    def __post_init__(self) -> None:
+        _require(self.interval_s > 0, "events.interval_s", "positive", self.interval_s)
+        _require(self.replay_batches >= 0, "events.replay_batches", "0 or more", self.replay_batches)
+        _require(
+            bool(self.zmq_endpoint) or not self.replay_endpoint,
+            "events.replay_endpoint",
+            "empty while events.zmq_endpoint is",
+            self.replay_endpoint,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class NodeOptions:
     id: str = option("", "text", "name of this node; empty: its role, host and port")
     host: str = option("127.0.0.1", "address", "address to listen on and to announce to the cluster")
@@ -328,6 +351,7 @@ class Config:
     store: StoreOptions = _section(StoreOptions)
     transfer: TransferOptions = _section(TransferOptions)
     index: IndexOptions = _section(IndexOptions)
+    events: EventsOptions = _section(EventsOptions)
     node: NodeOptions = _section(NodeOptions)
     store_node: StoreNodeOptions = _section(StoreNodeOptions)
     conductor: ConductorOptions = _section(ConductorOptions)

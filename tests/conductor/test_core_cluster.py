@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from conductor.node_client import DecodeClient
-from kvstore.node_record import NodeRecord
+from kvstore.node_record import EXTERNAL_ROLE, NodeRecord
 from protos import node_pb2
 from tests.conductor.core_nodes import (
     LAYOUT,
@@ -205,3 +205,18 @@ async def test_estimates_follow_what_nodes_report(redis: RedisProcess) -> None:
         # It says 1 ms for what its profile predicts at 1.24 ms.
         assert node["prefill_correction"] == pytest.approx(1 / 1.24, rel=0.05)
         assert errors["prefill"]["p50_percent"] < 5
+
+
+async def test_an_engine_that_is_not_ours_is_in_the_index_and_never_called(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0") as cluster:
+        mirror = cluster.conductor._services.registry.mirror
+        record = NodeRecord("vllm-0", 1, EXTERNAL_ROLE)
+        await cluster.index.register(record, ttl_s=30.0)
+        await cluster.index.heartbeat(record, ttl_s=30.0)
+        await mirror.caught_up()
+        assert "vllm-0" in mirror.nodes
+        assert await cluster.generate(request("one")) == continuation(PROMPT, 8)
+        assert [node["node_id"] for node in cluster.conductor.cluster()["nodes"]] == ["d0", "p0"]
+        await cluster.index.deregister("vllm-0", 1)
+        await mirror.caught_up()
+        assert await cluster.generate(request("two")) == continuation(PROMPT, 8)

@@ -1,0 +1,160 @@
+"""Our blocks as KV events, for routers and tools that know vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+import zmq.asyncio
+
+from kvstore.events import metrics
+from kvstore.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent, encode
+from kvstore.events.source import EndpointInvalid
+from kvstore.keys import BlockKey
+from kvstore.tier import Tier
+from runtime.options import EventsOptions
+
+_log = logging.getLogger(__name__)
+
+_MEDIA = {Tier.POOL: "GPU", Tier.HOST: "CPU", Tier.SSD: "STORAGE"}
+_END = (-1).to_bytes(8, "big", signed=True)
+# Tokens of blocks named but not stored yet; more than any pool's worth of prompts under way.
+_MAX_DESCRIBED = 1 << 16
+
+
+_Block = tuple[BlockKey | None, bytes]  # the key before it, and its tokens as int32
+
+
+class EventPublisher:
+    """A listener of ``IndexPublisher`` that sends what it hears, gathered for ``events.interval_s``.
+
+    ``block_hashes`` are our keys (16 bytes). A block's tokens must be told by ``describe`` before it is
+    stored; one whose tokens are not known is not announced, for nobody could find it. Never waits for
+    subscribers: those too slow miss batches, and ask the replay socket.
+    """
+
+    def __init__(
+        self, options: EventsOptions, block_size: int, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.endpoint = self.replay_endpoint = ""  # as bound
+        self._options = options
+        self._block_size = block_size
+        self._clock = clock
+        self._described: OrderedDict[BlockKey, _Block] = OrderedDict()
+        self._announced: dict[BlockKey, tuple[str, _Block]] = {}  # with the medium it was announced in
+        self._pending: list[KvEvent] = []
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=options.replay_batches)
+        self._next_seq = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Bind. Raises ``EndpointInvalid``."""
+        self._context = zmq.asyncio.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self.endpoint = self._bind(self._pub, self._options.zmq_endpoint)
+        self._tasks = [asyncio.create_task(self._send_forever())]
+        if self._options.replay_endpoint:
+            self._router = self._context.socket(zmq.ROUTER)
+            self.replay_endpoint = self._bind(self._router, self._options.replay_endpoint)
+            self._tasks.append(asyncio.create_task(self._replay_forever()))
+        # Whoever followed a former life on this address must forget it.
+        self._pending.append(AllBlocksCleared())
+
+    def _bind(self, socket: zmq.asyncio.Socket, endpoint: str) -> str:
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise EndpointInvalid(f"cannot publish KV events at {endpoint!r}: {error}") from error
+        return socket.get_string(zmq.LAST_ENDPOINT)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            self._tasks = []
+            self._context.destroy(linger=0)
+
+    # ------------------------------------------------------------------ what the node says
+
+    def describe(self, keys: Sequence[BlockKey], token_ids: npt.NDArray[np.int32], first: int = 0) -> None:
+        """``keys`` are a chain's from its start; ``token_ids`` all its tokens. Those from ``first`` on may be
+        stored soon."""
+        size = self._block_size
+        for number in range(first, min(len(keys), len(token_ids) // size)):
+            key = keys[number]
+            if key not in self._announced and key not in self._described:
+                tokens = token_ids[number * size : (number + 1) * size].tobytes()
+                self._described[key] = (keys[number - 1] if number else None, tokens)
+        while len(self._described) > _MAX_DESCRIBED:
+            self._described.popitem(last=False)
+
+    def stored(self, key: BlockKey, tier: Tier) -> None:
+        medium = _MEDIA[tier]
+        before, block = self._announced.get(key, ("", None))
+        block = block or self._described.pop(key, None)
+        if block is None or before == medium:
+            return
+        self._announced[key] = (medium, block)
+        self._say_stored(key, block, medium)
+        if before:
+            self._say_removed(key, before)
+
+    def removed(self, key: BlockKey) -> None:
+        medium, _ = self._announced.pop(key, ("", None))
+        if medium:
+            self._say_removed(key, medium)
+
+    def _say_stored(self, key: BlockKey, block: _Block, medium: str) -> None:
+        parent, tokens = block[0], np.frombuffer(block[1], np.int32).tolist()
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, BlockStored) and last.medium == medium and parent == last.block_hashes[-1]:
+            hashes, all_tokens = [*last.block_hashes, key], [*last.token_ids, *tokens]
+            self._pending[-1] = BlockStored(
+                hashes, last.parent_block_hash, all_tokens, self._block_size, medium
+            )
+        else:
+            self._pending.append(BlockStored([key], parent, tokens, self._block_size, medium))
+
+    def _say_removed(self, key: BlockKey, medium: str) -> None:
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, BlockRemoved) and last.medium == medium:
+            self._pending[-1] = BlockRemoved([*last.block_hashes, key], medium)
+        else:
+            self._pending.append(BlockRemoved([key], medium))
+
+    # ------------------------------------------------------------------ sockets
+
+    async def _send_forever(self) -> None:
+        topic = self._options.topic.encode()
+        while True:
+            await asyncio.sleep(self._options.interval_s)
+            if not self._pending:
+                continue
+            events, self._pending = self._pending, []
+            payload = encode(EventBatch(self._clock(), events, 0))
+            seq = self._next_seq.to_bytes(8, "big")
+            self._next_seq += 1
+            self._sent.append((seq, payload))
+            await self._pub.send_multipart([topic, seq, payload])
+            metrics.published_batches.inc()
+
+    async def _replay_forever(self) -> None:
+        topic = self._options.topic.encode()
+        while True:
+            frames = await self._router.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                _log.warning("a replay request of %d frames makes no sense", len(frames))
+                continue
+            client, _, start = frames
+            for seq, payload in list(self._sent):
+                if seq >= start:
+                    await self._router.send_multipart([client, b"", topic, seq, payload])
+            await self._router.send_multipart([client, b"", b"", _END, b""])

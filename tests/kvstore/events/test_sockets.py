@@ -1,0 +1,271 @@
+"""Events over real ZeroMQ sockets: an engine's reach the index, ours reach who subscribes, holes are seen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvstore.events import metrics
+from kvstore.events.external import ExternalNode
+from kvstore.events.messages import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KvEvent,
+    encode,
+)
+from kvstore.events.publisher import EventPublisher
+from kvstore.events.source import EndpointInvalid, EventSource
+from kvstore.index import KVIndex
+from kvstore.keys import chain
+from kvstore.mirror import IndexMirror
+from kvstore.node_record import EXTERNAL_ROLE, NodeRecord
+from kvstore.tier import Tier
+from runtime.options import EventsOptions, IndexOptions
+
+ROOT = b"r" * 16
+BLOCK = 16
+
+
+class Engine:
+    """The publishing side of an engine that is not ours: PUB, and ROUTER for replays of its last batches."""
+
+    def __init__(self, history: int = 100) -> None:
+        self.context = zmq.asyncio.Context()
+        self.pub = self.context.socket(zmq.XPUB)
+        self.router = self.context.socket(zmq.ROUTER)
+        self.pub.bind("tcp://127.0.0.1:*")
+        self.router.bind("tcp://127.0.0.1:*")
+        self.endpoint = self.pub.get_string(zmq.LAST_ENDPOINT)
+        self.replay_endpoint = self.router.get_string(zmq.LAST_ENDPOINT)
+        self.sent: list[tuple[int, bytes]] = []
+        self.history = history
+        self.seq = 0
+        self.replaying = asyncio.create_task(self._replay())
+
+    async def subscribed(self) -> None:
+        assert (await self.pub.recv())[:1] == b"\x01"
+
+    async def send(self, *events: KvEvent, lost: bool = False) -> None:
+        payload = encode(EventBatch(1.0, events))
+        self.sent = [*self.sent, (self.seq, payload)][-self.history :] if self.history else []
+        if not lost:
+            await self.pub.send_multipart([b"kv@pod@m", self.seq.to_bytes(8, "big"), payload])
+        self.seq += 1
+
+    async def _replay(self) -> None:
+        while True:
+            client, _, start = await self.router.recv_multipart()
+            for seq, payload in self.sent:
+                if seq >= int.from_bytes(start, "big"):
+                    await self.router.send_multipart([client, b"", b"", seq.to_bytes(8, "big"), payload])
+            await self.router.send_multipart([client, b"", b"", (-1).to_bytes(8, "big", signed=True), b""])
+
+    def close(self) -> None:
+        self.replaying.cancel()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+async def mirror(index: KVIndex) -> AsyncIterator[IndexMirror]:
+    mirror = IndexMirror(index, lease_ttl_s=30, tick_s=0.02)
+    await mirror.start()
+    yield mirror
+    await mirror.close()
+
+
+class Following:
+    """An external node that follows ``engine``."""
+
+    def __init__(self, index: KVIndex, engine: Engine, replay: bool = True, block_size: int = BLOCK) -> None:
+        options = IndexOptions(lease_ttl_s=30, publish_interval_s=0.001)
+        self.node = ExternalNode(
+            index,
+            NodeRecord("vllm-0", 1, EXTERNAL_ROLE),
+            options,
+            block_size=block_size,
+            root_of=lambda lora: ROOT,
+        )
+        self.source = EventSource(engine.endpoint, engine.replay_endpoint if replay else "", topic="kv@")
+
+    async def __aenter__(self) -> Following:
+        await self.node.publisher.start()
+        self.task = asyncio.create_task(self.node.follow(self.source.batches()))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.source.close()
+        await self.node.publisher.close()
+
+
+async def eventually(holds: Callable[[], object]) -> None:
+    while not holds():  # noqa: ASYNC110 (another thread's sockets decide)
+        await asyncio.sleep(0.002)
+
+
+def tokens(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count * BLOCK))
+
+
+def ours(token_ids: list[int]) -> Any:
+    return chain(ROOT, np.array(token_ids, np.int32), BLOCK)
+
+
+async def test_an_engines_blocks_are_found_by_their_tokens(
+    index: KVIndex, mirror: IndexMirror, engine: Engine
+) -> None:
+    prompt = tokens(4)
+    async with Following(index, engine) as following:
+        await engine.subscribed()
+        # Hashes of either kind; the second event goes on where the first ended.
+        await engine.send(BlockStored([11, b"twelve"], None, prompt[: 2 * BLOCK], BLOCK, "GPU"))
+        await engine.send(BlockStored([13, 14], b"twelve", prompt[2 * BLOCK :], BLOCK, "GPU"))
+        await eventually(lambda: mirror.longest_prefix(ours(prompt)) == {"vllm-0": 4})
+        assert mirror.nodes["vllm-0"].role == EXTERNAL_ROLE
+        await engine.send(BlockStored([14], 13, prompt[3 * BLOCK :], BLOCK, "CPU"))
+        await engine.send(BlockRemoved([14], "GPU"))
+        await eventually(lambda: mirror.tier_of("vllm-0", ours(prompt)[3]) is Tier.HOST)
+        await engine.send(BlockRemoved([14], "CPU"), BlockRemoved([13], "GPU"))
+        await eventually(lambda: mirror.longest_prefix(ours(prompt)) == {"vllm-0": 2})
+        await engine.send(AllBlocksCleared())
+        await eventually(lambda: mirror.longest_prefix(ours(prompt)) == {})
+        assert following.node._blocks == {}
+
+
+async def test_larger_blocks_are_found_by_ours(index: KVIndex, mirror: IndexMirror, engine: Engine) -> None:
+    prompt = tokens(8)
+    async with Following(index, engine):
+        await engine.subscribed()
+        await engine.send(BlockStored([1, 2], None, prompt, 4 * BLOCK))
+        await eventually(lambda: mirror.longest_prefix(ours(prompt)) == {"vllm-0": 8})
+        await engine.send(BlockRemoved([2]))
+        await eventually(lambda: mirror.longest_prefix(ours(prompt)) == {"vllm-0": 4})
+
+
+async def test_what_cannot_be_found_by_tokens_is_counted_and_left_out(
+    index: KVIndex, mirror: IndexMirror, engine: Engine
+) -> None:
+    def skipped(reason: str) -> float:
+        return float(metrics.skipped_blocks.labels(reason)._value.get())
+
+    before = {reason: skipped(reason) for reason in ("orphan", "extra", "group", "size")}
+    async with Following(index, engine) as following:
+        apply = following.node.apply
+        apply(BlockStored([2], 1, tokens(1), BLOCK))
+        apply(BlockStored([3], None, tokens(1), BLOCK, extra_keys=[["a salt"]]))
+        apply(BlockStored([4], None, tokens(1), BLOCK, group_idx=1, kv_cache_spec_kind="sliding_window"))
+        apply(BlockStored([5], None, tokens(1), BLOCK - 1))
+        apply(BlockRemoved([99]))
+        assert following.node._blocks == {}
+    assert {reason: skipped(reason) - count for reason, count in before.items()} == dict.fromkeys(before, 1)
+
+
+async def test_missed_batches_are_asked_for(index: KVIndex, mirror: IndexMirror, engine: Engine) -> None:
+    prompt = tokens(4)
+    # Before anybody subscribed, and in between.
+    await engine.send(BlockStored([1], None, prompt[:BLOCK], BLOCK))
+    async with Following(index, engine):
+        await engine.subscribed()
+        await eventually(lambda: mirror.longest_prefix(ours(prompt)) == {"vllm-0": 1})
+        await engine.send(BlockStored([2], 1, prompt[BLOCK : 2 * BLOCK], BLOCK), lost=True)
+        await engine.send(BlockStored([3], 2, prompt[2 * BLOCK : 3 * BLOCK], BLOCK), lost=True)
+        await engine.send(BlockStored([4], 3, prompt[3 * BLOCK :], BLOCK))
+        await eventually(lambda: mirror.longest_prefix(ours(prompt)) == {"vllm-0": 4})
+
+
+@pytest.mark.parametrize("replay", [True, False])
+async def test_a_hole_nobody_can_fill_forgets_what_was_known(
+    index: KVIndex, mirror: IndexMirror, engine: Engine, replay: bool
+) -> None:
+    engine.history = 1
+    prompt = tokens(2)
+    async with Following(index, engine, replay=replay):
+        await engine.subscribed()
+        await engine.send(BlockStored([1], None, prompt[:BLOCK], BLOCK))
+        await eventually(lambda: mirror.longest_prefix(ours(prompt)) == {"vllm-0": 1})
+        await engine.send(BlockRemoved([1]), lost=True)
+        await engine.send(BlockStored([7], None, tokens(1, first=500), BLOCK))
+        await eventually(lambda: mirror.longest_prefix(ours(tokens(1, first=500))) == {"vllm-0": 1})
+        assert mirror.longest_prefix(ours(prompt)) == {}
+
+
+async def test_an_engine_that_begins_anew_is_forgotten(
+    index: KVIndex, mirror: IndexMirror, engine: Engine
+) -> None:
+    prompt = tokens(1)
+    async with Following(index, engine, replay=False):
+        await engine.subscribed()
+        await engine.send(BlockStored([1], None, prompt, BLOCK))
+        await engine.send(BlockStored([2], None, tokens(1, first=90), BLOCK))
+        await eventually(lambda: mirror.longest_prefix(ours(prompt)) == {"vllm-0": 1})
+        engine.seq = 0
+        await engine.send(BlockStored([3], None, tokens(1, first=700), BLOCK))
+        await eventually(lambda: mirror.longest_prefix(ours(tokens(1, first=700))) == {"vllm-0": 1})
+        assert mirror.longest_prefix(ours(prompt)) == {}
+
+
+async def test_our_events_are_followed_by_our_own_reader(index: KVIndex, mirror: IndexMirror) -> None:
+    """The circle: a node's listener, real sockets, and back into an index: the same keys."""
+    options = EventsOptions(
+        zmq_endpoint="tcp://127.0.0.1:*",
+        replay_endpoint="tcp://127.0.0.1:*",
+        topic="kv@p@m",
+        interval_s=0.001,
+    )
+    publisher = EventPublisher(options, BLOCK)
+    await publisher.start()
+    prompt = tokens(5)
+    keys = ours(prompt)
+    publisher.describe(keys, np.array(prompt, np.int32))
+    for key in keys[:4]:
+        publisher.stored(key, Tier.POOL)
+    publisher.stored(ours(tokens(1, first=999))[0], Tier.POOL)  # its tokens were never told
+    node = ExternalNode(
+        index,
+        NodeRecord("copy", 1, EXTERNAL_ROLE),
+        IndexOptions(lease_ttl_s=30, publish_interval_s=0.001),
+        block_size=BLOCK,
+        root_of=lambda lora: ROOT,
+    )
+    source = EventSource(publisher.endpoint, publisher.replay_endpoint)
+    await node.publisher.start()
+    task = asyncio.create_task(node.follow(source.batches()))
+    try:
+        await eventually(lambda: mirror.longest_prefix(keys) == {"copy": 4})
+        publisher.stored(keys[4], Tier.POOL)
+        publisher.stored(keys[3], Tier.HOST)
+        await eventually(lambda: mirror.tier_of("copy", keys[3]) is Tier.HOST)
+        await eventually(lambda: mirror.longest_prefix(keys) == {"copy": 5})
+        publisher.removed(keys[4])
+        await eventually(lambda: mirror.longest_prefix(keys) == {"copy": 4})
+        assert mirror.num_blocks_of("copy") == 4
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        source.close()
+        await node.publisher.close()
+        await publisher.close()
+
+
+async def test_addresses_that_make_no_sense_are_refused_by_name() -> None:
+    with pytest.raises(EndpointInvalid, match="nowhere"):
+        EventSource("nowhere")
+    publisher = EventPublisher(EventsOptions(zmq_endpoint="tcp://256.1.1.1:x"), BLOCK)
+    with pytest.raises(EndpointInvalid, match="256"):
+        await publisher.start()
