@@ -166,14 +166,33 @@ class TcpOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsOptions:
+    cert: str = option("", "path", "this node's certificate (PEM); empty: no TLS between transfer agents")
+    key: str = option("", "path", "its private key (PEM)")
+    ca: str = option("", "path", "the authority that signed the certificates of all nodes (PEM)")
+
+    def __post_init__(self) -> None:
+        given = [bool(path) for path in (self.cert, self.key, self.ca)]
+        _require(all(given) or not any(given), "transfer.tls", "cert, key and ca together, or none", self)
+
+
+@dataclass(frozen=True, slots=True)
 class TransferOptions:
     transports: tuple[str, ...] = option(("local", "shm", "tcp"), "names", "transports to offer, best first")
     checksum: bool = option(True, "flag", "verify every block's checksum where it arrives")
     deadline_s: float = option(10.0, "seconds", "longest a batch may take")
     secret: str = option("", "text", "shared secret a peer must prove to know; empty: none")
     tcp: TcpOptions = _section(TcpOptions)
+    tls: TlsOptions = _section(TlsOptions)
 
     def __post_init__(self) -> None:
+        plain = bool(self.tls.cert) and "ucx" in self.transports
+        _require(
+            not plain,
+            "transfer.transports",
+            "without ucx where transfer.tls is set: UCX does not encrypt",
+            "ucx",
+        )
         known = ("local", "shm", "tcp", "ucx")
         for name in self.transports:
             _require(name in known, "transfer.transports", f"names out of {', '.join(known)}", name)

@@ -27,6 +27,7 @@ from transfer.peer import Peer
 from transfer.region import Region, RegionTable, SupportsDLPack
 from transfer.serving import StreamServer
 from transfer.span import Spans
+from transfer.tls import tls_contexts
 from transfer.wire import Kind, RegionInfo
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class TransferAgent:
         """Not started; use ``start``."""
         self.options = options
         self.agent_id = check_agent_id(agent_id)
+        self.tls = tls_contexts(options.tls)
         self.epoch = epoch
         self.loop = asyncio.get_running_loop()
         self.incarnation = os.urandom(INCARNATION_NBYTES)
@@ -60,7 +62,13 @@ class TransferAgent:
         self._server = StreamServer(self.regions, options.tcp.slice_nbytes, self._fetch)
         self._peers: dict[bytes, asyncio.Task[Peer]] = {}
         self._links: dict[Link, Peer] = {}
-        self._listener = Listener(self.identity, options.secret, self._admit, self._num_connections)
+        self._listener = Listener(
+            self.identity,
+            options.secret,
+            self._admit,
+            self._num_connections,
+            None if self.tls is None else self.tls.server,
+        )
         self._unix_name = ""
         self._tcp_host, self._tcp_port = "", 0
         self._closing: set[asyncio.Task[None]] = set()

@@ -72,11 +72,11 @@ class ByteStream:
         if address is not None and nbytes is not None:
             table = np.concatenate((table, self._table(address, nbytes)))
         # One thread sends, so nothing is gained by waiting until a segment is full.
-        self._sent_nbytes += self._each(table, libc.send_vectors, socket.MSG_NOSIGNAL)
+        self._sent_nbytes += self._each(table, self._send_vectors, socket.MSG_NOSIGNAL)
 
     def receive_into(self, address: U64, nbytes: U64, wanted: Callable[[], bool] = lambda: True) -> None:
         """Fill the runs of memory at ``address``, each of ``nbytes``. An error once not ``wanted()``."""
-        self._each(self._table(address, nbytes), libc.receive_vectors, socket.MSG_WAITALL, wanted)
+        self._each(self._table(address, nbytes), self._receive_vectors, socket.MSG_WAITALL, wanted)
 
     def receive(self, nbytes: int) -> bytes:
         if not nbytes:
@@ -102,7 +102,16 @@ class ByteStream:
         """Make the thread that waits in any of the above leave with an error. Idempotent."""
         # Not connected any more, or closed: then nobody waits there.
         with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+            self._shutdown()
+
+    def _shutdown(self) -> None:
+        self.sock.shutdown(socket.SHUT_RDWR)
+
+    def _send_vectors(self, fd: int, table: int, count: int, flags: int) -> int:
+        return libc.send_vectors(fd, table, count, flags)
+
+    def _receive_vectors(self, fd: int, table: int, count: int, flags: int) -> int:
+        return libc.receive_vectors(fd, table, count, flags)
 
     def close(self, *, reset: bool = False) -> None:
         """``reset``: throw away what is still on its way to the other side."""

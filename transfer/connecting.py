@@ -29,6 +29,7 @@ from transfer.peer_memory import LIFELINE_ID, MappedMemory, PeerMemory, ProcessM
 from transfer.shm_path import ShmPath
 from transfer.sockets import prepare
 from transfer.stream_path import StreamPath
+from transfer.tls import secure
 from transfer.ucx.path import UcxPath
 from transfer.wire import Kind, Op, WireError
 
@@ -74,7 +75,7 @@ async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
 
 
 async def _connect_control(agent: TransferAgent, target: AgentDescriptor, path: str) -> Control:
-    sock = await _connect(path, target)
+    sock = await _connect(agent, path, target)
     try:
         met = await meet_server(sock, target, agent.identity, agent.options.secret, Kind.CONTROL)
         return Control(sock, met, agent)
@@ -112,7 +113,7 @@ async def _map_region(
 ) -> npt.NDArray[np.uint8]:
     """The memfd of a region of the peer, mapped read-only. Raises PathFailed."""
     try:
-        sock = await _connect("shm", target)
+        sock = await _connect(agent, "shm", target)
         with sock:
             await meet_server(sock, target, agent.identity, agent.options.secret, Kind.SHARE, region_id)
             fd = await receive_descriptor(sock)
@@ -167,7 +168,7 @@ def _tcp_path(agent: TransferAgent, target: AgentDescriptor, write_op: Op = Op.W
 
 
 async def _connect_data(agent: TransferAgent, target: AgentDescriptor, path: str) -> socket.socket:
-    sock = await _connect(path, target)
+    sock = await _connect(agent, path, target)
     try:
         await meet_server(sock, target, agent.identity, agent.options.secret, Kind.DATA)
     except BaseException:
@@ -176,7 +177,7 @@ async def _connect_data(agent: TransferAgent, target: AgentDescriptor, path: str
     return sock
 
 
-async def _connect(path: str, target: AgentDescriptor) -> socket.socket:
+async def _connect(agent: TransferAgent, path: str, target: AgentDescriptor) -> socket.socket:
     """A connected, non-blocking socket. Raises OSError."""
     loop = asyncio.get_running_loop()
     if path == "shm":
@@ -191,6 +192,8 @@ async def _connect(path: str, target: AgentDescriptor) -> socket.socket:
     except BaseException:
         sock.close()
         raise
+    if agent.tls is not None and path != "shm":
+        return await secure(sock, agent.tls.client, server=False)
     return sock
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from transfer.errors import TransferError
 from transfer.handshake import Met
+from transfer.tls import receive_now, send_now
 from transfer.wire import FRAME_HEADER, MAX_FRAME_NBYTES, REGION_ID, Frame, RegionInfo, WireError
 
 _MAX_BACKLOG_NBYTES = 4 << 20
@@ -47,6 +48,12 @@ class Control:
         self._paused = False
         self.open = True
         self._loop.add_reader(sock.fileno(), self._readable)
+        # Under TLS it may have come with the end of the handshake.
+        self._loop.call_soon(self._first)
+
+    def _first(self) -> None:
+        if self.open and not self._paused:
+            self._readable()
 
     async def region(self, region_id: int) -> RegionInfo:
         """What the other side says of its region; asked once. TransferError when the connection breaks."""
@@ -123,7 +130,7 @@ class Control:
             self._backlog += message
             return
         try:
-            sent = self._sock.send(message)
+            sent = send_now(self._sock, message)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -135,7 +142,7 @@ class Control:
 
     def _writable(self) -> None:
         try:
-            sent = self._sock.send(self._backlog)
+            sent = send_now(self._sock, self._backlog)
         except BlockingIOError:
             return
         except OSError as error:
@@ -147,7 +154,7 @@ class Control:
 
     def _readable(self) -> None:
         try:
-            received = self._sock.recv(_RECEIVE_NBYTES)
+            received = receive_now(self._sock, _RECEIVE_NBYTES)
         except BlockingIOError:
             return
         except OSError as error:

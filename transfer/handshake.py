@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from transfer.descriptor import INCARNATION_NBYTES, MAX_AGENT_ID_NBYTES, AgentDescriptor
 from transfer.errors import AccessDenied, PeerLost, StaleEpoch
+from transfer.tls import receive_some, send_all
 from transfer.wire import Kind, WireError
 
 VERSION = 1
@@ -74,8 +75,7 @@ async def meet_server(
         _HELLO_MAGIC, VERSION, kind, target.incarnation, nonce, me.epoch, me.incarnation, argument, len(name)
     )
     hello += name
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(sock, hello)
+    await send_all(sock, hello)
     challenge = await receive_exactly(sock, _CHALLENGE.size)
     magic, version, verdict, incarnation, _, epoch, name_nbytes = _CHALLENGE.unpack(challenge)
     if magic != _CHALLENGE_MAGIC or version != VERSION or name_nbytes > MAX_AGENT_ID_NBYTES:
@@ -84,9 +84,7 @@ async def meet_server(
     if incarnation != target.incarnation:
         raise StaleEpoch(target.agent_id, target.epoch, epoch)
     _raise_unless_ok(verdict, target.agent_id)
-    await loop.sock_sendall(
-        sock, _PROOF.pack(_mac(secret, b"client", hello, challenge, me.lifeline), me.lifeline)
-    )
+    await send_all(sock, _PROOF.pack(_mac(secret, b"client", hello, challenge, me.lifeline), me.lifeline))
     verdict, proof, lifeline = _WELCOME.unpack(await receive_exactly(sock, _WELCOME.size))
     _raise_unless_ok(verdict, target.agent_id)
     if not hmac.compare_digest(proof, _mac(secret, b"server", hello, challenge, lifeline)):
@@ -101,7 +99,6 @@ async def meet_client(sock: socket.socket, me: Identity, secret: str, *, busy: b
     Raises WireError or OSError when the client is not one of ours; it has been told why, as far as it can
     understand.
     """
-    loop = asyncio.get_running_loop()
     hello = await receive_exactly(sock, _HELLO.size)
     magic, version, kind, wanted, _, epoch, incarnation, argument, name_nbytes = _HELLO.unpack(hello)
     if magic != _HELLO_MAGIC or not 0 < name_nbytes <= MAX_AGENT_ID_NBYTES:
@@ -123,15 +120,15 @@ async def meet_client(sock: socket.socket, me: Identity, secret: str, *, busy: b
         _CHALLENGE_MAGIC, VERSION, verdict, me.incarnation, os.urandom(32), me.epoch, len(own_name)
     )
     challenge += own_name
-    await loop.sock_sendall(sock, challenge)
+    await send_all(sock, challenge)
     if verdict is not Verdict.OK:
         raise WireError(f"turned away: {verdict.name.lower()}")
     proof, lifeline = _PROOF.unpack(await receive_exactly(sock, _PROOF.size))
     if not hmac.compare_digest(proof, _mac(secret, b"client", hello, challenge, lifeline)):
-        await loop.sock_sendall(sock, _WELCOME.pack(Verdict.DENIED, bytes(32), 0))
+        await send_all(sock, _WELCOME.pack(Verdict.DENIED, bytes(32), 0))
         raise WireError("it does not know the secret")
     answer = _mac(secret, b"server", hello, challenge, me.lifeline)
-    await loop.sock_sendall(sock, _WELCOME.pack(Verdict.OK, answer, me.lifeline))
+    await send_all(sock, _WELCOME.pack(Verdict.OK, answer, me.lifeline))
     # Proved: from here on the bytes are a colleague's, but an id is still shown in logs.
     agent_id = name.decode("utf-8", "replace")
     assert len(incarnation) == INCARNATION_NBYTES
@@ -154,10 +151,9 @@ def _mac(secret: str, side: bytes, hello: bytes, challenge: bytes, lifeline: int
 
 async def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
     """ConnectionResetError when the stream ends first."""
-    loop = asyncio.get_running_loop()
     received = b""
     while len(received) < nbytes:
-        part = await loop.sock_recv(sock, nbytes - len(received))
+        part = await receive_some(sock, nbytes - len(received))
         if not part:
             raise ConnectionResetError("the other side closed the connection")
         received += part

@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 
 from transfer import metrics
 from transfer.errors import TransferError
 from transfer.handshake import Identity, Met, meet_client
 from transfer.sockets import prepare
+from transfer.tls import secure
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +35,10 @@ class Listener:
         secret: str,
         admit: Callable[[socket.socket, Met], None],
         num_connections: Callable[[], int],
+        tls: ssl.SSLContext | None,
     ) -> None:
-        """``admit`` takes over the socket of each client that proved itself."""
+        """``admit`` takes over the socket of each client that proved itself. tls: not for Unix sockets."""
+        self._tls = tls
         self._me = me
         self._secret = secret
         self._admit = admit
@@ -78,6 +82,8 @@ class Listener:
     async def _meet(self, sock: socket.socket) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
+                if self._tls is not None and sock.family != socket.AF_UNIX:
+                    sock = await secure(sock, self._tls, server=True)
                 busy = self._num_connections() >= MAX_CONNECTIONS
                 met = await meet_client(sock, self._me, self._secret, busy=busy)
         except (OSError, TransferError, TimeoutError) as error:

@@ -21,6 +21,7 @@ from transfer.lifeline import Process, readable_process
 from transfer.memory_copy import copy_from
 from transfer.region import Hold, RegionTable
 from transfer.span import U64, Spans, region_ids
+from transfer.tls import byte_stream
 from transfer.wire import (
     REPLY_NBYTES,
     REQUEST_NBYTES,
@@ -58,7 +59,7 @@ class StreamServer:
 
     def serve(self, sock: socket.socket, met: Met) -> None:
         """Take over a socket after its handshake."""
-        served = _ServedStream(ByteStream(sock, self.slice_nbytes), met, self)
+        served = _ServedStream(byte_stream(sock, self.slice_nbytes), met, self)
         thread = threading.Thread(target=served.run, name=f"serve {met.identity.agent_id}", daemon=True)
         with self._lock:
             self._threads[thread] = served.stream

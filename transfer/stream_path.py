@@ -10,9 +10,9 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 
 from transfer.attempt import Attempt, Direction
-from transfer.byte_stream import ByteStream
 from transfer.errors import PathFailed
 from transfer.stream import Stream, Task
+from transfer.tls import byte_stream
 from transfer.wire import MAX_REQUEST_SPANS, Op
 
 # A chunk costs two turns of the GIL on either side, so as few as possible; small ones where each is verified
@@ -68,7 +68,7 @@ class StreamPath:
                     if self._streams:
                         return
                     raise PathFailed(self.name, f"cannot connect: {error}") from error
-                stream = Stream(self, ByteStream(sock, self._slice_nbytes))
+                stream = Stream(self, byte_stream(sock, self._slice_nbytes))
                 with self._lock:
                     self._streams.add(stream)
                 stream.start()

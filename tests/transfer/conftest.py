@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from runtime.options import TransferOptions
 from transfer import AgentDescriptor, TransferAgent
@@ -70,6 +71,21 @@ class RemotePeer:
 
 
 StartPeer = Callable[..., RemotePeer]
+
+
+def issue(authority: trustme.CA, directory: Path) -> Path:
+    """``directory``, with a certificate of ``authority``, its key, and the authority's own."""
+    certificate = authority.issue_cert("node.moonpool.test")
+    certificate.cert_chain_pems[0].write_to_path(directory / "cert.pem")
+    certificate.private_key_pem.write_to_path(directory / "key.pem")
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tls_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``peer_process.tls_options`` takes."""
+    return issue(trustme.CA(), tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture

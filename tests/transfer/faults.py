@@ -47,7 +47,9 @@ async def again(move: Any, ours: list[Span], spans: list[Span]) -> TransferRepor
 class Proxy:
     """Forwards TCP connections to ``port`` until told to hold everything back, as a cut cable does."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, see: Callable[[bytes], object] = lambda _: None) -> None:
+        """``see`` is shown all that passes."""
+        self._see = see
         self._target = port
         self._held = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -75,6 +77,7 @@ class Proxy:
     def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while (received := source.recv(1 << 16)) and not self._held.is_set():
+                self._see(received)
                 sink.sendall(received)
             if not self._held.is_set():
                 sink.shutdown(socket.SHUT_WR)

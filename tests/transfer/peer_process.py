@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from runtime.options import TcpOptions, TransferOptions
+from runtime.options import TlsOptions, TransferOptions
 from transfer import AgentDescriptor, TransferAgent, agent_memory, checksum, connecting, serving
 from transfer.region import Region
 
@@ -98,6 +99,13 @@ def forbid_process_vm_readv() -> None:
     agent_memory.readable_by_peers = lambda: False
 
 
+def tls_options() -> TlsOptions:
+    """What the files in the directory ``TLS_DIR`` make, where the environment names one."""
+    directory = os.environ.get("TLS_DIR", "")
+    files = [f"{directory}/{name}.pem" for name in ("cert", "key", "ca")]
+    return TlsOptions(*files) if directory else TlsOptions()
+
+
 def listen_at(port: int) -> None:
     """At the address of an agent that was here before."""
     bind = socket.create_server
@@ -107,8 +115,7 @@ def listen_at(port: int) -> None:
 async def main(transports: str, epoch: str, port: str, secret: str, forbid: str) -> None:
     if forbid:
         forbid_process_vm_readv()
-    tcp = TcpOptions()
-    options = TransferOptions(transports=tuple(transports.split(",")), secret=secret, tcp=tcp)
+    options = TransferOptions(transports=tuple(transports.split(",")), secret=secret, tls=tls_options())
     if int(port):
         listen_at(int(port))
     async with await TransferAgent.start(options, agent_id="peer", epoch=int(epoch)) as agent:

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from runtime.options import TransferOptions
 from tests.transfer.conftest import StartPeer
-from tests.transfer.peer_process import PeerProcess, forbid_process_vm_readv, pattern
+from tests.transfer.peer_process import PeerProcess, forbid_process_vm_readv, pattern, tls_options
 from transfer import (
     Batch,
     ChecksumMismatch,
@@ -37,7 +38,7 @@ from transfer.ucx.library import load_ucx
 # shm-mapped and shm-stream are what is left of shm where process_vm_readv is forbidden: for memory that is a
 # memfd, and for memory that is not. ucx picks its own transport, shared memory here; ucx-tcp is made to use
 # TCP.
-TRANSPORTS = ("local", "shm", "shm-mapped", "shm-stream", "tcp", "ucx", "ucx-tcp")
+TRANSPORTS = ("local", "shm", "shm-mapped", "shm-stream", "tcp", "tcp-tls", "ucx", "ucx-tcp")
 NBYTES = 8 << 20
 SEED = 7
 DEADLINE_S = 20.0
@@ -78,21 +79,24 @@ class LocalPeer:
 
 @pytest.fixture(params=TRANSPORTS)
 async def wire(
-    request: pytest.FixtureRequest, shared_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    shared_peer: StartPeer,
+    tls_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Wire]:
     transport, _, variant = request.param.partition("-")
     for module, name in (
         (connecting, "readable_process"), (serving, "readable_process"), (agent_memory, "readable_by_peers")
     ):  # fmt: skip
         monkeypatch.setattr(module, name, getattr(module, name))
-    environment = {"UCX_TLS": "tcp,self"} if variant == "tcp" else {}
+    environment = {"tcp": {"UCX_TLS": "tcp,self"}, "tls": {"TLS_DIR": str(tls_directory)}}.get(variant, {})
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if transport == "ucx" and load_ucx() is None:
         pytest.skip("there is no libucp: pip install moonpool[ucx]")
     if variant in ("mapped", "stream"):
         forbid_process_vm_readv()
-    options = TransferOptions(transports=(transport,))
+    options = TransferOptions(transports=(transport,), tls=tls_options())
     async with await TransferAgent.start(options, agent_id="here", epoch=1) as agent:
         if transport == "local":
             other = await TransferAgent.start(options, agent_id="peer", epoch=1)

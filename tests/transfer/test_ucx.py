@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,9 @@ async def pair() -> AsyncIterator[Pair]:
         ours = agent.allocate(NBYTES, "ours")
         ours.array[:] = pattern(NBYTES, 1)
         yield Pair(agent, other, peer, ours, other.allocate(NBYTES, "theirs"))
+        # The thread that answered last lets go just after that.
+        while other.regions.in_use:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         agent.regions.check_integrity()
         other.regions.check_integrity()
 
