@@ -13,6 +13,7 @@ _COMMANDS = {
     "kernels": "bench.kernels.command:kernels",
     "serve": "bench.serve.command:serve",
     "simulate": "bench.simulate.command:simulate",
+    "store": "bench.store.command:store",
     "transfer": "bench.transfer.command:transfer",
 }
 

@@ -9,10 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.errors import BadObject
-from transfer import Region, TransferAgent
-
-# From here on memory comes in huge pages, all of them present: a first touch costs more than the transfer.
-_ALLOCATE_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +41,9 @@ def type_of(value: Any) -> ArrayType:
     return ArrayType(array.dtype.name if plain else array.dtype.str, array.shape, array.nbytes)
 
 
-def register(agent: TransferAgent, value: Any, *, writable: bool) -> Region:
-    """The value's own memory as a region; the caller closes it. Raises ``BadObject``."""
-    try:
-        if not isinstance(value, np.ndarray) and not hasattr(value, "__dlpack__"):
-            value = _as_numpy(value)
-        return agent.register(value, writable=writable)
-    except (ValueError, TypeError, BufferError, RuntimeError) as error:
-        raise BadObject(f"this memory cannot be used: {error}") from error
+def as_buffer(value: Any) -> Any:
+    """``value`` as transfer can register it: an array, or something that speaks DLPack."""
+    return value if hasattr(value, "__dlpack__") else _as_numpy(value)
 
 
 def check_fits(name: str, stored: ArrayType, out: Any) -> None:
@@ -68,46 +59,24 @@ def check_fits(name: str, stored: ArrayType, out: Any) -> None:
         raise BadObject(f"{name!r} is of {stored.dtype}, what it should be read into of {target.dtype}")
 
 
-class Receiver:
-    """Memory for an object on its way here; ``region`` is None when it is empty. ``close`` it when read."""
+def view_as(name: str, stored: ArrayType, memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    """The object over the bytes that were read. Raises ``BadObject``: numpy has no such dtype."""
+    return memory.view(_numpy_dtype(name, stored)).reshape(stored.shape)
 
-    def __init__(self, agent: TransferAgent, name: str, stored: ArrayType, out: Any = None) -> None:
-        """``out``: the caller's own memory; None: a new array.
 
-        Raises ``BadObject``: ``out`` cannot take it, or numpy knows no such dtype.
-        """
-        self.region: Region | None = None
-        self._stored = stored
-        self._dtype = None
-        self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        if out is not None:
-            check_fits(name, stored, out)
-            if stored.nbytes:
-                self.region = register(agent, out, writable=True)
-            return
-        try:
-            self._dtype = np.dtype(stored.dtype)
-        except TypeError:
-            raise BadObject(
-                f"{name!r} is of {stored.dtype}, which numpy has not: read it with get_into, for example "
-                f"into torch.empty({list(stored.shape)}, dtype=torch.{stored.dtype})"
-            ) from None
-        if stored.nbytes >= _ALLOCATE_NBYTES:
-            self.region = agent.allocate(stored.nbytes, "get")
-            self._memory = self.region.array
-        elif stored.nbytes:
-            self._memory = np.empty(stored.nbytes, np.uint8)
-            self.region = agent.register(self._memory)
+def check_known(name: str, stored: ArrayType) -> None:
+    """Raises ``BadObject`` when numpy has no such dtype."""
+    _numpy_dtype(name, stored)
 
-    def close(self) -> None:
-        """Nothing moves into the memory any more; what was read stays. Idempotent."""
-        if self.region is not None:
-            self.region.close()
 
-    @property
-    def array(self) -> npt.NDArray[Any]:
-        """The new array, over the very memory that was read into."""
-        return self._memory.view(self._dtype).reshape(self._stored.shape)
+def _numpy_dtype(name: str, stored: ArrayType) -> np.dtype[Any]:
+    try:
+        return np.dtype(stored.dtype)
+    except TypeError:
+        raise BadObject(
+            f"{name!r} is of {stored.dtype}, which numpy has not: read it with get_into, for example "
+            f"into torch.empty({list(stored.shape)}, dtype=torch.{stored.dtype})"
+        ) from None
 
 
 def _as_numpy(value: Any) -> npt.NDArray[Any]:

@@ -6,17 +6,17 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from kvstore.client.arrays import Receiver
 from kvstore.client.asking import find_all
 from kvstore.client.directory import rank
 from kvstore.client.errors import ObjectMissing
+from kvstore.client.memory import LocalMemory
 from kvstore.client.nodes import StoreNodes
 from kvstore.client.putting import ROUND_OBJECTS
-from kvstore.client.receiving import Want, receive
+from kvstore.client.receiving import Array, Want, receive
 from kvstore.client.tenant import Tenant
 from kvstore.remote_store import RemoteStore
 from runtime.errors import NodeUnavailable
-from transfer import TransferAgent, TransferError
+from transfer import TransferError
 
 log = logging.getLogger(__name__)
 
@@ -24,21 +24,21 @@ log = logging.getLogger(__name__)
 class Getter:
     """The getting half of ``StoreClient``."""
 
-    def __init__(self, nodes: StoreNodes, agent: TransferAgent, tenant: Tenant) -> None:
+    def __init__(self, nodes: StoreNodes, memory: LocalMemory, tenant: Tenant) -> None:
         self._nodes = nodes
-        self._agent = agent
+        self._memory = memory
         self._tenant = tenant
 
-    async def get(self, wants: Sequence[Want], required: bool) -> list[Receiver | None]:
+    async def get(self, wants: Sequence[Want], required: bool) -> list[Array | None]:
         """See ``StoreClient.batch_get``."""
-        received: list[Receiver | None] = []
+        received: list[Array | None] = []
         for first in range(0, len(wants), ROUND_OBJECTS):
             received += await self._get_round(wants[first : first + ROUND_OBJECTS], required)
         return received
 
-    async def _get_round(self, wants: Sequence[Want], required: bool) -> list[Receiver | None]:
+    async def _get_round(self, wants: Sequence[Want], required: bool) -> list[Array | None]:
         nodes = await self._nodes.current()
-        received: list[Receiver | None] = [None] * len(wants)
+        received: list[Array | None] = [None] * len(wants)
         unreachable: set[str] = set()
         # First the node where each most likely is; then, for what is not there, those that say they have it.
         tried = [{rank(want.key, nodes)[0]} for want in wants]
@@ -70,15 +70,15 @@ class Getter:
         nodes: Mapping[str, RemoteStore],
         plan: Mapping[str, Sequence[int]],
         wants: Sequence[Want],
-        received: list[Receiver | None],
+        received: list[Array | None],
         unreachable: set[str],
     ) -> list[int]:
         """Read what each node of ``plan`` has of the wants it names. Returns the wants it had not."""
 
-        async def read_from(node_id: str, numbers: Sequence[int]) -> list[Receiver | None]:
+        async def read_from(node_id: str, numbers: Sequence[int]) -> list[Array | None]:
             wanted = [wants[number] for number in numbers]
             try:
-                return await receive(nodes[node_id], self._agent, self._tenant.owner, wanted)
+                return await receive(nodes[node_id], self._memory, self._tenant.owner, wanted)
             except (NodeUnavailable, TransferError) as error:
                 log.info("nothing was read from %s: %s", node_id, error)
                 nodes[node_id].forget_peer()

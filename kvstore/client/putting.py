@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvstore import keys as block_keys
-from kvstore.client.arrays import register, type_of
+from kvstore.client.arrays import type_of
 from kvstore.client.asking import ask_all
 from kvstore.client.directory import rank
 from kvstore.client.errors import PutFailed, UnknownNode
+from kvstore.client.memory import LocalMemory
 from kvstore.client.nodes import StoreNodes
 from kvstore.client.sending import Outgoing, send
 from kvstore.client.tenant import Tenant
 from kvstore.remote_store import RemoteStore
 from protos import store_pb2
 from runtime.errors import NodeUnavailable, RemoteError
-from transfer import TransferAgent, TransferError
+from transfer import TransferError
 
 # One round of a batch: enough that the calls cost nothing beside the bytes, few enough that a round is done
 # well within its deadline and its regions are far from as many as an agent can have.
@@ -32,13 +33,13 @@ class Putter:
     def __init__(
         self,
         nodes: StoreNodes,
-        agent: TransferAgent,
+        memory: LocalMemory,
         tenant: Tenant,
         *,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._nodes = nodes
-        self._agent = agent
+        self._memory = memory
         self._tenant = tenant
         self._now_ns = now_ns
         self._last_version = 0
@@ -61,8 +62,8 @@ class Putter:
             first = await self._place(nodes, batch, preferred)
         finally:
             for outgoing in batch:
-                if outgoing.region is not None:
-                    outgoing.region.close()
+                if outgoing.loan is not None:
+                    outgoing.loan.close()
         infos = [outgoing.info for outgoing in batch]
         await self._copy_all(nodes, infos, first, copies)
         await self._forget_older(nodes, infos)
@@ -79,8 +80,7 @@ class Putter:
             dtype=kind.dtype,
             shape=kind.shape,
         )
-        region = register(self._agent, value, writable=False) if kind.nbytes else None
-        return Outgoing(info, region)
+        return Outgoing(info, self._memory.borrow(value, writable=False) if kind.nbytes else None)
 
     async def _place(
         self, nodes: Mapping[str, RemoteStore], batch: Sequence[Outgoing], preferred: str

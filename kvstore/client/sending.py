@@ -7,10 +7,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore.client.memory import Loan
 from kvstore.remote_store import RemoteStore
 from protos import store_pb2
 from runtime.errors import MoonpoolError
-from transfer import Region, Span, checksum
+from transfer import Span, checksum
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +21,10 @@ _INLINE_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """``region`` holds the object's bytes from its first on; None: it is empty."""
+    """``loan``: the object's bytes; None: it is empty."""
 
     info: store_pb2.ObjectInfo
-    region: Region | None
+    loan: Loan | None
 
 
 @dataclass(slots=True)
@@ -73,15 +74,15 @@ async def _write(
     spans: list[Span] = []
     chunks: list[tuple[int, int]] = []
     owners: list[int] = []
+    buffers: dict[int, memoryview] = {}
     for sent, step in puts:
-        region = sent.outgoing.region
-        assert region is not None, "an empty object has no chunks"
-        for i, place in enumerate(zip(step.chunks.region, step.chunks.offset, strict=True)):
-            offset = (sent.first + i) * chunk_nbytes
-            spans.append(Span(region.id, offset, min(chunk_nbytes, region.nbytes - offset)))
-            chunks.append(place)
-            owners.append(step.put_id)
-    buffers = {s.outgoing.region.id: s.outgoing.region.buffer for s, _ in puts if s.outgoing.region}
+        loan = sent.outgoing.loan
+        assert loan is not None, "an empty object has no chunks"
+        places = list(zip(step.chunks.region, step.chunks.offset, strict=True))
+        spans += loan.spans(chunk_nbytes)[sent.first : sent.first + len(places)]
+        chunks += places
+        owners += [step.put_id] * len(places)
+        buffers[loan.region.id] = loan.region.buffer
 
     def hash_all() -> list[int]:
         return [checksum(buffers[s.region][s.offset : s.offset + s.nbytes]) for s in spans]

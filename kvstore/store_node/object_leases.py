@@ -10,7 +10,7 @@ from random import Random
 
 from kvstore.store import TieredStore
 from kvstore.store_node import metrics
-from kvstore.store_node.chunks import Cut
+from kvstore.store_node.chunks import Cut, Part
 from kvstore.store_node.object_table import ObjectTable
 from kvstore.store_node.put import WINDOW_CHUNKS
 from protos import store_pb2
@@ -64,7 +64,11 @@ class ObjectLeases:
         opened, cut = Opened(record), self._table.cut(record)
         at, end = wanted.first_chunk, min(wanted.first_chunk + WINDOW_CHUNKS, cut.num_chunks)
         try:
-            while at < end and (num_pinned := await self._pin(opened, cut, at, ttl_s)):
+            while at < end and self._table.get(wanted.key) is record:
+                part = self._table.part(record, at)
+                num_pinned = await self._pin(opened, cut, part, at, ttl_s)
+                if not num_pinned:
+                    break
                 at += num_pinned
         except BaseException:
             self._release_all(opened)
@@ -76,9 +80,8 @@ class ObjectLeases:
         metrics.LOOKUPS.labels("hit").inc()
         return opened
 
-    async def _pin(self, opened: Opened, cut: Cut, at: int, ttl_s: float) -> int:
+    async def _pin(self, opened: Opened, cut: Cut, part: Part, at: int, ttl_s: float) -> int:
         """Pin the part that chunk ``at`` is in; returns how many chunks from ``at`` on can be read."""
-        part = cut.part(at)
         self._store.use(part.keys)
         lease = await self._store.pin(part.keys, min(ttl_s, self._longest_s))
         if lease.id:
@@ -86,10 +89,10 @@ class ObjectLeases:
             self._leases[lease_id] = (lease.id, lease.expires_s)
             opened.lease_ids.append(lease_id)
         blocks = lease.blocks[at - part.first :]
-        for number, block in enumerate(blocks, at):
-            opened.offsets.append(block.slot * cut.chunk_nbytes)
-            last = number == cut.num_chunks - 1
-            opened.checksums.append(opened.record.tail_checksum if last else block.checksum)
+        opened.offsets += [block.slot * cut.chunk_nbytes for block in blocks]
+        opened.checksums += [block.checksum for block in blocks]
+        if blocks and at + len(blocks) == cut.num_chunks:
+            opened.checksums[-1] = opened.record.tail_checksum
         return len(blocks)
 
     def release(self, lease_id: int) -> None:

@@ -10,7 +10,7 @@ from kvstore.keys import BlockKey
 from kvstore.store import TieredStore
 from kvstore.store_node import metrics
 from kvstore.store_node.catalogue import Catalogue
-from kvstore.store_node.chunks import Cut
+from kvstore.store_node.chunks import PART_CHUNKS, Cut, Part
 from kvstore.tier import Tier
 from protos import store_pb2
 
@@ -28,6 +28,7 @@ class ObjectTable:
         self._catalogue = catalogue
         self._objects: dict[bytes, store_pb2.StoredObject] = {}
         self._object_of: dict[BlockKey, bytes] = {}  # by chunk
+        self._parts: dict[bytes, list[Part]] = {}  # of each object: making keys costs more than using them
         self._removals: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -46,6 +47,10 @@ class ObjectTable:
 
     def cut(self, record: store_pb2.StoredObject) -> Cut:
         return Cut.of(record.info, self._chunk_nbytes)
+
+    def part(self, record: store_pb2.StoredObject, chunk: int) -> Part:
+        """The part of an object in the table that ``chunk`` is in."""
+        return self._parts[record.info.key][chunk // PART_CHUNKS]
 
     def is_whole(self, record: store_pb2.StoredObject) -> bool:
         """Whether the store holds every chunk."""
@@ -119,17 +124,17 @@ class ObjectTable:
     def _index(self, record: store_pb2.StoredObject) -> None:
         key = record.info.key
         self._objects[key] = record
-        for part in self.cut(record).parts():
+        self._parts[key] = list(self.cut(record).parts())
+        for part in self._parts[key]:
             for chunk in part.keys:
                 self._object_of[chunk] = key
 
     def _forget(self, record: store_pb2.StoredObject) -> None:
         del self._objects[record.info.key]
-        cut = self.cut(record)
-        for part in cut.parts():
+        for part in self._parts.pop(record.info.key):
             for chunk in part.keys:
-                self._object_of.pop(chunk, None)
-        self.discard(cut)
+                del self._object_of[chunk]
+        self.discard(self.cut(record))
 
     def _lost(self, key: bytes, chunk: BlockKey) -> None:
         """A chunk of an object is gone from every tier: it was evicted, or found damaged."""

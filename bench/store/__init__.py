@@ -1,0 +1,1 @@
+"""What keeping blocks and objects costs: ``moonpool bench store``."""

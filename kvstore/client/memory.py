@@ -1,0 +1,94 @@
+"""The client's own memory as transfer sees it: registered for one call, or once for many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvstore.client.arrays import as_buffer
+from kvstore.client.errors import BadObject
+from transfer import Region, Span, TransferAgent
+from transfer.memory import address_of
+from transfer.region import adopt
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """``nbytes`` bytes of a region from ``offset`` on. ``close`` when nothing moves any more; idempotent."""
+
+    region: Region
+    offset: int
+    nbytes: int
+    owned: bool  # the region is this loan's alone
+
+    def close(self) -> None:
+        if self.owned:
+            self.region.close()
+
+    def spans(self, chunk_nbytes: int) -> list[Span]:
+        """One for each chunk, the last one shorter."""
+        end = self.offset + self.nbytes
+        return [
+            Span(self.region.id, at, min(chunk_nbytes, end - at))
+            for at in range(self.offset, end, chunk_nbytes)
+        ]
+
+
+class LocalMemory:
+    def __init__(self, agent: TransferAgent) -> None:
+        self._agent = agent
+        self._kept: list[Region] = []
+
+    @contextmanager
+    def registered(self, buffer: Any) -> Iterator[None]:
+        """Inside the block, parts of ``buffer`` are borrowed without registering them. Raises ``BadObject``."""
+        region = self._register(buffer, writable=True)
+        self._kept.append(region)
+        try:
+            yield
+        finally:
+            self._kept.remove(region)
+            region.close()
+
+    def borrow(self, value: Any, *, writable: bool) -> Loan:
+        """The value's own bytes, at least one. Raises ``BadObject``: they are not contiguous, not in host
+        memory, or read-only where they are to be written."""
+        if self._kept:
+            memory = self._adopt(value, writable=writable).array
+            address = address_of(memory)
+            for region in self._kept:
+                if region.address <= address and address + memory.nbytes <= region.address + region.nbytes:
+                    return Loan(region, address - region.address, memory.nbytes, owned=False)
+        region = self._register(value, writable=writable)
+        return Loan(region, 0, region.nbytes, owned=True)
+
+    def allocate(self, nbytes: int) -> Loan:
+        """New memory, present and in huge pages; it lives for as long as a view of its array does."""
+        return Loan(self._agent.allocate(nbytes, "get"), 0, nbytes, owned=True)
+
+    def _register(self, value: Any, *, writable: bool) -> Region:
+        try:
+            return self._agent.register(as_buffer(value), writable=writable)
+        except (ValueError, TypeError, BufferError, RuntimeError) as error:
+            raise BadObject(f"this memory cannot be used: {error}") from error
+
+    def _adopt(self, value: Any, *, writable: bool) -> Any:
+        try:
+            return adopt(as_buffer(value), writable)
+        except (ValueError, TypeError, BufferError, RuntimeError) as error:
+            raise BadObject(f"this memory cannot be used: {error}") from error
+
+
+def part_of(loan: Loan, offset: int, nbytes: int) -> Loan:
+    """Some bytes of a loan, which stays the one to close."""
+    return Loan(loan.region, loan.offset + offset, nbytes, owned=False)
+
+
+def bytes_of(loan: Loan) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """uint8 [nbytes], a view."""
+    view: np.ndarray[Any, np.dtype[np.uint8]] = loan.region.array[loan.offset : loan.offset + loan.nbytes]
+    return view
