@@ -268,7 +268,9 @@ class StoreNodeOptions:
         1 << 30, "bytes", "disk a store node lends to objects, where store.ssd.path is set"
     )
     chunk_nbytes: int = option(
-        256 << 10, "bytes", "objects are kept in chunks of this size; the same on all store nodes"
+        1 << 20,
+        "bytes",
+        "objects take whole chunks of this size, the same on all store nodes; smaller for small objects",
     )
 
     def __post_init__(self) -> None:

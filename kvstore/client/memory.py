@@ -45,7 +45,7 @@ class LocalMemory:
 
     @contextmanager
     def registered(self, buffer: Any) -> Iterator[None]:
-        """Inside the block, parts of ``buffer`` are borrowed without registering them. Raises ``BadObject``."""
+        """Inside the block, parts of ``buffer`` are borrowed as they are. Raises ``BadObject``."""
         region = self._register(buffer, writable=True)
         self._kept.append(region)
         try:

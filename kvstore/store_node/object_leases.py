@@ -12,7 +12,9 @@ from kvstore.store import TieredStore
 from kvstore.store_node import metrics
 from kvstore.store_node.chunks import Cut, Part
 from kvstore.store_node.object_table import ObjectTable
-from kvstore.store_node.put import WINDOW_CHUNKS
+from kvstore.store_node.put import window_of
+from kvstore.store_node.write_behind import WriteBehind
+from kvstore.tier import Tier
 from protos import store_pb2
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class ObjectLeases:
         self,
         store: TieredStore,
         table: ObjectTable,
+        behind: WriteBehind,
         *,
         longest_s: float,
         clock: Callable[[], float],
@@ -43,6 +46,8 @@ class ObjectLeases:
         """``rng`` makes the ids: who is not told one must not guess it, for it ends somebody's lease."""
         self._store = store
         self._table = table
+        self._behind = behind
+        self._window = window_of(store)
         self._longest_s = longest_s
         self._clock = clock
         self._rng = rng
@@ -62,7 +67,7 @@ class ObjectLeases:
             metrics.LOOKUPS.labels("miss").inc()
             return None
         opened, cut = Opened(record), self._table.cut(record)
-        at, end = wanted.first_chunk, min(wanted.first_chunk + WINDOW_CHUNKS, cut.num_chunks)
+        at, end = wanted.first_chunk, min(wanted.first_chunk + self._window, cut.num_chunks)
         try:
             while at < end and self._table.get(wanted.key) is record:
                 part = self._table.part(record, at)
@@ -83,6 +88,9 @@ class ObjectLeases:
     async def _pin(self, opened: Opened, cut: Cut, part: Part, at: int, ttl_s: float) -> int:
         """Pin the part that chunk ``at`` is in; returns how many chunks from ``at`` on can be read."""
         self._store.use(part.keys)
+        if Tier.SSD in self._store.match(part.keys):
+            # They come to memory, and others have to leave it.
+            await self._behind.room()
         lease = await self._store.pin(part.keys, min(ttl_s, self._longest_s))
         if lease.id:
             lease_id = self._rng.getrandbits(63) | 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
@@ -14,11 +13,10 @@ from kvstore.store_node.errors import BadRequest, PutBroken, PutUnknown, StoreFu
 from kvstore.store_node.object_leases import ObjectLeases
 from kvstore.store_node.object_table import ObjectTable
 from kvstore.store_node.put import Put
+from kvstore.store_node.write_behind import WriteBehind
 from protos import store_pb2
 
 log = logging.getLogger(__name__)
-
-_FLUSH_S = 60.0  # a disk that takes longer is given up on until the next put
 
 
 class ObjectShelf:
@@ -43,15 +41,16 @@ class ObjectShelf:
         ids of leases and puts, which must not be guessed."""
         self.chunk_nbytes = chunk_nbytes
         self.table = ObjectTable(store, chunk_nbytes, catalogue)
-        self.leases = ObjectLeases(store, self.table, longest_s=longest_lease_s, clock=clock, rng=rng)
+        self._behind = WriteBehind(store)
+        self.leases = ObjectLeases(
+            store, self.table, self._behind, longest_s=longest_lease_s, clock=clock, rng=rng
+        )
         self._node_id = node_id
         self._store = store
         self._longest_lease_s = longest_lease_s
         self._clock = clock
         self._rng = rng
         self._puts: dict[int, Put] = {}
-        self._writing: asyncio.Task[None] | None = None
-        self._num_unwritten = 0  # chunks committed since the writing began
 
     @property
     def num_users(self) -> int:
@@ -71,8 +70,7 @@ class ObjectShelf:
             self.abort(put_id)
         self.leases.close()
         await self.table.settle()
-        if self._writing is not None:
-            await self._writing
+        await self._behind.done()
         await self._store.close()
         await self.table.close()
 
@@ -124,7 +122,7 @@ class ObjectShelf:
         if put is None:
             raise PutUnknown(put_id)
         put.commit(checksums)
-        self._write_soon(len(checksums))
+        self._behind.add(len(checksums))
         try:
             if not put.complete:
                 await self._reserve(put)
@@ -148,11 +146,9 @@ class ObjectShelf:
             self.table.discard(put.abort())
 
     async def _reserve(self, put: Put) -> None:
-        capacity = self._store.host.stats.num_blocks
-        if self._num_unwritten > capacity // 2 and self._writing is not None:
-            # What is evicted before it is on disk is lost: let the disk catch up.
-            await asyncio.shield(self._writing)
+        await self._behind.room()
         if not put.reserve():
+            capacity = self._store.host.stats.num_blocks
             raise StoreFull(self._node_id, put.record.info.nbytes, capacity * self.chunk_nbytes)
         put.expires_s = self._clock() + put.ttl_s
 
@@ -187,25 +183,6 @@ class ObjectShelf:
             # What was removed must not be back after a crash.
             await self.table.settle()
         return num_removed
-
-    # ------------------------------------------------------------------ to disk
-
-    def _write_soon(self, num_chunks: int) -> None:
-        """Have what only memory holds written, however much it is: the store itself gives up what its queue
-        has no room for."""
-        if self._store.ssd is None:
-            return
-        self._num_unwritten += num_chunks
-        if self._writing is None:
-            self._writing = asyncio.create_task(self._write(), name="objects to disk")
-
-    async def _write(self) -> None:
-        try:
-            while self._num_unwritten:
-                self._num_unwritten = 0
-                await self._store.flush(_FLUSH_S)
-        finally:
-            self._writing = None
 
     def check_integrity(self) -> None:
         """Assert everything this class promises, when nothing is under way."""

@@ -10,9 +10,13 @@ from kvstore.store_node.errors import BadRequest, PutBroken
 from protos import store_pb2
 from transfer import checksum
 
-# Most chunks reserved at a time. Large enough that a window is worth its round trip (64 MiB at the default
-# chunk), small enough that a put does not empty the tier for what may never come.
-WINDOW_CHUNKS = 4 * PART_CHUNKS
+_WINDOW_CHUNKS = 4 * PART_CHUNKS
+
+
+def window_of(store: TieredStore) -> int:
+    """Most chunks reserved or leased at a time. Large enough that a window is worth its round trip, small
+    enough that one put or get does not take all of memory, nor empty it for what may never come."""
+    return max(min(_WINDOW_CHUNKS, store.host.stats.num_blocks // 4), 1)
 
 
 class Put:
@@ -28,6 +32,7 @@ class Put:
         self.ttl_s = ttl_s
         self.expires_s = 0.0  # kept by the shelf
         self._store = store
+        self._window = window_of(store)
         self._cut = Cut.of(record.info, record.chunk_nbytes)
         self._reserved: list[Reservation] = []
         self._first = 0  # of the chunks reserved now
@@ -49,11 +54,11 @@ class Put:
         Raises ``PutBroken``: somebody else writes the same version.
         """
         cut, self._first = self._cut, self._next
-        end = min(self._next + WINDOW_CHUNKS, cut.num_chunks)
+        end = min(self._next + self._window, cut.num_chunks)
         while self._next < end:
             part = cut.part(self._next)
             at = self._next - part.first
-            wanted = part.keys[at:]
+            wanted = part.keys[at : at + end - self._next]
             reservation = self._store.reserve(wanted, parent=part.keys[at - 1] if at else None)
             if reservation.num_held:
                 reservation.abort()

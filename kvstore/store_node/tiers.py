@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kvstore.keys import BlockKey
 from kvstore.layout import BlockFormat, OpaqueLayout
+from kvstore.ssd import SsdTier
 from kvstore.store import TieredStore
 from kvstore.tier import Tier
-from runtime.errors import ConfigError
 from runtime.options import Config, StoreOptions
 from transfer import Region
 
@@ -77,9 +77,19 @@ class ShelfMaker:
 async def _make(
     layout: BlockFormat, options: StoreOptions, region: Region, on_change: OnChange, folder: Path | None
 ) -> TieredStore:
+    ssd = None
     if folder is not None:
-        raise ConfigError("store.ssd.path: a store node keeps nothing on disk yet", "store.ssd.path")
-    return TieredStore(layout, options, region.array, on_change=on_change)
+        folder.mkdir(parents=True, exist_ok=True)
+        ssd = await SsdTier.open(
+            folder,
+            layout,
+            capacity_nbytes=options.ssd.capacity_nbytes,
+            threads=options.ssd.io_threads,
+            policy=options.ssd.policy,
+            max_queued_nbytes=options.ssd.queue_nbytes,
+            io_deadline_s=options.ssd.deadline_s,
+        )
+    return TieredStore(layout, options, region.array, ssd=ssd, on_change=on_change)
 
 
 def kv_folder(layout: OpaqueLayout) -> str:
