@@ -59,7 +59,7 @@ async def test_a_node_killed_in_puts_comes_back_with_whole_objects_only(
     await cluster.start("a", store__ssd__path=tmp_path)
     num_put = num_back = 0
     async with cluster.client(deadline_s=5.0) as store:
-        for round_number in range(4):
+        for round_number in range(3):
             done: list[str] = []
 
             async def put_all(round_number: int = round_number, done: list[str] = done) -> None:
