@@ -87,6 +87,7 @@ def estimate_prefill(
         num_delayed=queue.behind(order_s),
         num_placed=node.num_placed,
     )
+    unaided_s = best.ttft_s
     for source in fetchable:
         missing = source.num_blocks - local_blocks
         if missing <= 0 or source.node_id == node_id:
@@ -100,7 +101,9 @@ def estimate_prefill(
         shown_load_s = load_s - queue_s if load_s > queue_s else 0.0
         fetch_s = max(load_s + transfer_s - queue_s, 0.0) - shown_load_s
         ttft_s = queue_s + fetch_s + shown_load_s + rest_s
-        if policy.takes(local_blocks, source.num_blocks, ttft_s, best.ttft_s):
+        if best.fetched_tokens and best.ttft_s <= ttft_s:
+            continue
+        if policy.takes(local_blocks, source.num_blocks, ttft_s, unaided_s):
             best = PrefillEstimate(
                 node_id,
                 queue_s,
@@ -127,9 +130,9 @@ def estimate_decode(
     num_blocks = -(-num_tokens // block_size)
     needed = num_blocks + -(-request.expected_tokens // block_size)
     held = min(view.prefix_blocks.get(node.node_id, 0), num_blocks)
-    transfer_s = view.links.seconds(
-        prefill.node_id, node.node_id, (num_blocks - held) * view.block_nbytes, now_s
-    )
+    # The two connect while the prompt is computed.
+    nbytes = (num_blocks - held) * view.block_nbytes
+    transfer_s = view.links.seconds(prefill.node_id, node.node_id, nbytes, now_s, connected=True)
     profile, running = node.cost.profile, node.num_running
     factor = node.cost.decode_correction.factor(now_s)
     step_s = factor * profile.step_s(running + 1, node.num_context_tokens + num_tokens)

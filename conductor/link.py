@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 # Before the first transfer: what shared memory and TCP on one host gave where it was measured.
 _LATENCY_S = 0.5e-3
 _BYTES_PER_S = 2e9
+# What the first transfer of a pair costs besides, which connects the two.
+_CONNECT_S = 12e-3
 
 # The weight of the past after one more measurement; about the last eight count.
 _KEEP = 7 / 8
@@ -88,8 +90,12 @@ class LinkModel:
         *,
         latency_s: float = _LATENCY_S,
         nbytes_per_s: float = _BYTES_PER_S,
+        connect_s: float = _CONNECT_S,
     ) -> None:
-        """``latency_s`` and ``nbytes_per_s`` are what is expected before anything was measured."""
+        """``latency_s`` and ``nbytes_per_s`` are what is expected before anything was measured, ``connect_s``
+        what a pair's first transfer costs besides.
+        """
+        self._connect_s = connect_s
         self._capacity = capacity
         self._usual = (latency_s, 1 / nbytes_per_s)
         self._pairs: dict[tuple[str, str], LinkCost] = {}
@@ -101,14 +107,19 @@ class LinkModel:
         """Seconds of latency and seconds a byte between two nodes nothing is known of."""
         return self._any.latency_s, self._any.byte_s
 
-    def seconds(self, source: str, target: str, nbytes: int, now_s: float) -> float:
+    def seconds(
+        self, source: str, target: str, nbytes: int, now_s: float, *, connected: bool = False
+    ) -> float:
         """Predicted seconds to read ``nbytes`` of ``source`` into ``target`` from now on; nothing costs
-        nothing.
+        nothing. ``connected``: they will have connected by then, if they have not yet.
         """
-        link = self._pairs.get((source, target), self._any)
-        if not self._flows or not nbytes:
-            return link.seconds(nbytes)
-        return link.seconds(nbytes + self._shared_nbytes(source, target, nbytes, now_s))
+        if not nbytes:
+            return 0.0
+        link = self._pairs.get((source, target))
+        shared = self._shared_nbytes(source, target, nbytes, now_s) if self._flows else 0.0
+        if link is not None:
+            return link.seconds(nbytes + shared)
+        return self._any.seconds(nbytes + shared) + (0.0 if connected else self._connect_s)
 
     def begin(self, source: str, target: str, nbytes: int, now_s: float) -> None:
         """A transfer begins. It is forgotten when it should have ended."""

@@ -166,6 +166,8 @@ class Goodput:
     tie_ratio: float = 1.05
     tie_s: float = 1e-4
     widest_tie_s: float = 1e-3
+    # A fetch takes time of both nodes that is in no estimate: one that gains less is not worth it.
+    least_gain_s: float = 2e-3
     # A prefill lets those pass that come within so many times what it computes for.
     patience: float = 8.0
     longest_patience_s: float = 120.0
@@ -174,7 +176,7 @@ class Goodput:
         return None
 
     def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
-        return fetched_s < local_s
+        return fetched_s + self.least_gain_s < local_s
 
     def patience_s(self, compute_s: float) -> float:
         return min(self.patience * compute_s, self.longest_patience_s)

@@ -47,7 +47,7 @@ class Simulation:
         hardware = scenario.hardware
         rate = min(hardware.network_nbytes_per_s, decode_hardware.network_nbytes_per_s)
         self.network = Network(self.clock, nbytes_per_s=rate, latency_s=hardware.network_latency_s)
-        self.links = LinkModel(latency_s=hardware.network_latency_s, nbytes_per_s=rate)
+        self.links = LinkModel(latency_s=hardware.network_latency_s, nbytes_per_s=rate, connect_s=0.0)
         self.lengths = OutputLengths()
         self.nodes: dict[str, Node] = {}
         self.former: list[Node] = []  # that failed

@@ -84,13 +84,19 @@ def test_a_link_learns_latency_and_rate() -> None:
     assert links.seconds("p", "d", 20_000_000, now_s=0.0) == pytest.approx(2e-3 + 0.04, rel=0.1)
     assert links.seconds("p", "d", 0, now_s=0.0) == 0.0
     # A pair that never moved anything is taken to be like those that did.
-    assert links.seconds("a", "b", 10_000_000, now_s=0.0) == pytest.approx(2e-3 + 0.02, rel=0.1)
+    assert links.seconds("a", "b", 10_000_000, now_s=0.0, connected=True) == pytest.approx(
+        2e-3 + 0.02, rel=0.1
+    )
 
 
 def test_the_first_transfer_of_a_pair_teaches_nothing() -> None:
     links, untouched = LinkModel(), LinkModel()
+    first_s = links.seconds("p", "d", 1_000_000, now_s=0.0)
     links.observe("p", "d", 1_000_000, 5.0)
-    assert links.seconds("p", "d", 1_000_000, now_s=0.0) == untouched.seconds("p", "d", 1_000_000, now_s=0.0)
+    second_s = links.seconds("p", "d", 1_000_000, now_s=0.0)
+    assert second_s == untouched.seconds("p", "d", 1_000_000, now_s=0.0, connected=True)
+    # It connects the two, which is known beforehand.
+    assert first_s == pytest.approx(second_s + 12e-3)
 
 
 def test_a_link_of_one_size_only_is_right_for_that_size() -> None:
@@ -114,7 +120,7 @@ def test_a_link_shrugs_off_one_stall_and_believes_several() -> None:
 
 
 def test_transfers_under_way_share_the_links_of_their_nodes_and_are_forgotten() -> None:
-    links = LinkModel(latency_s=0.0, nbytes_per_s=1e6)
+    links = LinkModel(latency_s=0.0, nbytes_per_s=1e6, connect_s=0.0)
     links.begin("a", "b", 1_000_000, now_s=0.0)
     assert links.seconds("a", "c", 1_000_000, now_s=0.0) == pytest.approx(2.0)
     assert links.seconds("c", "b", 1_000_000, now_s=0.5) == pytest.approx(1.5)

@@ -35,7 +35,8 @@ def in_demand(nodes_worth: float, heat: Heat | None = None) -> Heat:
 
 
 def plan(heat: Heat, holders: Holders, fleet: Fleet, budget_nbytes: float = 1e9) -> list[Copy]:
-    return plan_replication(heat, holders, fleet, LinkModel(), SHAPE, budget_nbytes=budget_nbytes, now_s=0.0)
+    links = LinkModel(connect_s=0.0)
+    return plan_replication(heat, holders, fleet, links, SHAPE, budget_nbytes=budget_nbytes, now_s=0.0)
 
 
 def test_heat_is_the_rate_of_late_and_fades() -> None:

@@ -37,7 +37,7 @@ def cluster(
         prefill=Fleet(prefill),
         decode=Fleet(decode),
         prefix_blocks=prefix_blocks or {},
-        links=LinkModel(),
+        links=LinkModel(connect_s=0.0),
         block_size=16,
         block_nbytes=65536,
         now_s=0.0,
