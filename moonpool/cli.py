@@ -183,6 +183,18 @@ def _annotated() -> str:
     return "\n".join(lines[1:]) + "\n"
 
 
+@cli.command(
+    "plan",
+    help="Find the cluster that serves most of a trace's requests a GPU, by simulating.",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def plan_command(arguments: tuple[str, ...]) -> None:
+    from bench.simulate.plan_command import plan
+
+    plan.main(list(arguments), prog_name="moonpool plan", standalone_mode=False)
+
+
 @cli.group("bench", cls=LazyGroup, target="bench.cli:bench")
 def bench_group() -> None:
     """Measure: serving, and the parts."""

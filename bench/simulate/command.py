@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+import uvloop
 from click.core import ParameterSource
 from rich.console import Console
 
 from bench import report
-from bench.simulate import inputs, plot
+from bench.cluster import cluster_starter
+from bench.simulate import inputs, plot, validate
 from bench.simulate.hardware import SHIPPED
 from bench.simulate.outcome import Outcome
 from bench.simulate.paper import FIGURES
@@ -23,6 +26,7 @@ from bench.simulate.trace import BLOCK_TOKENS, TraceRequest, at_speed, load_trac
 from conductor.cluster_view import Slo
 from conductor.policies import POLICIES
 from conductor.rejection import REJECTIONS
+from runtime.config import load_config
 from runtime.errors import ConfigError
 
 _PATH = click.Path(path_type=Path)
@@ -76,6 +80,10 @@ _PATH = click.Path(path_type=Path)
     type=click.Choice(list(FIGURES)),
     help="With --trace: a figure of the Mooncake papers, theirs beside ours, with what is compared.",
 )
+@click.option(
+    "--validate", "validates", is_flag=True, help="Run one workload on a real local cluster and simulate it."
+)
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="--validate: option of that cluster.")
 @click.option("--seed", default=1, show_default=True, help="Of random choices, and of a workload.")
 @click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
 @click.option(
@@ -86,6 +94,8 @@ def simulate(
     plot_path: Path | None,
     policies: Sequence[str],
     figure: str | None,
+    validates: bool,
+    sets: Sequence[str],
     **given: Any,
 ) -> None:
     """Replay requests through the scheduler that serves, on a simulated cluster, in virtual time."""
@@ -93,6 +103,11 @@ def simulate(
     if figure is not None:
         _paper(figure, given, json_path, console)
         return
+    if validates:
+        _validate(given, sets, json_path, console)
+        return
+    if sets:
+        raise ConfigError("--set is for the cluster of --validate", key="set")
     if plot_path is not None:
         plot.check_ending(plot_path)
     scenarios = {name: _scenario(given, name) for name in policies or ("goodput",)}
@@ -109,17 +124,36 @@ def simulate(
 
 def _paper(name: str, given: dict[str, Any], json_path: Path | None, console: Console) -> None:
     """The papers' own settings: of ours only the trace counts."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        given_here = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
-        if given_here and option.name not in ("figure", "trace", "json_path"):
-            raise ConfigError(
-                f"--paper {name} sets everything but --trace: leave out {option.opts[0]}", key="paper"
-            )
+    _only(f"--paper {name}", "figure", "trace", "json_path")
     requests = _requests(given)
     found = FIGURES[name].measure(requests, lambda line: console.print(line, style="dim"))
     finish(found, json_path)
     click.echo(FIGURES[name].terms.rstrip())
+
+
+def _validate(given: dict[str, Any], sets: Sequence[str], json_path: Path | None, console: Console) -> None:
+    """Of the settings the workload and the seed count; nodes are --set's."""
+    _only("--validate", "validates", "workload", "seed", "sets", "json_path")
+    work = validate.default_workload(given["seed"])
+    block_tokens = load_config(None, sets).engine.block_size
+    if given["workload"] is not None:
+        work = inputs.workload(given["workload"], block_tokens, given["seed"])
+    # The default port may be in use by a cluster that serves. A node a core is what a laptop has room for.
+    sets = ("conductor.port=0", "cluster.prefill=1", "cluster.decode=1", *sets)
+    settings = validate.Settings(replace(work, block_tokens=block_tokens), sets)
+    rows = uvloop.run(
+        validate.validate(settings, cluster_starter(), lambda line: console.print(line, style="dim"))
+    )
+    finish(rows, json_path)
+
+
+def _only(option: str, *names: str) -> None:
+    """Refuse whatever else was given beside an option that sets it itself."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is ParameterSource.COMMANDLINE and parameter.name not in names:
+            raise ConfigError(f"{option} leaves no choice of {parameter.opts[0]}", key=parameter.name)
 
 
 def finish(found: list[report.Row], json_path: Path | None) -> None:

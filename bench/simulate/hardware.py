@@ -63,6 +63,7 @@ class Hardware:
     ssd_load_nbytes_per_s: float = 0.0
     network_nbytes_per_s: float = 25e9
     network_latency_s: float = 1e-3
+    request_s: float = 0.0  # that a request is under way beside everything else, until its first token is out
     chunk_tokens: int = 2048  # most tokens of one step
     max_batch_size: int = 512
 
@@ -76,13 +77,17 @@ class Hardware:
                 key="network_nbytes_per_s",
             )
 
-    def faster(self, factor: float) -> Hardware:
-        """The same with prefills ``factor`` times as fast."""
+    def scaled(self, *, prefill: float = 1.0, decode: float = 1.0) -> Hardware:
+        """The same where prefills, and decode steps, take so many times as long."""
+        p = self.profile
         profile = replace(
-            self.profile,
-            prefill_base_s=self.profile.prefill_base_s / factor,
-            prefill_token_s=self.profile.prefill_token_s / factor,
-            prefill_attention_s=self.profile.prefill_attention_s / factor,
+            p,
+            prefill_base_s=p.prefill_base_s * prefill,
+            prefill_token_s=p.prefill_token_s * prefill,
+            prefill_attention_s=p.prefill_attention_s * prefill,
+            decode_base_s=p.decode_base_s * decode,
+            decode_sequence_s=p.decode_sequence_s * decode,
+            decode_context_s=p.decode_context_s * decode,
         )
         return replace(self, profile=profile)
 

@@ -73,7 +73,7 @@ class Simulation:
         for happening in self.scenario.happenings:
             self.clock.at(happening.at_s, self._happen, happening)
         for job in self.jobs:
-            self.clock.at(job.request.arrival_s, self._arrive, job)
+            self.clock.at(job.request.arrival_s + self.scenario.hardware.request_s, self._arrive, job)
         self.clock.run()
         return Outcome.of(self)
 

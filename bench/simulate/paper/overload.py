@@ -55,12 +55,5 @@ def _run(requests: Sequence[TraceRequest], rejection: str) -> Outcome:
     plain = scenario("kv-aware", prefill=_NODES, decode=_NODES)
     decode = plain.decode_hardware
     assert decode is not None
-    profile = decode.profile
-    slower = replace(
-        profile,
-        decode_base_s=profile.decode_base_s * _DECODE_SLOWER,
-        decode_sequence_s=profile.decode_sequence_s * _DECODE_SLOWER,
-        decode_context_s=profile.decode_context_s * _DECODE_SLOWER,
-    )
-    scene = replace(plain, rejection=rejection, decode_hardware=replace(decode, profile=slower))
+    scene = replace(plain, rejection=rejection, decode_hardware=decode.scaled(decode=_DECODE_SLOWER))
     return Simulation(scene, requests).run()

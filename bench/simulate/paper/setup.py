@@ -25,7 +25,7 @@ def decode_node() -> Hardware:
 
 def prefill_node() -> Hardware:
     """The same, prefills calibrated, its host memory the cache: loading is hidden behind computing."""
-    return replace(decode_node().faster(PREFILL_RATE), pool_tokens=CACHE_TOKENS)
+    return replace(decode_node().scaled(prefill=1 / PREFILL_RATE), pool_tokens=CACHE_TOKENS)
 
 
 def scenario(policy: str, *, prefill: int, decode: int) -> Scenario:
