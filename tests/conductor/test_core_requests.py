@@ -1,41 +1,27 @@
-"""One request's life: what is streamed, what is tried again, and what ends it."""
+"""One request through the core: what is streamed, and where it goes."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Iterator
 
 import pytest
 
-from conductor.errors import (
-    ConductorClosed,
-    DeadlineExceeded,
-    DuplicateRequest,
-    NoNodes,
-    RequestFailed,
-    RequestInvalid,
-    RequestRejected,
-)
 from conductor.sampling import SamplingParams
 from kvstore.keys import chain
 from protos import node_pb2
 from tests.conductor.core_nodes import (
     MODEL,
     PROMPT,
-    Broken,
-    Busy,
     RedisProcess,
-    Script,
     ScriptedNode,
-    Wrong,
     continuation,
     lineage,
-    obedient,
     redis_process,
     request,
     running,
 )
+from tests.conductor.faults import breaks, hangs, once
 
 
 @pytest.fixture(scope="module")
@@ -47,35 +33,6 @@ def redis() -> Iterator[RedisProcess]:
 @pytest.fixture
 def url(redis: RedisProcess) -> str:
     return redis.url
-
-
-def once(index: int, fault: Script) -> Script:
-    """``fault`` at the first token with this index, and never again."""
-    done = False
-
-    async def script(node: ScriptedNode, work: node_pb2.Work, at: int) -> None:
-        nonlocal done
-        if at == index and not done:
-            done = True
-            await fault(node, work, at)
-
-    return script
-
-
-async def dies(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
-    await node.die()
-
-
-async def hangs(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
-    await asyncio.Event().wait()
-
-
-async def breaks(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
-    raise Broken("out of luck")
-
-
-async def is_busy(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
-    raise Busy("no room")
 
 
 async def test_tokens_come_in_order_from_both_nodes(url: str) -> None:
@@ -135,202 +92,6 @@ async def test_an_unseeded_request_gets_a_seed_that_stays(url: str) -> None:
         assert cluster.nodes["d0"].works[-1].sampling.seed == 2**64 - 1
 
 
-@pytest.mark.parametrize("fault", [dies, breaks, is_busy])
-async def test_a_prefill_node_that_fails_is_replaced(url: str, fault: Script) -> None:
-    async with running(url, "p0", "p1", "d0", "d1", namespace=f"p-{fault.__name__}") as cluster:
-        for name in ("p0", "p1"):
-            cluster.nodes[name].script = once(0, fault)
-            if fault is dies:
-                break  # the other one must live
-        assert await cluster.generate(request()) == continuation(PROMPT, 8)
-
-
-@pytest.mark.parametrize("index", [1, 4, 7])
-@pytest.mark.parametrize("fault", [dies, breaks])
-async def test_a_decode_node_that_fails_is_replaced_without_a_missing_or_repeated_token(
-    url: str, fault: Script, index: int
-) -> None:
-    async with running(url, "p0", "d0", "d1", namespace=f"d-{fault.__name__}-{index}") as cluster:
-        script = once(index, fault)
-        for name in ("d0", "d1"):
-            cluster.nodes[name].script = script
-        assert await cluster.generate(request()) == continuation(PROMPT, 8)
-        assert cluster.names("r").count("retry") == 1
-        work = cluster.nodes["p0"].works[-1]
-        assert (work.attempt, work.num_prompt_tokens) == (1, 40)
-        # Tokens on their way when a node died are lost with it, and drawn again.
-        streamed = lineage(work)[len(PROMPT) :]
-        assert streamed == continuation(PROMPT, len(streamed))
-        assert len(streamed) <= index
-        assert work.sampling.max_tokens == 8
-
-
-async def test_a_prefill_node_that_dies_before_its_blocks_arrived_takes_the_attempt_with_it(url: str) -> None:
-    async with running(url, "p0", "p1", "d0", namespace="handover") as cluster:
-        silent = cluster.nodes["d0"]
-        tell = silent.tell
-        silent.tell = lambda *a: None  # type: ignore[method-assign]  # nothing arrives
-        stream = cluster.conductor.generate(request())
-        tokens = [(await anext(stream)).token_id]
-        timeline = cluster.conductor.timeline("r")
-        assert timeline is not None
-        await cluster.nodes[timeline.summary.prefill_node].die()
-        silent.tell = tell  # type: ignore[method-assign]
-        tokens += [event.token_id async for event in stream]
-        assert tokens == continuation(PROMPT, 8)
-
-
-async def test_a_prefill_node_that_dies_after_the_handover_is_not_missed(url: str) -> None:
-    async with running(url, "p0", "d0", namespace="after") as cluster:
-        gate = asyncio.Event()
-
-        async def wait(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
-            await gate.wait()
-
-        cluster.nodes["d0"].script = once(3, wait)
-        tokens = []
-        async for event in cluster.conductor.generate(request()):
-            tokens.append(event.token_id)
-            if event.index == 2:
-                await cluster.nodes["p0"].die()
-                await cluster.until(lambda: cluster.state("p0") != "ready")
-                gate.set()
-        assert tokens == continuation(PROMPT, 8)
-        assert "retry" not in cluster.names("r")
-
-
-async def test_late_tokens_of_an_attempt_that_was_given_up_are_ignored(url: str) -> None:
-    async with running(url, "p0", "d0", "d1", namespace="late") as cluster:
-        first: list[ScriptedNode] = []
-
-        async def skip(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
-            """Claims a token from the future, and goes on talking whatever it is told."""
-            first.append(node)
-            conductor_id = next(iter(node._outboxes))
-            for late in range(index + 1, index + 20):
-                node.tell(conductor_id, node.token(work, late, 9))
-            node._tasks.pop((work.request_id, work.attempt), None)
-
-        script = once(3, skip)
-        for name in ("d0", "d1"):
-            cluster.nodes[name].script = script
-        assert await cluster.generate(request()) == continuation(PROMPT, 8)
-        assert len(first) == 1
-
-
-async def test_a_repeated_token_is_streamed_once(url: str) -> None:
-    async with running(url, "p0", "d0", namespace="twice") as cluster:
-
-        async def repeat(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
-            node.tell(next(iter(node._outboxes)), node.token(work, index - 1, 9))
-
-        cluster.nodes["d0"].script = once(4, repeat)
-        assert await cluster.generate(request()) == continuation(PROMPT, 8)
-        assert "retry" not in cluster.names("r")
-
-
-async def test_after_the_last_attempt_it_fails_with_the_cause(url: str) -> None:
-    async with running(url, "p0", "d0", namespace="last", max_attempts=3) as cluster:
-        cluster.nodes["p0"].script = breaks
-        with pytest.raises(RequestFailed, match="out of luck") as raised:
-            await cluster.generate(request())
-        assert raised.value.attempts == 3
-        assert cluster.names("r").count("retry") == 3
-        assert cluster.names("r")[-1] == "done"
-
-
-async def test_nodes_that_are_all_busy_reject_it(url: str) -> None:
-    async with running(url, "p0", "d0", namespace="busy", max_attempts=2) as cluster:
-        cluster.nodes["p0"].script = is_busy
-        with pytest.raises(RequestRejected, match="no room"):
-            await cluster.generate(request())
-
-
-async def test_what_a_node_finds_wrong_is_not_tried_again(url: str) -> None:
-    async def is_wrong(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
-        raise Wrong("bad bias")
-
-    async with running(url, "p0", "p1", "d0", namespace="wrong") as cluster:
-        for name in ("p0", "p1"):
-            cluster.nodes[name].script = is_wrong
-        with pytest.raises(RequestInvalid, match="bad bias"):
-            await cluster.generate(request())
-        assert "retry" not in cluster.names("r")
-
-
-async def test_what_fits_nowhere_is_invalid(url: str) -> None:
-    async with running(url, "p0", "d0", namespace="large") as cluster:
-        with pytest.raises(RequestInvalid, match="4100 tokens and 8 more"):
-            await cluster.generate(request(prompt=[5] * 4100))
-        for node in cluster.nodes.values():
-            node.load = type(node.load)(num_blocks=4, free_blocks=4)
-            await node.announce()
-        await cluster.until(lambda: cluster.conductor.cluster()["nodes"][0]["load"]["num_blocks"] == 4)
-        await cluster.until(lambda: cluster.conductor.cluster()["nodes"][1]["load"]["num_blocks"] == 4)
-        with pytest.raises(RequestInvalid, match="holds 63"):
-            await cluster.generate(request("b", prompt=[5] * 64))
-        assert await cluster.generate(request("c", prompt=[5] * 63)) == continuation([5] * 63, 8)
-
-
-async def test_without_a_node_of_a_role_it_says_which(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("conductor.request_run.NODE_WAIT_S", 0.2)
-    async with running(url, "p0", namespace="alone") as cluster:
-        with pytest.raises(NoNodes) as raised:
-            await cluster.generate(request())
-        assert raised.value.role == "decode"
-        assert cluster.names("r") == ["queued", "waits_for_node", "done"]
-
-
-async def test_a_node_that_comes_in_time_is_waited_for(url: str) -> None:
-    async with running(url, "p0", namespace="wait") as cluster:
-        asked = asyncio.create_task(cluster.generate(request()))
-        await cluster.until(lambda: "waits_for_node" in cluster.names("r"))
-        await cluster.add("d0")
-        assert await asked == continuation(PROMPT, 8)
-
-
-@pytest.mark.parametrize("index", [0, 3])
-async def test_the_deadline_ends_it_everywhere(url: str, index: int) -> None:
-    async with running(url, "p0", "d0", namespace=f"deadline-{index}") as cluster:
-        for node in cluster.nodes.values():
-            node.script = once(index or 1 if node.role == "decode" else index, hangs)
-        with pytest.raises(DeadlineExceeded) as raised:
-            await cluster.generate(request(deadline_s=0.3))
-        assert raised.value.num_tokens == index
-        await cluster.until(lambda: ("r", 0) in cluster.nodes["d0"].cancelled)
-        if index == 0:
-            await cluster.until(lambda: ("r", 0) in cluster.nodes["p0"].cancelled)
-        # A deadline is nobody's fault.
-        assert cluster.state("p0") == cluster.state("d0") == "ready"
-        assert await cluster.generate(request("next")) == continuation(PROMPT, 8)
-
-
-@pytest.mark.parametrize("index", [0, 3])
-async def test_closing_the_stream_cancels_it_everywhere(url: str, index: int) -> None:
-    async with running(url, "p0", "d0", namespace=f"close-{index}") as cluster:
-        for node in cluster.nodes.values():
-            node.script = once(index or 1 if node.role == "decode" else index, hangs)
-
-        async def consume() -> None:
-            async with contextlib.aclosing(cluster.conductor.generate(request())) as stream:
-                async for _ in stream:
-                    pass
-
-        consumer = asyncio.create_task(consume())
-        busy = cluster.nodes["d0" if index else "p0"]
-        await cluster.until(lambda: busy.works and (index == 0 or "first_token" in cluster.names("r")))
-        consumer.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await consumer
-        await cluster.until(lambda: ("r", 0) in cluster.nodes["d0"].cancelled)
-        if index == 0:
-            await cluster.until(lambda: ("r", 0) in cluster.nodes["p0"].cancelled)
-        assert cluster.conductor.cluster()["num_requests"] == 0
-        timeline = cluster.conductor.timeline("r")
-        assert timeline is not None
-        assert timeline.summary.finish_reason == "cancelled"
-
-
 async def test_an_id_used_again_is_not_taken_for_its_former_life(url: str) -> None:
     async with running(url, "p0", "d0", namespace="again") as cluster:
         node = cluster.nodes["d0"]
@@ -350,32 +111,6 @@ async def test_an_id_used_again_is_not_taken_for_its_former_life(url: str) -> No
         timeline = cluster.conductor.timeline("r")
         assert timeline is not None
         assert timeline.summary.attempts == 1
-
-
-async def test_blocks_that_nobody_took_are_let_go_on_the_prefill_node(url: str) -> None:
-    async with running(url, "p0", "d0", namespace="untaken") as cluster:
-        cluster.nodes["d0"].tell = lambda *a: None  # type: ignore[method-assign]  # never says it has them
-        stream = cluster.conductor.generate(request())
-        await anext(stream)
-        await stream.aclose()
-        await cluster.until(lambda: cluster.nodes["p0"].cancelled == [("r", 0)])
-
-
-async def test_requests_beyond_the_limit_and_doubles_are_refused(url: str) -> None:
-    async with running(url, "p0", "d0", namespace="limit", max_requests=2) as cluster:
-        cluster.nodes["d0"].script = hangs
-        streams = [cluster.conductor.generate(request(f"r{i}")) for i in range(2)]
-        for stream in streams:
-            await anext(stream)
-        with pytest.raises(RequestRejected, match="2 requests are in flight") as raised:
-            await cluster.generate(request("more"))
-        assert raised.value.retry_after_s > 0
-        await streams[0].aclose()
-        with pytest.raises(DuplicateRequest):
-            await cluster.generate(request("r1"))
-        await streams[1].aclose()
-        cluster.nodes["d0"].script = obedient
-        assert await cluster.generate(request("r1")) == continuation(PROMPT, 8)
 
 
 async def test_the_next_turn_goes_where_its_blocks_are(url: str) -> None:
@@ -434,16 +169,3 @@ async def test_many_at_once_do_not_mix(url: str) -> None:
         assert min(placed.values()) >= 16
         loads = [node["load"] for node in cluster.conductor.cluster()["nodes"]]
         assert all(load["own_prefills"] == load["own_decodes"] == load["own_queue_s"] == 0 for load in loads)
-
-
-async def test_closing_the_conductor_ends_what_is_in_flight(url: str) -> None:
-    async with running(url, "p0", "d0", namespace="closing") as cluster:
-        cluster.nodes["d0"].script = once(3, hangs)
-        asked = asyncio.create_task(cluster.generate(request()))
-        await cluster.until(lambda: cluster.nodes["d0"].works)
-        await cluster.conductor.close()
-        with pytest.raises(ConductorClosed):
-            await asked
-        assert cluster.nodes["d0"].cancelled == [("r", 0)]
-        with pytest.raises(ConductorClosed):
-            await cluster.generate(request("late"))

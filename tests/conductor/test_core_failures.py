@@ -1,0 +1,162 @@
+"""Nodes that fail a request: it goes on elsewhere, and no token is missing or repeated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from conductor.errors import (
+    RequestFailed,
+    RequestInvalid,
+    RequestRejected,
+)
+from protos import node_pb2
+from tests.conductor.core_nodes import (
+    PROMPT,
+    RedisProcess,
+    Script,
+    ScriptedNode,
+    Wrong,
+    continuation,
+    lineage,
+    redis_process,
+    request,
+    running,
+)
+from tests.conductor.faults import breaks, dies, is_busy, once
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisProcess]:
+    with redis_process() as process:
+        yield process
+
+
+@pytest.fixture
+def url(redis: RedisProcess) -> str:
+    return redis.url
+
+
+@pytest.mark.parametrize("fault", [dies, breaks, is_busy])
+async def test_a_prefill_node_that_fails_is_replaced(url: str, fault: Script) -> None:
+    async with running(url, "p0", "p1", "d0", "d1", namespace=f"p-{fault.__name__}") as cluster:
+        for name in ("p0", "p1"):
+            cluster.nodes[name].script = once(0, fault)
+            if fault is dies:
+                break  # the other one must live
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+
+
+@pytest.mark.parametrize("index", [1, 4, 7])
+@pytest.mark.parametrize("fault", [dies, breaks])
+async def test_a_decode_node_that_fails_is_replaced_without_a_missing_or_repeated_token(
+    url: str, fault: Script, index: int
+) -> None:
+    async with running(url, "p0", "d0", "d1", namespace=f"d-{fault.__name__}-{index}") as cluster:
+        script = once(index, fault)
+        for name in ("d0", "d1"):
+            cluster.nodes[name].script = script
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+        assert cluster.names("r").count("retry") == 1
+        work = cluster.nodes["p0"].works[-1]
+        assert (work.attempt, work.num_prompt_tokens) == (1, 40)
+        # Tokens on their way when a node died are lost with it, and drawn again.
+        streamed = lineage(work)[len(PROMPT) :]
+        assert streamed == continuation(PROMPT, len(streamed))
+        assert len(streamed) <= index
+        assert work.sampling.max_tokens == 8
+
+
+async def test_a_prefill_node_that_dies_before_its_blocks_arrived_takes_the_attempt_with_it(url: str) -> None:
+    async with running(url, "p0", "p1", "d0", namespace="handover") as cluster:
+        silent = cluster.nodes["d0"]
+        tell = silent.tell
+        silent.tell = lambda *a: None  # type: ignore[method-assign]  # nothing arrives
+        stream = cluster.conductor.generate(request())
+        tokens = [(await anext(stream)).token_id]
+        timeline = cluster.conductor.timeline("r")
+        assert timeline is not None
+        await cluster.nodes[timeline.summary.prefill_node].die()
+        silent.tell = tell  # type: ignore[method-assign]
+        tokens += [event.token_id async for event in stream]
+        assert tokens == continuation(PROMPT, 8)
+
+
+async def test_a_prefill_node_that_dies_after_the_handover_is_not_missed(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="after") as cluster:
+        gate = asyncio.Event()
+
+        async def wait(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            await gate.wait()
+
+        cluster.nodes["d0"].script = once(3, wait)
+        tokens = []
+        async for event in cluster.conductor.generate(request()):
+            tokens.append(event.token_id)
+            if event.index == 2:
+                await cluster.nodes["p0"].die()
+                await cluster.until(lambda: cluster.state("p0") != "ready")
+                gate.set()
+        assert tokens == continuation(PROMPT, 8)
+        assert "retry" not in cluster.names("r")
+
+
+async def test_late_tokens_of_an_attempt_that_was_given_up_are_ignored(url: str) -> None:
+    async with running(url, "p0", "d0", "d1", namespace="late") as cluster:
+        first: list[ScriptedNode] = []
+
+        async def skip(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            """Claims a token from the future, and goes on talking whatever it is told."""
+            first.append(node)
+            conductor_id = next(iter(node._outboxes))
+            for late in range(index + 1, index + 20):
+                node.tell(conductor_id, node.token(work, late, 9))
+            node._tasks.pop((work.request_id, work.attempt), None)
+
+        script = once(3, skip)
+        for name in ("d0", "d1"):
+            cluster.nodes[name].script = script
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+        assert len(first) == 1
+
+
+async def test_a_repeated_token_is_streamed_once(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="twice") as cluster:
+
+        async def repeat(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            node.tell(next(iter(node._outboxes)), node.token(work, index - 1, 9))
+
+        cluster.nodes["d0"].script = once(4, repeat)
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+        assert "retry" not in cluster.names("r")
+
+
+async def test_after_the_last_attempt_it_fails_with_the_cause(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="last", max_attempts=3) as cluster:
+        cluster.nodes["p0"].script = breaks
+        with pytest.raises(RequestFailed, match="out of luck") as raised:
+            await cluster.generate(request())
+        assert raised.value.attempts == 3
+        assert cluster.names("r").count("retry") == 3
+        assert cluster.names("r")[-1] == "done"
+
+
+async def test_nodes_that_are_all_busy_reject_it(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="busy", max_attempts=2) as cluster:
+        cluster.nodes["p0"].script = is_busy
+        with pytest.raises(RequestRejected, match="no room"):
+            await cluster.generate(request())
+
+
+async def test_what_a_node_finds_wrong_is_not_tried_again(url: str) -> None:
+    async def is_wrong(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+        raise Wrong("bad bias")
+
+    async with running(url, "p0", "p1", "d0", namespace="wrong") as cluster:
+        for name in ("p0", "p1"):
+            cluster.nodes[name].script = is_wrong
+        with pytest.raises(RequestInvalid, match="bad bias"):
+            await cluster.generate(request())
+        assert "retry" not in cluster.names("r")
