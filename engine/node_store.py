@@ -19,6 +19,7 @@ from kvstore.store import Lease, TieredStore
 from kvstore.store.holdings import OnChange
 from kvstore.tier import Tier
 from protos import node_pb2
+from runtime.errors import ConfigError
 from runtime.options import Config
 from transfer import Region, TransferAgent, checksum
 
@@ -62,9 +63,16 @@ class NodeStore:
     ) -> NodeStore:
         """Allocate host memory, and take up what the node's ``folder`` on disk holds from an earlier life.
 
-        Raises LayoutError when not even one block fits, and what ``SsdTier.open`` raises.
+        Raises ConfigError when not even one block fits, and what ``SsdTier.open`` raises.
         """
         options = config.store
+        if options.host.capacity_nbytes < engine.layout.block_nbytes:
+            key = "store.host.capacity_nbytes"
+            raise ConfigError(
+                f"{key} is {options.host.capacity_nbytes:,}; it must hold a KV block of this model, "
+                f"{engine.layout.block_nbytes:,} bytes",
+                key,
+            )
         region = agent.allocate(options.host.capacity_nbytes, "host")
         ssd: SsdTier | None = None
         if options.ssd.path:

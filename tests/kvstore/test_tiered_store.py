@@ -300,6 +300,30 @@ async def test_a_disk_that_refuses_loses_blocks_and_says_so() -> None:
     await store.close()
 
 
+async def test_what_follows_a_block_that_is_lost_on_its_way_to_disk_is_lost_too() -> None:
+    heard, pool = Listener(), FakePool()
+    store, disk = await with_disk(8, 64, on_change=heard, pool=pool)
+    pool.store = store
+    disk.may_write.clear()
+    await put(store, 2)
+    await put(store, 4, number=1)
+    assert store.stats.num_leaving == 2
+    # Computed again while they are on their way, and continued by one more.
+    for i, name in enumerate(chain(3)):
+        pool.seal(name, key(i - 1) if i else None, payload(name))
+    while key(0) in pool:
+        pool.evict(key(0))
+    assert store.match(chain(3)) == [Tier.HOST] * 3
+    disk.refuses = True
+    disk.may_write.set()
+    await settled(store)
+    assert store.match(chain(3)) == []
+    assert not heard.tiers.keys() & set(chain(3))
+    assert key(2) not in store.host
+    store.check_integrity()
+    await store.close()
+
+
 async def test_a_stalled_disk_is_a_miss_and_host_memory_serves_on() -> None:
     store, disk = await with_disk(8, 64)
     await put(store, 8)
