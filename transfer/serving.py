@@ -19,10 +19,12 @@ from transfer.errors import RegionError, SpanError
 from transfer.handshake import Met
 from transfer.lifeline import Process, readable_process
 from transfer.memory_copy import copy_from
+from transfer.plan import windows
 from transfer.region import Hold, RegionTable
 from transfer.span import U64, Spans, region_ids
 from transfer.tls import byte_stream
 from transfer.wire import (
+    MAX_REQUEST_NBYTES,
     REPLY_NBYTES,
     REQUEST_NBYTES,
     Op,
@@ -37,6 +39,8 @@ from transfer.wire import (
 
 _log = logging.getLogger(__name__)
 _MAX_BUDGET_S = 600.0
+# Small enough that what has been copied is still in the cache when it is verified.
+_CACHED_NBYTES = 2 << 20
 
 
 # (client, spans here, spans of the client, seconds) -> what ends when the bytes are here.
@@ -107,7 +111,7 @@ class _ServedStream:
         spans = unpack_spans(body, request.num_spans)
         budget_s = min(request.budget_ms / 1000, _MAX_BUDGET_S)
         deadline = time.monotonic() + budget_s
-        writes = request.op in (Op.WRITE, Op.PULL)
+        writes = request.op in (Op.WRITE, Op.PULL, Op.PULL_CHECKED)
         try:
             if request.op is Op.FETCH:
                 self._fetch(spans, unpack_fetch(body, spans), budget_s)
@@ -147,13 +151,20 @@ class _ServedStream:
             self.stream.receive_into(addresses, spans.nbytes, lambda: self._wanted(deadline))
             self.stream.send(Reply(Status.OK, 0, 0).pack())
         elif request.op is Op.PULL:
-            self._pull(unpack_sources(body, request.num_spans), addresses, spans.nbytes, deadline)
+            self._pull(unpack_sources(body, request.num_spans), addresses, spans, None, deadline)
+        elif request.op is Op.PULL_CHECKED:
+            self._pull(unpack_sources(body, request.num_spans), addresses, spans, hold, deadline)
         else:
-            found = checksums(spans, hold.buffer)
-            payload = np.array(found, np.uint64).tobytes()
-            self.stream.send(Reply(Status.OK, 0, len(payload)).pack() + payload)
+            self._tell(checksums(spans, hold.buffer))
 
-    def _pull(self, sources: U64, addresses: U64, nbytes: U64, deadline: float) -> None:
+    def _tell(self, found: list[int]) -> None:
+        payload = np.array(found, np.uint64).tobytes()
+        self.stream.send(Reply(Status.OK, 0, len(payload)).pack() + payload)
+
+    def _pull(
+        self, sources: U64, addresses: U64, spans: Spans, checked: Hold | None, deadline: float
+    ) -> None:
+        """checked: answer with the checksums of what was copied, which this holds."""
         if self._client is None:
             identity = self._met.identity
             self._client = readable_process(self._met.pid, identity.lifeline, identity.incarnation)
@@ -165,9 +176,15 @@ class _ServedStream:
         def wanted() -> bool:
             return self._wanted(deadline)
 
-        if not copy_from(self._client.pid, addresses, sources, nbytes, wanted):
-            raise ConnectionResetError("the client no longer wants its write")
-        self.stream.send(Reply(Status.OK, 0, 0).pack())
+        found: list[int] = []
+        most_nbytes = MAX_REQUEST_NBYTES if checked is None else _CACHED_NBYTES
+        for begin, end, _ in windows(spans.nbytes, len(spans), most_nbytes):
+            part = slice(begin, end)
+            if not copy_from(self._client.pid, addresses[part], sources[part], spans.nbytes[part], wanted):
+                raise ConnectionResetError("the client no longer wants its write")
+            if checked is not None:
+                found += checksums(spans.take(np.arange(begin, end)), checked.buffer)
+        self._tell(found)
 
     def _fetch(self, spans: Spans, sources: Spans, budget_s: float) -> None:
         """An ordinary read of the client's regions, with all that makes reads safe, until it hangs up."""

@@ -40,7 +40,7 @@ class Task:
         self.attempt = attempt
         self.chunk = chunk
         self.op = op
-        self.written: Index = np.empty(0, np.intp)  # of a CHECKSUM: the spans to compare
+        self.written: Index = np.empty(0, np.intp)  # of a CHECKSUM or PULL_CHECKED: the spans to compare
 
 
 class StreamOwner(Protocol):
@@ -128,7 +128,7 @@ class Stream:
             head = replace(request, padding=padding).pack() + pack_spans(spans) + bytes(padding)
         else:
             head = request.pack() + pack_spans(spans)
-        if task.op is Op.PULL:
+        if task.op in (Op.PULL, Op.PULL_CHECKED):
             head += rows.address.tobytes()
         elif task.op is Op.FETCH:
             head += pack_fetch(attempt.local_spans(rows))
@@ -162,7 +162,9 @@ class Stream:
     def _accept(self, task: Task, reply: Reply) -> bool:
         """False when the task needs another request."""
         attempt = task.attempt
-        if task.op is Op.CHECKSUM:
+        if task.op is Op.PULL_CHECKED:
+            task.written = attempt.arrived(task.chunk)
+        if task.op in (Op.CHECKSUM, Op.PULL_CHECKED):
             if reply.nbytes != 8 * len(task.written):
                 raise WireError("it sent too few or too many checksums")
             found = np.frombuffer(self.bytes.receive(reply.nbytes), np.uint64)
@@ -190,7 +192,7 @@ class Stream:
             return RegionError(reply.detail, f"the peer says it {reason}")
         if reply.status is Status.BAD_SPAN:
             return SpanError(task.attempt.span_at(task.chunk, reply.detail), f"the peer says: {reason}")
-        if task.op in (Op.PULL, Op.FETCH):
+        if task.op in (Op.PULL, Op.PULL_CHECKED, Op.FETCH):
             self._path.cannot_pull()
             return PathFailed(self._path.name, reason, interrupted=True)
         return PathFailed(self._path.name, reason)

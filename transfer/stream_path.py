@@ -75,6 +75,9 @@ class StreamPath:
 
     def start(self, attempt: Attempt) -> None:
         op = Op.READ if attempt.direction == "read" else self.write_op
+        # A span that had to be cut in pieces is in no chunk as a whole.
+        if op is Op.PULL and attempt.verify_remote and len(attempt.plan.rows) == len(attempt.local):
+            op = Op.PULL_CHECKED
         with self._lock:
             if self._streams:
                 for chunk in range(len(attempt.plan.chunks)):

@@ -49,6 +49,7 @@ class Op(enum.IntEnum):
     PULL = 3  # the server copies from the client's memory itself; the sources' addresses follow the spans
     CHECKSUM = 4  # the reply carries one u64 a span
     FETCH = 5  # the server reads the client's regions over UCX; which bytes of them follows the spans
+    PULL_CHECKED = 6  # PULL and CHECKSUM in one: each span is looked at while it is in the cache
 
 
 class Status(enum.IntEnum):
@@ -77,7 +78,7 @@ _REPLY = struct.Struct("<4sBxHIQ")
 REQUEST_NBYTES = _REQUEST.size
 REPLY_NBYTES = _REPLY.size
 _SPAN_NBYTES = 8 + 8 + 4
-_SOURCE_NBYTES = {Op.PULL: 8, Op.FETCH: 8 + 4}
+_SOURCE_NBYTES = {Op.PULL: 8, Op.PULL_CHECKED: 8, Op.FETCH: 8 + 4}
 _REQUEST_MAGIC = b"MPq1"
 _REPLY_MAGIC = b"MPr1"
 

@@ -241,6 +241,10 @@ def requests(region: int) -> dict[str, tuple[bytes, Status | None]]:
         "a page of padding": (replace(one, op=Op.WRITE, padding=wire.PAGE_NBYTES).pack() + bytes(200), None),
         "not a request": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2, None),
         "write past the end": (ask(Op.WRITE, (region, NBYTES - 4, 8)) + bytes(8), Status.BAD_SPAN),
+        "fetch and check from nowhere": (
+            ask(Op.PULL_CHECKED, (region, 0, 8)) + bytes(8),
+            Status.FAILED,
+        ),
         "fetch from nowhere": (ask(Op.PULL, (region, 0, 8)) + bytes(8), Status.FAILED),
     }
 
