@@ -16,8 +16,7 @@ from bench.transfer.shape import Shape
 
 _TESTS = {"read": "ucp_get", "write": "ucp_put_bw"}
 _MIB = 1 << 20
-# To begin with; then what the last run reached.
-_GUESS_NBYTES_PER_S = 2e9
+# Of the first run of a shape; from then on as many as the time allows at the speed of the last run.
 _LEAST_ROUNDS = 20
 _RUN_S = 30.0
 
@@ -31,7 +30,7 @@ class PerfTest:
         self._program = program
         self._environment = {**os.environ, "UCX_WARN_UNUSED_ENV_VARS": "n", **environment}
         self._shape = Shape(1, 1)
-        self._nbytes_per_s = _GUESS_NBYTES_PER_S
+        self._nbytes_per_s = 0.0
 
     @classmethod
     def found(cls, environment: Mapping[str, str]) -> PerfTest:
@@ -48,6 +47,8 @@ class PerfTest:
 
     async def prepare(self, shape: Shape) -> None:
         self._shape = shape
+        self._nbytes_per_s = 0.0
+        await self.move(0.0)
 
     async def move(self, seconds: float) -> list[float]:
         shape = self._shape
