@@ -143,6 +143,8 @@ class Attempt:
         if token.HasField("received"):
             self.kv_received = True
             self.plan.prefill.client.detach(self.plan.key)
+            if self.plan.decode is not None:
+                self.plan.decode.decoding(self.plan.key)
         if token.finish_reason:
             self._finished = True
             if token.finish_reason in (node_pb2.FINISH_ERROR, node_pb2.FINISH_CANCELLED):

@@ -71,7 +71,7 @@ class Profile:
             + uncached_tokens * context * self.prefill_attention_s
         )
 
-    def step_s(self, num_sequences: int, context_tokens: int) -> float:
+    def step_s(self, num_sequences: float, context_tokens: float) -> float:
         """Time of one decode step over ``num_sequences`` with ``context_tokens`` of KV together."""
         return (
             self.decode_base_s
@@ -151,7 +151,7 @@ class NodeCost:
         ssd = self.profile.ssd_load_nbytes_per_s or _UNKNOWN_SSD_NBYTES_PER_S
         return host_nbytes / host + ssd_nbytes / ssd
 
-    def step_s(self, num_sequences: int, context_tokens: int, now_s: float) -> float:
+    def step_s(self, num_sequences: float, context_tokens: float, now_s: float) -> float:
         return self.profile.step_s(num_sequences, context_tokens) * self.decode_correction.factor(now_s)
 
 

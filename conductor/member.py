@@ -145,6 +145,10 @@ class Member:
         self.view.num_placed += 1
         self._refresh_decode()
 
+    def decoding(self, key: RequestKey) -> None:
+        """It has all its blocks and is in the node's batch."""
+        self.schedule.begin(key, self._clock())
+
     def end_decode(self, key: RequestKey, num_delivered: int) -> None:
         """``num_delivered`` of its tokens came from here. Idempotent."""
         self.schedule.remove(key)

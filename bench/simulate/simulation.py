@@ -336,7 +336,9 @@ class Simulation:
         policy = REJECTIONS[self.scenario.rejection]
         if policy.before_decode(outlook, self.scenario.slo, now_s) is not None:
             self._reject(job, "decode")
-        elif decode is node:
+            return
+        decode.schedule.begin(job, now_s)
+        if decode is node:
             decode.decode(job)
         else:
             decode.when_room(job, self._hand_over)

@@ -28,7 +28,14 @@ def outlook(schedule: DecodeSchedule, num_blocks: int = 0) -> DecodeOutlook:
     return DecodeOutlook(view, schedule, num_tokens=100, expected_tokens=28, block_size=16)
 
 
-def running(count: int, ends_s: float, starts_s: float = -1.0) -> DecodeSchedule:
+def running(count: int, ends_s: float) -> DecodeSchedule:
+    schedule = coming(count, starts_s=0.0, ends_s=ends_s)
+    for key in range(count):
+        schedule.begin(key, 0.0)
+    return schedule
+
+
+def coming(count: int, starts_s: float, ends_s: float) -> DecodeSchedule:
     schedule = DecodeSchedule()
     for key in range(count):
         schedule.add(key, starts_s=starts_s, ends_s=ends_s, num_tokens=100)
@@ -62,7 +69,7 @@ def test_predicted_sees_who_will_have_ended() -> None:
 
 
 def test_predicted_sees_who_is_on_the_way() -> None:
-    full_soon = outlook(running(10, starts_s=2.0, ends_s=100.0))
+    full_soon = outlook(coming(10, starts_s=2.0, ends_s=100.0))
     assert REJECTIONS["early"].at_arrival(placed(4.0), full_soon, SLO, 0.0) is None
     assert REJECTIONS["predicted"].at_arrival(placed(4.0), full_soon, SLO, 0.0) is not None
 
@@ -78,26 +85,35 @@ def test_a_pool_without_room_is_full_whatever_a_step_takes() -> None:
 
 
 def test_a_request_does_not_count_against_itself() -> None:
-    schedule = running(10, ends_s=100.0)
+    schedule = running(9, ends_s=100.0)
     mine = DecodeOutlook(outlook(schedule).view, schedule, 100, 28, 16, key=3)
     assert REJECTIONS["baseline"].before_decode(mine, SLO, 0.0) is None
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), max_size=30),
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100), st.booleans()), max_size=30),
     st.floats(0, 200),
     st.floats(0, 200),
 )
-def test_whoever_is_still_there_at_this_moment_is_counted(
-    stays: list[tuple[float, float]], now_s: float, later_s: float
+def test_who_is_there_is_counted_now_and_less_and_less_later(
+    stays: list[tuple[float, float, bool]], now_s: float, later_s: float
 ) -> None:
     schedule = DecodeSchedule()
-    for key, (starts_s, duration_s) in enumerate(stays):
+    for key, (starts_s, duration_s, begun) in enumerate(stays):
         schedule.add(key, starts_s=starts_s, ends_s=starts_s + duration_s, num_tokens=10)
-    begun = sum(starts_s <= now_s for starts_s, _ in stays)
-    assert schedule.batch_at(now_s, now_s) == (begun, 10 * begun), "overdue ones are not forgotten"
+        if begun:
+            schedule.begin(key, now_s)
+    begun = sum(begun for *_, begun in stays)
+    assert schedule.batch_at(now_s, now_s) == (begun, 10 * begun), "late ones are not there yet"
     count, num_tokens = schedule.batch_at(now_s, now_s + later_s)
-    assert 0 <= count <= len(stays) and num_tokens == 10 * count
+    assert 0 <= count <= len(stays)
+    assert num_tokens == pytest.approx(10 * count)
     for key in range(len(stays)):
         schedule.remove(key)
     assert schedule.batch_at(now_s, now_s) == (0, 0) and schedule.next_end_s(now_s) == now_s
+
+
+def test_a_stay_counts_with_the_probability_that_it_lasts() -> None:
+    schedule = running(1000, ends_s=10.0)
+    count, _ = schedule.batch_at(0.0, 10.0)
+    assert count == pytest.approx(1000 / math.e)
