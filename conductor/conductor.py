@@ -26,7 +26,9 @@ from conductor.services import Services
 from conductor.sharing import Sharing
 from conductor.timeline import RequestTimeline, TimelineRing
 from kvstore.bookings import Bookings
+from kvstore.changes import encode
 from kvstore.index import KVIndex
+from kvstore.keys import BlockKey
 from kvstore.redis_client import connect
 from runtime.errors import ConfigError
 from runtime.options import ConductorOptions, IndexOptions
@@ -138,6 +140,11 @@ class Conductor:
     def timelines(self, count: int) -> list[RequestTimeline]:
         """Those of the latest requests, newest first."""
         return self._services.timelines.latest(count)
+
+    def index_blocks(self, node_id: str) -> bytes:
+        """What the mirror says a node holds, as ``kvstore.changes``; nothing for an unknown node."""
+        held = self._services.registry.mirror.held_by(node_id)
+        return encode({BlockKey(key): tier for key, tier in held.items()}, ())
 
     def cluster(self) -> dict[str, Any]:
         """For ``GET /v1/cluster``: nodes with their load, the index, this conductor, prediction errors."""

@@ -200,6 +200,11 @@ def bench_group() -> None:
     """Measure: serving, and the parts."""
 
 
+@cli.group("index", cls=LazyGroup, target="moonpool.index_command:index")
+def index_group() -> None:
+    """The index of KV blocks: verify it, follow engines that are not ours."""
+
+
 @cli.group("store", cls=LazyGroup, target="moonpool.store.command:store")
 def store_group() -> None:
     """Objects on the store nodes: put, get, ls, stat, evict, verify."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import aiohttp
 
@@ -49,6 +50,10 @@ class Client:
     async def cluster(self) -> dict[str, Any]:
         return await self._get("/v1/cluster")
 
+    async def index_blocks(self, node_id: str) -> bytes:
+        """What the conductor's mirror says a node holds: ``kvstore.changes``, empty for an unknown node."""
+        return await self._read(f"/v1/index/{quote(node_id, safe='')}")
+
     async def timeline(self, request_id: str) -> dict[str, Any]:
         return await self._get(f"/v1/requests/{request_id}/timeline")
 
@@ -88,12 +93,15 @@ class Client:
             raise ApiError(url, 0, "the stream ended before the answer did")
 
     async def _get(self, path: str) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(await self._read(path))
+        return answer
+
+    async def _read(self, path: str) -> bytes:
         url = f"{self.url}{path}"
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=10)) as response:
                 await _raise_for_status(url, response)
-                answer: dict[str, Any] = await response.json()
-                return answer
+                return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiError(url, 0, _no_answer(error)) from error
 

@@ -69,6 +69,12 @@ async def cluster(http: web.Request) -> web.Response:
     return reply(http.app[CONTEXT].conductor.cluster())
 
 
+async def index(http: web.Request) -> web.Response:
+    """``GET /v1/index/NODE``: the blocks this conductor believes the node holds, as ``kvstore.changes``."""
+    held = http.app[CONTEXT].conductor.index_blocks(http.match_info["node"])
+    return web.Response(body=held, content_type="application/octet-stream")
+
+
 async def requests(http: web.Request) -> web.Response:
     """``GET /v1/requests?limit=N``: the latest requests, newest first."""
     text = http.query.get("limit", "50")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -88,3 +90,30 @@ async def test_a_block_that_is_not_there_is_computed_and_taken_out_of_the_index(
     again = await api.completions.create(prompt=tokens, **options)
     assert again.choices[0].text == answer.choices[0].text
     await api.close()
+
+
+async def test_index_verify_finds_and_repairs_what_a_real_cluster_has_wrong(
+    cluster: LocalCluster, client: Client, index: KVIndex
+) -> None:
+    async def command(*options: str) -> tuple[int, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "moonpool", "index", "verify", "--redis", cluster.config.index.redis_url),
+            *("--url", cluster.url, *options),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        text, _ = await process.communicate()
+        return process.returncode or 0, text.decode()
+
+    code, text = await command()
+    assert (code, "prefill-0" in text) == (0, True), text
+    ghosts = [BlockKey(bytes([number]) * 16) for number in range(5)]
+    epoch = (await index.nodes())["decode-1"].epoch
+    await index.publish("decode-1", epoch, stored=[(ghost, Tier.POOL) for ghost in ghosts])
+    code, text = await command()
+    assert code == 1, text
+    assert "--repair" in text
+    code, text = await command("--repair")
+    assert (code, "put right: " in text) == (1, True), text
+    code, text = await command()
+    assert code == 0, text
