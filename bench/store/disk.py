@@ -1,0 +1,84 @@
+"""The tier on disk against the disk itself, and against others' disk stores, in turns."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from bench.report import Row, versus
+from bench.store.peers.store import PeerStore
+from bench.store.raw_disk import RawDisk
+from bench.store.shape import Shape, TierSettings
+from bench.transfer.shape import size_name
+from kvstore.ssd import SsdTier
+
+# A full tier: what is put takes the place of what was put before, in files that were written before.
+_ROOM = 17 / 16
+PUT_OF_RAW, GET_OF_RAW, PUT_OF_LMCACHE = 0.8, 0.85, 1.5
+
+
+async def disk_rows(shape: Shape, settings: TierSettings, peers: Sequence[PeerStore]) -> list[Row]:
+    """Cold: past the page cache. Durable: synced, with checksums and index, before ``put`` returns."""
+    source, into = shape.memory("source"), shape.memory("into")
+    raw = RawDisk(settings.directory / "raw", shape, settings.threads, source)
+    tier = await SsdTier.open(
+        settings.directory / f"tier-{shape.block_nbytes}",
+        shape.layout,
+        capacity_nbytes=int(shape.nbytes * _ROOM),
+        threads=settings.threads,
+    )
+    seconds: dict[str, list[float]] = defaultdict(list)
+    async with tier:
+        for generation in range(settings.rounds + 1):
+            order = random.Random(generation).sample(range(shape.num_blocks), shape.num_blocks)
+            keys = shape.keys(generation)
+            took = {"put": await _put(tier, shape, keys, source), "raw put": raw.write()}
+            took["get"] = await _get(tier, shape, [keys[i] for i in order], into)
+            took["raw get"] = raw.read(order)
+            for peer in peers:
+                took[f"{peer.name} put"], took[f"{peer.name} get"] = await peer.round(order)
+            # The first round fills files and caches.
+            for name, value in took.items() if generation else ():
+                seconds[name].append(value)
+    raw.close()
+    assert all((into[position] == source[i]).all() for position, i in enumerate(order)), "bytes differ"
+    return _rows(shape, seconds, peers)
+
+
+async def _put(tier: SsdTier, shape: Shape, keys: list, source: list) -> float:  # type: ignore[type-arg]
+    started = time.perf_counter()
+    for batch in shape.batches():
+        stored = await tier.put(keys[batch], source[batch], parents=[None] * len(keys[batch]))
+        assert all(stored)
+    return time.perf_counter() - started
+
+
+async def _get(tier: SsdTier, shape: Shape, keys: list, into: list) -> float:  # type: ignore[type-arg]
+    started = time.perf_counter()
+    for batch in shape.batches():
+        assert all(await tier.get(keys[batch], into[batch]))
+    return time.perf_counter() - started
+
+
+def _rows(shape: Shape, seconds: dict[str, list[float]], peers: Sequence[PeerStore]) -> list[Row]:
+    def rate(name: str) -> float:
+        return shape.nbytes / median(seconds[name]) / 1e9
+
+    rows = []
+    for what, text, goal in (("put", "durable", PUT_OF_RAW), ("get", "cold, random", GET_OF_RAW)):
+        case = f"disk {what}, {text}, {size_name(shape.block_nbytes)}, batches of {shape.batch}"
+        of_raw = goal if shape.block_nbytes in (1 << 20, 4 << 20) else None
+        row = Row(case, "throughput", rate(what), "GB/s")
+        rows.append(_limited(versus(row, "raw disk", rate(f"raw {what}")), of_raw))
+        for peer in peers:
+            goal_of_peer = PUT_OF_LMCACHE if what == "put" and peer.name.startswith("lmcache") else None
+            rows.append(_limited(versus(row, peer.name, rate(f"{peer.name} {what}")), goal_of_peer))
+    return rows
+
+
+def _limited(row: Row, at_least: float | None) -> Row:
+    return row if at_least is None else replace(row, limit="at least", limit_value=at_least)
