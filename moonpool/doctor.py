@@ -12,6 +12,7 @@ from moonpool.checks import Finding, check_machine
 from moonpool.client import Client
 from moonpool.errors import ApiError
 from runtime.options import Config
+from transfer.host_report import host_report
 
 _STYLES = {"ok": "green", "slow": "yellow", "missing": "bold red"}
 
@@ -19,6 +20,7 @@ _STYLES = {"ok": "green", "slow": "yellow", "missing": "bold red"}
 async def doctor(config: Config, url: str | None, console: Console) -> int:
     """Print a line a finding; the exit code is 1 where something is missing."""
     missing = _show(check_machine(config), console) + _show(check_kernels(), console)
+    _show(check_transfer(config), console)
     if url:
         missing += _show(await check_cluster(url), console)
     return 1 if missing else 0
@@ -35,6 +37,12 @@ def _show(findings: Iterable[Finding], console: Console) -> int:
             console.print(f"{'':<26}[dim]{escape(finding.advice)}[/]", soft_wrap=True)
         missing += finding.state == "missing"
     return missing
+
+
+def check_transfer(config: Config) -> Iterator[Finding]:
+    """The ways to peers: what there is, what would be chosen, and why."""
+    for what, fact in host_report(config.transfer).items():
+        yield Finding(what, "ok", fact)
 
 
 def check_kernels() -> Iterator[Finding]:

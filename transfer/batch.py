@@ -278,6 +278,7 @@ class Batch:
         counters.nbytes.inc(self.nbytes)
         counters.spans.inc(len(self._local))
         counters.seconds.observe(seconds)
+        counters.bandwidth.observe(self.nbytes, seconds)
 
 
 def _settle(ended: asyncio.Future[Exception | None], error: Exception | None) -> None:

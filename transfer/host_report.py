@@ -1,45 +1,93 @@
-"""What this host allows the transfer engine, in words: for ``moonpool doctor``."""
+"""What this host allows the transfer engine, and which way it would go to each kind of peer: for ``moonpool
+doctor``.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from transfer.host import boot_id
+from runtime.options import TransferOptions
+from transfer.host import boot_id, loopback_only
 from transfer.lifeline import readable_by_peers
-from transfer.ucx.library import load_ucx
+from transfer.topology import interfaces, rdma_devices
+from transfer.ucx.library import Ucx, load_ucx
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
-def host_report() -> dict[str, str]:
-    """One line for each way to a peer, best first: whether it is open here, and what that means."""
+def host_report(options: TransferOptions) -> dict[str, str]:
+    """A line for each kind of peer (the way to it, and why), and for each thing there is to go by."""
+    ucx = load_ucx()
     return {
-        "same process": "memory is copied directly",
-        "same host": _same_host(),
-        "network": _network(),
-        "memory": _memory(),
+        "same process": _same_process(options),
+        "same host": _same_host(options),
+        "other hosts": _other_hosts(options, ucx),
+        "UCX": _ucx(ucx),
+        "RDMA": ", ".join(map(str, rdma_devices())) or "no device",
+        "interfaces": ", ".join(map(str, interfaces())) or "none but the loopback",
+        "pool memory": _memory(),
     }
 
 
-def _same_host() -> str:
+def _same_process(options: TransferOptions) -> str:
+    if "local" in options.transports:
+        return "local: memory is copied directly"
+    return "as any other peer: transfer.transports lacks local"
+
+
+def _same_host(options: TransferOptions) -> str:
+    if "shm" not in options.transports:
+        return "as on other hosts: transfer.transports lacks shm"
     if not boot_id():
-        return "not told apart from other hosts (no boot id): peers are reached over TCP"
+        return "as on other hosts: this one cannot be told apart from them (no boot id)"
     if readable_by_peers():
-        return "reads straight from the peer's memory (process_vm_readv)"
+        return "shm: reads straight from the peer's memory (process_vm_readv is allowed)"
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "0"
     reason = f"kernel.yama.ptrace_scope is {scope}" if scope not in ("0", "1") else "the sandbox forbids it"
-    return f"reads from shared memory, mapped (process_vm_readv is not allowed: {reason})"
+    return f"shm: reads from shared memory, mapped (process_vm_readv is not allowed: {reason})"
 
 
-def _network() -> str:
-    ucx = load_ucx()
+def _other_hosts(options: TransferOptions, ucx: Ucx | None) -> str:
+    """The first of ``transfer.transports`` that works here."""
+    for name in options.transports:
+        if name == "tcp":
+            reach = f"listens on {options.tcp.host}"
+            if loopback_only(options.tcp.host):
+                reach += ", so reached from this host only (transfer.tcp.host)"
+            tls = "with TLS" if options.tls.cert else "without TLS"
+            return (
+                f"tcp: {options.tcp.streams} connections to each peer, {tls}; {reach}{_no_ucx(options, ucx)}"
+            )
+        if name == "ucx" and ucx is not None:
+            if ucx.rdma:
+                active = [device.name for device in rdma_devices() if device.active]
+                return f"ucx: RDMA by {', '.join(active) or 'no device that is active'}"
+            return f"ucx: its TCP, because {_no_rdma(ucx)}"
+    return "none: transfer.transports has neither tcp nor a ucx that works here"
+
+
+def _no_ucx(options: TransferOptions, ucx: Ucx | None) -> str:
+    if any(device.active for device in rdma_devices()) and "ucx" not in options.transports:
+        return "; there is RDMA, but transfer.transports lacks ucx"
+    if "ucx" in options.transports and ucx is None:
+        return "; ucx is asked for, but there is no libucp"
+    return ""
+
+
+def _ucx(ucx: Ucx | None) -> str:
     if ucx is None:
-        return "TCP, several connections to each peer; no libucp, so no RDMA (pip install moonpool[ucx])"
+        return "no libucp (pip install moonpool[ucx], or the system's)"
     version = ".".join(map(str, ucx.version))
-    rdma = "with RDMA" if ucx.rdma else "without RDMA: built without verbs, or no device"
-    return f"TCP, several connections to each peer; UCX {version} at {ucx.path}, {rdma} (transfer.transports)"
+    transports = ", ".join(ucx.transports) or "its built-in ones"
+    return f"{version} at {ucx.path}; modules: {transports}; " + (
+        "RDMA is possible" if ucx.rdma else f"no RDMA, because {_no_rdma(ucx)}"
+    )
+
+
+def _no_rdma(ucx: Ucx) -> str:
+    return "this host has no RDMA device" if "ib" in ucx.transports else "this libucp is built without verbs"
 
 
 def _memory() -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from prometheus_client import Counter, Gauge, Histogram
 
 _LABELS = ("path", "direction")
+_MIN_SAMPLE_NBYTES = 1 << 20
+_NEW_WEIGHT = 0.2
 
 BYTES = Counter("moonpool_transfer_bytes_total", "Bytes moved by finished batches", _LABELS)
 SPANS = Counter("moonpool_transfer_spans_total", "Spans moved by finished batches", _LABELS)
@@ -29,6 +31,11 @@ CHECKSUM_MISMATCHES = Counter(
     ("direction",),
 )
 IN_FLIGHT_BYTES = Gauge("moonpool_transfer_in_flight_bytes", "Bytes of batches under way", ("direction",))
+BANDWIDTH = Gauge(
+    "moonpool_transfer_bandwidth_bytes_per_second",
+    "Moving average over batches of 1 MiB and more, all peers together",
+    _LABELS,
+)
 NOTES = Counter("moonpool_transfer_notes_total", "Notifications", ("direction",))
 REFUSED = Counter("moonpool_transfer_refused_connections_total", "Connections that did not prove themselves")
 
@@ -40,12 +47,32 @@ class PathMetrics:
     nbytes: Counter
     spans: Counter
     seconds: Histogram
+    bandwidth: MovingBandwidth
+
+
+class MovingBandwidth:
+    """A gauge that follows what batches reach."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
+        self._value = 0.0
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        # Smaller ones measure latency.
+        if nbytes < _MIN_SAMPLE_NBYTES or seconds <= 0:
+            return
+        sample = nbytes / seconds
+        self._value += (sample - self._value) * (_NEW_WEIGHT if self._value else 1.0)
+        self._gauge.set(self._value)
 
 
 @functools.cache
 def of_path(path: str, direction: str) -> PathMetrics:
     return PathMetrics(
-        BYTES.labels(path, direction), SPANS.labels(path, direction), SECONDS.labels(path, direction)
+        BYTES.labels(path, direction),
+        SPANS.labels(path, direction),
+        SECONDS.labels(path, direction),
+        MovingBandwidth(BANDWIDTH.labels(path, direction)),
     )
 
 

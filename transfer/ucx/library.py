@@ -35,6 +35,9 @@ class Ucx:
     version: tuple[int, int, int]
     path: str
     rdma: bool
+    """It was built with verbs, and this host has a device for them."""
+    transports: tuple[str, ...]
+    """The modules beside it, such as cma, ib, rdmacm, cuda; TCP and posix are built in."""
 
 
 class Params(ctypes.Structure):
@@ -159,7 +162,7 @@ def load_ucx() -> Ucx | None:
         call.ucp_get_version(*(ctypes.byref(part) for part in version))
         major, minor, release = (part.value for part in version)
         if (major, minor) >= _OLDEST and major == _OLDEST[0]:
-            return Ucx(call, quick, (major, minor, release), str(path), _has_rdma(path))
+            return Ucx(call, quick, (major, minor, release), str(path), _has_rdma(path), _modules(path))
     return None
 
 
@@ -191,6 +194,9 @@ def _system_library() -> Path | None:
 
 
 def _has_rdma(library: Path) -> bool:
-    """Whether it was built with verbs, and this host has a device for them."""
-    modules = library.parent / "ucx"
-    return (modules / "libuct_ib.so.0").exists() and any(Path("/sys/class/infiniband").glob("*"))
+    return "ib" in _modules(library) and any(Path("/sys/class/infiniband").glob("*"))
+
+
+def _modules(library: Path) -> tuple[str, ...]:
+    found = (library.parent / "ucx").glob("libuct_*.so.0")
+    return tuple(sorted(file.name.removeprefix("libuct_").removesuffix(".so.0") for file in found))
