@@ -65,7 +65,7 @@ class Outcome:
         for job in jobs:
             for tier in ("pool", "host", "ssd", "peer", "computed"):
                 hits[tier] += getattr(job.use, tier)
-        nodes = [*simulation.nodes.values(), *simulation.former]
+        nodes = [*simulation.nodes.values(), *simulation.cluster.former]
         return cls(
             served=[_served(job) for job in jobs],
             slo=simulation.scenario.slo,
@@ -73,7 +73,7 @@ class Outcome:
             span_s=max(job.done_s for job in jobs) - first_s,
             hit_tokens=hits,
             block_tokens=simulation.scenario.block_tokens,
-            moved_nbytes=simulation.network.moved_nbytes,
+            moved_nbytes=simulation.cluster.network.moved_nbytes,
             prefill_busy_s=sum(node.engine.prefill_busy_s * node.hardware.num_gpus for node in nodes),
             decode_busy_s=sum(node.engine.decode_busy_s * node.hardware.num_gpus for node in nodes),
             num_gpus=simulation.scenario.num_gpus,

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import numpy as np
 
 from bench.simulate.clock import Clock
-from bench.simulate.hardware import Hardware
+from bench.simulate.cluster import Cluster
 from bench.simulate.job import Job
 from bench.simulate.memory import Hold
-from bench.simulate.network import Network
 from bench.simulate.node import Node
 from bench.simulate.outcome import Outcome
 from bench.simulate.scenario import Happening, Scenario
 from bench.simulate.trace import TraceRequest
-from conductor.cluster_view import ClusterView, PlaceRequest
-from conductor.fleet import Fleet
-from conductor.link import LinkModel
+from conductor.cluster_view import PlaceRequest
 from conductor.output_lengths import OutputLengths
 from conductor.place import place
 from conductor.placement import Placement, Rejection
 from conductor.policies import POLICIES
-from conductor.rejection import REJECTIONS, DecodeOutlook
-from kvstore.block_map import BlockMap
-from kvstore.keys import KEY_NBYTES
+from conductor.rejection import REJECTIONS
 from kvstore.tier import Tier
 
 _FOREVER_S = 1e9
@@ -42,32 +36,11 @@ class Simulation:
     def __init__(self, scenario: Scenario, requests: Sequence[TraceRequest]) -> None:
         self.scenario = scenario
         self.clock = Clock()
-        self.index = BlockMap()
-        decode_hardware = scenario.decode_hardware or scenario.hardware
-        hardware = scenario.hardware
-        rate = min(hardware.network_nbytes_per_s, decode_hardware.network_nbytes_per_s)
-        self.network = Network(self.clock, nbytes_per_s=rate, latency_s=hardware.network_latency_s)
-        self.links = LinkModel(latency_s=hardware.network_latency_s, nbytes_per_s=rate, connect_s=0.0)
-        self.lengths = OutputLengths()
-        self.nodes: dict[str, Node] = {}
-        self.former: list[Node] = []  # that failed
-        self.prefill = Fleet()
-        self.decode = Fleet()
-        self.jobs: list[Job] = []
-        self._numbers = {"prefill": 0, "decode": 0, "both": 0}
-        self._parents: dict[bytes, bytes] = {}
-        self._rng = random.Random(scenario.seed)
-        self._turn = 0
+        self.cluster = Cluster(scenario, self.clock, on_prefilled=self._prefilled, on_decoded=self._finish)
+        self.nodes = self.cluster.nodes
+        self.jobs = [Job(i, request, self.cluster.keys_of(request)) for i, request in enumerate(requests)]
+        self._lengths = OutputLengths()
         self._longest = max((request.output_tokens for request in requests), default=1)
-        self._block_nbytes = scenario.block_tokens * hardware.kv_token_nbytes
-        for role, count in (
-            ("prefill", scenario.num_prefill),
-            ("decode", scenario.num_decode),
-            ("both", scenario.num_both),
-        ):
-            for _ in range(count):
-                self._join(role)
-        self._prepare(requests)
 
     def run(self) -> Outcome:
         for happening in self.scenario.happenings:
@@ -77,61 +50,14 @@ class Simulation:
         self.clock.run()
         return Outcome.of(self)
 
-    def _prepare(self, requests: Sequence[TraceRequest]) -> None:
-        names: dict[int, bytes] = {}
-        for number, request in enumerate(requests):
-            # A block that is not full has no key.
-            keys: list[bytes] = []
-            for block_id in request.block_ids[: request.input_tokens // self.scenario.block_tokens]:
-                key = names.get(block_id)
-                if key is None:
-                    key = names[block_id] = block_id.to_bytes(KEY_NBYTES, "little")
-                    if keys:
-                        self._parents[key] = keys[-1]
-                keys.append(key)
-            self.jobs.append(Job(number, request, keys))
-
     # ------------------------------------------------------------------ nodes come and go
-
-    def _join(self, role: str) -> None:
-        number = self._numbers[role]
-        self._numbers[role] += 1
-        hardware: Hardware = self.scenario.hardware
-        if role == "decode" and self.scenario.decode_hardware is not None:
-            hardware = self.scenario.decode_hardware
-        node = Node(
-            f"{role}-{number}",
-            hardware,
-            self.scenario,
-            self.clock,
-            self.index,
-            self._parents,
-            on_prefilled=self._prefilled,
-            on_decoded=self._finish,
-        )
-        self.nodes[node.node_id] = node
-        if role != "decode":
-            self.prefill.add(node.view)
-        if role == "decode":
-            self.decode.add(node.view)
-        # A newcomer starts at the fewest of its peers, not at zero, so that it is not given everything.
-        fleet = self.decode if role == "decode" else self.prefill
-        node.view.num_placed = min((view.num_placed for view in fleet if view is not node.view), default=0)
 
     def _happen(self, happening: Happening) -> None:
         if happening.kind == "join":
-            self._join(happening.role)
-            return
-        node = self.nodes.pop(f"{happening.role}-{happening.number}", None)
-        if node is None:
-            return  # it is gone already
-        self.former.append(node)
-        node.stop()
-        self.index.leave(node.node_id)
-        self.index.sweep(1 << 30)
-        (self.decode if happening.role == "decode" else self.prefill).remove(node.view)
-        for job in list(node.jobs):
-            self._lose(job, node)
+            self.cluster.join(happening.role)
+        elif (node := self.cluster.fail(happening.role, happening.number)) is not None:
+            for job in list(node.jobs):
+                self._lose(job, node)
 
     def _lose(self, job: Job, node: Node) -> None:
         """A node the job needs is gone: it is placed again with what it has produced."""
@@ -147,7 +73,7 @@ class Simulation:
         """End what the current attempt set off and holds."""
         job.attempt += 1
         if job.flow is not None:
-            self.network.cancel(job.flow)
+            self.cluster.network.cancel(job.flow)
             job.flow = None
         self._leave(job)
 
@@ -155,7 +81,7 @@ class Simulation:
         """Off its nodes, with what it holds there."""
         if job.prefill is not None:
             job.prefill.forget(job, job.hold)
-            self.prefill.touch(job.prefill.view)
+            self.cluster.prefill.touch(job.prefill.view)
         if job.decode is not None:
             job.decode.forget(job, job.decode_hold)
         job.hold, job.decode_hold = Hold(), None
@@ -165,9 +91,9 @@ class Simulation:
     def _arrive(self, job: Job) -> None:
         now_s = self.clock.now_s
         job.attempt += job.attempt == 0
-        view = self._view(job)
+        view = self.cluster.view(job)
         remaining = self._longest - job.num_produced
-        expected = self.lengths.expected(job.request.input_tokens, job.num_produced, remaining)
+        expected = self._lengths.expected(job.request.input_tokens, job.num_produced, remaining)
         both = self.scenario.num_both > 0
         request = PlaceRequest(
             num_tokens=job.num_tokens,
@@ -183,57 +109,13 @@ class Simulation:
         prefill = self.nodes[placement.prefill.node_id]
         decode = prefill if both else self.nodes[placement.decode.node_id] if placement.decode else None
         if job.first_token_s < 0 and (decode is None or job.remaining > 1):
-            outlook = self._outlook(decode, job, expected)
+            outlook = self.cluster.outlook(decode, job, expected)
             policy = REJECTIONS[self.scenario.rejection]
             rejection = policy.at_arrival(placement, outlook, self.scenario.slo, now_s)
             if rejection is not None:
                 self._reject(job, rejection.stage or "arrival")
                 return
         self._start(job, placement, prefill, decode, expected)
-
-    def _view(self, job: Job) -> ClusterView:
-        self._turn += 1
-        for view in self.decode:
-            self.nodes[view.node_id].refresh()
-            self.decode.touch(view)
-        keys = job.keys
-        prefixes = self.index.longest_prefix(keys)
-        return ClusterView(
-            prefill=self.prefill,
-            decode=self.decode,
-            prefix_blocks=prefixes,
-            slow_blocks=self._slow(keys, prefixes),
-            links=self.links,
-            block_size=self.scenario.block_tokens,
-            block_nbytes=self._block_nbytes,
-            now_s=self.clock.now_s,
-            turn=self._turn - 1,
-            draw=self._rng.random(),
-        )
-
-    def _slow(self, keys: Sequence[bytes], prefixes: dict[str, int]) -> dict[str, tuple[int, int]]:
-        """Of each node's prefix, the blocks in host memory and on SSD."""
-        slow: dict[str, tuple[int, int]] = {}
-        if not any(node.memory.has_lower_tiers for node in self.nodes.values()):
-            return slow
-        for node_id, count in prefixes.items():
-            tiers = self.nodes[node_id].memory.match(keys[:count])
-            host, ssd = tiers.count(Tier.HOST), tiers.count(Tier.SSD)
-            if host or ssd:
-                slow[node_id] = (host, ssd)
-        return slow
-
-    def _outlook(self, decode: Node | None, job: Job, expected: int) -> DecodeOutlook | None:
-        if decode is None:
-            return None
-        return DecodeOutlook(
-            view=decode.refresh(),
-            schedule=decode.schedule,
-            num_tokens=job.num_tokens,
-            expected_tokens=expected,
-            block_size=self.scenario.block_tokens,
-            key=job,
-        )
 
     def _start(
         self, job: Job, placement: Placement, prefill: Node, decode: Node | None, expected: int
@@ -244,7 +126,7 @@ class Simulation:
         prefill.jobs[job] = None
         prefill.view.num_placed += 1
         prefill.view.queue.add(job, order_s=order_s, compute_s=estimate.compute_s, now_s=now_s)
-        self.prefill.touch(prefill.view)
+        self.cluster.prefill.touch(prefill.view)
         if decode is not None and job.remaining > 1:
             decode.jobs[job] = None
             decode.view.num_placed += decode is not prefill
@@ -305,9 +187,9 @@ class Simulation:
             job.fetched_blocks = node.memory.bring(job.hold, keys) - before
             node.queue_prefill(job, order_s)
 
-        nbytes = count * self._block_nbytes
-        self.links.begin(source.node_id, node.node_id, nbytes, self.clock.now_s)
-        self.network.start(source.node_id, node.node_id, nbytes, fetched)
+        nbytes = count * self.cluster.block_nbytes
+        self.cluster.links.begin(source.node_id, node.node_id, nbytes, self.clock.now_s)
+        self.cluster.network.start(source.node_id, node.node_id, nbytes, fetched)
 
     def _prefilled(self, job: Job) -> None:
         """The first token is there (or the next one, of a job that was placed again)."""
@@ -315,7 +197,7 @@ class Simulation:
         node, decode = job.prefill, job.decode
         assert node is not None
         node.view.queue.remove(job, now_s)
-        self.prefill.touch(node.view)
+        self.cluster.prefill.touch(node.view)
         job.computing = False
         if job.first_token_s < 0:
             job.first_token_s = job.since_s = now_s
@@ -330,8 +212,8 @@ class Simulation:
             self._drop(job)
             self._arrive(job)
             return
-        expected = self.lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
-        outlook = self._outlook(decode, job, expected)
+        expected = self._lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
+        outlook = self.cluster.outlook(decode, job, expected)
         assert outlook is not None
         policy = REJECTIONS[self.scenario.rejection]
         if policy.before_decode(outlook, self.scenario.slo, now_s) is not None:
@@ -360,7 +242,7 @@ class Simulation:
             # for what the link could not take.
             sent = (self.clock.now_s - job.computing_s) * hardware.network_nbytes_per_s
             last = min(missing, hardware.chunk_tokens) * token_nbytes
-            self.network.moved_nbytes += nbytes - max(nbytes - sent, last)
+            self.cluster.network.moved_nbytes += nbytes - max(nbytes - sent, last)
             nbytes = max(nbytes - sent, last)
         attempt = job.attempt
 
@@ -374,12 +256,12 @@ class Simulation:
             job.hold = Hold()
             decode.decode(job)
 
-        self.links.begin(node.node_id, decode.node_id, round(nbytes), self.clock.now_s)
-        job.flow = self.network.start(node.node_id, decode.node_id, nbytes, moved)
+        self.cluster.links.begin(node.node_id, decode.node_id, round(nbytes), self.clock.now_s)
+        job.flow = self.cluster.network.start(node.node_id, decode.node_id, nbytes, moved)
 
     def _finish(self, job: Job) -> None:
         job.done_s = self.clock.now_s
-        self.lengths.observe(job.request.input_tokens, job.request.output_tokens)
+        self._lengths.observe(job.request.input_tokens, job.request.output_tokens)
         self._leave(job)
 
     def _reject(self, job: Job, stage: str) -> None:
