@@ -12,8 +12,9 @@ from statistics import median
 from bench.report import Row, versus
 from bench.store.peers.store import PeerStore
 from bench.store.raw_disk import RawDisk
-from bench.store.shape import Shape, TierSettings
+from bench.store.shape import Bytes, Shape, TierSettings
 from bench.transfer.shape import size_name
+from kvstore.keys import BlockKey
 from kvstore.ssd import SsdTier
 
 # A full tier: what is put takes the place of what was put before, in files that were written before.
@@ -49,7 +50,7 @@ async def disk_rows(shape: Shape, settings: TierSettings, peers: Sequence[PeerSt
     return _rows(shape, seconds, peers)
 
 
-async def _put(tier: SsdTier, shape: Shape, keys: list, source: list) -> float:  # type: ignore[type-arg]
+async def _put(tier: SsdTier, shape: Shape, keys: Sequence[BlockKey], source: Sequence[Bytes]) -> float:
     started = time.perf_counter()
     for batch in shape.batches():
         stored = await tier.put(keys[batch], source[batch], parents=[None] * len(keys[batch]))
@@ -57,7 +58,7 @@ async def _put(tier: SsdTier, shape: Shape, keys: list, source: list) -> float: 
     return time.perf_counter() - started
 
 
-async def _get(tier: SsdTier, shape: Shape, keys: list, into: list) -> float:  # type: ignore[type-arg]
+async def _get(tier: SsdTier, shape: Shape, keys: Sequence[BlockKey], into: Sequence[Bytes]) -> float:
     started = time.perf_counter()
     for batch in shape.batches():
         assert all(await tier.get(keys[batch], into[batch]))

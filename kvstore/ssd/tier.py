@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
@@ -186,7 +186,7 @@ class SsdTier:
         """Undo one ``pin`` of each."""
         self._cache.unpin(slots)
 
-    async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Buffer]) -> list[bool]:
+    async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Buffer | Bytes]) -> list[bool]:
         """Read blocks, each into ``destinations[i]`` (``block_nbytes``, writable), verified.
 
         False is a miss: not held, corrupt or unreadable (then it and what follows it is dropped), or the disk
@@ -224,7 +224,7 @@ class SsdTier:
     async def put(
         self,
         keys: Sequence[BlockKey],
-        sources: Sequence[Buffer],
+        sources: Sequence[Buffer | Bytes],
         *,
         parents: Sequence[BlockKey | None],
         checksums: Sequence[int] | None = None,
@@ -317,8 +317,8 @@ class SsdTier:
             return not stale
         return await self._disk.forget(stale, lambda: self._catalog.forgotten(stale))
 
-    def _bytes(self, buffer: Buffer) -> Bytes:
-        block: Bytes = np.frombuffer(memoryview(buffer), dtype=np.uint8)
+    def _bytes(self, buffer: Buffer | Bytes) -> Bytes:
+        block: Bytes = np.frombuffer(cast("Bytes", buffer), dtype=np.uint8)  # any buffer will do
         if block.nbytes != self.layout.block_nbytes:
             raise LayoutError(f"a block has {self.layout.block_nbytes} bytes, got {block.nbytes}")
         return block
