@@ -15,6 +15,8 @@ import pytest
 
 from kvstore.layout import OpaqueLayout
 from kvstore.ssd import SsdTier
+from kvstore.ssd.readopt import readopt
+from kvstore.ssd.record import BlockRecord, encode
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import check_every_block, open_tier, put_chain
 
@@ -106,6 +108,18 @@ async def test_chains_are_whole_after_records_have_gone(tmp_path: Path) -> None:
     async with await open_tier(tmp_path) as tier:
         assert tier.stats.num_orphans == tier.stats.num_lost == 0
         assert await check_every_block(tier) == 27
+
+
+def test_a_slot_claimed_twice_is_believed_of_neither() -> None:
+    blocks = [
+        BlockRecord(i, key, slot, 7, None)
+        for i, (key, slot) in enumerate(zip(chain(4), (0, 1, 1, 9), strict=True))
+    ]
+    entries = [(block.key, encode(block)) for block in blocks]
+    found = readopt(entries, whole_slots=[4, 4], slots_per_segment=4, max_slots=9)
+    assert [block.key for block in found.blocks] == chain(1)
+    assert found.dropped == chain(4)[1:]
+    assert (found.num_lost, found.num_orphans, found.next_sequence) == (3, 0, 4)
 
 
 @pytest.mark.parametrize("policy", ["lru", "prefix"])
