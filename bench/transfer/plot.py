@@ -34,7 +34,8 @@ def draw(report: Report, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for name, points in sorted(lines.items()):
         blocks = sorted(points)
-        style: dict[str, Any] = {"linestyle": "--"} if " " not in name or name == "raw sockets" else {}
+        # Ours are solid.
+        style: dict[str, Any] = {} if name.endswith((" read", " write")) else {"linestyle": "--"}
         axes.plot(blocks, [points[block] for block in blocks], marker="o", label=name, **style)
     axes.set_xscale("log", base=2)
     ticks = sorted({block for points in lines.values() for block in points})
