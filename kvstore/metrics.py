@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 
 published_blocks = Counter(
     "moonpool_index_published_blocks_total", "Block changes published in the index.", ["change"]
@@ -43,6 +43,15 @@ stale_hits = Counter(
     "Blocks a request was placed by that were not there: computed instead, and taken out of the index. Where "
     "they should have been: on the prefill node itself (local) or at a peer.",
     ["where"],
+)
+reuse_distance = Histogram(
+    "moonpool_reuse_distance_blocks",
+    "Different blocks used between two uses of one, of one block in 16: its share below N is the hit rate of "
+    "an LRU cache of N blocks, first uses counted as misses.",
+    buckets=[float(4**power) for power in range(3, 13)],
+)
+reuse_first_uses = Counter(
+    "moonpool_reuse_first_uses_total", "Uses of blocks never seen before, or long ago, of one block in 16."
 )
 lapsed_nodes = Counter(
     "moonpool_index_lapsed_nodes_total", "Nodes this process dropped because their lease ended."

@@ -19,6 +19,7 @@ from engine.node_store import USE_DELAY_S
 from engine.prefix_loader import Loaded
 from engine.sequence import FinishReason, Sequence
 from kvstore import metrics as index_metrics
+from kvstore.reuse_distance import ReuseDistance
 from prefill_node.handover import Handover
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
@@ -43,6 +44,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         self._first_tokens: dict[Key, asyncio.Future[StepEvent]] = {}
         self._handovers: dict[Key, Handover] = {}
         self._holds: set[asyncio.Task[None]] = set()
+        self._reuse = ReuseDistance(index_metrics.reuse_distance, index_metrics.reuse_first_uses)
 
     # ------------------------------------------------------------------ EngineNode
 
@@ -124,6 +126,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         chain = sequence.keys[:num_blocks]
         if self.events is not None:
             self.events.describe(chain, sequence.token_ids)
+        self._reuse.use(chain)
         tiers = self.store.tiers.match(chain)
         # What the policies learn from it has time until the prompt is being computed.
         asyncio.get_running_loop().call_later(USE_DELAY_S, self.store.tiers.use, chain, tiers)
