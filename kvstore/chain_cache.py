@@ -60,6 +60,9 @@ class ChainCache(Generic[Key]):
     def num_pinned(self) -> int:
         return len(self._pins)
 
+    def is_pinned(self, slot: int) -> bool:
+        return slot in self._pins
+
     def keys(self) -> Iterable[Key]:
         return self._slots.keys()
 

@@ -102,6 +102,10 @@ class Cluster:
 
     # ------------------------------------------------------------------ what placement sees
 
+    def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """How many leading blocks each node holds."""
+        return self._index.longest_prefix(keys)
+
     def view(self, job: Job) -> ClusterView:
         """As it is now, for a decision; each is another turn and another draw."""
         self._turn += 1

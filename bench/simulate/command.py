@@ -28,6 +28,7 @@ from conductor.policies import POLICIES
 from conductor.rejection import REJECTIONS
 from runtime.config import load_config
 from runtime.errors import ConfigError
+from runtime.options import ConductorOptions
 
 _PATH = click.Path(path_type=Path)
 
@@ -55,6 +56,13 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option(
     "--rejection", default="none", show_default=True, metavar="NAME", help=f"{', '.join(REJECTIONS)}."
+)
+@click.option(
+    "--replicate",
+    default=ConductorOptions().replicate_nbytes_per_s / 1e9,
+    show_default=True,
+    metavar="GB/S",
+    help="For copies of hot prefixes; 0: none.",
 )
 @click.option("--slo-ttft", default=math.inf, metavar="SECONDS", help="To the first token.")
 @click.option(
@@ -200,6 +208,7 @@ def _scenario(given: dict[str, Any], policy: str) -> Scenario:
         block_tokens=given["block_tokens"],
         host_policy=given["host_policy"],
         ssd_policy=given["ssd_policy"],
+        replicate_nbytes_per_s=given["replicate"] * 1e9,
         happenings=[inputs.happening(text) for text in given["happenings"]],
         seed=given["seed"],
     )

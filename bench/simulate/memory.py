@@ -138,6 +138,19 @@ class NodeMemory:
         self._num_reserved -= len(hold.reserved)
         hold.keys, hold.pinned, hold.reserved = [], [], []
 
+    def let_go(self, keys: Sequence[bytes], num_blocks: int) -> int:
+        """Drop the pool's copies of the last ``num_blocks`` of ``keys``, from the end on, as far as nobody
+        holds them and nothing follows. Returns how many went."""
+        gone = 0
+        for key in reversed(keys[len(keys) - num_blocks :]):
+            slot = self.pool.slot_of(key)
+            if slot is None or self.pool.is_pinned(slot) or self.pool.after(key):
+                break
+            self.pool.remove(key)
+            self._demote(Tier.POOL, key)
+            gone += 1
+        return gone
+
     # ------------------------------------------------------------------ tiers
 
     def _demoter(self, tier: Tier) -> Callable[[bytes, int], None]:

@@ -54,6 +54,8 @@ class Outcome:
     decode_busy_s: float
     num_gpus: int
     hot_copies: Sequence[int]  # of the most used keys: the nodes that hold them at the end
+    num_copies: int  # of hot prefixes, made and let go again
+    num_let_go: int
     num_events: int
 
     @classmethod
@@ -78,6 +80,8 @@ class Outcome:
             decode_busy_s=sum(node.engine.decode_busy_s * node.hardware.num_gpus for node in nodes),
             num_gpus=simulation.scenario.num_gpus,
             hot_copies=_hot_copies(simulation),
+            num_copies=simulation.replicas.num_made,
+            num_let_go=simulation.replicas.num_let_go,
             num_events=simulation.clock.num_events,
         )
 

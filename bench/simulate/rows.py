@@ -59,6 +59,9 @@ def _cache_rows(case: str, outcome: Outcome) -> list[Row]:
         found.append(
             Row(case, f"copies of the {len(outcome.hot_copies)} most shared blocks", copies, "nodes, mean")
         )
+    if outcome.num_copies:
+        found.append(Row(case, "hot prefixes copied", float(outcome.num_copies), "copies"))
+        found.append(Row(case, "let go again", float(outcome.num_let_go), "copies"))
     return found
 
 

@@ -53,6 +53,7 @@ class Scenario:
     host_policy: str = "prefix"
     ssd_policy: str = "prefix"
     decode_keeps: bool = True  # decode nodes keep and publish the prompts' blocks
+    replicate_nbytes_per_s: float = 0.0  # for copies of hot prefixes; 0: none are made
     happenings: Sequence[Happening] = ()
     seed: int = 1
 
@@ -74,6 +75,10 @@ class Scenario:
         for name, value in (("ttft", self.slo.ttft_s), ("tbt", self.slo.tbt_s)):
             if not value > 0:
                 raise ConfigError(f"--slo-{name} must be above 0 s, got {value:g}", key=f"slo_{name}")
+        if not self.replicate_nbytes_per_s >= 0:
+            raise ConfigError(
+                f"--replicate must be 0 or more, got {self.replicate_nbytes_per_s:g}", key="replicate"
+            )
         roles = {"prefill": self.num_prefill, "decode": self.num_decode, "both": self.num_both}
         for happening in self.happenings:
             if not roles[happening.role]:

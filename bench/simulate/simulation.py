@@ -12,6 +12,7 @@ from bench.simulate.job import Job
 from bench.simulate.memory import Hold
 from bench.simulate.node import Node
 from bench.simulate.outcome import Outcome
+from bench.simulate.replicas import Replicas
 from bench.simulate.scenario import Happening, Scenario
 from bench.simulate.trace import TraceRequest
 from conductor.cluster_view import PlaceRequest
@@ -39,6 +40,13 @@ class Simulation:
         self.cluster = Cluster(scenario, self.clock, on_prefilled=self._prefilled, on_decoded=self._finish)
         self.nodes = self.cluster.nodes
         self.jobs = [Job(i, request, self.cluster.keys_of(request)) for i, request in enumerate(requests)]
+        self.replicas = Replicas(
+            self.cluster,
+            self.clock,
+            nbytes_per_s=scenario.replicate_nbytes_per_s,
+            block_tokens=scenario.block_tokens,
+            goes_on=lambda: any(not job.ended for job in self.jobs),
+        )
         self._lengths = OutputLengths()
         self._longest = max((request.output_tokens for request in requests), default=1)
 
@@ -122,6 +130,7 @@ class Simulation:
     ) -> None:
         now_s, estimate = self.clock.now_s, placement.prefill
         order_s = now_s + placement.patience_s
+        self.replicas.note(job.keys, placement)
         job.prefill, job.decode, job.computing = prefill, decode, True
         prefill.jobs[job] = None
         prefill.view.num_placed += 1

@@ -167,9 +167,24 @@ def test_a_prefix_is_fetched_where_that_beats_computing() -> None:
     assert outcome.served[2].ttft_s < 0.2
 
 
+def test_a_hot_prefix_is_copied_to_more_nodes_and_let_go_when_it_is_cold() -> None:
+    fast = replace(SMALL, network_nbytes_per_s=1e10)
+    # One node could serve them all, and would be busy for four fifths of the time. The question is too short
+    # for a block, so that nothing follows the prefix in a cache.
+    hot = [TraceRequest(0.05 * n + 2 * (n > 0), 512 * 12 + 300, 1, (*range(12), 99 + n)) for n in range(400)]
+    # Long enough after it for its heat to be gone.
+    cold = [one(1000, at_s=600.0, first_id=50_000)]
+    scenario = Scenario(fast, 4, 1, policy="local-cache", replicate_nbytes_per_s=1e9)
+    _, outcome = run(scenario, hot + cold)
+    assert outcome.num_copies > 0
+    assert outcome.num_let_go > 0
+    assert run(replace(scenario, replicate_nbytes_per_s=0.0), hot + cold)[1].num_copies == 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
+        ({"replicate_nbytes_per_s": -1.0}, "replicate"),
         ({"num_prefill": 0}, "prefill"),
         ({"num_decode": 0}, "decode"),
         ({"num_both": 1}, "both"),
