@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 # Slots kept free, as a part of all, and at most: with as many as a batch writes, the records of what was
 # evicted go in the same transaction that brings the new ones, instead of in one before.
-_SPARE = 32
-_MAX_SPARE = 256
+_SPARE = 16
+_MAX_SPARE = 64
 # Errors that do not speak against the place on the disk.
 _NOT_THE_SLOT = (errno.ENOSPC, errno.EDQUOT, errno.ENODATA)
 

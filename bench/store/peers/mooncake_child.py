@@ -29,7 +29,8 @@ class Mooncake:
         port, metrics = free_port(), free_port()
         binary = Path(sys.executable).parent / "mooncake_master"
         command = [str(binary), f"--rpc_port={port}", f"--metrics_port={metrics}", "--rpc_address=127.0.0.1"]
-        command += [f"--default_kv_lease_ttl={_LEASE_MS}"]
+        # It stands still while it is others' turn, and must not take its own client for dead after that.
+        command += [f"--default_kv_lease_ttl={_LEASE_MS}", "--client_ttl=3600"]
         # In this process's group, so it ends with it; what it leaves behind goes to the bench's directory.
         self._master = subprocess.Popen(command, cwd=directory)
         total = block_nbytes * num_blocks

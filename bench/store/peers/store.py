@@ -110,5 +110,6 @@ class PeerStore:
         return answer
 
     def _why(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return f"its last words: {lines[-1] if lines else 'none'}"
+        lines = self._log.read_text(errors="replace").strip().splitlines() or ["none"]
+        errors = [line for line in lines if "Error" in line]
+        return f"its last words: {(errors or lines)[-1][:300]}"
