@@ -27,21 +27,29 @@ _LOCAL_NBYTES = 64 << 20
 
 
 class Objects:
-    def __init__(self, store: Any, count: int, nbytes: int) -> None:
+    def __init__(self, store: Any, case: int, count: int, nbytes: int) -> None:
         self._store = store
-        self._keys = [f"{nbytes}-{number}" for number in range(count)]
+        self._keys = [f"{case}-{number}" for number in range(count)]
         self._sizes = [nbytes] * count
         self._memory = np.frombuffer(mmap.mmap(-1, count * nbytes), np.uint8)
         self._memory[:] = 7
         base = int(self._memory.__array_interface__["data"][0])
+        self._base = base
         if store.register_buffer(base, count * nbytes):
             raise RuntimeError("the buffer could not be registered")
         self._addresses = [base + number * nbytes for number in range(count)]
         self.put()
 
-    def put(self) -> float:
+    def close(self) -> None:
+        self._remove()
+        self._store.unregister_buffer(self._base)
+
+    def _remove(self) -> None:
         for key in self._keys:
             self._store.remove(key, True)
+
+    def put(self) -> float:
+        self._remove()
         began_s = time.perf_counter()
         codes = self._store.batch_put_from(self._keys, self._addresses, self._sizes)
         return self._timed(began_s, all(code == 0 for code in codes), "put", codes)
@@ -74,10 +82,12 @@ def main(role: str, port: str, nbytes: int) -> None:
         raise RuntimeError(f"setup failed: {code}")
     answer({"ready": True})
     objects: Objects | None = None
-    for line in sys.stdin:
+    for case, line in enumerate(sys.stdin):
         question = json.loads(line)
         if "prepare" in question:
-            objects = Objects(store, **question["prepare"])
+            if objects is not None:
+                objects.close()
+            objects = Objects(store, case, **question["prepare"])
             answer({})
         else:
             assert objects is not None

@@ -81,8 +81,10 @@ class KvShelf:
         self.layout, self.store = layout, store
         log.info("keeps KV blocks of layout %s, %d bytes each", layout.fingerprint.hex(), layout.block_nbytes)
 
-    async def close(self) -> None:
+    async def close(self, flush_s: float) -> None:
+        """Give the disk up to ``flush_s`` to take what only memory holds; then end."""
         if self.store is not None:
+            await self.store.flush(flush_s)
             await self.store.close()
 
     def sweep(self) -> None:

@@ -96,7 +96,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         self._kv = KvShelf(
             self.node_id, kv_region, make_kv, agent, leases, deadline_s=config.transfer.deadline_s
         )
-        stack.push_async_callback(self._kv.close)
+        stack.push_async_callback(self._kv.close, config.node.drain_s)
         if (kept := maker.kept_layout()) is not None:
             await self._kv.adopt(kept)
         object_region = await self._start_objects(stack, maker)

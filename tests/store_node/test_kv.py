@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from grpc.aio import AioRpcError
@@ -17,7 +18,7 @@ from moonpool.client import Client, Reply
 from moonpool.local_cluster import LocalCluster
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
-from runtime.options import ClusterOptions
+from runtime.options import ClusterOptions, SsdTierOptions, StoreOptions
 from tests.cluster.conftest import eventually, small_config
 
 PROMPT = "And the store kept what the others had forgotten. " * 24
@@ -30,8 +31,9 @@ async def complete(client: Client) -> tuple[str, dict[str, object]]:
     return reply.text, (await client.timeline(reply.id))["summary"]
 
 
-async def test_a_prefix_is_fetched_from_a_store_node_when_its_makers_are_gone() -> None:
-    config = replace(small_config(), cluster=ClusterOptions(prefill=1, decode=1, store=1))
+async def test_a_prefix_is_fetched_from_a_store_node_when_its_makers_are_gone(tmp_path: Path) -> None:
+    on_disk = StoreOptions(ssd=SsdTierOptions(path=str(tmp_path)))
+    config = replace(small_config(), cluster=ClusterOptions(prefill=1, decode=1, store=1), store=on_disk)
     async with LocalCluster(config) as cluster, Client(cluster.url) as client:
         redis = connect(cluster.config.index.redis_url)
         index = KVIndex(redis, config.index.namespace)
@@ -52,8 +54,17 @@ async def test_a_prefix_is_fetched_from_a_store_node_when_its_makers_are_gone() 
             assert done.num_blocks == done.num_read == len(chain)
 
             async def copied() -> bool:
-                return set(chain) <= (await index.snapshot())["store-0"].keys()
+                return set(chain) <= (await index.snapshot()).get("store-0", {}).keys()
 
+            await eventually(copied)
+            # It keeps one shape of blocks: another one is refused by name, and what it has stays.
+            request.source.block_nbytes *= 2
+            with pytest.raises(AioRpcError, match="keeps KV blocks of layout"):
+                await stub.Replicate(request)
+            # The store node itself is started again: what it had is on its disk, and published anew.
+            await cluster.children["store-0"].stop(20.0)
+            assert "store-0" not in await index.snapshot()
+            await cluster.restart("store-0")
             await eventually(copied)
             for name in ("prefill-0", "decode-0"):
                 os.kill(cluster.children[name].pid, signal.SIGKILL)
@@ -63,15 +74,11 @@ async def test_a_prefix_is_fetched_from_a_store_node_when_its_makers_are_gone() 
 
             async def back() -> bool:
                 nodes = (await client.cluster())["nodes"]
-                return {n["node_id"] for n in nodes if n["state"] == "ready"} >= {"prefill-0", "decode-0"}
+                ready = {node["node_id"] for node in nodes if node["state"] == "ready"}
+                return ready == {"prefill-0", "decode-0", "store-0"}
 
             await eventually(back)
             text, second = await complete(client)
             assert text == expected
             assert second["fetched_tokens"] == len(chain) * config.engine.block_size, second["detail"]
-            # It keeps one shape of blocks: another one is refused by name, and what it has stays.
-            request.source.block_nbytes *= 2
-            request.keys = block_keys.pack([b"n" * 16])
-            with pytest.raises(AioRpcError, match="keeps KV blocks of layout"):
-                await stub.Replicate(request)
         await redis.aclose()
