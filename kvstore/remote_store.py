@@ -16,6 +16,10 @@ from transfer import AgentDescriptor, Peer, Span, TransferAgent
 
 log = logging.getLogger(__name__)
 
+# Leases that were read are given back with the next call that opens some, or after this time: a call of its
+# own for each read costs both sides as much as a small read.
+_CLOSE_AFTER_S = 0.02
+
 
 class SourceBusy(StoreError):
     """The node has the object, and no memory free now to read it from."""
@@ -52,14 +56,15 @@ class RemoteStore:
         self._stub = store_pb2_grpc.StoreStub(self._channel)
         self._node = node_pb2_grpc.NodeStub(self._channel)
         self._kv: node_pb2.KvAddress | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._done: list[int] = []  # leases to give back
+        self._closing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         """Give back the leases that are left, if the node answers soon, and end the connection."""
-        if self._closing:
-            await asyncio.wait(self._closing, timeout=1.0)
-        for task in self._closing:
-            task.cancel()
+        closing = self._closing
+        if closing is not None:
+            await asyncio.wait((closing,), timeout=1.0)
+            closing.cancel()
         await self._channel.close(None)
 
     async def __aenter__(self) -> Self:
@@ -106,23 +111,29 @@ class RemoteStore:
 
         Everything opened must be handed to ``let_go``; what is not, lapses.
         """
-        request = store_pb2.OpenRequest(owner=owner, objects=wanted, ttl_s=2 * self._deadline_s)
+        done, self._done = self._done, []
+        request = store_pb2.OpenRequest(
+            owner=owner, objects=wanted, ttl_s=2 * self._deadline_s, close_lease_id=done
+        )
         reply: store_pb2.OpenReply = await self.call("Open", request)
         return list(reply.objects), reply.chunk_nbytes
 
     def let_go(self, opened: Sequence[store_pb2.OpenedObject]) -> None:
-        """The chunks have been read. Returns at once; nobody waits for the node's answer."""
-        ids = [lease_id for each in opened for lease_id in each.lease_id]
-        if ids:
-            closing = asyncio.create_task(self._close_leases(ids))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        """The chunks have been read. Returns at once; the node hears of it with the next ``open``, or soon."""
+        self._done += [lease_id for each in opened for lease_id in each.lease_id]
+        if self._done and self._closing is None:
+            self._closing = asyncio.create_task(self._close_leases())
 
-    async def _close_leases(self, ids: Sequence[int]) -> None:
+    async def _close_leases(self) -> None:
         try:
-            await self.call("Close", store_pb2.CloseRequest(lease_id=ids))
+            await asyncio.sleep(_CLOSE_AFTER_S)
+            done, self._done = self._done, []
+            if done:
+                await self.call("Close", store_pb2.CloseRequest(lease_id=done))
         except (NodeUnavailable, RemoteError) as error:
             log.info("a lease was not given back and will lapse: %s", error)
+        finally:
+            self._closing = None
 
     async def read(
         self,

@@ -266,20 +266,26 @@ class OpenRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     OBJECTS_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    CLOSE_LEASE_ID_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
     ttl_s: _builtins.float
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenObject]: ...
+    @_builtins.property
+    def close_lease_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of earlier reads, as Close"""
+
     def __init__(
         self,
         *,
         owner: _builtins.bytes = ...,
         objects: _abc.Iterable[Global___OpenObject] | None = ...,
         ttl_s: _builtins.float = ...,
+        close_lease_id: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["objects", b"objects", "owner", b"owner", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_lease_id", b"close_lease_id", "objects", b"objects", "owner", b"owner", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

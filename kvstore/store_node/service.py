@@ -128,6 +128,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     async def Open(self, request: store_pb2.OpenRequest, context: Context) -> store_pb2.OpenReply:
         owner = _key(request.owner, "owner")
+        for lease_id in request.close_lease_id:
+            self._objects.leases.release(lease_id)
         reply = store_pb2.OpenReply(chunk_nbytes=self._objects.chunk_nbytes)
         for wanted in request.objects:
             opened = await self._objects.leases.open(owner, wanted, request.ttl_s)
