@@ -119,7 +119,7 @@ class RemoteStore:
         return list(reply.objects), reply.chunk_nbytes
 
     def let_go(self, opened: Sequence[store_pb2.OpenedObject]) -> None:
-        """The chunks have been read. Returns at once; the node hears of it with the next ``open``, or soon."""
+        """The chunks have been read. Returns at once; the node hears of it with the next call, or soon."""
         self._done += [lease_id for each in opened for lease_id in each.lease_id]
         if self._done and self._closing is None:
             self._closing = asyncio.create_task(self._close_leases())
