@@ -25,14 +25,32 @@ TRANSPORTS = ("local", "shm", "tcp", "ucx", "ucx-tcp")
 @click.option(
     "--block", "blocks", multiple=True, metavar="SIZE", help="Block size such as 64KiB; repeatable."
 )
-@click.option("--batch", "batches", multiple=True, type=int, help="With --block: blocks a batch; repeatable.")
+@click.option(
+    "--batch",
+    "batches",
+    multiple=True,
+    type=click.IntRange(1),
+    help="With --block: blocks a batch; repeatable.",
+)
 @click.option("--direction", "directions", multiple=True, type=click.Choice(("read", "write")))
-@click.option("--parallel", default=1, show_default=True, help="With --block: batches at a time.")
+@click.option(
+    "--parallel",
+    default=1,
+    type=click.IntRange(1, 64),
+    show_default=True,
+    help="With --block: batches at a time.",
+)
 @click.option("--contiguous", is_flag=True, help="With --block: side by side instead of scattered.")
 @click.option("--checksum", type=click.Choice(("on", "off", "both")), default="both", show_default=True)
 @click.option("--full", is_flag=True, help="Every size and batch, 4 KiB to 64 MiB, 1 to 4,096 (10 minutes).")
 @click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Compare with; repeatable.")
-@click.option("--rounds", default=5, show_default=True, help="Repetitions of a case, its limit in turn.")
+@click.option(
+    "--rounds",
+    default=5,
+    type=click.IntRange(1),
+    show_default=True,
+    help="Repetitions of a case, its limit in turn.",
+)
 @click.option("--streams", default=TcpOptions().streams, show_default=True, help="tcp: connections.")
 @click.option("--slice", "slice_name", default="", metavar="SIZE", help="tcp: bytes a system call.")
 @click.option("--busy", is_flag=True, help="The target computes in Python meanwhile.")
@@ -65,6 +83,10 @@ def transfer(
         slice_nbytes = size_of(slice_name) if slice_name else TcpOptions().slice_nbytes
     except ValueError as error:
         raise click.BadParameter(f"sizes look like 64KiB: {error}") from error
+    if min([pool_nbytes, *sizes]) < 1:
+        raise click.BadParameter("sizes are of one byte or more")
+    if not blocks and (batches or contiguous or parallel > 1):
+        raise click.UsageError("--batch, --parallel and --contiguous need --block")
     shapes = [
         Shape(size, batch, way, not contiguous, parallel)
         for size in sizes

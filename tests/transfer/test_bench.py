@@ -66,6 +66,25 @@ def test_sizes_have_names() -> None:
     assert "64KiB" in result.output
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--block", "1MiB", "--batch", "0"],
+        ["--block", "1MiB", "--parallel", "0"],
+        ["--block", "0KiB"],
+        ["--rounds", "0"],
+        ["--batch", "5"],
+        ["--contiguous"],
+        ["--peer", "nobody"],
+        ["--block", "1MiB", "--batch", "64", "--pool", "1MiB"],
+    ],
+)
+def test_bad_usage_is_told_before_anything_starts(arguments: list[str]) -> None:
+    result = CliRunner().invoke(transfer, arguments)
+    assert result.exit_code == 2
+    assert "Error: " in result.output
+
+
 def test_blocks_of_parallel_batches_are_disjoint() -> None:
     for one in (shape.Shape(4096, 16, parallel=4), shape.Shape(4096, 16, scattered=False)):
         spans = one.spans(1, 1 << 20, 0)
