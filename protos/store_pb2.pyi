@@ -553,7 +553,7 @@ class CopyRequest(_message.Message):
     key: _builtins.bytes
     version: _builtins.int
     surplus: _builtins.bool
-    """more copies than its owner asked for: it goes before others"""
+    """one more than its owner asked for at its put"""
     @_builtins.property
     def source(self) -> _node_pb2.KvAddress: ...
     def __init__(
