@@ -91,8 +91,8 @@ class StoreClient:
         await self._putter.put(list(values.items()), copies, node)
 
     async def replicate(self, name: str, copies: int) -> tuple[str, ...]:
-        """Have ``copies`` nodes keep a hot object. Each copy stays for as long as its node finds room for it.
-        Returns the nodes that have it.
+        """Have ``copies`` nodes keep a hot object. The new copies go before anything else where room is
+        needed and nobody has read them for a while. Returns the nodes that have it.
 
         Raises ``ObjectMissing``, ``PutFailed``.
         """

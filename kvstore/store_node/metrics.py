@@ -9,6 +9,9 @@ LOOKUPS = Counter("moonpool_store_lookups", "Objects asked for, by whether they 
 EVICTED_OBJECTS = Counter(
     "moonpool_store_evicted_objects", "Objects dropped because a part of them was evicted or damaged"
 )
+DROPPED_SURPLUS = Counter(
+    "moonpool_store_dropped_surplus", "Extra copies of objects dropped because room was needed"
+)
 DAMAGED_OBJECTS = Counter(
     "moonpool_store_damaged_objects", "Objects dropped because a reader found them damaged in memory"
 )

@@ -52,6 +52,7 @@ class ObjectLeases:
         self._clock = clock
         self._rng = rng
         self._leases: dict[int, tuple[int, float]] = {}  # the store's lease, and when it ends
+        self._read_s: dict[bytes, float] = {}  # when a surplus copy was last asked for
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -66,6 +67,7 @@ class ObjectLeases:
         if record is None or wanted.version not in (0, record.info.version):
             metrics.LOOKUPS.labels("miss").inc()
             return None
+        self.touch(record)
         opened, cut = Opened(record), self._table.cut(record)
         at, end = wanted.first_chunk, min(wanted.first_chunk + self._window, cut.num_chunks)
         try:
@@ -121,6 +123,19 @@ class ObjectLeases:
     def close(self) -> None:
         for lease_id in list(self._leases):
             self.release(lease_id)
+
+    def touch(self, record: store_pb2.StoredObject) -> None:
+        """It is read, or has just come."""
+        if record.info.surplus:
+            self._read_s[record.info.key] = self._clock()
+
+    def cold_surplus(self, cold_s: float) -> list[store_pb2.StoredObject]:
+        """Surplus copies that were not read for ``cold_s``, the one unread for longest first."""
+        surplus = [record for record in self._table if record.info.surplus]
+        kept = {record.info.key: self._read_s.get(record.info.key, 0.0) for record in surplus}
+        self._read_s = {key: read_s for key, read_s in kept.items() if read_s}
+        cold = [record for record in surplus if kept[record.info.key] <= self._clock() - cold_s]
+        return sorted(cold, key=lambda record: kept[record.info.key])
 
     async def check(self, owner: bytes, key: bytes) -> bool:
         """Compare every chunk of the owner's object with its checksum. True: it was damaged, and is gone."""

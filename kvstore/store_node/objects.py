@@ -18,6 +18,9 @@ from protos import store_pb2
 
 log = logging.getLogger(__name__)
 
+# A copy made because an object was hot is no longer needed when nobody has read it here for so long.
+_COLD_S = 10.0
+
 
 class ObjectShelf:
     """Objects over a ``TieredStore`` of chunks. Everything on one event loop.
@@ -147,16 +150,31 @@ class ObjectShelf:
 
     async def _reserve(self, put: Put) -> None:
         await self._behind.room()
+        await self._drop_surplus(self.table.cut(put.record).num_chunks)
         if not put.reserve():
             capacity = self._store.host.stats.num_blocks
             raise StoreFull(self._node_id, put.record.info.nbytes, capacity * self.chunk_nbytes)
         put.expires_s = self._clock() + put.ttl_s
+
+    async def _drop_surplus(self, num_wanted: int) -> None:
+        """Where room is needed, extra copies go that nobody has read lately, before anything is evicted."""
+        short = num_wanted - self._store.host.num_free
+        if short <= 0:
+            return
+        for record in self.leases.cold_surplus(_COLD_S):
+            if short <= 0:
+                break
+            metrics.DROPPED_SURPLUS.inc()
+            self.table.drop(record)
+            short -= self.table.cut(record).num_chunks
+        await self.table.settle()
 
     def _finish(self, put: Put) -> None:
         if self._superseded(put.record):
             self.table.discard(put.abort())  # a later version came while this one was written
             return
         self.table.show(put.record)
+        self.leases.touch(put.record)
         metrics.PUTS.labels("done").inc()
 
     def _superseded(self, record: store_pb2.StoredObject) -> bool:
