@@ -45,8 +45,9 @@ class Simulation:
             self.clock,
             nbytes_per_s=scenario.replicate_nbytes_per_s,
             block_tokens=scenario.block_tokens,
-            goes_on=lambda: any(not job.ended for job in self.jobs),
+            goes_on=lambda: self._num_open > 0,
         )
+        self._num_open = len(self.jobs)
         self._lengths = OutputLengths()
         self._longest = max((request.output_tokens for request in requests), default=1)
 
@@ -270,10 +271,12 @@ class Simulation:
 
     def _finish(self, job: Job) -> None:
         job.done_s = self.clock.now_s
+        self._num_open -= 1
         self._lengths.observe(job.request.input_tokens, job.request.output_tokens)
         self._leave(job)
 
     def _reject(self, job: Job, stage: str) -> None:
         job.rejected = stage
         job.done_s = self.clock.now_s
+        self._num_open -= 1
         self._leave(job)
