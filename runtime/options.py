@@ -109,7 +109,7 @@ class SsdTierOptions:
     )
     capacity_nbytes: int = option(8 << 30, "bytes", "disk space of one node for KV blocks")
     policy: str = option("prefix", "name", "eviction policy: lru, lfu, length-aware, s3fifo, sieve or prefix")
-    io_threads: int = option(2, "threads", "threads of a node that read and write the disk")
+    io_threads: int = option(3, "threads", "threads of a node that read and write the disk")
     queue_nbytes: int = option(
         32 << 20, "bytes", "blocks that may wait to be written; what comes beyond is not written, and counted"
     )

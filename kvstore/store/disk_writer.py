@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.host_tier import HostTier
@@ -15,8 +15,9 @@ from kvstore.store.tiers import Bytes, DiskTier, PoolTier
 
 _log = logging.getLogger(__name__)
 
-# Blocks in one durable write: its sync costs as much as a few of them.
-_BATCH_BLOCKS = 16
+# Of one durable write: its sync and commit cost as much as a MiB or two.
+_BATCH_NBYTES = 8 << 20
+_MIN_BATCH_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class DiskWriter:
         self._max_leaving = max_leaving
         self._on_settled = on_settled
         self._queue: dict[BlockKey, None] = {}
+        self._batch_blocks = max(_MIN_BATCH_BLOCKS, _BATCH_NBYTES // host.layout.block_nbytes)
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -156,7 +158,7 @@ class DiskWriter:
         asked: list[BlockKey] = []
         slots: list[int] = []
         held: list[list[int]] = []
-        while self._queue and len(batch) < _BATCH_BLOCKS:
+        while self._queue and len(batch) < self._batch_blocks:
             key = next(iter(self._queue))
             del self._queue[key]
             run = self._run_up_to(key, batch)
@@ -174,8 +176,9 @@ class DiskWriter:
                 self._pool.acquire(lineage)
                 held.append(lineage)
         try:
-            for piece in _pieces(list(batch.values())):
-                if not await self._write(piece):
+            sources = list(batch.values())
+            for first in range(0, len(sources), self._batch_blocks):
+                if not await self._write(sources[first : first + self._batch_blocks]):
                     break
         finally:
             self._host.release(slots)
@@ -243,8 +246,3 @@ class DiskWriter:
         assert self.leaving.keys() <= self._queue.keys() or not self._idle.is_set(), (
             "a leaving block waits for nobody"
         )
-
-
-def _pieces(sources: list[_Source]) -> Iterator[list[_Source]]:
-    for first in range(0, len(sources), _BATCH_BLOCKS):
-        yield sources[first : first + _BATCH_BLOCKS]

@@ -204,9 +204,10 @@ class TieredStore:
         return [key for key in gone if not self._holdings.is_held(key)]
 
     async def flush(self, within_s: float) -> None:
-        """Write what only memory holds to disk, as far as there is time: for a node that is about to stop."""
+        """Write what only memory holds to disk, as far as there is time: for a node that is about to stop.
+        Not under ``selective``, which writes what was used again and nothing else."""
         writer = self._holdings.writer
-        if self.ssd is None or writer is None:
+        if self.ssd is None or writer is None or self._options.write_policy == "selective":
             return
         try:
             async with asyncio.timeout(within_s):
