@@ -103,13 +103,14 @@ class ChainCache(Generic[Key]):
             self.commit(slot, key, parent)
         return slot
 
-    def reserve(self, key: Key, parent: Key | None) -> int | None:
+    def reserve(self, key: Key, parent: Key | None, *, held_elsewhere: bool = False) -> int | None:
         """``add`` in two steps: a slot nobody finds until ``commit``, or until ``abandon`` gives it back.
 
-        None, and what then happens, as for ``add``.
+        None, and what then happens, as for ``add``; but what follows a block that is ``held_elsewhere``, in
+        another tier, stays.
         """
         if not self.num_free and not self._make_room(key, parent):
-            for after in self.after(key):
+            for after in () if held_elsewhere else self.after(key):
                 self._evict(after)
             return None
         slot = self._free.popleft()

@@ -146,12 +146,12 @@ class HostTier:
             self.commit(slot, key, parent, xxh3_64_intdigest(block.data) if checksum is None else checksum)
         return slot
 
-    def reserve(self, key: BlockKey, parent: BlockKey | None) -> int | None:
+    def reserve(self, key: BlockKey, parent: BlockKey | None, *, held_elsewhere: bool = False) -> int | None:
         """A slot for a writer that fills ``bytes_of(slot)`` itself; nobody finds it until ``commit``.
 
         None: there is no place, as for ``put``.
         """
-        return self._cache.reserve(key, parent)
+        return self._cache.reserve(key, parent, held_elsewhere=held_elsewhere)
 
     def commit(self, slot: int, key: BlockKey, parent: BlockKey | None, checksum: int) -> int:
         """The reserved slot holds the block ``key``. Returns the slot that carries the key now: another one

@@ -185,7 +185,8 @@ class DiskWriter:
             for lineage in held:
                 assert self._pool is not None
                 self._pool.release(lineage)
-            for key in asked:
+            # What went along too: it may have been removed meanwhile, and is on disk again.
+            for key in dict.fromkeys([*asked, *batch]):
                 self._settle(key)
 
     async def _write(self, sources: list[_Source]) -> bool:

@@ -80,7 +80,9 @@ class Promoter:
         host, disk = self._host, self._disk
         parents = [disk.parent_of(key) for key in keys]
         checksums = [disk.checksum_of(key) for key in keys]
-        slots = [host.reserve(key, parent) for key, parent in zip(keys, parents, strict=True)]
+        slots = [
+            host.reserve(key, parent, held_elsewhere=True) for key, parent in zip(keys, parents, strict=True)
+        ]
         nbytes = host.layout.block_nbytes
         destinations = [np.empty(nbytes, np.uint8) if slot is None else host.bytes_of(slot) for slot in slots]
         began_s = self._clock()
