@@ -28,6 +28,7 @@ from kvstore.node_record import NodeLoad, NodeRecord
 from kvstore.publisher import BATCH_BLOCKS, IndexPublisher
 from kvstore.redis_client import connect
 from kvstore.store.collector import observe_store
+from kvstore.tenant_quota import TenantQuotas
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
@@ -72,6 +73,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self.metrics_url = ""
         self.draining = asyncio.Event()
         self.events: EventPublisher | None = None  # where they are asked for
+        self._trim: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ for subclasses
 
@@ -94,6 +96,8 @@ class EngineNode(node_pb2_grpc.NodeServicer):
     def sweep(self) -> None:
         """Called twice a second: let go of what nobody asks for any more."""
         self.store.tiers.sweep()
+        if self._trim is None or self._trim.done():
+            self._trim = asyncio.create_task(self.trim(), name="trim")
 
     def check_takes_work(self) -> None:
         if self.state != "ready":
@@ -126,6 +130,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             config.model.directory, config.engine, config.model, pool_memory=region.array
         )
         self.memory = BlockMemory(engine.pool, region, engine.layout)
+        self.quotas = TenantQuotas(engine.layout.block_nbytes)
         self.exchange = KvExchange(self.memory, agent, deadline_s=config.transfer.deadline_s)
         await engine.start(_LoadProgress(self.node_id))
         folder = config.node.id or self.role
@@ -191,6 +196,8 @@ class EngineNode(node_pb2_grpc.NodeServicer):
 
     async def _close(self) -> None:
         self._sweeper.cancel()
+        if self._trim is not None:
+            self._trim.cancel()
         await self.publisher.close()
         await self.stop()
         await self._server.stop(grace=0.5)
@@ -241,9 +248,27 @@ class EngineNode(node_pb2_grpc.NodeServicer):
     def _moved(self, key: BlockKey, tier: Tier | None) -> None:
         """A block's fastest copy is elsewhere now, or none is left."""
         if tier is None:
+            self.quotas.gone(key)
             self.publisher.removed(key)
-        else:
-            self.publisher.stored(key, tier)
+            return
+        if (block := self.engine.pool.block_of(key)) is not None:
+            self.quotas.stored(key, self.engine.pool.parent_of(block))
+        self.publisher.stored(key, tier)
+
+    # ------------------------------------------------------------------ what tenants may keep here
+
+    def claim(self, work: node_pb2.Work, chain: list[BlockKey]) -> None:
+        """A request came: its chain is its tenant's, and was used now."""
+        if work.tenant:
+            num_held = len(self.store.tiers.match(chain))
+            self.quotas.claim(work.tenant, work.tenant_cached_nbytes, chain, num_held)
+
+    async def trim(self) -> None:
+        """Evict, from every tier, what tenants have beyond their quotas and nobody uses."""
+        pool = self.engine.pool
+        victims = self.quotas.excess(lambda key: pool.block_of(key) is None or pool.evict(key))
+        if victims:
+            await self.store.tiers.remove(victims)
 
     # ------------------------------------------------------------------ service Node
 

@@ -1,0 +1,71 @@
+"""Tenants of a real cluster: keys at the door, and a bound on what each may keep in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from moonpool.local_cluster import LocalCluster
+from tests.cluster.conftest import eventually, small_config
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+QUOTA_BLOCKS = 8
+BLOCK_NBYTES = 96 << 10  # of the model that ships, in float32
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    directory: Path = tmp_path_factory.mktemp("tenants")
+    file = directory / "tenants.toml"
+    config = small_config()
+    file.write_text(
+        f'[small]\nkeys = ["sk-small"]\ncached_nbytes = {QUOTA_BLOCKS * BLOCK_NBYTES}\n'
+        '[other]\nkeys = ["sk-other"]\n'
+    )
+    config = replace(
+        config,
+        conductor=replace(config.conductor, tenants_path=str(file)),
+        cluster=replace(config.cluster, prefill=1, decode=1),
+    )
+    async with LocalCluster(config, directory=directory) as running:
+        yield running
+
+
+async def test_a_tenant_keeps_no_more_than_its_quota_and_others_keep_theirs(shared: LocalCluster) -> None:
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(key: str, prompt: list[int]) -> int:
+            body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.post(f"{shared.url}/v1/completions", json=body, headers=headers) as response:
+                assert response.status == 200, await response.text()
+                usage = (await response.json())["usage"]
+                return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        async def cached_blocks() -> dict[str, int]:
+            async with session.get(f"{shared.url}/v1/cluster") as response:
+                cluster = await response.json()
+            assert cluster["block_nbytes"] == BLOCK_NBYTES
+            return {node["role"]: node["num_index_blocks"] for node in cluster["nodes"]}
+
+        async with session.post(f"{shared.url}/v1/completions", json={"prompt": "x"}) as response:
+            assert response.status == 401
+        other = [10 + i for i in range(320)]  # 20 blocks, and no quota
+        await ask("sk-other", other)
+        prompts = [[100 * n + 10 + i for i in range(96)] for n in range(6)]  # 6 blocks each
+        for prompt in prompts:
+            await ask("sk-small", prompt)
+
+        async def is_trimmed() -> bool:
+            return (await cached_blocks())["prefill"] <= 20 + QUOTA_BLOCKS
+
+        await eventually(is_trimmed)
+        assert await ask("sk-other", other) >= 300, "the other tenant's blocks are all there"
+        assert await ask("sk-small", prompts[-1]) >= 80, "the latest chain is what it kept"
+        assert await ask("sk-small", prompts[0]) == 0
