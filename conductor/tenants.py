@@ -112,12 +112,15 @@ def _read(path: str) -> dict[str, _Table]:
     try:
         return _FILE.validate_python(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"conductor.tenants_path: {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(info.alias or name for name, info in _Table.model_fields.items())
+            raise ConfigError(f"{path}: {where}: unknown; known are {known}") from error
         raise ConfigError(f"{path}: {where}: {first['msg']}, got {first['input']!r}") from error
 
 

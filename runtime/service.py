@@ -67,7 +67,7 @@ def run_service(main: ServiceMain, argv: Sequence[str] | None = None, *, role: s
         uvloop.run(_supervise(main, config, role))
     except MoonpoolError as error:
         log.error("%s", error)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except asyncio.CancelledError:
         log.warning("stopped before it was drained")
         return 1

@@ -63,7 +63,7 @@ def test_salts_of_different_tenants_never_meet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[a]\nkeys=["1"]\nwieght=2', "a.wieght"),
+        ('[a]\nkeys=["1"]\nwieght=2', "a.wieght: unknown; known are keys, weight"),
         ('[a]\nkeys=["1"]\nweight=0', "a.weight"),
         ('[a]\nkeys="1"', "a.keys"),
         ("[a]\nkeys=[]", "no tenant has a key"),
