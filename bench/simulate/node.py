@@ -138,6 +138,11 @@ class Node:
 
     # ------------------------------------------------------------------ decode
 
+    def could_hold(self, job: Job) -> bool:
+        """Whether its prompt and all that is to come fit the pool, were it empty."""
+        size = self._scenario.block_tokens
+        return -(-(job.num_tokens + job.remaining) // size) <= self.memory.pool.capacity
+
     def head_for(self, job: Job, starts_s: float, expected_tokens: int) -> None:
         """A job was placed that will decode here."""
         self._heading[job] = job.num_tokens

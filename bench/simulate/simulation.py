@@ -117,6 +117,10 @@ class Simulation:
             return
         prefill = self.nodes[placement.prefill.node_id]
         decode = prefill if both else self.nodes[placement.decode.node_id] if placement.decode else None
+        if decode is not None and not decode.could_hold(job):
+            # Placement asks for room for the prompt and one token; here the whole output is reserved.
+            self._reject(job, "too large")
+            return
         if job.first_token_s < 0 and (decode is None or job.remaining > 1):
             outlook = self.cluster.outlook(decode, job, expected)
             policy = REJECTIONS[self.scenario.rejection]

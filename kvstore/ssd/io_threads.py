@@ -108,6 +108,8 @@ class IoThreads:
             try:
                 job.run(worker)
             except Exception:
+                # A defect: disk errors are the job's own. Who waits has been told, because a job ends its
+                # batch whatever happens; without this thread the jobs behind it would wait for ever.
                 log.exception("a job failed in a way it should not: %s", job.about)
             worker.job = None
 

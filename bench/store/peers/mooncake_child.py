@@ -38,6 +38,7 @@ class Mooncake:
         deadline = time.monotonic() + 20
         segment = 2 * total + (64 << 20)
         arguments = ("127.0.0.1", "P2PHANDSHAKE", segment, 64 << 20, "tcp", "", f"127.0.0.1:{port}")
+        # Its master is a process of its own that says nowhere when it listens: the set-up is tried again.
         while self._store.setup(*arguments):
             if time.monotonic() > deadline:
                 raise RuntimeError("the store could not be set up")

@@ -132,6 +132,16 @@ def test_without_any_node_left_requests_are_rejected_and_say_so() -> None:
     assert outcome.rejections["no node"] > 0
 
 
+@pytest.mark.parametrize(
+    "nodes", [{"num_prefill": 1, "num_decode": 1}, {"num_prefill": 0, "num_decode": 0, "num_both": 1}]
+)
+def test_what_would_never_fit_is_rejected_and_holds_nobody_up(nodes: dict[str, int]) -> None:
+    """The prompt fits a pool of 60 blocks, and so does its first token; all of its output does not."""
+    requests = [one(512 * 59, 600), one(512 * 5, 10, at_s=0.1, first_id=100)]
+    _, outcome = run(Scenario(SMALL, **nodes), requests)
+    assert [served.rejected for served in outcome.served] == ["too large", ""]
+
+
 def test_equal_seeds_give_equal_outcomes() -> None:
     def outcome(seed: int) -> Outcome:
         return run(Scenario(SMALL, 3, 2, policy="random", seed=seed), chat(5))[1]
