@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from conductor import core_metrics
 from conductor.attempt import AttemptFailed, AttemptPlan
 from conductor.cost_model import CostModel
 from conductor.placement import Placement
+from conductor.spans import CONDUCTOR, spans_of
 from conductor.timeline import RequestTimeline
 from protos import node_pb2
+from runtime import tracing
 
 
 class Recorder:
@@ -56,7 +59,8 @@ class Recorder:
         if reply.num_cached_tokens or reply.fetch_error or reply.num_stale_blocks:
             self.timeline.add(
                 "prefix_loaded",
-                now_s - reply.compute_s,
+                now_s - reply.compute_s - reply.queued_s,
+                node=node_id,
                 cached_tokens=reply.num_cached_tokens,
                 pool_tokens=reply.num_pool_tokens,
                 host_tokens=reply.num_host_tokens,
@@ -77,6 +81,7 @@ class Recorder:
             compute_s=reply.compute_s,
             predicted_compute_s=plan.placement.prefill.compute_s,
             computed_tokens=num_tokens - reply.num_cached_tokens,
+            chunks=self._stretches(reply.chunks, now_s),
         )
         if plan.prefill.prefilled_alone(plan.key):
             self._cost_model.observe_prefill(
@@ -110,15 +115,17 @@ class Recorder:
         summary.transfer_s = received.seconds
         summary.transport = received.transport
         node_id = plan.decode.node_id if plan.decode else ""
+        now_s = self._clock()
         self.timeline.add(
             "transferred",
-            self._clock(),
+            now_s,
             node=node_id,
             nbytes=received.nbytes,
             transfer_s=received.seconds,
             num_blocks=received.num_blocks,
             num_local_blocks=received.num_local_blocks,
             transport=received.transport,
+            reads=self._stretches(received.reads, now_s),
         )
         if received.nbytes:
             self._cost_model.observe_transfer(
@@ -126,8 +133,21 @@ class Recorder:
                 node_id,
                 nbytes=received.nbytes,
                 actual_s=received.seconds,
-                now_s=self._clock(),
+                now_s=now_s,
             )
+
+    def _stretches(self, stretches: Iterable[node_pb2.Stretch], now_s: float) -> list[dict[str, float]]:
+        """What a node told of its work, by this timeline's ``at_s``."""
+        told_s = now_s - self._started_s
+        return [
+            {
+                "at_s": told_s - one.ago_s,
+                "seconds": one.seconds,
+                "tokens": one.num_tokens,
+                "nbytes": one.nbytes,
+            }
+            for one in stretches
+        ]
 
     def preempted(self, plan: AttemptPlan) -> None:
         self.timeline.add("preempted", self._clock(), node=plan.decode.node_id if plan.decode else "")
@@ -161,3 +181,15 @@ class Recorder:
         self.timeline.add("done", now_s, finish_reason=finish_reason, output_tokens=num_tokens, **facts)
         if finish_reason in ("stop", "length"):
             self._cost_model.output_lengths.observe(summary.prompt_tokens, num_tokens)
+        if tracing.enabled():
+            self._export(now_s)
+
+    def _export(self, now_s: float) -> None:
+        """What the conductor itself did, as spans; nodes send their own."""
+        age_s = now_s - self._started_s
+        for one in spans_of(self.timeline.to_dict()):
+            if one.process == CONDUCTOR:
+                facts: dict[str, Any] = {
+                    name: value for name, value in one.facts.items() if isinstance(value, str | int | float)
+                }
+                tracing.past(one.name, ago_s=age_s - one.began_s, seconds=one.seconds, **facts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
+from opentelemetry.context import Context
 
 from decode_node.outbox import Outbox
 from decode_node.takeover import take_over
@@ -20,7 +21,7 @@ from engine.node_metrics import DECODE_TOKENS, RECEIVED_BLOCKS, RECEIVED_BYTES
 from engine.sequence import Sequence
 from kvstore import keys as block_keys
 from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
+from runtime import rpc, tracing
 from runtime.errors import MoonpoolError
 from runtime.options import Config
 
@@ -32,6 +33,8 @@ class _Request:
     conductor_id: str
     sequence: Sequence
     takeover: asyncio.Task[None]
+    began_s: float
+    within: Context  # the call that brought it
 
 
 class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
@@ -86,7 +89,9 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         self.claim(work, sequence.keys)
         num_local = len(self.engine.pool.match(block_keys.unpack(work.block_keys)))
         takeover = asyncio.create_task(self._take_over(request, sequence))
-        self._requests[sequence.key] = _Request(request.conductor_id, sequence, takeover)
+        self._requests[sequence.key] = _Request(
+            request.conductor_id, sequence, takeover, time.monotonic(), tracing.here()
+        )
         return node_pb2.DecodeReply(
             num_cached_tokens=num_local * self.engine.pool.block_size, epoch=self.epoch
         )
@@ -152,6 +157,8 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
             if event.token_id >= 0 or event.finish_reason or event.preempted:
                 batches.setdefault(request.conductor_id, []).append(token_out(event))
             if event.finish_reason:
+                ago_s = time.monotonic() - request.began_s
+                tracing.past("decode", ago_s=ago_s, seconds=ago_s, within=request.within)
                 del self._requests[key]
         DECODE_TOKENS.inc(num_tokens)
         for conductor_id, tokens in batches.items():

@@ -86,6 +86,7 @@ async def _read_chunks(
     deadline_s: float,
 ) -> node_pb2.TokenOut:
     peer: Peer | None = None
+    reads: list[tuple[float, node_pb2.Stretch]] = []  # when each began
     num_local = received.num_local_blocks
     async for chunk in chunks:
         if peer is None:
@@ -97,11 +98,19 @@ async def _read_chunks(
             started_s = time.monotonic()
             block_ids = sequence.block_table[first:end]
             report = await exchange.read(peer, chunk.blocks, skip, block_ids, deadline_s=deadline_s)
-            received.seconds += time.monotonic() - started_s
+            read_s = time.monotonic() - started_s
+            num_tokens = len(block_ids) * engine.pool.block_size
+            reads.append(
+                (started_s, node_pb2.Stretch(seconds=read_s, num_tokens=num_tokens, nbytes=report.nbytes))
+            )
+            received.seconds += read_s
             received.nbytes += report.nbytes
             received.num_blocks += len(block_ids)
             received.transport = report.transport
         engine.seal_received(sequence, chunk.num_tokens)
         if chunk.last:
+            for began_s, read in reads:
+                read.ago_s = time.monotonic() - began_s
+                received.reads.append(read)
             return chunk.token
     raise HandoverBroken("the prefill node ended its stream before the last block")

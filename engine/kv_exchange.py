@@ -12,6 +12,7 @@ from engine.block_memory import BlockMemory
 from kvstore.keys import BlockKey
 from kvstore.remote_lease import RemoteLeases
 from protos import node_pb2
+from runtime import tracing
 from runtime.errors import MoonpoolError
 from transfer import AgentDescriptor, Peer, Span, TransferAgent, TransferReport
 
@@ -90,7 +91,10 @@ class KvExchange:
         ]
         local = [self._memory.span(block) for block in block_ids]
         checksums = list(blocks.checksum[first:end]) or None
-        return await peer.read(local, remote, deadline_s=deadline_s, checksums=checksums)
+        with tracing.span("read blocks", num_blocks=len(block_ids), nbytes=nbytes * len(block_ids)) as span:
+            report = await peer.read(local, remote, deadline_s=deadline_s, checksums=checksums)
+            span.set_attribute("transport", report.transport)
+            return report
 
     async def fetch(self, source: node_pb2.KvAddress, chain: Sequence[BlockKey]) -> Fetched:
         """Read what this node lacks of ``chain`` from ``source`` and seal it here.

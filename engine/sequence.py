@@ -62,6 +62,7 @@ class Sequence:
         "attempt",
         "block_table",
         "cancelled",
+        "chunks",
         "computed_s",
         "deadline_unix_s",
         "finish_reason",
@@ -146,6 +147,7 @@ class Sequence:
         self.stop_ids = sampling.stop_token_ids  # with the model's end-of-sequence tokens, once added
         self.scheduled_s = 0.0  # when its first step began
         self.computed_s = 0.0  # when its prefill's last step ended
+        self.chunks: list[tuple[float, float, int]] = []  # began_s, ended_s, tokens of each of those steps
 
     def __repr__(self) -> str:
         return (

@@ -103,6 +103,8 @@ class StepLoop:
             return self._fail(plan, error)
         finally:
             self._in_worker = None
+        for chunk in plan.chunks:
+            chunk.sequence.chunks.append((begun_s, ended_s, chunk.num_tokens))
         self.num_steps += 1
         self.step_s = ended_s - begun_s
         self.costs.correct(plan, predicted_s, output.model_s)

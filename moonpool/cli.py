@@ -219,6 +219,33 @@ async def start_local_cluster(sets: Sequence[str]) -> AsyncIterator[str]:
         yield cluster.url
 
 
+@cli.command("trace")
+@url_option
+@click.argument("request_id")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="File to write (default: trace-REQUEST_ID.json).",
+)
+def trace_command(url: str, request_id: str, output: Path | None) -> None:
+    """Write a request's timeline for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+    REQUEST_ID is the answer's id, or the x-request-id the client sent; the conductor keeps the latest ones.
+    """
+    from moonpool.client import Client
+    from moonpool.trace import chrome_trace
+
+    async def run() -> None:
+        async with Client(url) as client:
+            trace = chrome_trace(await client.timeline(request_id))
+        file = output or Path(f"trace-{request_id}.json")
+        file.write_text(json.dumps(trace))
+        console.print(f"{len(trace['traceEvents'])} events in {file}: open it at ui.perfetto.dev")
+
+    _run(run())
+
+
 def _run(main: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(main)
 

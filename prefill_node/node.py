@@ -22,7 +22,7 @@ from kvstore import metrics as index_metrics
 from kvstore.reuse_distance import ReuseDistance
 from prefill_node.handover import Handover
 from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
+from runtime import rpc, tracing
 from runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
 from runtime.options import Config
 from transfer import TransferError
@@ -131,7 +131,8 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         tiers = self.store.tiers.match(chain)
         # What the policies learn from it has time until the prompt is being computed.
         asyncio.get_running_loop().call_later(USE_DELAY_S, self.store.tiers.use, chain, tiers)
-        loaded = await self.store.loader.load(chain, tiers)
+        with tracing.span("load blocks", num_blocks=len(chain)):
+            loaded = await self.store.loader.load(chain, tiers)
         sequence.hold_prefix(loaded.block_ids, pool.block_size)
         missing = chain[len(tiers) : request.num_hit_blocks]
         if missing:
@@ -227,11 +228,16 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         fetch_error: str,
         received_s: float,
     ) -> node_pb2.PrefillReply:
+        now_s = time.monotonic()
         num_cached, block_size = sequence.num_cached_tokens, self.engine.pool.block_size
         num_fetched = min(fetched.num_read * block_size, num_cached)
         num_ssd = min(loaded.num_ssd * block_size, num_cached - num_fetched)
         num_host = min(loaded.num_host * block_size, num_cached - num_fetched - num_ssd)
         num_pool = num_cached - num_fetched - num_ssd - num_host
+        for began_s, ended_s, num_tokens in sequence.chunks:
+            tracing.past(
+                "compute chunk", ago_s=now_s - began_s, seconds=ended_s - began_s, num_tokens=num_tokens
+            )
         PREFILL_TOKENS.labels("computed").inc(sequence.num_tokens - 1 - num_cached)
         PREFILL_TOKENS.labels("pool").inc(num_pool)
         PREFILL_TOKENS.labels("host").inc(num_host)
@@ -252,4 +258,8 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             prompt_logprobs=[token_logprobs(entry) for entry in event.prompt_logprobs or ()],
             fetch_error=fetch_error,
             num_stale_blocks=loaded.num_stale + fetched.num_missing,
+            chunks=[
+                node_pb2.Stretch(ago_s=now_s - began_s, seconds=ended_s - began_s, num_tokens=num_tokens)
+                for began_s, ended_s, num_tokens in sequence.chunks
+            ],
         )

@@ -239,6 +239,38 @@ class TokenLogprobs(_message.Message):
 Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
+class Stretch(_message.Message):
+    """A stretch of a node's work, as it was: a chunk of a prompt computed, or a batch of blocks read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGO_S_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    ago_s: _builtins.float
+    """before the message that tells it: clocks of hosts differ"""
+    seconds: _builtins.float
+    num_tokens: _builtins.int
+    nbytes: _builtins.int
+    """read; 0: computed"""
+    def __init__(
+        self,
+        *,
+        ago_s: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago_s", b"ago_s", "nbytes", b"nbytes", "num_tokens", b"num_tokens", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stretch: _TypeAlias = Stretch  # noqa: Y015
+
+@_typing.final
 class KvAddress(_message.Message):
     """Where the memory of a node can be read: what a peer needs to connect its transfer agent."""
 
@@ -808,6 +840,7 @@ class PrefillReply(_message.Message):
     NUM_SSD_TOKENS_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
     NUM_STALE_BLOCKS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens not computed"""
     num_pool_tokens: _builtins.int
@@ -834,6 +867,10 @@ class PrefillReply(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """of token 1 … n-1"""
 
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stretch]:
+        """the steps that computed it"""
+
     def __init__(
         self,
         *,
@@ -851,10 +888,11 @@ class PrefillReply(_message.Message):
         num_ssd_tokens: _builtins.int = ...,
         load_s: _builtins.float = ...,
         num_stale_blocks: _builtins.int = ...,
+        chunks: _abc.Iterable[Global___Stretch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "fetch_error", b"fetch_error", "fetch_s", b"fetch_s", "fetched_nbytes", b"fetched_nbytes", "load_s", b"load_s", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_host_tokens", b"num_host_tokens", "num_pool_tokens", b"num_pool_tokens", "num_ssd_tokens", b"num_ssd_tokens", "num_stale_blocks", b"num_stale_blocks", "prompt_logprobs", b"prompt_logprobs", "queued_s", b"queued_s", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "compute_s", b"compute_s", "fetch_error", b"fetch_error", "fetch_s", b"fetch_s", "fetched_nbytes", b"fetched_nbytes", "load_s", b"load_s", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_host_tokens", b"num_host_tokens", "num_pool_tokens", b"num_pool_tokens", "num_ssd_tokens", b"num_ssd_tokens", "num_stale_blocks", b"num_stale_blocks", "prompt_logprobs", b"prompt_logprobs", "queued_s", b"queued_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1063,6 +1101,7 @@ class KvReceived(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_LOCAL_BLOCKS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
     nbytes: _builtins.int
     seconds: _builtins.float
     """spent reading; waiting for the prefill not counted"""
@@ -1071,6 +1110,10 @@ class KvReceived(_message.Message):
     num_local_blocks: _builtins.int
     """already here"""
     transport: _builtins.str
+    @_builtins.property
+    def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stretch]:
+        """each of blocks that were finished together"""
+
     def __init__(
         self,
         *,
@@ -1079,10 +1122,11 @@ class KvReceived(_message.Message):
         num_blocks: _builtins.int = ...,
         num_local_blocks: _builtins.int = ...,
         transport: _builtins.str = ...,
+        reads: _abc.Iterable[Global___Stretch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "num_blocks", b"num_blocks", "num_local_blocks", b"num_local_blocks", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "num_blocks", b"num_blocks", "num_local_blocks", b"num_local_blocks", "reads", b"reads", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

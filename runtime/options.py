@@ -366,6 +366,19 @@ class LogOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TracingOptions:
+    otlp_endpoint: str = option(
+        "",
+        "URL",
+        "where OpenTelemetry spans go by OTLP over gRPC, such as http://127.0.0.1:4317; empty: nowhere",
+    )
+
+    def __post_init__(self) -> None:
+        known = self.otlp_endpoint.startswith(("http://", "https://")) or not self.otlp_endpoint
+        _require(known, "tracing.otlp_endpoint", "an http:// or https:// URL, or empty", self.otlp_endpoint)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelOptions = _section(ModelOptions)
     engine: EngineOptions = _section(EngineOptions)
@@ -378,3 +391,4 @@ class Config:
     conductor: ConductorOptions = _section(ConductorOptions)
     cluster: ClusterOptions = _section(ClusterOptions)
     log: LogOptions = _section(LogOptions)
+    tracing: TracingOptions = _section(TracingOptions)

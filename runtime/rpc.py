@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from runtime import tracing
 from runtime.errors import MoonpoolError, NodeUnavailable, PortInUse, RemoteError
 from runtime.log import request_id
 
@@ -74,12 +75,13 @@ def channel(address: str) -> grpc.aio.Channel:
 
 
 def request_metadata() -> tuple[tuple[str, str], ...]:
-    """``metadata=`` of a call made for a request: carries ``log.request_id`` into the other process's log.
+    """``metadata=`` of a call made for a request: carries ``log.request_id`` into the other process's log,
+    and the span we are in.
 
     An argument rather than an interceptor, because grpc.aio runs an intercepted call in a task of its own.
     """
     about = request_id.get()
-    return ((_REQUEST_ID, about),) if about else ()
+    return ((_REQUEST_ID, about), *tracing.outgoing()) if about else ()
 
 
 @contextmanager
@@ -108,26 +110,28 @@ class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None:
             return None  # no such method: gRPC answers UNIMPLEMENTED
         about = _value(details.invocation_metadata, _REQUEST_ID)
+        parent = _value(details.invocation_metadata, tracing.TRACEPARENT)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _unary(handler.unary_unary, details.method, about),
+                _unary(handler.unary_unary, details.method, about, parent),
                 handler.request_deserializer,
                 handler.response_serializer,
             )
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, details.method, about),
+                _stream(handler.unary_stream, details.method, about, parent),
                 handler.request_deserializer,
                 handler.response_serializer,
             )
         raise NotImplementedError(f"{details.method}: client streams are not used in Moonpool")
 
 
-def _unary(behaviour: Any, method: str, about: str) -> Callable[[Any, Any], Any]:
+def _unary(behaviour: Any, method: str, about: str, parent: str) -> Callable[[Any, Any], Any]:
     async def call(request: Any, context: Any) -> Any:
         request_id.set(about)
         try:
-            return await behaviour(request, context)
+            with tracing.serving(_short(method), parent):
+                return await behaviour(request, context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -136,18 +140,24 @@ def _unary(behaviour: Any, method: str, about: str) -> Callable[[Any, Any], Any]
     return call
 
 
-def _stream(behaviour: Any, method: str, about: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
+def _stream(behaviour: Any, method: str, about: str, parent: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         request_id.set(about)
         try:
-            async for response in behaviour(request, context):
-                yield response
+            with tracing.serving(_short(method), parent):
+                async for response in behaviour(request, context):
+                    yield response
         except grpc.aio.AbortError:
             raise
         except Exception as error:
             await _abort(context, error, method)
 
     return call
+
+
+def _short(method: str) -> str:
+    """``/moonpool.PrefillNode/Prefill`` as ``PrefillNode/Prefill``."""
+    return method.removeprefix("/moonpool.")
 
 
 async def _abort(context: Any, error: Exception, method: str) -> None:

@@ -19,6 +19,7 @@ from runtime.config import load_config
 from runtime.errors import ConfigError, MoonpoolError
 from runtime.log import setup_logging
 from runtime.options import Config
+from runtime.tracing import setup_tracing
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def run_service(main: ServiceMain, argv: Sequence[str] | None = None, *, role: s
         print(f"moonpool {role}: {error}", file=sys.stderr)
         return 2
     setup_logging(config.log, config.node.id or role)
+    end_tracing = setup_tracing(config.tracing, config.node.id or role)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -71,6 +73,8 @@ def run_service(main: ServiceMain, argv: Sequence[str] | None = None, *, role: s
     except asyncio.CancelledError:
         log.warning("stopped before it was drained")
         return 1
+    finally:
+        end_tracing()
     return 0
 
 

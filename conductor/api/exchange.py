@@ -20,6 +20,7 @@ from conductor.api.recent import RequestRecord
 from conductor.api.schemas import CompletionBody, GenerationBody, parse
 from conductor.request import GenerateRequest
 from conductor.tenants import ANYONE, BATCH, Tenant
+from runtime import tracing
 from runtime.log import request_id
 
 log = logging.getLogger(__name__)
@@ -59,9 +60,11 @@ class Exchange:
         )
         self._client = ANYONE
         self._runs: list[SequenceRun] = []
+        self._span = tracing.serving(http.path, http.headers.get(tracing.TRACEPARENT, ""), root=True)
 
     def __enter__(self) -> Exchange:
         self._context.recent.add(self.record)
+        self._span.__enter__().set_attribute("moonpool.request_id", self._id)
         return self
 
     def __exit__(
@@ -88,6 +91,7 @@ class Exchange:
         gaps = sum(clock.num_tokens - 1 for clock in clocks)
         if gaps:
             record.tpot_s = sum(clock.last_s - clock.first_s for clock in clocks) / gaps
+        self._span.__exit__(kind, error, trace)
 
     async def parse(self, schema: type[B]) -> B:
         """The checked body. Raises ``ApiError``: no key, no JSON, too large, a wrong field, another model."""

@@ -1,0 +1,86 @@
+"""A request's timeline as spans: what each process did, from when to when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CONDUCTOR = "conductor"
+
+_OF_REQUEST = ("prompt_tokens", "output_tokens", "cached_tokens", "finish_reason")
+# Facts that are spans or places themselves.
+_NOT_FACTS = ("event", "unix_s", "at_s", "chunks", "reads", "node")
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSpan:
+    """``began_s`` counts from the request's arrival at the conductor; ``seconds`` 0: a moment."""
+
+    process: str  # "conductor", or a node's id
+    name: str
+    began_s: float
+    seconds: float = 0.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def spans_of(timeline: Mapping[str, Any]) -> list[TimelineSpan]:
+    """The spans of one sequence, by beginning. ``timeline``: as ``RequestTimeline.to_dict`` gives it.
+
+    What nodes did is placed by when they told it, so a node's spans are late by the way of one message.
+    """
+    return sorted(_spans(timeline), key=lambda span: (span.began_s, -span.seconds))
+
+
+def _spans(timeline: Mapping[str, Any]) -> Iterator[TimelineSpan]:
+    events, summary = timeline["events"], timeline["summary"]
+    ends_s = events[-1]["at_s"] if events else 0.0
+    yield TimelineSpan(CONDUCTOR, "request", 0.0, ends_s, {name: summary[name] for name in _OF_REQUEST})
+    waits_since_s = 0.0
+    decode_node: str | None = None
+    placed_s = decodes_since_s = 0.0
+    for event in events:
+        at_s, name = event["at_s"], event["event"]
+        facts = {key: value for key, value in event.items() if key not in _NOT_FACTS}
+        match name:
+            case "placed":
+                decode_node, placed_s = event["placement"]["decode"], at_s
+                yield TimelineSpan(CONDUCTOR, "place", waits_since_s, at_s - waits_since_s, facts)
+            case "prefilled":
+                decodes_since_s = at_s
+                yield from _prefill(event, facts, placed_s)
+            case "first_token":
+                yield TimelineSpan(CONDUCTOR, "first token", at_s, 0.0, facts)
+            case "transferred":
+                yield from _stretches("read blocks", event["node"], event["reads"])
+                yield TimelineSpan(event["node"], "blocks complete", at_s, 0.0, facts)
+            case "retry" | "done":
+                if decodes_since_s and decode_node:
+                    yield TimelineSpan(decode_node, "decode", decodes_since_s, at_s - decodes_since_s)
+                waits_since_s, decodes_since_s = at_s, 0.0
+                yield TimelineSpan(CONDUCTOR, name, at_s, 0.0, facts)
+            case "prefix_loaded":
+                yield from _prefix(event, facts)
+            case _:
+                yield TimelineSpan(event.get("node") or CONDUCTOR, name, at_s, 0.0, facts)
+
+
+def _prefix(event: Mapping[str, Any], facts: dict[str, Any]) -> Iterator[TimelineSpan]:
+    node, fetched_s = event["node"], event["at_s"]
+    loaded_s = fetched_s - event["fetch_s"]
+    if event["load_s"]:
+        yield TimelineSpan(node, "load blocks", loaded_s - event["load_s"], event["load_s"], facts)
+    if event["fetch_s"]:
+        yield TimelineSpan(node, "fetch blocks", loaded_s, event["fetch_s"], facts)
+
+
+def _prefill(event: Mapping[str, Any], facts: dict[str, Any], placed_s: float) -> Iterator[TimelineSpan]:
+    node = event["node"]
+    yield TimelineSpan(node, "prefill", placed_s, event["at_s"] - placed_s, facts)
+    yield from _stretches("compute chunk", node, event["chunks"])
+
+
+def _stretches(name: str, node: str, told: Iterable[Mapping[str, Any]]) -> Iterator[TimelineSpan]:
+    for one in told:
+        facts = {fact: one[fact] for fact in ("tokens", "nbytes") if one[fact]}
+        yield TimelineSpan(node, name, one["at_s"], one["seconds"], facts)

@@ -1,0 +1,149 @@
+"""A request's spans: from the client through conductor and nodes to a collector; and as a file without one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import grpc.aio
+import pytest
+import pytest_asyncio
+from click.testing import CliRunner
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from moonpool.cli import cli
+from moonpool.client import Client
+from moonpool.local_cluster import LocalCluster
+from tests.cluster.conftest import eventually, small_config
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT_ID = "00f067aa0ba902b7"
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """What an OpenTelemetry collector is to us: one call over gRPC."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, list[tuple[str, Span]]] = {}  # by trace: (process, span)
+
+    async def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: object
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            facts = {pair.key: pair.value.string_value for pair in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self.spans.setdefault(span.trace_id.hex(), []).append(
+                        (facts["service.instance.id"], span)
+                    )
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def collector() -> AsyncIterator[tuple[Collector, str]]:
+    servicer, server = Collector(), grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"http://127.0.0.1:{port}"
+    await server.stop(0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def traced(
+    collector: tuple[Collector, str], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[LocalCluster]:
+    config = small_config()
+    config = replace(
+        config,
+        tracing=replace(config.tracing, otlp_endpoint=collector[1]),
+        cluster=replace(config.cluster, prefill=1, decode=1),
+        engine=replace(config.engine, max_batch_tokens=64),
+    )
+    async with LocalCluster(config, directory=tmp_path_factory.mktemp("traced")) as running:
+        yield running
+
+
+async def _complete(url: str, request_id: str) -> None:
+    headers = {"x-request-id": request_id, "traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
+    body = {"prompt": list(range(100, 300)), "max_tokens": 8, "temperature": 0}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json=body, headers=headers) as answer,
+    ):
+        assert answer.status == 200
+
+
+async def test_spans_of_every_process_hang_together(
+    traced: LocalCluster, collector: tuple[Collector, str]
+) -> None:
+    await _complete(traced.url, "traced-1")
+    wanted = {
+        "conductor": {"/v1/completions", "place", "first token", "done"},
+        "prefill-0": {"PrefillNode/Prefill", "compute chunk", "PrefillNode/Follow"},
+        "decode-0": {"DecodeNode/Decode", "read blocks", "decode"},
+    }
+
+    async def all_there() -> bool:
+        seen = collector[0].spans.get(TRACE_ID, [])
+        return all(
+            (process, name) in {(p, s.name) for p, s in seen}
+            for process in wanted
+            for name in wanted[process]
+        )
+
+    await eventually(all_there)
+    spans = collector[0].spans[TRACE_ID]
+    ids = {span.span_id for _, span in spans}
+    outside = [span for _, span in spans if span.parent_span_id not in ids]
+    assert [span.name for span in outside] == ["/v1/completions"]
+    assert outside[0].parent_span_id.hex() == PARENT_ID
+    assert sum(span.name == "compute chunk" for _, span in spans) == 4  # 200 tokens, 64 a step
+    for _, span in spans:
+        assert span.end_time_unix_nano >= span.start_time_unix_nano > 0
+
+
+async def test_a_trace_needs_no_collector(traced: LocalCluster, client_of: Client, tmp_path: Path) -> None:
+    await _complete(traced.url, "traced-2")
+    file = tmp_path / "trace.json"
+    arguments = ["trace", "traced-2", "--url", traced.url, "-o", str(file)]
+    result = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+    assert result.exit_code == 0, result.output
+    events = json.loads(file.read_text())["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert set(processes.values()) == {"api", "conductor", "prefill-0", "decode-0"}
+    by_process: dict[str, list[dict]] = {name: [] for name in processes.values()}
+    for event in events:
+        if event["ph"] != "M":
+            by_process[processes[event["pid"]]].append(event)
+    request = next(event for event in by_process["conductor"] if event["name"] == "request")
+    for event in (
+        event for rows in by_process.values() for event in rows if event["name"] != "/v1/completions"
+    ):
+        assert event["ts"] >= request["ts"] - 1e5
+        assert event["ts"] + event.get("dur", 0) <= request["ts"] + request["dur"] + 1e3
+    assert {event["name"] for event in by_process["decode-0"]} >= {"read blocks", "decode"}
+    timeline = await client_of.timeline("traced-2")
+    computed = next(event for event in timeline["events"] if event["event"] == "prefilled")
+    chunks = [event for event in by_process["prefill-0"] if event["name"] == "compute chunk"]
+    assert sum(chunk["args"]["tokens"] for chunk in chunks) == computed["computed_tokens"]
+
+
+async def test_an_unknown_request_has_no_trace(traced: LocalCluster, tmp_path: Path) -> None:
+    arguments = ["trace", "nobody", "--url", traced.url, "-o", str(tmp_path / "x.json")]
+    result = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+    assert result.exit_code != 0
+    assert "nobody" in str(result.exception)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client_of(traced: LocalCluster) -> AsyncIterator[Client]:
+    async with Client(traced.url) as connected:
+        yield connected
