@@ -1,4 +1,4 @@
-"""A request's spans: from the client through conductor and nodes to a collector; and as a file without one."""
+"""A request's spans: from the client through conductor and nodes to a collector, or into a file."""
 
 from __future__ import annotations
 
