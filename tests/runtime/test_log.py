@@ -1,0 +1,52 @@
+"""Log lines: readable or JSON, with the request they are about, and never a flood of one sentence."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from runtime.log import RepeatLimit, request_id, setup_logging
+from runtime.options import LogOptions
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def test_json_lines_name_process_request_and_error(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(LogOptions(format="json"), "decode-0")
+    token = request_id.set("cmpl-1")
+    try:
+        raise ValueError("no")
+    except ValueError:
+        logging.getLogger("a.b").exception("step %d failed", 3)
+    finally:
+        request_id.reset(token)
+    line = json.loads(capsys.readouterr().err)
+    assert (line["process"], line["logger"], line["request_id"]) == ("decode-0", "a.b", "cmpl-1")
+    assert line["message"] == "step 3 failed"
+    assert "ValueError: no" in line["exception"]
+
+
+def test_one_sentence_cannot_flood_the_log() -> None:
+    now_s = 0.0
+    limit = RepeatLimit(lambda: now_s)
+
+    def passes(message: str, *facts: object) -> str | None:
+        record = logging.LogRecord("a", logging.WARNING, "", 0, message, facts, None)
+        return record.getMessage() if limit.filter(record) else None
+
+    through = [passes("node %s is gone", n) for n in range(1000)]
+    assert through[:10] == [f"node {n} is gone" for n in range(10)]
+    assert set(through[10:]) == {None}
+    assert passes("another sentence") == "another sentence"
+    now_s = 10.0
+    assert passes("node %s is gone", 1000) == "node 1000 is gone (990 more of these before)"
+    assert passes("node %s is gone", 1001) == "node 1001 is gone"
