@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kernels.dispatch import (
         add_lora,
         argmax_rows,
+        block_checksums,
         combine_experts,
         copy_blocks,
         gather_blocks,
@@ -41,6 +42,7 @@ __all__ = [
     "add_lora",
     "argmax_rows",
     "backend_report",
+    "block_checksums",
     "combine_experts",
     "copy_blocks",
     "gather_blocks",

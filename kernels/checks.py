@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from kernels import expert_checks
+from kernels.reference.stored import FP8
 from kernels.require import KernelMisuse, require, require_tensor
 
 __all__ = ["KernelMisuse", "checked"]
@@ -53,13 +55,44 @@ def _table(block_table: Tensor, pool: Tensor, context_lens: Tensor, seen_from: l
         require(inside, f"sequence {i} names a block outside of the pool: {row.tolist()}")
 
 
+def _dtypes(name: str, x: Tensor, pool: Tensor, k_scale: float, v_scale: float) -> None:
+    if pool.dtype == FP8:
+        require(x.dtype in (torch.float32, torch.bfloat16, torch.float16), f"{name} is {x.dtype}")
+        require(k_scale > 0 and v_scale > 0, f"scales must be positive, are {k_scale} and {v_scale}")
+    else:
+        require(x.dtype == pool.dtype, f"{name} must be {pool.dtype} as the pool, is {x.dtype}")
+        require(k_scale == v_scale == 1.0, f"a pool of {pool.dtype} has no scales")
+
+
 def _heads(q: Tensor, pool: Tensor) -> None:
-    require(q.dtype == pool.dtype, f"q must be {pool.dtype} as the pool, is {q.dtype}")
-    require(
-        q.dim() == 3 and q.shape[2] == pool.shape[5], f"q must be [n, heads, head_dim], is {list(q.shape)}"
-    )
+    require(q.shape[-1] == pool.shape[5], f"q must be [n, heads, head_dim], is {list(q.shape)}")
     require(q.is_contiguous(), f"q must be contiguous, has strides {q.stride()}")
-    require(q.shape[1] % pool.shape[3] == 0, f"{q.shape[1]} heads over {pool.shape[3]} kv heads")
+    require(q.shape[-2] % pool.shape[3] == 0, f"{q.shape[-2]} heads over {pool.shape[3]} kv heads")
+
+
+def _queries(
+    q: Tensor,
+    pool: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    counts: list[int],
+    window: int,
+    q_positions: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """counts: queries of each sequence."""
+    if q_positions is not None:
+        require_tensor("q_positions", q_positions, torch.int32, len(counts))
+    seen_from = []
+    for i, (count, length) in enumerate(zip(counts, context_lens.tolist(), strict=True)):
+        position = length - count if q_positions is None else int(q_positions[i])
+        seen_from.append(min(length, max(0, position - window + 1)) if window else 0)
+    _table(block_table, pool, context_lens, seen_from)
+    if out is not None:
+        require_tensor("out", out, q.dtype, *q.shape)
+    if lse is not None:
+        require_tensor("lse", lse, torch.float32, *q.shape[:-1])
 
 
 def _check_rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> None:
@@ -77,10 +110,20 @@ def _check_argmax_rows(logits: Tensor) -> None:
     require(logits.dim() == 2 and logits.shape[1] > 0, f"logits must be [n, vocab], are {list(logits.shape)}")
 
 
-def _check_write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+def _check_write_kv(
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     _pool(pool, layer)
     for name, x in (("k", k), ("v", v)):
-        require_tensor(name, x, pool.dtype, k.shape[0], pool.shape[3], pool.shape[5])
+        _dtypes(name, x, pool, k_scale, v_scale)
+        require_tensor(name, x, k.dtype, k.shape[0], pool.shape[3], pool.shape[5])
     _slots(slot_mapping, pool, k.shape[0])
 
 
@@ -99,11 +142,14 @@ def _check_rotate_and_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     _pool(pool, layer)
+    _dtypes("qkv", qkv, pool, k_scale, v_scale)
     n = positions.shape[0]
     require((num_kv_heads, head_dim) == (pool.shape[3], pool.shape[5]), "heads differ from the pool's")
-    require_tensor("qkv", qkv, pool.dtype, n, (num_heads + 2 * num_kv_heads) * head_dim)
+    require_tensor("qkv", qkv, qkv.dtype, n, (num_heads + 2 * num_kv_heads) * head_dim)
     require_tensor("positions", positions, torch.int64, n)
     for name, table in (("cos", cos), ("sin", sin)):
         require_tensor(name, table, torch.float32, *cos.shape)
@@ -126,15 +172,19 @@ def _check_paged_decode_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> None:
     _pool(pool, layer)
+    _dtypes("q", q, pool, k_scale, v_scale)
     _heads(q, pool)
-    require(q.shape[0] == block_table.shape[0], f"{q.shape[0]} queries, {block_table.shape[0]} tables")
-    seen_from = [max(0, length - window) if window else 0 for length in context_lens.tolist()]
-    _table(block_table, pool, context_lens, seen_from)
-    if out is not None:
-        require_tensor("out", out, q.dtype, *q.shape)
+    batch, count = block_table.shape[0], 1 if q.dim() == 3 else q.shape[1]
+    require(q.dim() in (3, 4) and 1 <= count <= 16, f"q of shape {list(q.shape)}")
+    require(q.shape[0] == batch, f"{q.shape[0]} queries, {batch} tables")
+    _queries(q, pool, block_table, context_lens, [count] * batch, window, q_positions, out, lse)
 
 
 def _check_paged_prefill_attention(
@@ -148,21 +198,23 @@ def _check_paged_prefill_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> None:
     _pool(pool, layer)
+    _dtypes("q", q, pool, k_scale, v_scale)
     _heads(q, pool)
     require_tensor("cu_seqlens_q", cu_seqlens_q, torch.int32, block_table.shape[0] + 1)
     starts, lengths = cu_seqlens_q.tolist(), context_lens.tolist()
     require(starts[0] == 0 and starts[-1] == q.shape[0], f"cu_seqlens_q {starts} for {q.shape[0]} queries")
-    seen_from = []
-    for i, length in enumerate(lengths):
-        new = starts[i + 1] - starts[i]
-        require(0 <= new <= length, f"sequence {i} has {new} new tokens of {length}")
-        seen_from.append(max(0, length - new - window + 1) if window else 0)
-    _table(block_table, pool, context_lens, seen_from)
-    if out is not None:
-        require_tensor("out", out, q.dtype, *q.shape)
+    counts = [end - start for start, end in pairwise(starts)]
+    for i, (new, length) in enumerate(zip(counts, lengths, strict=True)):
+        known = q_positions is not None or new <= length
+        require(new >= 0 and known, f"sequence {i} has {new} new tokens of {length}")
+    _queries(q, pool, block_table, context_lens, counts, window, q_positions, out, lse)
 
 
 def _block_ids(name: str, block_ids: Tensor, pool: Tensor, n: int, *, distinct: bool) -> None:
@@ -172,14 +224,31 @@ def _block_ids(name: str, block_ids: Tensor, pool: Tensor, n: int, *, distinct: 
     require(not distinct or len(set(block_ids.tolist())) == n, f"{name} names a block twice")
 
 
-def _check_gather_blocks(pool: Tensor, block_ids: Tensor, *, out: Tensor | None = None) -> None:
+def _checksums(checksums: Tensor | None, n: int, block_nbytes: int) -> None:
+    if checksums is not None:
+        require_tensor("checksums", checksums, torch.int64, n)
+        require(block_nbytes % 8 == 0, f"a block of {block_nbytes} bytes has no whole 64-bit words")
+
+
+def _check_block_checksums(blocks: Tensor) -> None:
+    require(blocks.is_contiguous(), "blocks must be contiguous")
+    require(blocks[:1].nbytes % 8 == 0, "a block has no whole 64-bit words")
+
+
+def _check_gather_blocks(
+    pool: Tensor, block_ids: Tensor, *, out: Tensor | None = None, checksums: Tensor | None = None
+) -> None:
+    _checksums(checksums, block_ids.shape[0], pool[:1].nbytes)
     require(pool.is_contiguous(), "the pool must be contiguous")
     _block_ids("block_ids", block_ids, pool, block_ids.shape[0], distinct=False)
     if out is not None:
         require_tensor("out", out, pool.dtype, block_ids.shape[0], *pool.shape[1:])
 
 
-def _check_scatter_blocks(blocks: Tensor, pool: Tensor, block_ids: Tensor) -> None:
+def _check_scatter_blocks(
+    blocks: Tensor, pool: Tensor, block_ids: Tensor, *, checksums: Tensor | None = None
+) -> None:
+    _checksums(checksums, block_ids.shape[0], pool[:1].nbytes)
     require(pool.is_contiguous(), "the pool must be contiguous")
     require_tensor("blocks", blocks, pool.dtype, block_ids.shape[0], *pool.shape[1:])
     _block_ids("block_ids", block_ids, pool, block_ids.shape[0], distinct=True)

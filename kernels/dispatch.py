@@ -56,6 +56,7 @@ def _by_device(cpu: Form, other: Form) -> Form:
 
 add_lora = best(reference.add_lora)
 argmax_rows = best(reference.argmax_rows)
+block_checksums = best(reference.block_checksums)
 combine_experts = best(reference.combine_experts)
 copy_blocks = best(reference.copy_blocks)
 gather_blocks = best(reference.gather_blocks)

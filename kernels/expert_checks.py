@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.reference.stored import FP8
 from kernels.require import require, require_tensor
 
 
@@ -21,7 +22,12 @@ def reshard_blocks(
     source_layer: int = 0,
     target_layer: int = 0,
     num_layers: int,
+    k_scales: tuple[float, float] = (1.0, 1.0),
+    v_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
+    for of_source, of_target in (k_scales, v_scales):
+        require(of_source == 1.0 or source.dtype == FP8, f"a source of {source.dtype} has no scale")
+        require(of_target == 1.0 or target.dtype == FP8, f"a target of {target.dtype} has no scale")
     for name, blocks, head, layer in (
         ("source", source, source_head, source_layer),
         ("target", target, target_head, target_layer),

@@ -17,20 +17,19 @@ namespace {
 
 constexpr int64_t AHEAD_NBYTES = 4096;     // how far ahead memory is asked for
 
-struct Rules {
-    float scale, soft_cap;
-    int64_t window;
-};
-
 // Scratch of one sequence.
 struct Gathered {
     std::vector<float> scores;    // [heads, PITCH]
     std::vector<float> sums;      // [heads, dim]
+    std::vector<float> queries;   // [heads, dim], where they have to be widened
+    std::vector<float> room;      // [W, dim], for keys and values widened
     std::vector<Softmax> states;  // [heads]
 
     void begin(int64_t heads, int64_t dim) {
         scores.resize(heads * PITCH);
         sums.assign(heads * dim, 0.0f);
+        queries.resize(heads * dim);
+        room.resize(W * dim);
         states.assign(heads, Softmax());
     }
 };
@@ -68,24 +67,42 @@ struct Pages {
     }
 };
 
-int64_t first_seen(int64_t context, const Rules& rules) {
-    return rules.window > 0 ? std::max<int64_t>(0, context - rules.window) : 0;
-}
+// Keys first … end - 1, those a query sees.
+struct Seen {
+    int64_t first, end;
 
-template <class T>
-void attend(const Pages<T>& pages, const T* q, int64_t context, int64_t heads, const Rules& rules,
-            Gathered& gathered, const T* then, T* out) {
+    Seen(int64_t position, int64_t context, const Rules& rules)
+        : first(rules.window > 0 ? std::max<int64_t>(0, position + 1 - rules.window) : 0),
+          end(std::min(context, position + 1)) {}
+    bool nothing() const { return end <= first; }
+};
+
+template <class Q, class T>
+void attend(const Pages<T>& pages, const Q* q, Seen seen, int64_t heads, const Rules& rules, Gathered& gathered,
+            const T* then, Q* out, float* lse) {
     const int64_t dim = pages.pool.head_dim, size = pages.pool.block_size;
     const int64_t group = heads / pages.pool.num_kv_heads;
-    const Score<T> score = score_for<T>(dim);
+    const Score<Wide<T>> score = score_for<Wide<T>>(dim);
     gathered.begin(heads, dim);
+    float* room = gathered.room.data();
+    const Wide<T>* queries;
+    if constexpr (std::is_same<Q, Wide<T>>::value) {
+        queries = q;
+    } else {
+        for_vectors(heads * dim, [&](int64_t i, int n) {
+            store_some(gathered.queries.data() + i, load_some(q + i, n), n);
+        });
+        queries = gathered.queries.data();
+    }
     float* scores = gathered.scores.data();
     float* sums = gathered.sums.data();
-    int64_t first = first_seen(context, rules);
-    for (int64_t end; first < context; first = end) {
-        end = std::min(first / CHUNK * CHUNK + CHUNK, context);
+    for (int64_t first = seen.first, end; first < seen.end; first = end) {
+        end = std::min(first / CHUNK * CHUNK + CHUNK, seen.end);
         pages.walk(first, end, 0, pages.at(first / size, 0, 1), [&](int64_t head, Run<T> keys, int64_t at) {
-            score(q + head * group * dim, group, dim, keys, rules.scale, scores + head * group * PITCH + at);
+            for_wide(keys, dim, room, [&](Run<Wide<T>> some, int64_t before) {
+                score(queries + head * group * dim, group, dim, some, rules.scale,
+                      scores + head * group * PITCH + at + before);
+            });
         });
         const int64_t count = end - first, whole = (count + W - 1) / W * W;
         for (int64_t head = 0; head < heads; head++) {
@@ -98,45 +115,58 @@ void attend(const Pages<T>& pages, const T* q, int64_t context, int64_t heads, c
                 store_some(sums + head * dim + i, load_some(sums + head * dim + i, n) * factor, n);
             });
         }
-        const T* next = end < context ? pages.at(end / size, 0, 0) : then;
+        const T* next = end < seen.end ? pages.at(end / size, 0, 0) : then;
         pages.walk(first, end, 1, next, [&](int64_t head, Run<T> values, int64_t at) {
-            gather(scores + head * group * PITCH + at, group, values, dim, sums + head * group * dim);
+            for_wide(values, dim, room, [&](Run<Wide<T>> some, int64_t before) {
+                gather(scores + head * group * PITCH + at + before, group, some, dim, sums + head * group * dim);
+            });
         });
     }
     for (int64_t head = 0; head < heads; head++) {
-        const float total = context > 0 ? gathered.states[head].total : 1.0f;
+        const Softmax& state = gathered.states[head];
+        const float total = seen.nothing() ? 1.0f : state.total / rules.v_scale;
         for_vectors(dim, [&](int64_t i, int n) {
             store_some(out + head * dim + i, load_some(sums + head * dim + i, n) / total, n);
         });
+        if (lse) lse[head] = log_sum(state);
     }
 }
 
-template <class T>
-void decode(const Pool& pool, int64_t layer, const T* q, T* out, const int32_t* tables, int64_t table_stride,
-            const int32_t* contexts, int64_t batch, int64_t heads, const Rules& rules) {
+template <class Q, class T>
+void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, const int32_t* tables,
+            int64_t table_stride, const int32_t* positions, const int32_t* contexts, int64_t batch, int64_t heads,
+            const Rules& rules) {
+    const auto seen_by = [&](int64_t i) {
+        return Seen(positions ? positions[i] : contexts[i] - 1, contexts[i], rules);
+    };
     static thread_local Gathered gathered;
     const int64_t stride = heads * pool.head_dim;
     for (int64_t i = 0; i < batch; i++) {
         const Pages<T> pages{pool, layer, tables + i * table_stride};
         const T* then = nullptr;
-        if (i + 1 < batch && contexts[i + 1] > 0) {
+        if (i + 1 < batch && !seen_by(i + 1).nothing()) {
             const Pages<T> next{pool, layer, pages.table + table_stride};
-            then = next.at(first_seen(contexts[i + 1], rules) / pool.block_size, 0, 0);
+            then = next.at(seen_by(i + 1).first / pool.block_size, 0, 0);
         }
-        attend(pages, q + i * stride, contexts[i], heads, rules, gathered, then, out + i * stride);
+        attend(pages, q + i * stride, seen_by(i), heads, rules, gathered, then, out + i * stride,
+               lse ? lse + i * heads : nullptr);
     }
 }
 
 }  // namespace
 
-#define MP_DECODE(T, NAME)                                                                                   \
-    MP_EXPORT void decode_##NAME(const Pool* pool, int64_t layer, const T* q, T* out, const int32_t* tables, \
-                                 int64_t table_stride, const int32_t* contexts, int64_t batch,               \
-                                 int64_t num_heads, float scale, int64_t window, float soft_cap) {           \
-        decode(*pool, layer, q, out, tables, table_stride, contexts, batch, num_heads,                       \
-               Rules{scale, soft_cap, window});                                                              \
+#define MP_DECODE(Q, T, NAME)                                                                                 \
+    MP_EXPORT void decode_##NAME(const Pool* pool, int64_t layer, const Q* q, Q* out, float* lse,             \
+                                 const int32_t* tables, int64_t table_stride, const int32_t* positions,       \
+                                 const int32_t* contexts, int64_t batch, int64_t num_heads, float scale,      \
+                                 float v_scale, int64_t window, float soft_cap) {                             \
+        decode<Q, T>(*pool, layer, q, out, lse, tables, table_stride, positions, contexts, batch, num_heads,  \
+                     Rules{scale, soft_cap, v_scale, window});                                                \
     }
 
-MP_DECODE(float, f32)
-MP_DECODE(bf16, bf16)
-MP_DECODE(fp16, f16)
+MP_DECODE(float, float, f32_f32)
+MP_DECODE(bf16, bf16, bf16_bf16)
+MP_DECODE(fp16, fp16, f16_f16)
+MP_DECODE(float, fp8, f32_f8)
+MP_DECODE(bf16, fp8, bf16_f8)
+MP_DECODE(fp16, fp8, f16_f8)

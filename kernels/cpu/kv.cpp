@@ -30,23 +30,42 @@ MP_INLINE void take_head(const T* x, const T* weight, float eps, int64_t dim, fl
     });
 }
 
+// The head, rotated and multiplied by `factor`.
 template <class T>
-MP_INLINE void rotate_head(const float* head, const float* cos, const float* sin, int64_t half, int64_t dim, T* to) {
+MP_INLINE void rotate_head(const float* head, const float* cos, const float* sin, int64_t half, int64_t dim,
+                           float factor, T* to) {
     for_vectors(half, [&](int64_t i, int count) {
         const vf first = load_some(head + i, count), second = load_some(head + half + i, count);
         const vf c = load_some(cos + i, count), s = load_some(sin + i, count);
-        store_some(to + i, first * c - second * s, count);
-        store_some(to + half + i, second * c + first * s, count);
+        store_some(to + i, (first * c - second * s) * factor, count);
+        store_some(to + half + i, (second * c + first * s) * factor, count);
     });
     for_vectors(dim - 2 * half, [&](int64_t i, int count) {
-        store_some(to + 2 * half + i, load_some(head + 2 * half + i, count), count);
+        store_some(to + 2 * half + i, load_some(head + 2 * half + i, count) * factor, count);
     });
 }
 
-template <class T>
-void rotate_and_write(const T* qkv, const int64_t* positions, Rotary rotary, const Pool& pool, int64_t layer,
-                      const int64_t* slots, T* q, int64_t n, int64_t num_heads, const T* q_norm, const T* k_norm,
-                      float eps) {
+// One head as it is, or quantized.
+template <class Q, class T>
+MP_INLINE void put_head(const Q* head, int64_t dim, float factor, T* to) {
+    if constexpr (std::is_same<Q, T>::value) {
+        memcpy(to, head, dim * sizeof(T));
+    } else {
+        for_vectors(dim, [&](int64_t i, int count) {
+            store_some(to + i, load_some(head + i, count) * factor, count);
+        });
+    }
+}
+
+// What K and V are multiplied by on their way: the reciprocals of their scales.
+struct Factors {
+    float k, v;
+};
+
+template <class Q, class T>
+void rotate_and_write(const Q* qkv, const int64_t* positions, Rotary rotary, const Pool& pool, int64_t layer,
+                      const int64_t* slots, Q* q, int64_t n, int64_t num_heads, const Q* q_norm, const Q* k_norm,
+                      float eps, Factors factors) {
     const int64_t dim = pool.head_dim;
     float head[1024];
     for (int64_t token = 0; token < n; token++, qkv += (num_heads + 2 * pool.num_kv_heads) * dim) {
@@ -54,29 +73,30 @@ void rotate_and_write(const T* qkv, const int64_t* positions, Rotary rotary, con
         const float* sin = rotary.sin + positions[token] * rotary.half;
         for (int64_t h = 0; h < num_heads; h++, q += dim) {
             take_head(qkv + h * dim, q_norm, eps, dim, head);
-            rotate_head(head, cos, sin, rotary.half, dim, q);
+            rotate_head(head, cos, sin, rotary.half, dim, 1.0f, q);
         }
         if (slots[token] < 0) continue;
         const int64_t block = slots[token] / pool.block_size, offset = slots[token] % pool.block_size;
         for (int64_t h = 0; h < pool.num_kv_heads; h++) {
             T* to = block_k<T>(pool, block, layer, h) + offset * dim;
             take_head(qkv + (num_heads + h) * dim, k_norm, eps, dim, head);
-            rotate_head(head, cos, sin, rotary.half, dim, to);
-            memcpy(to + pool.kv_stride, qkv + (num_heads + pool.num_kv_heads + h) * dim, dim * sizeof(T));
+            rotate_head(head, cos, sin, rotary.half, dim, factors.k, to);
+            put_head(qkv + (num_heads + pool.num_kv_heads + h) * dim, dim, factors.v, to + pool.kv_stride);
         }
     }
 }
 
-template <class T>
-void write_kv(const T* k, const T* v, const Pool& pool, int64_t layer, const int64_t* slots, int64_t n) {
+template <class Q, class T>
+void write_kv(const Q* k, const Q* v, const Pool& pool, int64_t layer, const int64_t* slots, int64_t n,
+              Factors factors) {
     const int64_t dim = pool.head_dim;
     for (int64_t token = 0; token < n; token++) {
         if (slots[token] < 0) continue;
         const int64_t block = slots[token] / pool.block_size, offset = slots[token] % pool.block_size;
         for (int64_t h = 0; h < pool.num_kv_heads; h++) {
             T* to = block_k<T>(pool, block, layer, h) + offset * dim;
-            memcpy(to, k + (token * pool.num_kv_heads + h) * dim, dim * sizeof(T));
-            memcpy(to + pool.kv_stride, v + (token * pool.num_kv_heads + h) * dim, dim * sizeof(T));
+            put_head(k + (token * pool.num_kv_heads + h) * dim, dim, factors.k, to);
+            put_head(v + (token * pool.num_kv_heads + h) * dim, dim, factors.v, to + pool.kv_stride);
         }
     }
 }
@@ -84,19 +104,22 @@ void write_kv(const T* k, const T* v, const Pool& pool, int64_t layer, const int
 }  // namespace
 
 // head_dim: at most 1024.
-#define MP_KV(T, NAME)                                                                                       \
-    MP_EXPORT void rotate_and_write_##NAME(                                                                  \
-        const T* qkv, const int64_t* positions, const float* cos, const float* sin, int64_t half,            \
-        const Pool* pool, int64_t layer, const int64_t* slots, T* q, int64_t n, int64_t num_heads,           \
-        const T* q_norm, const T* k_norm, float eps) {                                                       \
-        rotate_and_write(qkv, positions, Rotary{cos, sin, half}, *pool, layer, slots, q, n, num_heads, q_norm, \
-                         k_norm, eps);                                                                       \
-    }                                                                                                        \
-    MP_EXPORT void write_kv_##NAME(const T* k, const T* v, const Pool* pool, int64_t layer, const int64_t* slots, \
-                                   int64_t n) {                                                              \
-        write_kv(k, v, *pool, layer, slots, n);                                                              \
+#define MP_KV(Q, T, NAME)                                                                                     \
+    MP_EXPORT void rotate_and_write_##NAME(                                                                   \
+        const Q* qkv, const int64_t* positions, const float* cos, const float* sin, int64_t half,             \
+        const Pool* pool, int64_t layer, const int64_t* slots, Q* q, int64_t n, int64_t num_heads,            \
+        const Q* q_norm, const Q* k_norm, float eps, float k_factor, float v_factor) {                        \
+        rotate_and_write<Q, T>(qkv, positions, Rotary{cos, sin, half}, *pool, layer, slots, q, n, num_heads,  \
+                               q_norm, k_norm, eps, Factors{k_factor, v_factor});                             \
+    }                                                                                                         \
+    MP_EXPORT void write_kv_##NAME(const Q* k, const Q* v, const Pool* pool, int64_t layer,                   \
+                                   const int64_t* slots, int64_t n, float k_factor, float v_factor) {         \
+        write_kv<Q, T>(k, v, *pool, layer, slots, n, Factors{k_factor, v_factor});                            \
     }
 
-MP_KV(float, f32)
-MP_KV(bf16, bf16)
-MP_KV(fp16, f16)
+MP_KV(float, float, f32_f32)
+MP_KV(bf16, bf16, bf16_bf16)
+MP_KV(fp16, fp16, f16_f16)
+MP_KV(float, fp8, f32_f8)
+MP_KV(bf16, fp8, bf16_f8)
+MP_KV(fp16, fp8, f16_f8)

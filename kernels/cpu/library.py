@@ -32,17 +32,26 @@ LINEAR_PAIRS = {
     (torch.float16, torch.float16): "f16_f16",
 }
 
+# (activations, pool).
+POOL_PAIRS = {
+    **{(dtype, dtype): f"{name}_{name}" for dtype, name in DTYPE_NAMES.items()},
+    **{(dtype, torch.float8_e4m3fn): f"{name}_f8" for dtype, name in DTYPE_NAMES.items()},
+}
+
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_P, _P, _P, _P, _P, _I, _I, _F],
     "silu_mul": [_P, _P, _I, _I],
     "argmax_rows": [_P, _P, _I, _I],
-    "write_kv": [_P, _P, _P, _I, _P, _I],
-    "rotate_and_write": [_P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _I, _P, _P, _F],
-    "decode": [_P, _I, _P, _P, _P, _I, _P, _I, _I, _F, _I, _F],
-    "prefill": [_P, _I, _P, _P, _P, _I, _P, _P, _I, _I, _F, _I, _F],
     "pack": [_P, _P, _I, _I],
     "unpack": [_P, _P, _I, _I],
+}
+# Operations on a pool, whose dtype need not be that of the activations.
+_POOL_SIGNATURES: dict[str, list[Any]] = {
+    "write_kv": [_P, _P, _P, _I, _P, _I, _F, _F],
+    "rotate_and_write": [_P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _I, _P, _P, _F, _F, _F],
+    "decode": [_P, _I, _P, _P, _P, _P, _I, _P, _P, _I, _I, _F, _F, _I, _F],
+    "prefill": [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _F, _F, _I, _F],
 }
 _LINEAR: list[Any] = [_P, _P, _P, _P, _I, _I, _I]
 
@@ -99,6 +108,12 @@ class Library:
         self.held = _bind(ctypes.PyDLL(str(path)))
         self.freed = _bind(ctypes.CDLL(str(path)))
 
+    def block_checksums(self, blocks: Tensor, sums: Tensor) -> None:
+        """blocks: contiguous, [n, …]; sums: int64 [n], filled."""
+        n = blocks.shape[0]
+        words = blocks.nbytes // 8 // n if n else 0
+        self.freed["block_checksums"][None](blocks.data_ptr(), n, words, sums.data_ptr())
+
     def packed_size(self, dtype: torch.dtype, in_features: int, out_features: int) -> int:
         """Elements the packed form of a weight takes."""
         return int(self.freed["packed_size"][dtype](in_features, out_features))
@@ -112,11 +127,20 @@ def _bind(loaded: ctypes.CDLL) -> dict[str, dict[Any, Function]]:
             function = getattr(loaded, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, None
             table[name][dtype] = function
+    for name, arguments in _POOL_SIGNATURES.items():
+        table[name] = {}
+        for pair, suffix in POOL_PAIRS.items():
+            function = getattr(loaded, f"{name}_{suffix}")
+            function.argtypes, function.restype = arguments, None
+            table[name][pair] = function
     table["linear"] = {}
     for pair, suffix in LINEAR_PAIRS.items():
         function = getattr(loaded, f"linear_{suffix}")
         function.argtypes, function.restype = _LINEAR, None
         table["linear"][pair] = function
+    checksums = loaded.block_checksums
+    checksums.argtypes, checksums.restype = [_P, _I, _I, _P], None
+    table["block_checksums"] = {None: checksums}
     table["packed_size"] = {}
     for dtype, suffix in DTYPE_NAMES.items():
         function = getattr(loaded, f"packed_size_{suffix}")

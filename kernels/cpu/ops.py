@@ -8,6 +8,8 @@ form.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -78,13 +80,31 @@ def argmax_rows(logits: Tensor) -> Tensor:
     return out
 
 
-def write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     view = view_of(pool)
-    function = _write_kv.get(view.dtype)
-    if function is None or k.dtype is not view.dtype or not (k.is_contiguous() and v.is_contiguous()):
-        reference.write_kv(k, v, pool, layer, slot_mapping)
-    else:
-        function(k.data_ptr(), v.data_ptr(), view.address, layer, slot_mapping.data_ptr(), k.shape[0])
+    function = _write_kv.get((k.dtype, view.dtype))
+    if function is None or not (k.is_contiguous() and v.is_contiguous()):
+        reference.write_kv(k, v, pool, layer, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        return
+    function(
+        k.data_ptr(),
+        v.data_ptr(),
+        view.address,
+        layer,
+        slot_mapping.data_ptr(),
+        k.shape[0],
+        1 / k_scale,
+        1 / v_scale,
+    )
 
 
 def rotate_and_write(
@@ -102,10 +122,12 @@ def rotate_and_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     view = view_of(pool)
-    function = _rotate_and_write.get(view.dtype)
-    if function is None or qkv.dtype is not view.dtype or not qkv.is_contiguous():
+    function = _rotate_and_write.get((qkv.dtype, view.dtype))
+    if function is None or not qkv.is_contiguous():
         return reference.rotate_and_write(
             qkv,
             positions,
@@ -120,6 +142,8 @@ def rotate_and_write(
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
     n = qkv.shape[0]
     q = qkv.new_empty((n, num_heads, head_dim))
@@ -138,6 +162,8 @@ def rotate_and_write(
         None if q_norm is None else q_norm.data_ptr(),
         None if k_norm is None else k_norm.data_ptr(),
         eps,
+        1 / k_scale,
+        1 / v_scale,
     )
     return q
 
@@ -152,16 +178,26 @@ def paged_decode_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
+    if q.dim() == 4:
+        return _decode_of_several(
+            q, pool, layer, block_table, context_lens, scale=scale, window=window, soft_cap=soft_cap,
+            q_positions=q_positions, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+        )  # fmt: skip
     view = view_of(pool)
     batch, max_blocks = block_table.shape
     long = batch * max_blocks * view.block_nbytes > _LONG_NBYTES
-    function = (_decode_long if long else _decode).get(view.dtype)
-    if function is None or q.dtype is not view.dtype or not q.is_contiguous():
+    function = (_decode_long if long else _decode).get((q.dtype, view.dtype))
+    if function is None or not q.is_contiguous():
         return reference.paged_decode_attention(
-            q, pool, layer, block_table, context_lens, scale=scale, window=window, soft_cap=soft_cap, out=out
-        )
+            q, pool, layer, block_table, context_lens, scale=scale, window=window, soft_cap=soft_cap,
+            q_positions=q_positions, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+        )  # fmt: skip
     if out is None:
         out = _empty_like(q)
     function(
@@ -169,16 +205,40 @@ def paged_decode_attention(
         layer,
         q.data_ptr(),
         out.data_ptr(),
+        None if lse is None else lse.data_ptr(),
         block_table.data_ptr(),
         block_table.stride(0),
+        None if q_positions is None else q_positions.data_ptr(),
         context_lens.data_ptr(),
         batch,
         q.shape[1],
-        scale,
+        scale * k_scale,
+        v_scale,
         window,
         soft_cap,
     )
     return out
+
+
+def _decode_of_several(
+    q: Tensor, pool: Tensor, layer: int, block_table: Tensor, context_lens: Tensor, **rules: Any
+) -> Tensor:
+    """A few tokens a sequence go as short chunks, whose keys are read once for all of them."""
+    batch, q_len, num_heads, head_dim = q.shape
+    starts = torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32)
+    out, lse = rules.pop("out"), rules.pop("lse")
+    found = paged_prefill_attention(
+        q.reshape(-1, num_heads, head_dim),
+        pool,
+        layer,
+        block_table,
+        starts,
+        context_lens,
+        out=None if out is None else out.view(-1, num_heads, head_dim),
+        lse=None if lse is None else lse.view(-1, num_heads),
+        **rules,
+    )
+    return found.view(q.shape) if out is None else out
 
 
 def paged_prefill_attention(
@@ -192,23 +252,19 @@ def paged_prefill_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     view = view_of(pool)
-    function = _prefill.get(view.dtype)
-    if function is None or q.dtype is not view.dtype or not q.is_contiguous():
+    function = _prefill.get((q.dtype, view.dtype))
+    if function is None or not q.is_contiguous():
         return reference.paged_prefill_attention(
-            q,
-            pool,
-            layer,
-            block_table,
-            cu_seqlens_q,
-            context_lens,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            out=out,
-        )
+            q, pool, layer, block_table, cu_seqlens_q, context_lens, scale=scale, window=window,
+            soft_cap=soft_cap, q_positions=q_positions, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+        )  # fmt: skip
     if out is None:
         out = _empty_like(q)
     function(
@@ -216,14 +272,40 @@ def paged_prefill_attention(
         layer,
         q.data_ptr(),
         out.data_ptr(),
+        None if lse is None else lse.data_ptr(),
         block_table.data_ptr(),
         block_table.stride(0),
         cu_seqlens_q.data_ptr(),
+        None if q_positions is None else q_positions.data_ptr(),
         context_lens.data_ptr(),
         block_table.shape[0],
         q.shape[1],
-        scale,
+        scale * k_scale,
+        v_scale,
         window,
         soft_cap,
     )
     return out
+
+
+def block_checksums(blocks: Tensor) -> Tensor:
+    sums = torch.empty(blocks.shape[0], dtype=torch.int64)
+    LIBRARY.block_checksums(blocks, sums)
+    return sums
+
+
+def gather_blocks(
+    pool: Tensor, block_ids: Tensor, *, out: Tensor | None = None, checksums: Tensor | None = None
+) -> Tensor:
+    out = reference.gather_blocks(pool, block_ids, out=out)
+    if checksums is not None:
+        LIBRARY.block_checksums(out, checksums)
+    return out
+
+
+def scatter_blocks(
+    blocks: Tensor, pool: Tensor, block_ids: Tensor, *, checksums: Tensor | None = None
+) -> None:
+    reference.scatter_blocks(blocks, pool, block_ids)
+    if checksums is not None:
+        LIBRARY.block_checksums(blocks, checksums)

@@ -11,6 +11,12 @@ struct Pool {
     int64_t block_stride, layer_stride, kv_stride, head_stride;
 };
 
+// What both attentions are asked. v_scale: what the values read are multiplied by.
+struct Rules {
+    float scale, soft_cap, v_scale;
+    int64_t window;
+};
+
 // K of the first token of a block; V lies kv_stride further.
 template <class T>
 MP_INLINE T* block_k(const Pool& pool, int64_t block, int64_t layer, int64_t head) {

@@ -17,11 +17,6 @@ namespace {
 constexpr int64_t TILE = 64;        // keys
 constexpr int64_t BLOCK_ROWS = 96;  // query rows
 
-struct Rules {
-    float scale, soft_cap;
-    int64_t window;
-};
-
 // Scratch of one block of rows. dim is head_dim rounded up to whole vectors; the padding is zero.
 struct Scratch {
     std::vector<float> keys, values, queries, scores, sums;
@@ -94,37 +89,40 @@ void gather(Scratch& s, int64_t rows, int64_t dim) {
 }
 
 // Keys of the tile at `tile` that the query at `position` does not see get -inf.
-MP_INLINE void hide(float* scores, int64_t tile, int64_t position, int64_t window) {
-    const int64_t end = std::clamp<int64_t>(position + 1 - tile, 0, TILE);
+MP_INLINE void hide(float* scores, int64_t tile, int64_t position, int64_t context, int64_t window) {
+    const int64_t end = std::clamp<int64_t>(std::min(position + 1, context) - tile, 0, TILE);
     const int64_t begin = window > 0 ? std::clamp<int64_t>(position + 1 - window - tile, 0, TILE) : 0;
     std::fill(scores, scores + std::min(begin, end), -INF);
     std::fill(scores + end, scores + TILE, -INF);
 }
 
 // Tokens first … end - 1 of a sequence and the heads of one kv head: at most BLOCK_ROWS rows.
-template <class T>
+template <class Q>
 struct Block {
-    const T* q;         // of the first token and head
-    T* out;
+    const Q* q;         // of the first token and head
+    Q* out;
+    float* lse;         // or null
+    int64_t num_heads;  // from a token's lse to the next's
     int64_t stride;     // elements from a token to the next
     int64_t group;      // heads
     int64_t position;   // of the first token
     int64_t tokens;
+    int64_t context;    // keys there are
 };
 
-template <class T>
-void attend(Scratch& s, const Block<T>& block, const Pool& pool, int64_t layer, int64_t head, const int32_t* table,
+template <class Q, class T>
+void attend(Scratch& s, const Block<Q>& block, const Pool& pool, int64_t layer, int64_t head, const int32_t* table,
             const Rules& rules) {
     const int64_t head_dim = pool.head_dim, dim = (head_dim + W - 1) / W * W, rows = block.tokens * block.group;
     for (int64_t row = 0; row < rows; row++) {
-        const T* q = block.q + row / block.group * block.stride + row % block.group * head_dim;
+        const Q* q = block.q + row / block.group * block.stride + row % block.group * head_dim;
         float* to = s.queries.data() + row * dim;
         for_vectors(head_dim, [&](int64_t d, int n) { store_some(to + d, load_some(q + d, n) * rules.scale, n); });
     }
     std::fill(s.sums.begin(), s.sums.begin() + rows * dim, 0.0f);
     std::fill(s.states.begin(), s.states.begin() + rows, Softmax());
 
-    const int64_t end = block.position + block.tokens;
+    const int64_t end = std::min(block.context, block.position + block.tokens);
     const int64_t first = rules.window > 0 ? std::max<int64_t>(0, block.position + 1 - rules.window) : 0;
     for (int64_t tile = first / TILE * TILE; tile < end; tile += TILE) {
         const T* found[TILE];
@@ -135,7 +133,7 @@ void attend(Scratch& s, const Block<T>& block, const Pool& pool, int64_t layer, 
         for (int64_t row = 0; row < rows; row++) {
             float* scores = s.scores.data() + row * TILE;
             if (rules.soft_cap > 0) cap_scores(scores, TILE, rules.soft_cap);
-            hide(scores, tile, block.position + row / block.group, rules.window);
+            hide(scores, tile, block.position + row / block.group, block.context, rules.window);
             const float factor = s.states[row].take(scores, TILE);
             if (factor == 1.0f) continue;
             float* sums = s.sums.data() + row * dim;
@@ -144,45 +142,63 @@ void attend(Scratch& s, const Block<T>& block, const Pool& pool, int64_t layer, 
         gather(s, rows, dim);
     }
     for (int64_t row = 0; row < rows; row++) {
-        T* out = block.out + row / block.group * block.stride + row % block.group * head_dim;
+        const int64_t token = row / block.group, member = row % block.group;
+        Q* out = block.out + token * block.stride + member * head_dim;
         const float* sums = s.sums.data() + row * dim;
-        const float total = s.states[row].total;
+        const Softmax& state = s.states[row];
+        // A query that sees nothing has gathered zeros.
+        const float total = state.total == 0.0f ? 1.0f : state.total / rules.v_scale;
         for_vectors(head_dim, [&](int64_t d, int n) { store_some(out + d, load_some(sums + d, n) / total, n); });
+        if (block.lse) block.lse[token * block.num_heads + member] = log_sum(state);
     }
 }
 
-template <class T>
-void prefill(const Pool& pool, int64_t layer, const T* q, T* out, const int32_t* tables, int64_t table_stride,
-             const int32_t* starts, const int32_t* contexts, int64_t batch, int64_t num_heads, const Rules& rules) {
+template <class Q, class T>
+void prefill(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, const int32_t* tables,
+             int64_t table_stride, const int32_t* starts, const int32_t* positions, const int32_t* contexts,
+             int64_t batch, int64_t num_heads, const Rules& rules) {
     static thread_local Scratch scratch;
     scratch.fit((pool.head_dim + W - 1) / W * W);
     const int64_t group = num_heads / pool.num_kv_heads, stride = num_heads * pool.head_dim;
     // A kv head with more query heads than a block has rows goes in several parts.
     const int64_t part = std::min(group, BLOCK_ROWS), step = std::max<int64_t>(1, BLOCK_ROWS / part);
     for (int64_t i = 0; i < batch; i++) {
-        const int64_t tokens = starts[i + 1] - starts[i], cached = contexts[i] - tokens;
+        const int64_t tokens = starts[i + 1] - starts[i];
+        const int64_t first = positions ? positions[i] : contexts[i] - tokens;
         for (int64_t head = 0; head < pool.num_kv_heads; head++)
             for (int64_t member = 0; member < group; member += part)
                 for (int64_t token = 0; token < tokens; token += step) {
-                    const int64_t at = (starts[i] + token) * stride + (head * group + member) * pool.head_dim;
-                    const Block<T> block{q + at, out + at, stride, std::min(part, group - member), cached + token,
-                                         std::min(step, tokens - token)};
-                    attend(scratch, block, pool, layer, head, tables + i * table_stride, rules);
+                    const int64_t row = (starts[i] + token) * num_heads + head * group + member;
+                    const int64_t at = row * pool.head_dim;
+                    const Block<Q> block{q + at,
+                                         out + at,
+                                         lse ? lse + row : nullptr,
+                                         num_heads,
+                                         stride,
+                                         std::min(part, group - member),
+                                         first + token,
+                                         std::min(step, tokens - token),
+                                         contexts[i]};
+                    attend<Q, T>(scratch, block, pool, layer, head, tables + i * table_stride, rules);
                 }
     }
 }
 
 }  // namespace
 
-#define MP_PREFILL(T, NAME)                                                                                  \
-    MP_EXPORT void prefill_##NAME(const Pool* pool, int64_t layer, const T* q, T* out, const int32_t* tables, \
-                                  int64_t table_stride, const int32_t* starts, const int32_t* contexts,      \
-                                  int64_t batch, int64_t num_heads, float scale, int64_t window,             \
-                                  float soft_cap) {                                                          \
-        prefill(*pool, layer, q, out, tables, table_stride, starts, contexts, batch, num_heads,              \
-                Rules{scale, soft_cap, window});                                                             \
+#define MP_PREFILL(Q, T, NAME)                                                                                \
+    MP_EXPORT void prefill_##NAME(const Pool* pool, int64_t layer, const Q* q, Q* out, float* lse,            \
+                                  const int32_t* tables, int64_t table_stride, const int32_t* starts,         \
+                                  const int32_t* positions, const int32_t* contexts, int64_t batch,           \
+                                  int64_t num_heads, float scale, float v_scale, int64_t window,              \
+                                  float soft_cap) {                                                           \
+        prefill<Q, T>(*pool, layer, q, out, lse, tables, table_stride, starts, positions, contexts, batch,    \
+                      num_heads, Rules{scale, soft_cap, v_scale, window});                                    \
     }
 
-MP_PREFILL(float, f32)
-MP_PREFILL(bf16, bf16)
-MP_PREFILL(fp16, f16)
+MP_PREFILL(float, float, f32_f32)
+MP_PREFILL(bf16, bf16, bf16_bf16)
+MP_PREFILL(fp16, fp16, f16_f16)
+MP_PREFILL(float, fp8, f32_f8)
+MP_PREFILL(bf16, fp8, bf16_f8)
+MP_PREFILL(fp16, fp8, f16_f8)

@@ -1,4 +1,4 @@
-// Vectors of the width of the machine this is compiled on, and the three storage types of the pool.
+// Vectors of the width of the machine this is compiled on, and the four storage types of the pool.
 //
 // Everything is written with the compiler's own vector extension, so that one source serves AVX-512, AVX2,
 // SSE and NEON; intrinsics appear only where the extension has no word for an instruction. Arithmetic is
@@ -36,12 +36,16 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef uint8_t vb __attribute__((vector_size(W)));
 
 struct bf16 {
     uint16_t bits;
 };
 struct fp16 {
     uint16_t bits;
+};
+struct fp8 {  // e4m3fn: no infinity, NaN is 0x7f and 0xff, the largest number 448
+    uint8_t bits;
 };
 
 constexpr float INF = std::numeric_limits<float>::infinity();
@@ -86,7 +90,33 @@ MP_INLINE float to_float(fp16 x) {
 #endif
 }
 
+MP_INLINE float to_float(fp8 x) {
+    if ((x.bits & 0x7f) == 0x7f) return std::numeric_limits<float>::quiet_NaN();
+    const fp16 half{(uint16_t)((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)};  // its exponent counts from 15, not 7
+    return to_float(half) * 256.0f;
+}
+
 MP_INLINE void from_float(float* to, float x) { *to = x; }
+
+MP_INLINE void from_float(fp8* to, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint8_t sign = (uint8_t)(bits >> 24 & 0x80);
+    const float magnitude = x < 0 ? -x : x;
+    memcpy(&bits, &magnitude, 4);
+    if (x != x) {
+        to->bits = sign | 0x7f;
+    } else if (magnitude >= 448.0f) {
+        to->bits = sign | 0x7e;
+    } else if (magnitude >= 0x1p-6f) {
+        bits += 0x7ffff + (bits >> 20 & 1);  // to nearest, ties to even
+        to->bits = sign | (uint8_t)((bits >> 20) - (120 << 3));
+    } else {
+        const float shifted = magnitude + 0x1p14f;  // whose last bit is a subnormal's
+        memcpy(&bits, &shifted, 4);
+        to->bits = sign | (uint8_t)bits;
+    }
+}
 
 MP_INLINE void from_float(bf16* to, float x) {
     uint32_t bits;
@@ -150,7 +180,23 @@ MP_INLINE vf load(const fp16* p) {
 #endif
 }
 
+MP_INLINE vf load(const fp8* p) {
+    vb bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    const vh wide = __builtin_convertvector(bytes, vh);
+    const vh half = (wide & 0x80) << 8 | (wide & 0x7f) << 7;
+    const vi nan = (__builtin_convertvector(wide, vi) & 0x7f) == 0x7f;
+    fp16 halves[W];
+    memcpy(halves, &half, sizeof half);
+    const vf v = load(halves) * 256.0f;
+    return nan ? splat(std::numeric_limits<float>::quiet_NaN()) : v;
+}
+
 MP_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+
+MP_INLINE void store(fp8* p, vf v) {
+    for (int i = 0; i < W; i++) from_float(p + i, v[i]);
+}
 
 MP_INLINE void store(bf16* p, vf v) {
     const vu bits = (vu)v;

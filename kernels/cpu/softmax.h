@@ -2,6 +2,8 @@
 // exponentials relative to it, and (with the caller) the weighted values on the same scale.
 #pragma once
 
+#include <cmath>
+
 #include "exp.h"
 #include "lanes.h"
 
@@ -33,6 +35,11 @@ struct Softmax {
         return factor;
     }
 };
+
+// Natural logarithm of the sum of exponentials; -inf where nothing was seen.
+MP_INLINE float log_sum(const Softmax& state) {
+    return state.total == 0.0f ? -INF : state.top + std::log(state.total);
+}
 
 MP_INLINE void cap_scores(float* scores, int64_t n, float soft_cap) {
     for (int64_t i = 0; i < n; i += W) store(scores + i, soft_cap * tanh(load(scores + i) / soft_cap));

@@ -14,15 +14,28 @@ from kernels.reference.attention import (
     paged_decode_attention,
     paged_prefill_attention,
 )
-from kernels.reference.blocks import copy_blocks, gather_blocks, reshard_blocks, scatter_blocks
+from kernels.reference.blocks import (
+    bits,
+    block_checksums,
+    copy_blocks,
+    gather_blocks,
+    reshard_blocks,
+    scatter_blocks,
+)
 from kernels.reference.experts import combine_experts, group_by_expert, grouped_matmul, route_experts
 from kernels.reference.kv import rotate, rotate_and_write, write_kv
 from kernels.reference.rows import argmax_rows, rms_norm, silu_mul
+from kernels.reference.stored import FP8, FP8_MAX, as_stored
 from kernels.reference.wide import wide
 
 __all__ = [
+    "FP8",
+    "FP8_MAX",
     "add_lora",
     "argmax_rows",
+    "as_stored",
+    "bits",
+    "block_checksums",
     "combine_experts",
     "copy_blocks",
     "gather_blocks",

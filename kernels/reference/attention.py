@@ -32,13 +32,13 @@ def _attend(
     scale: float,
     window: int,
     soft_cap: float,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """q: [queries, num_heads, head_dim] at positions query_start …; k, v: [num_kv_heads, keys, head_dim] at
-    positions key_start …. Returns float [queries, num_heads, head_dim]."""
+    positions key_start …. Returns float [queries, num_heads, head_dim] and lse [queries, num_heads]."""
     queries, num_heads, _ = q.shape
     num_kv_heads, keys, _ = k.shape
     grouped = wide(q).view(queries, num_kv_heads, num_heads // num_kv_heads, -1)
-    scores = torch.einsum("qhgd,hkd->qhgk", grouped, k) * scale
+    scores = torch.einsum("qhgd,hkd->qhgk", grouped, k.to(grouped.dtype)) * scale
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     query_at = torch.arange(query_start, query_start + queries, device=q.device)[:, None]
@@ -47,7 +47,10 @@ def _attend(
     if window > 0:
         seen &= key_at > query_at - window
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    return torch.einsum("qhgk,hkd->qhgd", scores.softmax(-1), v).reshape(queries, num_heads, -1)
+    lse = scores.logsumexp(-1)
+    weights = scores.softmax(-1).masked_fill(lse.isneginf()[..., None], 0.0)
+    out = torch.einsum("qhgk,hkd->qhgd", weights, v.to(weights.dtype))
+    return out.reshape(queries, num_heads, -1), lse.reshape(queries, num_heads)
 
 
 def paged_prefill_attention(
@@ -61,15 +64,25 @@ def paged_prefill_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of new tokens over cached and new ones, which have been written to the pool before.
 
     q: [num_tokens, num_heads, head_dim], sequence after sequence; block_table: int32 [batch, max_blocks],
-    padded with -1; cu_seqlens_q: int32 [batch + 1]; context_lens: int32 [batch], cached plus new tokens. The
-    last query of a sequence sees its whole context; a query at position p sees keys p - window + 1 … p
-    (window 0: all up to p). Blocks that lie wholly before the window are not read, and may be -1. Returns out
-    (or a new tensor): [num_tokens, num_heads, head_dim].
+    padded with -1; cu_seqlens_q: int32 [batch + 1]; context_lens: int32 [batch], cached plus new tokens. A
+    query at position p sees keys p - window + 1 … p (window 0: all up to p). Blocks that lie wholly before
+    the window are not read, and may be -1. q_positions: int32 [batch], where a sequence's first query stands
+    among the tokens its table names; without it the last query is the last of them. (A rank that holds only
+    some of a sequence's keys gives positions relative to its first: from context_lens on, all are seen.)
+
+    The pool has the dtype of q, or is float8_e4m3fn: what it holds is then multiplied by k_scale and v_scale.
+    Returns out (or a new tensor): [num_tokens, num_heads, head_dim]. lse: float32 [num_tokens, num_heads], is
+    filled with the natural logarithm of each row's sum of exponentials. A query that sees no key gives zeros,
+    and -inf.
     """
     out = torch.empty_like(q) if out is None else out
     starts, lengths = cu_seqlens_q.tolist(), context_lens.tolist()
@@ -77,12 +90,15 @@ def paged_prefill_attention(
         start, end = starts[i], starts[i + 1]
         if start == end:
             continue
-        first_query = length - (end - start)
-        first_key = max(0, first_query - window + 1) if window > 0 else 0
+        first_query = length - (end - start) if q_positions is None else int(q_positions[i])
+        first_key = min(length, max(0, first_query - window + 1)) if window > 0 else 0
         k, v = _sequence_kv(pool, layer, block_table[i], first_key, length)
-        out[start:end] = _attend(q[start:end], k, v, first_query, first_key, scale, window, soft_cap).to(
-            out.dtype
+        found, found_lse = _attend(
+            q[start:end], k, v, first_query, first_key, scale * k_scale, window, soft_cap
         )
+        out[start:end] = (found * v_scale).to(out.dtype)
+        if lse is not None:
+            lse[start:end] = found_lse
     return out
 
 
@@ -96,22 +112,40 @@ def paged_decode_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query token a sequence over its context, the token itself included (already written).
+    """Attention of the last tokens of each sequence over its context, they included (already written).
 
-    q: [batch, num_heads, head_dim]; block_table: int32 [batch, max_blocks], padded with -1; context_lens:
-    int32 [batch]. A row of context length 0 (a padded batch) gives zeros. Returns out (or a new tensor):
-    [batch, num_heads, head_dim].
+    q: [batch, num_heads, head_dim], or [batch, q_len, num_heads, head_dim] for the q_len ≤ 16 last tokens of
+    each (steps that check guessed tokens), each of which sees none of those after it; block_table: int32
+    [batch, max_blocks], padded with -1; context_lens: int32 [batch]. A row of context length 0 (a padded
+    batch) gives zeros, as does a query that would stand before the first token. Returns out (or a new tensor)
+    of the shape of q. lse: float32 [batch, num_heads] or [batch, q_len, num_heads]. All else as in
+    ``paged_prefill_attention``.
     """
     out = torch.empty_like(q) if out is None else out
-    for i, length in enumerate(context_lens.tolist()):
-        if length == 0:
-            out[i] = 0
-            continue
-        first_key = max(0, length - window) if window > 0 else 0
-        k, v = _sequence_kv(pool, layer, block_table[i], first_key, length)
-        out[i] = _attend(q[i : i + 1], k, v, length - 1, first_key, scale, window, soft_cap)[0].to(out.dtype)
+    batch, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
+    q_len = 1 if q.dim() == 3 else q.shape[1]
+    paged_prefill_attention(
+        q.reshape(-1, num_heads, head_dim),
+        pool,
+        layer,
+        block_table,
+        torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32),
+        context_lens,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        q_positions=q_positions,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=out.view(-1, num_heads, head_dim),
+        lse=None if lse is None else lse.view(-1, num_heads),
+    )
     return out
 
 

@@ -5,21 +5,66 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def gather_blocks(pool: Tensor, block_ids: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Copies of blocks, one after the other: [n, *pool.shape[1:]]. block_ids: int64 [n]; pool: contiguous."""
-    return torch.index_select(pool, 0, block_ids, out=out)
+from kernels.reference.stored import as_stored
+from kernels.reference.wide import wide
 
 
-def scatter_blocks(blocks: Tensor, pool: Tensor, block_ids: Tensor) -> None:
-    """The reverse: block i of ``blocks`` goes to block_ids[i]. No block may be named twice."""
-    pool.index_copy_(0, block_ids, blocks)
+def _logical_shift(x: Tensor, bits: int) -> Tensor:
+    """x >> bits as if x: int64 had no sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def block_checksums(blocks: Tensor) -> Tensor:
+    """One int64 of each block's bytes: blocks, contiguous, [n, …], a multiple of 8 bytes each.
+
+    The sum, modulo 2^64, over a block's 64-bit words, of a mix of the word and its place: any order of
+    summing gives the same, every change of one word changes it, and of other changes all but one in 2^64 do.
+    Not against forgery.
+    """
+    words = blocks.flatten(1).view(torch.int64)
+    place = torch.arange(1, words.shape[1] + 1, dtype=torch.int64, device=blocks.device)
+    mixed = words ^ (place * -7046029254386353131)
+    mixed = (mixed ^ _logical_shift(mixed, 33)) * -49064778989728563
+    mixed = (mixed ^ _logical_shift(mixed, 33)) * -4265267296055464877
+    return (mixed ^ _logical_shift(mixed, 33)).sum(1)
+
+
+def gather_blocks(
+    pool: Tensor, block_ids: Tensor, *, out: Tensor | None = None, checksums: Tensor | None = None
+) -> Tensor:
+    """Copies of blocks, one after the other: [n, *pool.shape[1:]]. block_ids: int64 [n]; pool: contiguous.
+
+    checksums: int64 [n], is filled with ``block_checksums`` of them, read in the same pass.
+    """
+    out = pool.new_empty((block_ids.shape[0], *pool.shape[1:])) if out is None else out
+    torch.index_select(bits(pool), 0, block_ids, out=bits(out))
+    if checksums is not None:
+        checksums.copy_(block_checksums(out))
+    return out
+
+
+def scatter_blocks(
+    blocks: Tensor, pool: Tensor, block_ids: Tensor, *, checksums: Tensor | None = None
+) -> None:
+    """The reverse: block i of ``blocks`` goes to block_ids[i]. No block may be named twice.
+
+    checksums: int64 [n], is filled with those of what was written, for the caller to compare.
+    """
+    bits(pool).index_copy_(0, block_ids, bits(blocks))
+    if checksums is not None:
+        checksums.copy_(block_checksums(blocks))
 
 
 def copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
     """Block source_ids[i] goes to target_ids[i]; no target may be named twice, or be a source of this
     call."""
-    pool.index_copy_(0, target_ids, pool.index_select(0, source_ids))
+    whole = bits(pool)
+    whole.index_copy_(0, target_ids, whole.index_select(0, source_ids))
+
+
+def bits(blocks: Tensor) -> Tensor:
+    """The same memory in a dtype that torch copies in every way: it has no index_copy of float8."""
+    return blocks.view(torch.uint8) if blocks.dtype.itemsize == 1 else blocks
 
 
 def reshard_blocks(
@@ -33,6 +78,8 @@ def reshard_blocks(
     source_layer: int = 0,
     target_layer: int = 0,
     num_layers: int,
+    k_scales: tuple[float, float] = (1.0, 1.0),
+    v_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Copy a run of tokens between blocks of different layouts: the part that two ranks' shards share.
 
@@ -41,7 +88,8 @@ def reshard_blocks(
     Token t of the run is slot t % block_size of block t // block_size on either side. ``num_layers`` layers
     from ``source_layer`` on go to those from ``target_layer`` on, and so do heads; what else is in
     ``target`` stays. A pipeline stage is a range of layers, a tensor-parallel shard one of heads; where
-    ranks replicate a head, each target takes it from any of them.
+    ranks replicate a head, each target takes it from any of them. k_scales, v_scales: those of source and
+    target where one is float8_e4m3fn (1 for a side that is not): what is copied is value * source / target.
     """
     heads = slice(source_head, source_head + num_heads), slice(target_head, target_head + num_heads)
     layers = slice(source_layer, source_layer + num_layers), slice(target_layer, target_layer + num_layers)
@@ -51,4 +99,9 @@ def reshard_blocks(
     tokens = taken.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[..., :num_tokens, :]
     token = torch.arange(num_tokens, device=target.device)
     part = target[:, layers[1], :, heads[1]]
-    part[token // target_size, :, :, :, token % target_size] = tokens.permute(3, 0, 1, 2, 4).to(target.dtype)
+    moved = tokens.permute(3, 0, 1, 2, 4)  # [tokens, layers, 2, heads, head_dim]
+    for kv, (of_source, of_target) in enumerate((k_scales, v_scales)):
+        values = moved[:, :, kv]
+        if source.dtype != target.dtype or of_source != of_target:
+            values = as_stored(wide(values) * of_source, of_target, target.dtype)
+        part[token // target_size, :, kv, :, token % target_size] = values

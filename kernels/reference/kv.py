@@ -5,20 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.reference.stored import as_stored
 from kernels.reference.wide import wide
 
 
-def write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """k, v: [num_tokens, num_kv_heads, head_dim]; slot_mapping: int64 [num_tokens], -1 skips the token.
 
-    A slot is ``block * block_size + offset``. Two tokens of one call must not share a slot.
+    A slot is ``block * block_size + offset``. Two tokens of one call must not share a slot. A float8_e4m3fn
+    pool gets k / k_scale and v / v_scale, rounded to nearest, and ±448 in place of what is beyond it.
     """
     block_size = pool.shape[4]
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     blocks, offsets = slots // block_size, slots % block_size
-    pool[blocks, layer, 0, :, offsets] = k[kept].to(pool.dtype)
-    pool[blocks, layer, 1, :, offsets] = v[kept].to(pool.dtype)
+    pool[blocks, layer, 0, :, offsets] = as_stored(k[kept], k_scale, pool.dtype)
+    pool[blocks, layer, 1, :, offsets] = as_stored(v[kept], v_scale, pool.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -47,8 +58,10 @@ def rotate_and_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
-    """Norm (where asked) and rotate q and k, write k and v to the pool.
+    """Norm (where asked) and rotate q and k, write k and v to the pool as ``write_kv`` does.
 
     qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim]; positions: int64 [n]; cos, sin: float32
     [max_position, rotary_dim / 2]; slot_mapping: int64 [n], -1 skips the write; q_norm, k_norm: [head_dim].
@@ -61,5 +74,5 @@ def rotate_and_write(
     if k_norm is not None:
         k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps) * wide(k_norm)
     cos, sin = cos[positions].to(heads.dtype), sin[positions].to(heads.dtype)
-    write_kv(rotate(k, cos, sin), v, pool, layer, slot_mapping)
+    write_kv(rotate(k, cos, sin), v, pool, layer, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     return rotate(q, cos, sin).to(qkv.dtype)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.reference import as_stored
+
 # Largest error allowed, relative to the largest value expected; a result in 16 bits is rounded once.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
@@ -25,6 +27,9 @@ class Shape:
     dtype: torch.dtype = torch.float32
     layers: int = 2
     layer: int = 1
+    kv_dtype: torch.dtype | None = None  # None: dtype
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 class PagedBatch:
@@ -47,16 +52,16 @@ class PagedBatch:
         counts = [-(-total // size) for _, total in shape.lens]
         num_blocks = sum(counts) + 3
         pool_shape = (num_blocks, shape.layers, 2, shape.num_kv_heads, size, dim)
-        self.pool = torch.full(pool_shape, float("nan"), dtype=shape.dtype)
+        self.pool = torch.full(pool_shape, float("nan"), dtype=shape.kv_dtype or shape.dtype)
         free = torch.randperm(num_blocks, generator=generator).to(torch.int32).tolist()
         self.block_table = torch.full((len(counts), max(counts, default=0) + 2), -1, dtype=torch.int32)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         queries = [torch.empty(0, shape.num_heads, dim, dtype=shape.dtype)]
         for i, (new, total) in enumerate(shape.lens):
-            k, v = (
-                torch.randn(2, total, shape.num_kv_heads, dim, generator=generator).to(shape.dtype).unbind(0)
-            )
+            k, v = torch.randn(2, total, shape.num_kv_heads, dim, generator=generator).unbind(0)
+            k = as_stored(k, shape.k_scale, self.pool.dtype)
+            v = as_stored(v, shape.v_scale, self.pool.dtype)
             first_seen = max(0, total - new - shape.window + 1) if shape.window and new else 0
             for block in range(first_seen // size, counts[i]):
                 place = free.pop()
@@ -65,8 +70,8 @@ class PagedBatch:
                 length = tokens.stop - tokens.start
                 self.pool[place, shape.layer, 0, :, :length] = k[tokens].transpose(0, 1)
                 self.pool[place, shape.layer, 1, :, :length] = v[tokens].transpose(0, 1)
-            self.keys.append(k)
-            self.values.append(v)
+            self.keys.append(k.double() * shape.k_scale)
+            self.values.append(v.double() * shape.v_scale)
             queries.append(torch.randn(new, shape.num_heads, dim, generator=generator).to(shape.dtype))
         self.q = torch.cat(queries)
         starts = [0]
@@ -78,27 +83,36 @@ class PagedBatch:
     @property
     def rules(self) -> dict[str, float | int]:
         shape = self.shape
-        return {"scale": shape.head_dim**-0.5, "window": shape.window, "soft_cap": shape.soft_cap}
+        rules = {"scale": shape.head_dim**-0.5, "window": shape.window, "soft_cap": shape.soft_cap}
+        return rules | {"k_scale": shape.k_scale, "v_scale": shape.v_scale}
 
     def expected(self) -> Tensor:
         """float64 [num_tokens, num_heads, head_dim], straight from the definition of attention."""
+        return self.expected_states()[0]
+
+    def expected_states(self) -> tuple[Tensor, Tensor]:
+        """That, and the logarithms of the sums of exponentials: [num_tokens, num_heads]."""
         shape = self.shape
         group = shape.num_heads // shape.num_kv_heads
         out = torch.empty(self.q.shape, dtype=torch.float64, device="cpu")
+        lse = torch.empty(self.q.shape[:-1], dtype=torch.float64, device="cpu")
         queries = self.q.cpu().double()
         row = 0
         for (new, total), k, v in zip(shape.lens, self.keys, self.values, strict=True):
             for position in range(total - new, total):
                 first = max(0, position - shape.window + 1) if shape.window else 0
                 for head in range(shape.num_heads):
-                    keys = k[first : position + 1, head // group].double()
-                    values = v[first : position + 1, head // group].double()
+                    keys, values = (
+                        k[first : position + 1, head // group],
+                        v[first : position + 1, head // group],
+                    )
                     scores = keys @ queries[row, head] * shape.head_dim**-0.5
                     if shape.soft_cap:
                         scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
                     out[row, head] = torch.softmax(scores, 0) @ values
+                    lse[row, head] = scores.logsumexp(0)
                 row += 1
-        return out
+        return out, lse
 
 
 def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:

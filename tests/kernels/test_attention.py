@@ -4,42 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kernels import reference
 from kernels.cpu.library import load
+from tests.kernels.attending import decode, prefill
 from tests.kernels.paged import PagedBatch, Shape, assert_near
 
 # Length 1, a block less one, exactly a block, one over; with and without a cached prefix.
 DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 300))
 CHUNKS = ((1, 1), (16, 16), (17, 17), (5, 20), (1, 40), (70, 200))
-
-
-def decode(form: ModuleType, batch: PagedBatch, **more: Any) -> Tensor:
-    out: Tensor = form.paged_decode_attention(
-        batch.q, batch.pool, batch.shape.layer, batch.block_table, batch.context_lens, **batch.rules, **more
-    )
-    return out
-
-
-def prefill(form: ModuleType, batch: PagedBatch, **more: Any) -> Tensor:
-    out: Tensor = form.paged_prefill_attention(
-        batch.q,
-        batch.pool,
-        batch.shape.layer,
-        batch.block_table,
-        batch.cu_seqlens_q,
-        batch.context_lens,
-        **batch.rules,
-        **more,
-    )
-    return out
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 40, 64, 96, 128, 256])

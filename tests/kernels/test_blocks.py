@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kernels
 from kernels import reference
@@ -107,3 +111,37 @@ def test_stages_are_ranges_of_layers_and_dtypes_are_converted() -> None:
         source, target, num_tokens=20, num_heads=2, source_layer=1, target_layer=0, num_layers=2
     )
     assert torch.equal(target, blocks_of(tokens[:, 1:3], 16, 0.0).bfloat16())
+
+
+def fold(block: torch.Tensor) -> int:
+    """The checksum of one block by its definition, in Python's whole numbers."""
+    whole, total = 1 << 64, 0
+    for i, word in enumerate(block.flatten().view(torch.int64).tolist()):
+        mixed = word % whole ^ (i + 1) * 0x9E3779B97F4A7C15 % whole
+        mixed = (mixed ^ mixed >> 33) * 0xFF51AFD7ED558CCD % whole
+        mixed = (mixed ^ mixed >> 33) * 0xC4CEB9FE1A85EC53 % whole
+        total += mixed ^ mixed >> 33
+    return (total + (1 << 63)) % whole - (1 << 63)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_checksums_of_what_was_moved(form: ModuleType, dtype: torch.dtype) -> None:
+    pool = torch.randn(9, 2, 2, 2, 8, 6).to(dtype)
+    ids, sums = torch.tensor([7, 0, 3]), torch.zeros(3, dtype=torch.int64)
+    staged = form.gather_blocks(pool, ids, checksums=sums)
+    assert sums.tolist() == [fold(block) for block in staged]
+    assert torch.equal(form.block_checksums(staged), sums)
+    arrived = torch.zeros(3, dtype=torch.int64)
+    form.scatter_blocks(staged, pool, ids, checksums=arrived)
+    assert torch.equal(arrived, sums)
+
+
+@given(st.integers(0, 127), st.integers(0, 63), st.integers(0, 127), st.integers(0, 63))
+def test_a_changed_block_has_another_checksum(word: int, bit: int, other: int, other_bit: int) -> None:
+    block = torch.randint(-(2**63), 2**63 - 1, (1, 128))
+    changed = block.clone()
+    changed[0, word] ^= 1 << bit if bit < 63 else -(2**63)
+    if (word, bit) != (other, other_bit):
+        changed[0, other] ^= 1 << other_bit if other_bit < 63 else -(2**63)
+    assert kernels.block_checksums(changed) != kernels.block_checksums(block)
+    assert kernels.block_checksums(block.flip(1)) != kernels.block_checksums(block)

@@ -1,0 +1,158 @@
+"""K and V kept as e4m3 with scales: what is stored, and what attention makes of it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.reference import FP8
+from tests.kernels.attending import decode, prefill
+from tests.kernels.paged import PagedBatch, Shape, assert_near
+
+DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 300))
+SCALES = {"kv_dtype": FP8, "k_scale": 0.05, "v_scale": 0.02}
+
+
+def every_number() -> torch.Tensor:
+    """All 256 codes of e4m3, each as itself; NaN among them."""
+    return torch.arange(256).to(torch.uint8).view(FP8)
+
+
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 128, 256])
+def test_attention(form: ModuleType, dtype: torch.dtype, head_dim: int) -> None:
+    batch = PagedBatch(Shape(DECODES, head_dim=head_dim, dtype=dtype, **SCALES))
+    assert batch.pool.dtype == FP8
+    assert_near(decode(form, batch), batch.expected(), dtype)
+    chunks = Shape(((3, 3), (20, 85), (1, 40)), head_dim=head_dim, dtype=dtype, window=33, **SCALES)
+    batch = PagedBatch(chunks)
+    assert_near(prefill(form, batch), batch.expected(), dtype)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 256])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (7, 1), (6, 2)])
+def test_blocks_and_groups(form: ModuleType, block_size: int, num_heads: int, num_kv_heads: int) -> None:
+    shape = Shape(
+        ((1, 5), (1, 257)),
+        block_size=block_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        soft_cap=3.0,
+        **SCALES,
+    )
+    batch = PagedBatch(shape)
+    lse = torch.empty(batch.q.shape[:2])
+    out, expected_lse = decode(form, batch, lse=lse), batch.expected_states()[1]
+    assert_near(out, batch.expected(), torch.float32)
+    assert_near(lse, expected_lse, torch.float32, factor=4)
+
+
+def test_a_few_queries(form: ModuleType) -> None:
+    batch = PagedBatch(Shape(((4, 20), (4, 130)), **SCALES))
+    out = decode(form, batch, q=batch.q.view(2, 4, 4, 32))
+    assert_near(out.flatten(0, 1), batch.expected(), torch.float32)
+
+
+def test_every_number_is_read_exactly(form: ModuleType) -> None:
+    """One key, so that attention gives its value."""
+    numbers = every_number()
+    pool = torch.zeros(4, 1, 2, 1, 8, 64).to(FP8)
+    pool[:, 0, 1, 0, 0] = numbers.view(4, 64)
+    q, table = torch.zeros(4, 1, 64), torch.arange(4, dtype=torch.int32)[:, None]
+    out = form.paged_decode_attention(
+        q, pool, 0, table, torch.ones(4, dtype=torch.int32), scale=1.0, v_scale=2.0
+    ).flatten()
+    nan = numbers.float().isnan()
+    assert nan.sum() == 2
+    assert torch.equal(out[~nan], 2 * numbers.float()[~nan])
+    # A NaN is not hidden, as in no other dtype.
+    assert out[nan].isnan().all()
+
+
+def between() -> torch.Tensor:
+    """Every number of e4m3, the middle between neighbours, what lies just beside it, and what is too
+    large."""
+    numbers = every_number().float()
+    positive = numbers[(numbers >= 0)].unique()
+    middle = (positive[1:] + positive[:-1]) / 2
+    beside = torch.cat((torch.nextafter(middle, positive[1:]), torch.nextafter(middle, positive[:-1])))
+    some = torch.cat((positive, middle, beside, torch.tensor([448.1, 464.0, 1e30, float("inf"), 1e-30])))
+    some = torch.cat((some, -some, torch.randn(1000), torch.tensor([float("nan")])))
+    return torch.nn.functional.pad(some, (0, -len(some) % 64))
+
+
+@pytest.mark.parametrize("head_dim", [64, 4])
+def test_every_number_is_rounded_as_torch_does(form: ModuleType, head_dim: int) -> None:
+    values = between().view(-1, 1, head_dim)
+    n = len(values)
+    pool = torch.zeros(-(-n // 8), 1, 2, 1, 8, head_dim).to(FP8)
+    form.write_kv(values, values, pool, 0, torch.arange(n), k_scale=1.0, v_scale=0.5)
+    for kv, factor in ((0, 1.0), (1, 2.0)):
+        stored = pool[:, 0, kv, 0].flatten(0, 1)[:n].float()
+        expected = (values[:, 0] * factor).clamp(-448, 448).to(FP8).float()
+        assert torch.equal(stored.isnan(), expected.isnan())
+        assert torch.equal(stored.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("head_dim", [32, 40])
+def test_rotation_norm_and_quantization_in_one(form: ModuleType, dtype: torch.dtype, head_dim: int) -> None:
+    n, half = 9, head_dim // 2
+    qkv, angles = torch.randn(n, 6 * head_dim).to(dtype), torch.rand(20, half)
+    slots, positions = torch.randperm(32)[:n], torch.randint(0, 20, (n,))
+    slots[3] = -1
+    norms = torch.randn(2, head_dim).to(dtype)
+    pools = [torch.full((4, 2, 2, 2, 8, head_dim), float("nan"), dtype=FP8) for _ in range(2)]
+    (q, pool), (expected, wanted) = (
+        (
+            which.rotate_and_write(
+                qkv, positions, angles.cos(), angles.sin(), into, 1, slots, num_heads=2, num_kv_heads=2,
+                head_dim=head_dim, q_norm=norms[0], k_norm=norms[1], k_scale=0.03, v_scale=0.01,
+            ),
+            into,
+        )
+        for which, into in zip((form, reference), pools, strict=True)
+    )  # fmt: skip
+    assert_near(q, expected.double(), dtype)
+    assert torch.equal(pool.float().isnan(), wanted.float().isnan())
+    # A value on the edge between two codes may fall to either side.
+    mine, theirs = pool.float().nan_to_num(), wanted.float().nan_to_num()
+    assert ((mine - theirs).abs() <= theirs.abs() / 7).all()
+    assert (mine != theirs).float().mean() < 0.001
+
+
+@pytest.mark.parametrize("source_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("target_dtype", [torch.float16, FP8])
+def test_resharding_converts(source_dtype: torch.dtype, target_dtype: torch.dtype) -> None:
+    import kernels
+
+    values = torch.randn(2, 2, 2, 2, 16, 8)
+    k_scales = (0.1 if source_dtype == FP8 else 1.0, 0.02 if target_dtype == FP8 else 1.0)
+    v_scales = (0.05 if source_dtype == FP8 else 1.0, 0.04 if target_dtype == FP8 else 1.0)
+    source = torch.empty(values.shape, dtype=source_dtype)
+    for kv, scales in enumerate((k_scales, v_scales)):
+        source[:, :, kv] = reference.as_stored(values[:, :, kv], scales[0], source_dtype)
+    target = torch.zeros(4, 2, 2, 1, 8, 8).to(target_dtype)
+    kernels.reshard_blocks(
+        source, target, num_tokens=32, source_head=1, num_heads=1, num_layers=2, k_scales=k_scales,
+        v_scales=v_scales,
+    )  # fmt: skip
+    for kv, (of_source, of_target) in enumerate((k_scales, v_scales)):
+        moved = target[:, :, kv, 0].float().transpose(0, 1).reshape(2, 32, 8) * of_target
+        wanted = source[:, :, kv, 1].float().transpose(0, 1).reshape(2, 32, 8) * of_source
+        exact = source_dtype == target_dtype == torch.bfloat16
+        assert torch.allclose(moved, wanted, rtol=0 if exact else 0.07, atol=2e-3)
+
+
+def test_whole_blocks_move() -> None:
+    import kernels
+
+    pool = torch.randn(9, 2, 2, 2, 8, 16).to(FP8)
+    before = pool.view(torch.uint8).clone()
+    ids = torch.tensor([7, 0, 3])
+    staged = kernels.gather_blocks(pool, ids)
+    assert staged.dtype == FP8
+    kernels.copy_blocks(pool, torch.tensor([1]), torch.tensor([7]))
+    kernels.scatter_blocks(staged, pool, ids)
+    assert torch.equal(pool.view(torch.uint8), before)
