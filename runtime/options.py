@@ -156,11 +156,15 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class TcpOptions:
-    streams: int = option(2, "connections", "parallel connections to one peer")
+    streams: int = option(2, "connections", "parallel connections to each address of a peer")
     slice_nbytes: int = option(4 << 20, "bytes", "most bytes handed to the kernel in one call")
     host: str = option("127.0.0.1", "address", "address to listen on and to announce")
+    rails: tuple[str, ...] = option(
+        (), "addresses", "of further interfaces: batches are spread over them and host, as fast as each is"
+    )
 
     def __post_init__(self) -> None:
+        _require(len(self.rails) <= 16, "transfer.tcp.rails", "at most 16 addresses", len(self.rails))
         _require(1 <= self.streams <= 64, "transfer.tcp.streams", "from 1 to 64", self.streams)
         _require(self.slice_nbytes >= 4096, "transfer.tcp.slice_nbytes", "4096 or more", self.slice_nbytes)
 

@@ -71,6 +71,7 @@ class TransferAgent:
         )
         self._unix_name = ""
         self._tcp_host, self._tcp_port = "", 0
+        self._tcp_rails: tuple[str, ...] = ()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -101,12 +102,16 @@ class TransferAgent:
         if "tcp" in self.options.transports or self.memory.ucx is not None:
             # UCX has no control connection of its own, and no way to refuse a write.
             host = self.options.tcp.host
-            if not self.options.secret and not loopback_only(host):
+            if not self.options.secret and not all(map(loopback_only, (host, *self.options.tcp.rails))):
                 _log.warning("transfer.secret is empty: whoever reaches %s can read and write the pool", host)
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            tcp = socket.create_server((host, 0), family=family)
-            self._tcp_host, self._tcp_port = announced_host(host), tcp.getsockname()[1]
-            self._listener.listen(tcp)
+            self._tcp_host, self._tcp_port = announced_host(host), self._listen_tcp(host)
+            self._tcp_rails = tuple(f"{rail}:{self._listen_tcp(rail)}" for rail in self.options.tcp.rails)
+
+    def _listen_tcp(self, host: str) -> int:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.create_server((host, 0), family=family)
+        self._listener.listen(sock)
+        return int(sock.getsockname()[1])
 
     # ------------------------------------------------------------------ memory
 
@@ -148,6 +153,7 @@ class TransferAgent:
             unix_name=self._unix_name,
             tcp_host=self._tcp_host,
             tcp_port=self._tcp_port,
+            tcp_rails=self._tcp_rails,
         )
 
     async def connect(self, descriptor: AgentDescriptor, *, deadline_s: float | None = None) -> Peer:

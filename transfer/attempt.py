@@ -56,7 +56,7 @@ class Attempt:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._inside: list[Callable[[], None]] = []
-        self._chunks_left = len(plan.chunks)
+        self.chunks_left = len(plan.chunks)
         self._ended = False
         self._afterwards: list[Callable[[], None]] = []
         self.stopped = False
@@ -78,7 +78,7 @@ class Attempt:
         """
         with self._lock:
             self._inside.remove(kick)
-            self._chunks_left -= chunks
+            self.chunks_left -= chunks
             if error is not None:
                 self._stop(error)
             ended = self._end_if_empty()
@@ -94,7 +94,7 @@ class Attempt:
             self._finish()
 
     def _stop(self, error: Exception) -> None:
-        if self.stopped or self._chunks_left == 0:
+        if self.stopped or self.chunks_left == 0:
             return
         self.stopped, self.error = True, error
         # Under the lock, so that a thread cannot leave and be kicked out of somebody else's work.
@@ -102,7 +102,7 @@ class Attempt:
             kick()
 
     def _end_if_empty(self) -> bool:
-        over = not self._inside and (self.stopped or self._chunks_left == 0)
+        over = not self._inside and (self.stopped or self.chunks_left == 0)
         ended, self._ended = over and not self._ended, self._ended or over
         return ended
 

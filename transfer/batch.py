@@ -26,6 +26,7 @@ from transfer.errors import (
 from transfer.path import Path
 from transfer.plan import Plan
 from transfer.span import U64, Index, Spans, check_bounds, region_ids, spans_in
+from transfer.stall import StallWatch
 
 if TYPE_CHECKING:
     from transfer.peer import Peer
@@ -176,7 +177,8 @@ class Batch:
             )
             if path is None:
                 raise PeerLost(self._peer.agent_id, "; ".join(reasons[-4:]))
-            error = await self._try(path)
+            elsewhere = any(p is not path and not tries.get(p.name) for p in self._peer.paths)
+            error = await self._try(path, elsewhere=elsewhere)
             if error is None:
                 return path
             if not isinstance(error, PathFailed):
@@ -189,13 +191,14 @@ class Batch:
                 tries[path.name] = tries.get(path.name, 0) + 1
                 self._peer.paths.failed(path)
 
-    async def _try(self, path: Path) -> Exception | None:
+    async def _try(self, path: Path, *, elsewhere: bool) -> Exception | None:
+        """elsewhere: there is a path that was not tried yet."""
         try:
             await path.open(self._direction, self._remote_regions)
         except PathFailed as error:
             return error
         started = time.perf_counter()
-        ended_with = await self._attempt(path)
+        ended_with = await self._attempt(path, elsewhere=elsewhere)
         if ended_with is None:
             self._peer.paths.succeeded(path, self.nbytes, time.perf_counter() - started)
         return ended_with
@@ -214,7 +217,7 @@ class Batch:
                 raise SpanError(int(where[0]), f"region {region_id} of {self._peer.agent_id} is read-only")
             check_bounds(self._remote, region_id, info.nbytes, where)
 
-    async def _attempt(self, path: Path) -> Exception | None:
+    async def _attempt(self, path: Path, *, elsewhere: bool) -> Exception | None:
         """Returns what it ended with. Until then nobody else may touch the spans, cancelled or not."""
         ended: asyncio.Future[Exception | None] = self._loop.create_future()
         observed = self._completed is not None or self._checksums is not None
@@ -250,6 +253,7 @@ class Batch:
             on_end=lambda error: self._call(_settle, ended, error),
         )
         path.start(attempt)
+        watch = StallWatch(path, attempt, elsewhere=elsewhere)
         try:
             return await asyncio.shield(ended)
         except asyncio.CancelledError:
@@ -261,6 +265,8 @@ class Batch:
                     # However often we are told to go: first the threads must be out of the spans.
                     continue
             raise
+        finally:
+            watch.cancel()
 
     def _on_spans(self, spans: Index) -> None:
         if self._completed is not None:

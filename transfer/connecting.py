@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# How long the control connection is tried at one of several addresses.
+_RAIL_S = 1.0
+
 
 async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
     """Raises StaleEpoch, AccessDenied, or PeerLost with what was tried."""
@@ -54,7 +57,7 @@ async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
     if "shm" in names and target.unix_name and target.boot_id == boot_id():
         # Being reachable under a name of this network namespace is the proof that it is this host.
         try:
-            control = await _connect_control(agent, target, "shm")
+            control = await _connect_control(agent, target)
             try:
                 return peer(link=control, paths=await _same_host_paths(agent, target, control, names))
             except BaseException:
@@ -63,19 +66,25 @@ async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
         except (OSError, WireError, PathFailed) as error:
             failures.append(f"shm: {error}")
     if target.tcp_port and ("tcp" in names or "ucx" in names):
-        try:
-            control = await _connect_control(agent, target, "tcp")
-        except (OSError, WireError) as error:
-            failures.append(f"tcp: {error}")
-        else:
-            return peer(link=control, paths=_network_paths(agent, target, control, names))
+        for address in target.tcp_addresses:
+            last = address == target.tcp_addresses[-1]
+            try:
+                # One that does not answer must leave time for the others.
+                async with asyncio.timeout(None if last else _RAIL_S):
+                    control = await _connect_control(agent, target, address)
+            except (OSError, WireError) as error:
+                failures.append(f"tcp: {str(error) or f'{address[0]} does not answer'}")
+            else:
+                return peer(link=control, paths=_network_paths(agent, target, control, names))
     if not failures:
         failures.append(f"of its transports ({', '.join(target.transports)}) none leads there from here")
     raise PeerLost(target.agent_id, "; ".join(failures))
 
 
-async def _connect_control(agent: TransferAgent, target: AgentDescriptor, path: str) -> Control:
-    sock = await _connect(agent, path, target)
+async def _connect_control(
+    agent: TransferAgent, target: AgentDescriptor, address: tuple[str, int] | None = None
+) -> Control:
+    sock = await _connect(agent, target, address)
     try:
         met = await meet_server(sock, target, agent.identity, agent.options.secret, Kind.CONTROL)
         return Control(sock, met, agent)
@@ -97,7 +106,7 @@ async def _same_host_paths(
         memory = MappedMemory(await map_region(LIFELINE_ID, LIFELINE_NBYTES), map_region, living_process(pid))
     streams = StreamPath(
         "shm",
-        functools.partial(_connect_data, agent, target, "shm"),
+        [functools.partial(_connect_data, agent, target)],
         streams=1,
         slice_nbytes=agent.options.tcp.slice_nbytes,
         # Who may read the peer's memory is most likely readable by it, too; it says so if not.
@@ -113,7 +122,7 @@ async def _map_region(
 ) -> npt.NDArray[np.uint8]:
     """The memfd of a region of the peer, mapped read-only. Raises PathFailed."""
     try:
-        sock = await _connect(agent, "shm", target)
+        sock = await _connect(agent, target, None)
         with sock:
             await meet_server(sock, target, agent.identity, agent.options.secret, Kind.SHARE, region_id)
             fd = await receive_descriptor(sock)
@@ -163,12 +172,14 @@ def writer_of(agent: TransferAgent, control: Control) -> Peer:
 
 def _tcp_path(agent: TransferAgent, target: AgentDescriptor, write_op: Op = Op.WRITE) -> StreamPath:
     tcp = agent.options.tcp
-    connect = functools.partial(_connect_data, agent, target, "tcp")
-    return StreamPath("tcp", connect, streams=tcp.streams, slice_nbytes=tcp.slice_nbytes, write_op=write_op)
+    connects = [functools.partial(_connect_data, agent, target, address) for address in target.tcp_addresses]
+    return StreamPath("tcp", connects, streams=tcp.streams, slice_nbytes=tcp.slice_nbytes, write_op=write_op)
 
 
-async def _connect_data(agent: TransferAgent, target: AgentDescriptor, path: str) -> socket.socket:
-    sock = await _connect(agent, path, target)
+async def _connect_data(
+    agent: TransferAgent, target: AgentDescriptor, address: tuple[str, int] | None = None
+) -> socket.socket:
+    sock = await _connect(agent, target, address)
     try:
         await meet_server(sock, target, agent.identity, agent.options.secret, Kind.DATA)
     except BaseException:
@@ -177,22 +188,25 @@ async def _connect_data(agent: TransferAgent, target: AgentDescriptor, path: str
     return sock
 
 
-async def _connect(agent: TransferAgent, path: str, target: AgentDescriptor) -> socket.socket:
-    """A connected, non-blocking socket. Raises OSError."""
+async def _connect(
+    agent: TransferAgent, target: AgentDescriptor, address: tuple[str, int] | None
+) -> socket.socket:
+    """A connected, non-blocking socket: over TCP to ``address``, else on this host. Raises OSError."""
     loop = asyncio.get_running_loop()
-    if path == "shm":
+    where: Any
+    if address is None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        address: Any = f"\0{target.unix_name}"
+        where = f"\0{target.unix_name}"
     else:
-        family, address = await _resolve(target.tcp_host, target.tcp_port)
+        family, where = await _resolve(*address)
         sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         prepare(sock)
-        await loop.sock_connect(sock, address)
+        await loop.sock_connect(sock, where)
     except BaseException:
         sock.close()
         raise
-    if agent.tls is not None and path != "shm":
+    if agent.tls is not None and address is not None:
         return await secure(sock, agent.tls.client, server=False)
     return sock
 

@@ -13,6 +13,7 @@ MAX_PACKED_NBYTES = 4096
 MAX_AGENT_ID_NBYTES = 128
 INCARNATION_NBYTES = 16
 _MAX_TRANSPORTS = 16
+_MAX_RAILS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class AgentDescriptor:
 
     incarnation: 16 random bytes drawn at start, so that even a restart that forgot its epoch is told apart.
     boot_id: equal on processes that share a kernel. unix_name: abstract Unix socket, empty when none.
-    tcp_host, tcp_port: port 0 when none.
+    tcp_host, tcp_port: port 0 when none. tcp_rails: HOST:PORT of its further network interfaces.
     """
 
     agent_id: str
@@ -32,6 +33,15 @@ class AgentDescriptor:
     unix_name: str
     tcp_host: str
     tcp_port: int
+    tcp_rails: tuple[str, ...] = ()
+
+    @property
+    def tcp_addresses(self) -> list[tuple[str, int]]:
+        """All there are, (host, port)."""
+        if not self.tcp_port:
+            return []
+        further = [rail.rpartition(":") for rail in self.tcp_rails]
+        return [(self.tcp_host, self.tcp_port), *((host, int(port)) for host, _, port in further)]
 
     def pack(self) -> bytes:
         fields = {name: getattr(self, name) for name in self.__slots__}
@@ -69,6 +79,7 @@ class AgentDescriptor:
             unix_name=_text(fields, "unix_name", 100),
             tcp_host=_text(fields, "tcp_host", 255),
             tcp_port=_number(fields, "tcp_port", 65535),
+            tcp_rails=_rails(fields.get("tcp_rails", [])),
         )
 
 
@@ -78,6 +89,17 @@ def check_agent_id(agent_id: str) -> str:
             f"an agent id has 1 to {MAX_AGENT_ID_NBYTES} printable bytes, not {agent_id[:200]!r}"
         )
     return agent_id
+
+
+def _rails(values: object) -> tuple[str, ...]:
+    if not isinstance(values, list) or len(values) > _MAX_RAILS:
+        raise DescriptorError("tcp_rails must be a short list")
+    rails = tuple(_text({"tcp_rails": value}, "tcp_rails", 255) for value in values)
+    for rail in rails:
+        host, _, port = rail.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) <= 65535:
+            raise DescriptorError(f"tcp_rails: {rail!r} is not HOST:PORT")
+    return rails
 
 
 def _text(fields: dict[str, Any], name: str, most: int) -> str:

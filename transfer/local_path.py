@@ -60,6 +60,12 @@ class LocalPath:
         if failure is not None:
             raise PathFailed(self.name, str(failure)) from failure
 
+    def progress(self, attempt: Attempt) -> dict[object, int]:
+        return {}
+
+    def drop(self, carriers: object) -> bool:
+        return False
+
     async def close(self) -> None:
         pass
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from transfer.attempt import Attempt, Direction
@@ -35,6 +35,14 @@ class Path(Protocol):
         """Move it. Does not wait and does not raise: what goes wrong goes to ``attempt.stop`` or
         ``leave``.
         """
+
+    def progress(self, attempt: Attempt) -> Mapping[object, int]:
+        """What carries the attempt just now, and of each a number that changes while bytes move; empty where
+        that cannot be told, or nothing can get stuck.
+        """
+
+    def drop(self, carriers: Collection[object]) -> bool:
+        """Give up ``carriers``, out of ``progress``, if others can take over what they carry. False: no."""
 
     async def close(self) -> None:
         """Release sockets, threads and maps. All attempts have ended. Idempotent."""

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from transfer.backoff import Backoff
 from transfer.path import Path
 
-_FIRST_PAUSE_S = 0.1
-_MAX_PAUSE_S = 10.0
 # Weight of the newest batch in the moving average.
 _NEW_WEIGHT = 0.2
 # Smaller batches measure latency, not bandwidth.
@@ -21,27 +20,26 @@ _CLEARLY_FASTER = 1.25
 @dataclass(slots=True)
 class _Record:
     path: Path
+    backoff: Backoff
     bandwidth: float = 0.0
-    failures: int = 0
-    paused_until: float = 0.0
 
 
 class PathChoice:
     """The paths to one peer, best first by nature; ``bandwidth`` in bytes/s as measured."""
 
     def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
-        self._records = {path.name: _Record(path) for path in paths}
-        self._clock = clock
+        self._records = {path.name: _Record(path, Backoff(clock)) for path in paths}
 
     def __iter__(self) -> Iterator[Path]:
         return (record.path for record in self._records.values())
 
     def ranked(self) -> list[Path]:
         """Paths to try, in this order. Paused ones come last: better than nothing."""
-        now = self._clock()
-        records = list(self._records.values())
-        ready = [record for record in records if record.paused_until <= now]
-        paused = sorted((r for r in records if r.paused_until > now), key=lambda r: r.paused_until)
+        ready: list[_Record] = []
+        paused: list[_Record] = []
+        for record in self._records.values():
+            (ready if record.backoff.ready else paused).append(record)
+        paused.sort(key=lambda record: record.backoff.paused_until)
         for place in range(len(ready) - 1, 0, -1):
             above, below = ready[place - 1], ready[place]
             if above.bandwidth and below.bandwidth > _CLEARLY_FASTER * above.bandwidth:
@@ -50,7 +48,7 @@ class PathChoice:
 
     def succeeded(self, path: Path, nbytes: int, seconds: float) -> None:
         record = self._records[path.name]
-        record.failures, record.paused_until = 0, 0.0
+        record.backoff.succeeded()
         if nbytes >= _MIN_SAMPLE_NBYTES and seconds > 0:
             sample = nbytes / seconds
             old = record.bandwidth
@@ -58,10 +56,7 @@ class PathChoice:
 
     def failed(self, path: Path) -> None:
         """Leave it alone for a while, longer each time; after that the next batch tries it again."""
-        record = self._records[path.name]
-        pause_s = min(_FIRST_PAUSE_S * 2**record.failures, _MAX_PAUSE_S)
-        record.failures += 1
-        record.paused_until = self._clock() + pause_s
+        self._records[path.name].backoff.failed()
 
     @property
     def bandwidth(self) -> dict[str, float]:

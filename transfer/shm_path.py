@@ -115,6 +115,12 @@ class ShmPath:
         self._memory.forget(region_id)
         self._unreachable.discard(region_id)
 
+    def progress(self, attempt: Attempt) -> dict[object, int]:
+        return {}
+
+    def drop(self, carriers: object) -> bool:
+        return False
+
     async def close(self) -> None:
         await self._streams.close()
         self._memory.close()

@@ -55,7 +55,11 @@ class StreamOwner(Protocol):
     def cannot_pull(self) -> None:
         """The peer cannot read our memory."""
 
-    def stream_ended(self, stream: Stream, error: Exception) -> None: ...
+    def answered(self, stream: Stream) -> None:
+        """Its other end is there."""
+
+    def stream_ended(self, stream: Stream, tasks: list[Task], error: Exception) -> bool:
+        """``tasks`` were not done. True: other streams do them; False: they come to ``error``."""
 
 
 class Stream:
@@ -77,6 +81,15 @@ class Stream:
         self.bytes.shut()
         self._thread.join()
 
+    @property
+    def kicked(self) -> bool:
+        """It was cut by an attempt that ended, and may have been sound."""
+        return self._kicked
+
+    def carries(self, attempt: Attempt) -> bool:
+        """Whether requests of it are under way here. From any thread."""
+        return any(task.attempt is attempt for task in tuple(self._sent))
+
     def _kick(self) -> None:
         self._kicked = True
         self.bytes.shut()
@@ -91,10 +104,11 @@ class Stream:
         except Exception as error:
             # Our bug, not the path's: who awaits the batch must hear, and nobody else would.
             failure = error
+        tasks = [*self._sent, *self._next]
         # First out of the path, so that an attempt that is started again does not meet us there.
-        self._path.stream_ended(self, failure)
-        for task in (*self._sent, *self._next):
-            task.attempt.leave(self._kick, error=failure)
+        taken_over = self._path.stream_ended(self, tasks, failure)
+        for task in tasks:
+            task.attempt.leave(self._kick, error=None if taken_over else failure)
         self.bytes.close(reset=True)
 
     def _send_next(self) -> bool:
@@ -144,6 +158,7 @@ class Stream:
         task = self._sent[0]
         reply = Reply.unpack(self.bytes.receive(REPLY_NBYTES))
         self.bytes.receive(reply.padding)
+        self._path.answered(self)
         error: TransferError | None = None
         over = True
         if reply.status is Status.OK:

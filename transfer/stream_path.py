@@ -7,10 +7,12 @@ import contextlib
 import queue
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from transfer.attempt import Attempt, Direction
-from transfer.errors import PathFailed
+from transfer.errors import PathFailed, TransferError
+from transfer.rail import Rail
+from transfer.sockets import moved_nbytes
 from transfer.stream import Stream, Task
 from transfer.tls import byte_stream
 from transfer.wire import MAX_REQUEST_SPANS, Op
@@ -21,57 +23,111 @@ _MIN_CHUNK_NBYTES = 1 << 20
 _MAX_CHUNK_NBYTES = 32 << 20
 _OBSERVED_CHUNK_NBYTES = 4 << 20
 _MAX_PULL_NBYTES = 64 << 20
+# Rails differ in speed: with several chunks to each connection the slow one does not end last by much.
+_CHUNKS_A_STREAM = 4
+# After that an address that does not answer is left alone for a while; sooner where others answer.
+_CONNECT_S = 5.0
+_PROBE_S = 1.0
 
 
 class StreamPath:
-    """A ``Path`` through data connections, over TCP or a Unix socket."""
+    """A ``Path`` through data connections, over TCP or a Unix socket.
+
+    A batch is striped over all of them: they take its chunks from one queue, so the faster ones take more.
+    What a connection that breaks had begun is done by the others; its rail is left alone for a while, and
+    connected again beside a later batch. The path has failed when none is left.
+    """
 
     def __init__(
         self,
         name: str,
-        connect: Callable[[], Awaitable[socket.socket]],
+        connects: Sequence[Callable[[], Awaitable[socket.socket]]],
         *,
         streams: int,
         slice_nbytes: int,
         write_op: Op = Op.WRITE,
     ) -> None:
-        """``connect`` gives a socket after its handshake. ``write_op``: WRITE, or PULL or FETCH
-        where the peer can reach us.
+        """connects: one for each address of the peer; gives a socket after its handshake. streams: to each.
+        write_op: WRITE, or PULL or FETCH where the peer can reach us.
         """
         self.name = name
         self.networked = name == "tcp"
         self.write_op = write_op
-        self._connect = connect
+        self._rails = [Rail(connect) for connect in connects]
         self._num_streams = streams
         self._slice_nbytes = slice_nbytes
         self._lock = threading.Lock()
-        self._streams: set[Stream] = set()
+        self._streams: dict[Stream, Rail] = {}
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._num_idle = 0
-        self._opening = asyncio.Lock()
 
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
         if direction == "write" and self.write_op in (Op.PULL, Op.FETCH):
             return _MAX_PULL_NBYTES, MAX_REQUEST_SPANS
-        share = -(-nbytes // self._num_streams)
+        lanes = self._num_streams * len(self._rails)
+        share = -(-nbytes // (lanes if len(self._rails) == 1 else lanes * _CHUNKS_A_STREAM))
         most = min(_OBSERVED_CHUNK_NBYTES, _MAX_CHUNK_NBYTES) if observed else _MAX_CHUNK_NBYTES
         return min(max(share, _MIN_CHUNK_NBYTES), most), MAX_REQUEST_SPANS
 
+    # ------------------------------------------------------------------ connections
+
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
-        if len(self._streams) == self._num_streams:
-            return
-        async with self._opening:
-            while len(self._streams) < self._num_streams:
-                try:
-                    sock = await self._connect()
-                except OSError as error:
-                    if self._streams:
-                        return
-                    raise PathFailed(self.name, f"cannot connect: {error}") from error
-                stream = Stream(self, byte_stream(sock, self._slice_nbytes))
-                with self._lock:
-                    self._streams.add(stream)
-                stream.start()
+        # Connections that come later join in: a rail that is down holds up no batch that others can carry.
+        lacking = [rail for rail in self._rails if rail.num_streams < self._num_streams]
+        connecting = {self._begin_connecting(rail) for rail in lacking if rail.backoff.ready}
+        if not self._streams:
+            await self._first(connecting or {self._begin_connecting(rail) for rail in lacking})
+
+    async def _first(self, connecting: set[asyncio.Task[None]]) -> None:
+        """Wait until there is a connection. Raises what the last rail came to when none has any."""
+        while connecting:
+            done, connecting = await asyncio.wait(connecting, return_when=asyncio.FIRST_COMPLETED)
+            if self._streams:
+                return
+            if not connecting:
+                done.pop().result()
+
+    def _begin_connecting(self, rail: Rail) -> asyncio.Task[None]:
+        if rail.connecting is None or rail.connecting.done():
+            rail.connecting = asyncio.create_task(self._connect(rail))
+            # Nobody may be waiting for it; then its back-off says enough.
+            rail.connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return rail.connecting
+
+    async def _connect(self, rail: Rail) -> None:
+        try:
+            async with asyncio.timeout(_PROBE_S if self._streams else _CONNECT_S):
+                while rail.num_streams < self._num_streams:
+                    self._add(rail, await rail.connect())
+        except (OSError, TransferError) as error:
+            rail.backoff.failed()
+            if rail.num_streams:
+                return
+            if isinstance(error, OSError):
+                raise PathFailed(self.name, f"cannot connect: {str(error) or 'no answer'}") from error
+            raise
+
+    def _add(self, rail: Rail, sock: socket.socket) -> None:
+        stream = Stream(self, byte_stream(sock, self._slice_nbytes))
+        with self._lock:
+            self._streams[stream] = rail
+            rail.num_streams += 1
+        stream.start()
+
+    async def close(self) -> None:
+        connecting = [rail.connecting for rail in self._rails if rail.connecting is not None]
+        for task in connecting:
+            task.cancel()
+        if connecting:
+            await asyncio.wait(connecting)
+        with self._lock:
+            streams = list(self._streams)
+        for _ in streams:
+            self._tasks.put(None)
+        for stream in streams:
+            stream.close()
+
+    # ------------------------------------------------------------------ attempts
 
     def start(self, attempt: Attempt) -> None:
         op = Op.READ if attempt.direction == "read" else self.write_op
@@ -85,13 +141,25 @@ class StreamPath:
                 return
         attempt.stop(PathFailed(self.name, "its connections broke"))
 
-    async def close(self) -> None:
+    def progress(self, attempt: Attempt) -> dict[object, int]:
         with self._lock:
-            streams = list(self._streams)
-        for _ in streams:
-            self._tasks.put(None)
-        for stream in streams:
-            stream.close()
+            streams = [stream for stream in self._streams if stream.carries(attempt)]
+        return {stream: moved_nbytes(stream.bytes.sock) for stream in streams}
+
+    def drop(self, carriers: Collection[object]) -> bool:
+        with self._lock:
+            stuck = {rail for stream, rail in self._streams.items() if stream in carriers}
+            if stuck.issuperset(self._streams.values()):
+                return False
+            for stream, rail in self._streams.items():
+                if rail in stuck:
+                    # An idle one ends with the first request it takes, which goes to the next.
+                    stream.bytes.shut()
+        for rail in stuck:
+            rail.backoff.failed()
+        return True
+
+    # ------------------------------------------------------------------ called by streams, on their threads
 
     def next_task(self, block: bool) -> Task | None:
         if not block:
@@ -112,15 +180,26 @@ class StreamPath:
         # Then we send it the bytes.
         self.write_op = Op.WRITE
 
-    def stream_ended(self, stream: Stream, error: Exception) -> None:
+    def answered(self, stream: Stream) -> None:
+        self._streams[stream].backoff.succeeded()
+
+    def stream_ended(self, stream: Stream, tasks: list[Task], error: Exception) -> bool:
         with self._lock:
-            self._streams.discard(stream)
+            rail = self._streams.pop(stream)
+            rail.num_streams -= 1
+            if not stream.kicked and len(self._rails) > 1:
+                rail.backoff.failed()
             if self._streams:
-                return
+                if isinstance(error, PathFailed):
+                    for task in tasks:
+                        self._tasks.put(task)
+                    return True
+                return False
             orphans = []
             while not self._tasks.empty():
-                task = self._tasks.get()
-                if task is not None:
-                    orphans.append(task)
-        for task in orphans:
-            task.attempt.stop(error)
+                task_left = self._tasks.get()
+                if task_left is not None:
+                    orphans.append(task_left)
+        for orphan in orphans:
+            orphan.attempt.stop(error)
+        return False

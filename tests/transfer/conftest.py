@@ -32,10 +32,12 @@ class RemotePeer:
         port: int = 0,
         secret: str = "",
         forbid: bool = False,
+        namespace: str = "",
         **environment: str,
     ) -> None:
         self.process = subprocess.Popen(
             [
+                *(("ip", "netns", "exec", namespace) if namespace else ()),
                 sys.executable,
                 str(Path(__file__).with_name("peer_process.py")),
                 *(transports, str(epoch), str(port), secret, "forbid" if forbid else ""),

@@ -45,41 +45,58 @@ async def again(move: Any, ours: list[Span], spans: list[Span]) -> TransferRepor
 
 
 class Proxy:
-    """Forwards TCP connections to ``port`` until told to hold everything back, as a cut cable does."""
+    """Forwards TCP connections to ``port`` of a loopback address until told to hold everything back, as a cut
+    cable does. ``passed_nbytes`` counts what went through, both ways.
+    """
 
-    def __init__(self, port: int, see: Callable[[bytes], object] = lambda _: None) -> None:
+    def __init__(
+        self, port: int, see: Callable[[bytes], object] = lambda _: None, host: str = "127.0.0.1"
+    ) -> None:
         """``see`` is shown all that passes."""
         self._see = see
-        self._target = port
+        self._target = (host, port)
         self._held = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.passed_nbytes = 0
+        self._listener = socket.create_server((host, 0))
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self.port = self._listener.getsockname()[1]
         self._start(self._accept)
 
-    def _start(self, target: Callable[..., None], *arguments: socket.socket) -> None:
+    def _start(self, target: Callable[..., None], *arguments: object) -> None:
         self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
         self._threads[-1].start()
 
     def hold(self) -> None:
+        """Nothing that was or is connected gets anything through any more."""
         self._held.set()
+
+    def release(self) -> None:
+        """Forward what connects from now on."""
+        self._held = threading.Event()
+
+    def cut(self) -> None:
+        """Break every connection there is; both ends are told."""
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
+                far = socket.create_connection(self._target)
                 self._sockets += [near, far]
                 for source, sink in ((near, far), (far, near)):
-                    self._start(self._forward, source, sink)
+                    self._start(self._forward, source, sink, self._held)
 
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, held: threading.Event) -> None:
         with contextlib.suppress(OSError):
-            while (received := source.recv(1 << 16)) and not self._held.is_set():
+            while (received := source.recv(1 << 16)) and not held.is_set():
                 self._see(received)
+                self.passed_nbytes += len(received)
                 sink.sendall(received)
-            if not self._held.is_set():
+            if not held.is_set():
                 sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

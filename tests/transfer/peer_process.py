@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from runtime.options import TlsOptions, TransferOptions
+from runtime.options import TcpOptions, TlsOptions, TransferOptions
 from transfer import AgentDescriptor, TransferAgent, agent_memory, checksum, connecting, serving
 from transfer.region import Region
 
@@ -106,6 +106,12 @@ def tls_options() -> TlsOptions:
     return TlsOptions(*files) if directory else TlsOptions()
 
 
+def tcp_options() -> TcpOptions:
+    """At the addresses in ``TCP_HOSTS``, where the environment names some."""
+    host, *rails = os.environ.get("TCP_HOSTS", "127.0.0.1").split(",")
+    return TcpOptions(host=host, rails=tuple(rails))
+
+
 def listen_at(port: int) -> None:
     """At the address of an agent that was here before."""
     bind = socket.create_server
@@ -115,7 +121,8 @@ def listen_at(port: int) -> None:
 async def main(transports: str, epoch: str, port: str, secret: str, forbid: str) -> None:
     if forbid:
         forbid_process_vm_readv()
-    options = TransferOptions(transports=tuple(transports.split(",")), secret=secret, tls=tls_options())
+    names = tuple(transports.split(","))
+    options = TransferOptions(transports=names, secret=secret, tls=tls_options(), tcp=tcp_options())
     if int(port):
         listen_at(int(port))
     async with await TransferAgent.start(options, agent_id="peer", epoch=int(epoch)) as agent:

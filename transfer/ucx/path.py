@@ -148,6 +148,13 @@ class UcxPath:
 
         self._worker.submit(run)
 
+    def progress(self, attempt: Attempt) -> dict[object, int]:
+        # What the peer fetches for a write, it watches itself.
+        return {self: attempt.chunks_left} if attempt.direction == "read" else {}
+
+    def drop(self, carriers: object) -> bool:
+        return False
+
     async def close(self) -> None:
         if self._writes is not None:
             await self._writes.close()

@@ -1,0 +1,298 @@
+"""Several addresses of a peer: a batch is spread over them, and goes on over those that are left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from runtime.options import TcpOptions, TransferOptions
+from tests.transfer.cables import Cabled, obstacle
+from tests.transfer.conftest import StartPeer
+from tests.transfer.faults import Proxy, outcome
+from tests.transfer.peer_process import pattern
+from transfer import (
+    AgentDescriptor,
+    Batch,
+    DeadlineExceeded,
+    DescriptorError,
+    Peer,
+    Region,
+    Span,
+    TransferAgent,
+)
+from transfer.attempt import Attempt
+from transfer.backoff import Backoff
+from transfer.path_choice import PathChoice
+from transfer.stream_path import StreamPath
+
+NBYTES = 32 << 20
+HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+
+
+@dataclass
+class Railed:
+    """An agent here, a peer with an address for each of ``cables``, and a region on either side."""
+
+    agent: TransferAgent
+    descriptor: AgentDescriptor
+    peer: Peer
+    cables: list[Proxy]
+    ours: Region
+    theirs: Region
+
+    def move(self, direction: str, deadline_s: float) -> Batch:
+        size = 1 << 20
+        offsets = range(0, NBYTES, size)
+        return getattr(self.peer, direction)(  # type: ignore[no-any-return]
+            [Span(self.ours.id, at, size) for at in offsets],
+            [Span(self.theirs.id, at, size) for at in offsets],
+            deadline_s=deadline_s,
+        )
+
+    def fill(self, direction: str, seed: int) -> None:
+        source, target = (self.theirs, self.ours) if direction == "read" else (self.ours, self.theirs)
+        source.array[:], target.array[:] = pattern(NBYTES, seed), 0
+
+    def arrived(self) -> bool:
+        return np.array_equal(self.ours.array, self.theirs.array)
+
+    def passed(self) -> list[int]:
+        return [cable.passed_nbytes for cable in self.cables]
+
+    async def joined(self) -> None:
+        """Until all connections to all addresses are there."""
+        (path,) = self.peer.paths
+        assert isinstance(path, StreamPath)
+        while len(path._streams) < 2 * len(self.cables):
+            await self.move("read", 5)
+
+
+@pytest.fixture
+async def railed() -> AsyncIterator[Railed]:
+    tcp = TcpOptions(host=HOSTS[0], rails=HOSTS[1:])
+    options = TransferOptions(transports=("tcp",), tcp=tcp)
+    async with (
+        await TransferAgent.start(TransferOptions(transports=("tcp",)), agent_id="here", epoch=1) as agent,
+        await TransferAgent.start(options, agent_id="peer", epoch=1) as other,
+    ):
+        addresses = other.describe().tcp_addresses
+        cables = [Proxy(port, host=host) for host, port in addresses]
+        first, *further = cables
+        descriptor = replace(
+            other.describe(),
+            tcp_port=first.port,
+            tcp_rails=tuple(f"{host}:{cable.port}" for host, cable in zip(HOSTS[1:], further, strict=True)),
+        )
+        ours, theirs = agent.allocate(NBYTES, "ours"), other.allocate(NBYTES, "theirs")
+        railed = Railed(agent, descriptor, await agent.connect(descriptor), cables, ours, theirs)
+        await railed.joined()
+        yield railed
+        for cable in cables:
+            cable.close()
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+async def test_a_large_batch_is_striped_over_all_rails(railed: Railed, direction: str) -> None:
+    railed.fill(direction, 1)
+    before = railed.passed()
+    await railed.move(direction, 10)
+    assert railed.arrived()
+    carried = [after - earlier for after, earlier in zip(railed.passed(), before, strict=True)]
+    assert sum(carried) >= NBYTES
+    assert all(nbytes > NBYTES // 20 for nbytes in carried), carried
+
+
+async def test_a_slow_rail_carries_less_and_does_not_hold_up_the_others(railed: Railed) -> None:
+    slow = railed.cables[1]
+    slow._see = lambda received: time.sleep(len(received) / 20e6)
+    before = railed.passed()
+    started = time.perf_counter()
+    await railed.move("read", 10)
+    seconds = time.perf_counter() - started
+    carried = [after - earlier for after, earlier in zip(railed.passed(), before, strict=True)]
+    assert carried[1] < min(carried[0], carried[2])
+    # A third of the bytes over it would have taken half a second a connection.
+    assert seconds < NBYTES / 3 / 20e6
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("number", [0, 2])
+async def test_a_batch_goes_on_when_a_rail_is_cut_and_the_rail_comes_back(
+    railed: Railed, direction: str, number: int
+) -> None:
+    """Silently, as a pulled cable; also the one that the control connection goes over."""
+    railed.fill(direction, 2)
+    cable = railed.cables[number]
+    batch = railed.move(direction, 4)
+    await asyncio.sleep(0.005)
+    cable.hold()
+    report = await batch
+    assert railed.arrived()
+    assert report.seconds < 3
+    # If that one was too quick to notice, this one notices; the third leaves the rail alone.
+    await railed.move(direction, 4)
+    railed.fill(direction, 3)
+    held = cable.passed_nbytes
+    assert (await railed.move(direction, 4)).seconds < 1
+    assert railed.arrived()
+    assert cable.passed_nbytes == held
+    cable.release()
+    async with asyncio.timeout(8):
+        while cable.passed_nbytes < held + (1 << 20):
+            await railed.move(direction, 4)
+    await railed.joined()
+
+
+async def test_a_rail_that_breaks_hands_its_chunks_to_the_others_at_once(railed: Railed) -> None:
+    for turn in range(4):
+        railed.fill("read", turn)
+        batch = railed.move("read", 5)
+        await asyncio.sleep(0.004 * turn)
+        railed.cables[1 + turn % 2].cut()
+        assert (await batch).seconds < 1
+        assert railed.arrived()
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+async def test_when_all_rails_are_cut_the_deadline_ends_it(railed: Railed, direction: str) -> None:
+    for cable in railed.cables:
+        cable.hold()
+    result, seconds = await outcome(railed.move(direction, 0.6))
+    assert isinstance(result, DeadlineExceeded)
+    assert seconds < 0.7
+    railed.ours.array[:] = 9
+    await asyncio.sleep(0.05)
+    assert (railed.ours.array == 9).all()
+
+
+async def test_an_agent_is_found_by_any_of_its_addresses(railed: Railed) -> None:
+    """The first is dead, the second takes no notice."""
+    railed.cables[0].close()
+    railed.cables[1].hold()
+    options = TransferOptions(transports=("tcp",))
+    async with await TransferAgent.start(options, agent_id="late", epoch=1) as late:
+        peer = await late.connect(railed.descriptor)
+        copy = late.allocate(NBYTES, "copy")
+        await peer.read([Span(copy.id, 0, NBYTES)], [Span(railed.theirs.id, 0, NBYTES)], deadline_s=5)
+
+
+@pytest.mark.parametrize("rails", [["127.0.0.2"], "127.0.0.2:1", [":1"], ["a:0"], ["a:65536"], ["a:1"] * 17])
+def test_what_is_no_rail_is_refused(railed: Railed, rails: object) -> None:
+    fields = json.loads(railed.descriptor.pack())
+    assert AgentDescriptor.unpack(json.dumps(fields).encode()) == railed.descriptor
+    with pytest.raises(DescriptorError, match="tcp_rails"):
+        AgentDescriptor.unpack(json.dumps(fields | {"tcp_rails": rails}).encode())
+
+
+class Stuck:
+    """A path on which nothing ever arrives, as over a link that was cut."""
+
+    name = "stuck"
+    networked = True
+
+    def __init__(self, path: StreamPath) -> None:
+        self.chunking = path.chunking
+
+    async def open(self, *_: object) -> None:
+        pass
+
+    def start(self, attempt: Attempt) -> None:
+        """Nobody is inside, so it can be stopped at any time."""
+
+    def progress(self, attempt: Attempt) -> dict[object, int]:
+        return {self: attempt.chunks_left}
+
+    def drop(self, carriers: object) -> bool:
+        return False
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_batch_leaves_a_path_that_is_stuck_in_time_for_the_next(railed: Railed) -> None:
+    (tcp,) = railed.peer.paths
+    assert isinstance(tcp, StreamPath)
+    stuck = Stuck(tcp)
+    railed.peer.paths = PathChoice([stuck, tcp])
+    railed.fill("read", 5)
+    report = await railed.move("read", 1)
+    assert railed.arrived()
+    assert report.transport == "tcp"
+    # Where there is no other way, it is waited for until the end.
+    railed.peer.paths = PathChoice([stuck])
+    result, seconds = await outcome(railed.move("read", 0.5))
+    assert isinstance(result, DeadlineExceeded)
+    assert 0.45 < seconds < 0.6
+
+
+def test_those_who_fail_together_count_once() -> None:
+    now = [5.0]
+    backoff = Backoff(lambda: now[0])
+    for pause_s in (0.1, 0.2, 0.4):
+        for _ in range(8):
+            backoff.failed()
+        assert backoff.paused_until == pytest.approx(now[0] + pause_s)
+        assert not backoff.ready
+        now[0] = backoff.paused_until
+        assert backoff.ready
+    backoff.succeeded()
+    backoff.failed()
+    assert backoff.paused_until == pytest.approx(now[0] + 0.1)
+
+
+@pytest.fixture
+def cabled() -> Iterator[Cabled]:
+    """Two cables."""
+    if reason := obstacle():
+        pytest.skip(reason)
+    there = Cabled(2)
+    yield there
+    there.close()
+
+
+async def test_cables_are_pulled(cabled: Cabled, start_peer: StartPeer) -> None:
+    """A peer in a network namespace of its own, by two cables: either will do, none is past the deadline."""
+    theirs = start_peer("tcp", namespace=cabled.name, TCP_HOSTS=",".join(cabled.hosts))
+    remote = (await theirs.do("allocate", nbytes=NBYTES, seed=6))["region"]
+    async with await TransferAgent.start(
+        TransferOptions(transports=("tcp",)), agent_id="here", epoch=1
+    ) as agent:
+        ours = agent.allocate(NBYTES, "ours")
+        peer = await agent.connect(theirs.descriptor)
+        spans = [Span(ours.id, 0, NBYTES)], [Span(remote, 0, NBYTES)]
+        await peer.read(*spans, deadline_s=5)
+        for cable in (1, 0):
+            ours.array[:] = 0
+            batch = peer.read(*spans, deadline_s=2)
+            await asyncio.sleep(0)
+            cabled.pull(cable)
+            await batch
+            assert np.array_equal(ours.array, pattern(NBYTES, 6))
+            await peer.write(*spans, deadline_s=2)
+            cabled.plug(cable)
+            # Wait until it is used again, or the next one that is pulled is the last there was.
+            (path,) = peer.paths
+            assert isinstance(path, StreamPath)
+            async with asyncio.timeout(8):
+                while len(path._streams) < 4:
+                    await peer.read(*spans, deadline_s=2)
+        for cable in (0, 1):
+            cabled.pull(cable)
+        ours.array[:] = 9
+        result, seconds = await outcome(peer.read(*spans, deadline_s=0.5))
+        assert isinstance(result, DeadlineExceeded)
+        assert seconds < 0.6
+        result, seconds = await outcome(peer.write(*spans, deadline_s=0.5))
+        assert isinstance(result, DeadlineExceeded)
+        assert seconds < 0.6
+        for cable in (0, 1):
+            cabled.plug(cable)
+        # The control connection is the old one: no packet of it was lost.
+        await peer.read(*spans, deadline_s=5)
+        assert np.array_equal(ours.array, pattern(NBYTES, 6))

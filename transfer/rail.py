@@ -1,0 +1,20 @@
+"""One of the addresses of a peer: most often one of its network interfaces."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from transfer.backoff import Backoff
+
+
+@dataclass(slots=True, eq=False)
+class Rail:
+    """connect: gives a socket after its handshake. num_streams: connections there are now."""
+
+    connect: Callable[[], Awaitable[socket.socket]]
+    backoff: Backoff = field(default_factory=Backoff)
+    num_streams: int = 0
+    connecting: asyncio.Task[None] | None = None
