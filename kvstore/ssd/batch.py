@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvstore.ssd.io_threads import Bytes, Worker
+from kvstore.ssd.io_threads import Worker
 
 Block = TypeVar("Block")
 
@@ -102,7 +102,8 @@ class BatchJob:
 
     def run(self, worker: Worker) -> None:
         try:
-            self.work()
+            with worker.calling():
+                self.work()
         finally:
             self.batch.job_ended()
 
@@ -115,7 +116,7 @@ class Share(Generic[Block]):
         self,
         batch: Batch,
         shared: Iterator[list[Block]],
-        work: Callable[[list[Block], Bytes], None],
+        work: Callable[[list[Block], Worker], None],
         name: Callable[[list[Block]], str],
     ) -> None:
         """``shared``: a list's iterator, the same for all threads. ``name``: a run, for the log."""
@@ -133,8 +134,7 @@ class Share(Generic[Block]):
         try:
             for run in self._shared:
                 self._run = run
-                worker.lap()
-                self._work(run, worker.buffer)
+                self._work(run, worker)
         finally:
             self._batch.job_ended()
 

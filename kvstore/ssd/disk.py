@@ -14,13 +14,10 @@ from kvstore.ssd.index import IndexWriteFailed
 from kvstore.ssd.io_threads import IoThreads
 from kvstore.ssd.opening import OpenDirectory
 from kvstore.ssd.reading import Reading, WantedBlock
+from kvstore.ssd.segments import CALL_NBYTES
 from kvstore.ssd.writing import NewBlock, Writing
 
 log = logging.getLogger(__name__)
-
-# Neighbouring small blocks go in one call up to this size: above it the disk gains nothing, and two threads
-# share a batch less evenly.
-_RUN_NBYTES = 1 << 20
 
 
 class Disk:
@@ -32,7 +29,7 @@ class Disk:
         self,
         opened: OpenDirectory,
         *,
-        threads: int,
+        depth: int,
         max_queued_nbytes: int,
         deadline_s: float,
         clock: Callable[[], float],
@@ -45,8 +42,8 @@ class Disk:
         self._index = opened.index
         self._deadline_s = deadline_s
         shape = opened.segments.shape
-        self._max_run = max(_RUN_NBYTES // shape.slot_nbytes, 1)
-        self._data = IoThreads("ssd", threads, self._max_run * shape.slot_nbytes, clock)
+        self._max_run = max(CALL_NBYTES // shape.slot_nbytes, 1)
+        self._data = IoThreads("ssd", depth, self._max_run * shape.slot_nbytes, clock)
         self._commits = IoThreads("ssd-index", 1, 0, clock)
         self._reads = ByteBudget(max_queued_nbytes)
         self._writes = ByteBudget(max_queued_nbytes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -31,24 +32,40 @@ class Job(Protocol):
 class Worker:
     """A thread, as its jobs see it."""
 
-    def __init__(self, buffer: Bytes, clock: Callable[[], float]) -> None:
+    def __init__(self, buffer: Bytes, depth: threading.Semaphore, clock: Callable[[], float]) -> None:
         self.buffer = buffer  # its own, page-aligned, in huge pages
         self.job: Job | None = None
-        self.since_s = 0.0
+        self._depth = depth
         self._clock = clock
+        self._since_s: float | None = None
 
-    def lap(self) -> None:
-        """Another system call begins: the time of this one is counted from now."""
-        self.since_s = self._clock()
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around every call to the disk: waits until one more may be under way, and counts its time."""
+        with self._depth:
+            self._since_s = self._clock()
+            try:
+                yield
+            finally:
+                self._since_s = None
+
+    @property
+    def in_call_s(self) -> float:
+        """For how long its present call to the disk has lasted; 0: it is in none."""
+        since_s = self._since_s
+        return 0.0 if since_s is None else self._clock() - since_s
 
 
 class IoThreads:
     """Jobs wait in two queues: those somebody's request waits for go first.
 
+    ``depth`` calls are under way at a time. There is one thread more than that, so that while one copies or
+    checks its block the disk has no less to do.
     The threads are daemons: one that hangs in a system call cannot keep the process from ending.
     """
 
-    def __init__(self, name: str, num_threads: int, buffer_nbytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, depth: int, buffer_nbytes: int, clock: Callable[[], float]) -> None:
+        """``buffer_nbytes`` of each thread; 0: its jobs do nothing but call the disk."""
         self._clock = clock
         self._urgent: deque[Job] = deque()
         self._other: deque[Job] = deque()
@@ -56,10 +73,12 @@ class IoThreads:
         self._closed = False
         # Huge pages: a disk's DMA into 1 MiB of scattered small pages reaches a third of its speed.
         nbytes = max(buffer_nbytes, HUGE_PAGE_NBYTES) if buffer_nbytes else 0
-        self._workers = [
-            Worker(allocate(nbytes, name, "anonymous").array if nbytes else np.empty(0, np.uint8), clock)
-            for _ in range(num_threads)
-        ]
+        calls = threading.Semaphore(depth)
+        buffers = (
+            allocate(nbytes, name, "anonymous").array if nbytes else np.empty(0, np.uint8)
+            for _ in range(depth + 1 if nbytes else depth)
+        )
+        self._workers = [Worker(buffer, calls, clock) for buffer in buffers]
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
             for worker in self._workers
@@ -76,19 +95,14 @@ class IoThreads:
     def num_threads(self) -> int:
         return len(self._threads)
 
-    @property
-    def is_urgent(self) -> bool:
-        """Whether work waits that somebody's request waits for."""
-        return bool(self._urgent)
-
     def longest(self) -> tuple[float, str]:
-        """For how long the oldest running job has run, in seconds, and what it is about; (0, "") if none."""
-        now = self._clock()
+        """For how long the oldest call has been under way, in seconds, and what it is about; (0, "") if
+        there is none."""
         oldest = (0.0, "")
         for worker in self._workers:
-            job, since_s = worker.job, worker.since_s
-            if job is not None and now - since_s > oldest[0]:
-                oldest = (now - since_s, job.about)
+            job, in_call_s = worker.job, worker.in_call_s
+            if job is not None and in_call_s > oldest[0]:
+                oldest = (in_call_s, job.about)
         return oldest
 
     def close(self, timeout_s: float) -> bool:
@@ -103,7 +117,6 @@ class IoThreads:
 
     def _work(self, worker: Worker) -> None:
         while (job := self._next()) is not None:
-            worker.lap()
             worker.job = job
             try:
                 job.run(worker)

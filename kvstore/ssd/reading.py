@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvstore.keys import BlockKey
 from kvstore.ssd.batch import Batch, Share, runs
-from kvstore.ssd.io_threads import Bytes, IoThreads
-from kvstore.ssd.segments import Segments
+from kvstore.ssd.io_threads import Bytes, IoThreads, Worker
+from kvstore.ssd.segments import CALL_NBYTES, Segments
 
 
 @dataclass(slots=True, eq=False)
@@ -56,31 +56,52 @@ class Reading:
         path, offset = self._segments.where(run[0].slot)
         return f"reading {path} at {offset}"
 
-    def _read(self, run: Sequence[WantedBlock], buffer: Bytes) -> None:
+    def _read(self, run: Sequence[WantedBlock], worker: Worker) -> None:
         if self.batch.abandoned:
             return
-        slot_nbytes = self._segments.shape.slot_nbytes
         try:
-            self._segments.read(run[0].slot, buffer[: len(run) * slot_nbytes].data)
+            checksums = self._fetch(run, worker)
         except OSError as error:
             if len(run) > 1:
                 # Which of them cannot be read?
                 for block in run:
-                    self._read([block], buffer)
+                    self._read([block], worker)
                 return
             run[0].outcome, run[0].error = "unreadable", error
             return
-        for position, block in enumerate(run):
+        slot_nbytes = self._segments.shape.slot_nbytes
+        for position, (block, checksum) in enumerate(zip(run, checksums, strict=True)):
             first = position * slot_nbytes
-            self._deliver(block, buffer[first : first + self._block_nbytes])
+            if checksum != block.checksum:
+                block.outcome = "corrupt"
+            else:
+                self._deliver(block, worker.buffer[first : first + self._block_nbytes])
+
+    def _fetch(self, run: Sequence[WantedBlock], worker: Worker) -> list[int]:
+        """Read the run's slots to the thread's memory. Returns the checksums of what was found."""
+        slot_nbytes = self._segments.shape.slot_nbytes
+        if len(run) == 1:
+            return [self._fetch_in_pieces(run[0].slot, worker)]
+        with worker.calling():
+            self._segments.read(run[0].slot, worker.buffer[: len(run) * slot_nbytes].data)
+        blocks = worker.buffer[: len(run) * slot_nbytes].reshape(len(run), slot_nbytes)
+        return [xxh3_64_intdigest(block[: self._block_nbytes].data) for block in blocks]
+
+    def _fetch_in_pieces(self, slot: int, worker: Worker) -> int:
+        """Each piece is checksummed while it is in the cache, and another thread's read is under way."""
+        digest = xxh3_64()
+        slot_nbytes = self._segments.shape.slot_nbytes
+        for at in range(0, slot_nbytes, CALL_NBYTES):
+            last = min(at + CALL_NBYTES, slot_nbytes)
+            with worker.calling():
+                self._segments.read(slot, worker.buffer[at:last].data, at)
+            digest.update(worker.buffer[at : min(last, self._block_nbytes)].data)
+        return digest.intdigest()
 
     def _deliver(self, block: WantedBlock, found: Bytes) -> None:
-        if xxh3_64_intdigest(found.data) != block.checksum:
-            block.outcome = "corrupt"
-        elif block.destination is None:
+        if block.destination is None:
             block.outcome = "intact"
-        else:
-            if self.batch.begin_touching():
-                np.copyto(block.destination, found)
-                block.outcome = "intact"
-                self.batch.end_touching()
+        elif self.batch.begin_touching():
+            np.copyto(block.destination, found)
+            block.outcome = "intact"
+            self.batch.end_touching()

@@ -12,6 +12,10 @@ from kvstore.ssd.directory import TierFormat, sync_directory
 
 log = logging.getLogger(__name__)
 
+# Of one call to the disk: neighbouring small blocks go in one, large blocks in several. A larger one gains
+# nothing, threads share a batch less evenly, and what is copied or checked for it leaves the core's cache.
+CALL_NBYTES = 2 << 20
+
 
 class Segments:
     """Slot ``i`` is ``slot_nbytes`` at some offset of file ``i // slots_per_segment``.
@@ -109,25 +113,27 @@ class Segments:
 
     # ------------------------------------------------------------------ bytes
 
-    def read(self, slot: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` (whole slots, page-aligned) from ``slot`` and those after it in its segment.
+    def read(self, slot: int, buffer: memoryview, at: int = 0) -> None:
+        """Fill ``buffer`` (whole pages, page-aligned) from byte ``at`` of ``slot`` on, and from the slots
+        after it in its segment.
 
         OSError: the disk's own, or ENODATA where the file ends before the slot does.
         """
         fd, offset = self._place(slot)
         done = 0
         while done < len(buffer):
-            got = os.preadv(fd, [buffer[done:]], offset + done)
+            got = os.preadv(fd, [buffer[done:]], offset + at + done)
             if got == 0:
                 raise OSError(errno.ENODATA, "the file ends here")
             done += got
 
-    def write(self, slot: int, buffer: memoryview) -> None:
-        """Write ``buffer`` (whole slots, page-aligned) to ``slot`` and those after it in its segment."""
+    def write(self, slot: int, buffer: memoryview, at: int = 0) -> None:
+        """Write ``buffer`` (whole pages, page-aligned) from byte ``at`` of ``slot`` on, and to the slots
+        after it in its segment."""
         fd, offset = self._place(slot)
         done = 0
         while done < len(buffer):
-            done += os.pwritev(fd, [buffer[done:]], offset + done)
+            done += os.pwritev(fd, [buffer[done:]], offset + at + done)
 
     def sync(self, slots: Iterable[int]) -> None:
         """What was written to these slots survives a power loss."""

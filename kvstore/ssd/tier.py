@@ -92,7 +92,7 @@ class SsdTier:
         catalog = await asyncio.to_thread(Catalog, opened.segments, opened.found, policy, on_dropped)
         disk = Disk(
             opened,
-            threads=threads,
+            depth=threads,
             max_queued_nbytes=max_queued_nbytes,
             deadline_s=io_deadline_s,
             clock=clock,

@@ -8,18 +8,18 @@ So no record ever names a slot whose bytes are not its block's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvstore.keys import BlockKey
 from kvstore.ssd.batch import Batch, Share, runs
 from kvstore.ssd.index import BlockIndex, IndexWriteFailed
-from kvstore.ssd.io_threads import Bytes, IoThreads
+from kvstore.ssd.io_threads import Bytes, IoThreads, Worker
 from kvstore.ssd.record import BlockRecord
-from kvstore.ssd.segments import Segments
+from kvstore.ssd.segments import CALL_NBYTES, Segments
 
 
 @dataclass(slots=True, eq=False)
@@ -102,17 +102,21 @@ class Writing:
         path, offset = self._segments.where(run[0].slot)
         return f"writing {path} at {offset}"
 
-    def _write(self, run: Sequence[NewBlock], buffer: Bytes) -> None:
-        if self._copy_in(run, buffer):
-            nbytes = len(run) * self._segments.shape.slot_nbytes
-            try:
-                self._segments.write(run[0].slot, buffer[:nbytes].data)
-            except OSError as error:
-                for block in run:
-                    block.error = error
-            else:
-                for block in run:
-                    block.is_written = True
+    def _write(self, run: Sequence[NewBlock], worker: Worker) -> None:
+        slots_nbytes = len(run) * self._segments.shape.slot_nbytes
+        pieces = self._in_pieces(run[0], worker.buffer) if len(run) == 1 else self._whole(run, worker.buffer)
+        done = 0
+        try:
+            for piece in pieces:
+                with worker.calling():
+                    self._segments.write(run[0].slot, piece.data, at=done)
+                done += len(piece)
+        except OSError as error:
+            for block in run:
+                block.error = error
+        if done == slots_nbytes:
+            for block in run:
+                block.is_written = True
         with self._lock:
             self._runs_left -= 1
             last = not self._runs_left
@@ -120,11 +124,32 @@ class Writing:
             self.batch.add_jobs(1)
             self._commits.submit(self.batch.job(f"syncing {self._segments.directory}", self._commit))
 
-    def _copy_in(self, run: Sequence[NewBlock], buffer: Bytes) -> bool:
-        """The blocks into the thread's own memory, from where the disk reads faster. False: given up."""
+    # Blocks are copied into the thread's own memory, from where the disk reads faster. The copy ends early
+    # when the batch is given up.
+
+    def _in_pieces(self, block: NewBlock, buffer: Bytes) -> Iterator[Bytes]:
+        """A block's slot, in pieces that stay in the cache until they are written, one after the other."""
+        block_nbytes, slot_nbytes = len(block.source), self._segments.shape.slot_nbytes
+        digest = None if block.checksum is not None else xxh3_64()
+        for at in range(0, slot_nbytes, CALL_NBYTES):
+            if not self.batch.begin_touching():
+                return
+            piece = buffer[: min(CALL_NBYTES, slot_nbytes - at)]
+            part = piece[: block_nbytes - at]
+            np.copyto(part, block.source[at : at + len(part)])
+            self.batch.end_touching()
+            piece[len(part) :] = 0
+            if digest is not None:
+                digest.update(part.data)
+            yield piece
+        if digest is not None:
+            block.checksum = digest.intdigest()
+
+    def _whole(self, run: Sequence[NewBlock], buffer: Bytes) -> Iterator[Bytes]:
+        """The slots of a run of small blocks, as one piece."""
         slot_nbytes = self._segments.shape.slot_nbytes
         if not self.batch.begin_touching():
-            return False
+            return
         for position, block in enumerate(run):
             slot = buffer[position * slot_nbytes : (position + 1) * slot_nbytes]
             block_nbytes = len(block.source)
@@ -133,7 +158,7 @@ class Writing:
             if block.checksum is None:
                 block.checksum = xxh3_64_intdigest(slot[:block_nbytes].data)
         self.batch.end_touching()
-        return True
+        yield buffer[: len(run) * slot_nbytes]
 
     def _commit(self) -> None:
         if self.batch.abandoned:

@@ -250,9 +250,9 @@ class Stall:
         self.opened.set()
         answer = getattr(Segments, name)
 
-        def wait_first(segments: Segments, slot: int, buffer: memoryview) -> None:
+        def wait_first(segments: Segments, slot: int, buffer: memoryview, at: int = 0) -> None:
             self.opened.wait()
-            answer(segments, slot, buffer)
+            answer(segments, slot, buffer, at)
 
         monkeypatch.setattr(Segments, name, wait_first)
 

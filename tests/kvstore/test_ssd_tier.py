@@ -8,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvstore.errors import LayoutError, SsdDirectoryInUse, SsdFormatMismatch, SsdUnusable, StoreError
 from kvstore.eviction import POLICIES
 from kvstore.keys import BlockKey
+from kvstore.layout import OpaqueLayout
 from kvstore.ssd import SsdTier
+from kvstore.ssd.segments import CALL_NBYTES
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import (
     LAYOUT,
@@ -191,3 +194,23 @@ async def test_a_tier_may_become_smaller_or_larger(tmp_path: Path) -> None:
         assert await check_every_block(tier) == 24
         await put_chain(tier, chain(60)[24:], before=chain(24)[-1])
         assert await check_every_block(tier) == 60
+
+
+async def test_blocks_larger_than_one_call_to_the_disk(tmp_path: Path) -> None:
+    layout = OpaqueLayout(2 * CALL_NBYTES + 100, b"large-blocks-16b")
+    blocks = [np.random.default_rng(i).integers(0, 256, layout.block_nbytes, np.uint8) for i in range(3)]
+    keys = chain(3)
+    into = [np.zeros(layout.block_nbytes, np.uint8) for _ in keys]
+    async with await SsdTier.open(tmp_path, layout, capacity_nbytes=32 << 20) as tier:
+        assert all(await tier.put(keys, blocks, parents=parents_of(keys)))
+        assert await tier.get(keys, into) == [True] * 3
+        assert [tier.checksum_of(key) for key in keys] == [xxh3_64_intdigest(block) for block in blocks]
+    assert all(np.array_equal(block, found) for block, found in zip(blocks, into, strict=True))
+    # One bit of the last byte of the last block.
+    with (tmp_path / "segment-00000.kv").open("r+b") as file:
+        file.seek(2 * (2 * CALL_NBYTES + 4096) + layout.block_nbytes - 1)
+        file.write(bytes([blocks[2][-1] ^ 1]))
+    into[2][:] = 7
+    async with await SsdTier.open(tmp_path, layout, capacity_nbytes=32 << 20) as tier:
+        assert await tier.get(keys, into) == [True, True, False]
+    assert (into[2] == 7).all(), "a destination holds bytes that were not verified"
