@@ -29,8 +29,8 @@ hot_released_blocks = Counter(
 )
 prediction_error_percent = Gauge(
     "moonpool_prediction_error_percent",
-    "Absolute error of an estimate in percent of what was measured: a quantile of the latest 256",
-    ["estimate", "quantile"],
+    "Absolute error of an estimate in percent of what was measured: a percentile of the latest 256",
+    ["estimate", "percentile"],
 )
 prediction_error = Histogram(
     "moonpool_prediction_error_ratio",

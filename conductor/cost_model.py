@@ -166,7 +166,7 @@ class CostModel:
         self._histograms = {name: core_metrics.prediction_error.labels(name) for name in self.errors}
         for name, errors in self.errors.items():
             for q in (0.5, 0.9):
-                gauge = core_metrics.prediction_error_percent.labels(name, str(q))
+                gauge = core_metrics.prediction_error_percent.labels(name, f"{100 * q:g}")
                 gauge.set_function(partial(_percent, errors, q))
         self.output_lengths = OutputLengths()
 

@@ -50,6 +50,7 @@ def explain() -> list[OptionRow]:
 
 def load_config(file: Path | None = None, sets: Sequence[str] = ()) -> Config:
     """Defaults, then ``file``, then each ``section.key=value`` of ``sets``, later ones winning.
+    ``section.key=@file`` takes the value from a file.
 
     Raises:
         ConfigError: unknown key, wrong type, impossible value, unreadable file; names the key, where it was
@@ -60,7 +61,7 @@ def load_config(file: Path | None = None, sets: Sequence[str] = ()) -> Config:
         key, equals, text = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item}: write it as section.key=value", item)
-        given[key.strip()] = _Given(text.strip(), f"--set {item}", text=True)
+        given[key.strip()] = _Given(_text(text.strip(), item), f"--set {item}", text=True)
     for key in given:
         if key not in _options():
             raise _unknown(key, given[key].where)
@@ -72,6 +73,16 @@ def load_config(file: Path | None = None, sets: Sequence[str] = ()) -> Config:
         # A section checks itself and does not know who wrote the value.
         where = f"{given[error.key].where}: " if error.key in given else ""
         raise ConfigError(f"{where}{error}", error.key) from None
+
+
+def _text(text: str, item: str) -> str:
+    """What was given, or what stands in the file it names: a secret on a command line is for all to see."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--set {item}: the file cannot be read: {error}", item) from error
 
 
 def to_toml(config: Config) -> str:

@@ -33,6 +33,7 @@ def create_app(context: ApiContext) -> web.Application:
             web.get("/v1/models", pages.models),
             web.get("/v1/models/{name:.+}", pages.model),
             web.get("/v1/cluster", pages.cluster),
+            web.get("/v1/prometheus-targets", pages.prometheus_targets),
             web.get("/v1/index/{node}", pages.index),
             web.get("/v1/requests", pages.requests),
             web.get("/v1/requests/{id}/timeline", pages.timeline),

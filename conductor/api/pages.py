@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from yarl import URL
 
 from conductor.api.context import CONTEXT, ApiContext
 from conductor.api.errors import ApiError
@@ -67,6 +68,17 @@ async def metrics(http: web.Request) -> web.Response:
 async def cluster(http: web.Request) -> web.Response:
     """``GET /v1/cluster``"""
     return reply(http.app[CONTEXT].conductor.cluster())
+
+
+async def prometheus_targets(http: web.Request) -> web.Response:
+    """``GET /v1/prometheus-targets``: the nodes' /metrics, for Prometheus' HTTP service discovery."""
+    targets = []
+    for node in http.app[CONTEXT].conductor.cluster()["nodes"]:
+        if node["metrics_url"]:
+            url = URL(node["metrics_url"])
+            labels = {"node": node["node_id"], "role": node["role"], "__metrics_path__": url.path}
+            targets.append({"targets": [f"{url.host}:{url.port}"], "labels": labels})
+    return reply(targets)
 
 
 async def index(http: web.Request) -> web.Response:

@@ -152,15 +152,15 @@ def test_prediction_errors_report_quantiles_of_the_latest() -> None:
 def test_errors_are_exported_as_percentages() -> None:
     model = CostModel()
 
-    def exported(quantile: str) -> float | None:
-        labels = {"estimate": "ttft", "quantile": quantile}
+    def exported(percentile: str) -> float | None:
+        labels = {"estimate": "ttft", "percentile": percentile}
         return REGISTRY.get_sample_value("moonpool_prediction_error_percent", labels)
 
-    assert math.isnan(exported("0.5") or 0.0)
+    assert math.isnan(exported("50") or 0.0)
     for actual_s in (1.0, 2.0, 4.0):
         model.observe_ttft(1.0, actual_s)
-    assert exported("0.5") == pytest.approx(50.0)
-    assert exported("0.9") == pytest.approx(75.0)
+    assert exported("50") == pytest.approx(50.0)
+    assert exported("90") == pytest.approx(75.0)
 
 
 def test_a_node_that_measured_only_its_tiers_computes_like_any_unknown_one() -> None:

@@ -84,3 +84,10 @@ def test_every_option_is_explained() -> None:
     rows = {row.key: row for row in explain()}
     assert rows["transfer.tcp.streams"].default == 2
     assert all(row.unit and row.meaning for row in rows.values())
+
+
+def test_a_value_may_stand_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s3cret\n")
+    assert load_config(None, [f"transfer.secret=@{tmp_path}/secret"]).transfer.secret == "s3cret"
+    with pytest.raises(ConfigError, match=r"--set transfer\.secret=@.*nothing.*No such file"):
+        load_config(None, [f"transfer.secret=@{tmp_path}/nothing"])

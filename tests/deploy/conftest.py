@@ -1,0 +1,3 @@
+"""The running cluster that what is deployed is checked against."""
+
+from tests.cluster.conftest import client, cluster  # noqa: F401

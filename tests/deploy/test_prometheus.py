@@ -1,0 +1,168 @@
+"""What Prometheus and Grafana are given, against a real Prometheus that scrapes a real cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import yaml
+
+from moonpool.child import Child
+from moonpool.client import Client, Reply
+from moonpool.local_cluster import LocalCluster
+from tests.cluster.conftest import eventually
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
+needs_prometheus = pytest.mark.skipif(
+    not (PROMTOOL and PROMETHEUS), reason="needs prometheus and promtool: apt install prometheus; CI has them"
+)
+
+
+def dashboard_queries() -> list[tuple[str, str]]:
+    """(panel, query) of every target of the dashboard."""
+    dashboard = json.loads((DEPLOY / "grafana/dashboards/moonpool.json").read_text())
+    return [
+        (panel["title"], target["expr"])
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+    ]
+
+
+async def read(url: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.text()
+
+
+async def ask_model(client: Client, prompt: str) -> None:
+    async for _ in client.complete(prompt * 8, Reply(), max_tokens=16):
+        pass
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pages(cluster: LocalCluster, client: Client) -> dict[str, str]:
+    """The /metrics of every process, after some requests."""
+    for _ in range(2):
+        await ask_model(client, "In the beginning God created the heaven ")
+    nodes = (await client.cluster())["nodes"]
+    urls = {"conductor": f"{cluster.url}/metrics"} | {node["node_id"]: node["metrics_url"] for node in nodes}
+    return {name: await read(url) for name, url in urls.items()}
+
+
+@needs_prometheus
+@pytest.mark.parametrize("arguments", [("rules", "alerts.yml"), ("config", "prometheus.yml")])
+def test_promtool_accepts_what_is_deployed(arguments: tuple[str, str]) -> None:
+    assert PROMTOOL is not None
+    kind, name = arguments
+    subprocess.run([PROMTOOL, "check", kind, DEPLOY / "prometheus" / name], check=True)
+
+
+@needs_prometheus
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_metrics_page_is_clean(pages: dict[str, str]) -> None:
+    assert PROMTOOL is not None
+    for name, page in pages.items():
+        done = await asyncio.to_thread(
+            subprocess.run, [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True
+        )
+        # Colons are against the rules, and in the names that vLLM's dashboards look for.
+        said = [line for line in done.stderr.splitlines() if not line.startswith("vllm:")]
+        assert not said, f"{name}: {said}"
+        assert "_created" not in page
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_process_is_named_to_prometheus(cluster: LocalCluster, client: Client) -> None:
+    targets = json.loads(await read(f"{cluster.url}/v1/prometheus-targets"))
+    nodes = {node["node_id"]: node for node in (await client.cluster())["nodes"]}
+    assert {target["labels"]["node"] for target in targets} == nodes.keys()
+    for target in targets:
+        node = nodes[target["labels"]["node"]]
+        assert f"http://{target['targets'][0]}{target['labels']['__metrics_path__']}" == node["metrics_url"]
+        assert target["labels"]["role"] == node["role"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_queries_and_alerts_ask_for_metrics_there_are(pages: dict[str, str]) -> None:
+    known = {"up"}
+    for page in pages.values():
+        for name, kind in re.findall(r"^# TYPE (\S+) (\S+)", page, re.MULTILINE):
+            suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+            known |= {name + suffix for suffix in suffixes}
+    alerts = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
+    asked = [query for _, query in dashboard_queries()]
+    asked += [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
+    names = set(re.findall(r"\b(?:moonpool_|process_|vllm:)\w+", " ".join(asked)))
+    assert len(names) >= 40
+    assert names <= known, names - known
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def prometheus(
+    cluster: LocalCluster, pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[str]:
+    """The URL of a Prometheus as it is deployed, but for the conductor's address and the pace."""
+    directory: Path = tmp_path_factory.mktemp("prometheus")
+    shutil.copytree(DEPLOY / "prometheus", directory, dirs_exist_ok=True)
+    config = (directory / "prometheus.yml").read_text()
+    config = config.replace("conductor:8000", cluster.url.removeprefix("http://"))
+    config = re.sub(r"(scrape|refresh)_interval: \S+", r"\1_interval: 1s", config)
+    (directory / "prometheus.yml").write_text(config)
+    port_file = directory / "stderr"
+    arguments = {
+        "config.file": directory / "prometheus.yml",
+        "storage.tsdb.path": directory / "data",
+        "web.listen-address": "127.0.0.1:0",
+    }
+    command = [str(PROMETHEUS), *(f"--{name}={value}" for name, value in arguments.items())]
+    child = Child("prometheus", command, port_file, speaks=False)
+    await child.start()
+    try:
+
+        async def listens() -> str | None:
+            found = re.search(r"Listening on\W+address=(\S+)", port_file.read_text())
+            return found[1] if found else None
+
+        await eventually(listens)
+        yield f"http://{await listens()}"
+    finally:
+        await child.stop(10.0)
+
+
+@needs_prometheus
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_panel_shows_something(prometheus: str, client: Client) -> None:
+    async def ask(query: str) -> list[Any]:
+        query = query.replace("$__rate_interval", "10s")
+        url = f"{prometheus}/api/v1/query"
+        async with aiohttp.ClientSession() as session, session.get(url, params={"query": query}) as answer:
+            body = await answer.json()
+            assert answer.status == 200, (query, body)
+            return [sample for sample in body["data"]["result"] if sample["value"][1] != "NaN"]
+
+    numbers = itertools.count()
+
+    async def all_show() -> bool:
+        # Rates need something to happen between two scrapes.
+        # And of reuse distances one block in 16 is counted: so each time there are others.
+        await ask_model(client, f"{next(numbers)} And the earth was without form, and void ")
+        empty.clear()
+        empty.extend([(panel, query) for panel, query in dashboard_queries() if not await ask(query)])
+        return not empty
+
+    empty: list[tuple[str, str]] = []
+    try:
+        await eventually(all_show, timeout_s=30)
+    finally:
+        print("without data:", empty)
