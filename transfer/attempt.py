@@ -39,6 +39,7 @@ class Attempt:
         deadline_s: Callable[[], float],
         promised: Sequence[int] | None,
         verify_remote: bool,
+        left_behind: list[int],
         on_spans: Callable[[Index], None] | None,
         on_end: Callable[[Exception | None], None],
     ) -> None:
@@ -51,6 +52,9 @@ class Attempt:
         self.promised = promised
         self.verify_remote = verify_remote
         """Of a write: ask the peer for the checksums of what it now has."""
+        self.left_behind = left_behind
+        """Of a write: numbers of connections, of this attempt or earlier ones of the batch, on which the peer
+        may still be taking bytes of it. It must have ended them before the write is done."""
         self._hold = hold
         self._on_spans = on_spans
         self._on_end = on_end
@@ -84,6 +88,11 @@ class Attempt:
             ended = self._end_if_empty()
         if ended:
             self._finish()
+
+    def expect(self, chunks: int) -> None:
+        """There is more to do than the plan says. Before ``start``, or from inside."""
+        with self._lock:
+            self.chunks_left += chunks
 
     def stop(self, error: Exception) -> None:
         """End it with ``error``, from any thread. The first reason given counts."""

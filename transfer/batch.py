@@ -76,6 +76,7 @@ class Batch:
         self._checksums = checksums
         self._verify_on_network = verify_on_network
         self._notify = notify
+        self._left_behind: list[int] = []
         self._failure: TransferError | None = None
         self._loop = asyncio.get_running_loop()
         self._ends_at = self._loop.time() + deadline_s
@@ -249,6 +250,7 @@ class Batch:
             deadline_s=lambda: self._ends_at_monotonic - time.monotonic(),
             promised=self._checksums,
             verify_remote=verify_remote,
+            left_behind=self._left_behind,
             on_spans=self._on_spans if self._completed is not None else None,
             on_end=lambda error: self._call(_settle, ended, error),
         )

@@ -106,7 +106,7 @@ async def _same_host_paths(
         memory = MappedMemory(await map_region(LIFELINE_ID, LIFELINE_NBYTES), map_region, living_process(pid))
     streams = StreamPath(
         "shm",
-        [functools.partial(_connect_data, agent, target)],
+        [functools.partial(_connect_data, agent, target, None)],
         streams=1,
         slice_nbytes=agent.options.tcp.slice_nbytes,
         # Who may read the peer's memory is most likely readable by it, too; it says so if not.
@@ -177,11 +177,11 @@ def _tcp_path(agent: TransferAgent, target: AgentDescriptor, write_op: Op = Op.W
 
 
 async def _connect_data(
-    agent: TransferAgent, target: AgentDescriptor, address: tuple[str, int] | None = None
+    agent: TransferAgent, target: AgentDescriptor, address: tuple[str, int] | None, number: int
 ) -> socket.socket:
     sock = await _connect(agent, target, address)
     try:
-        await meet_server(sock, target, agent.identity, agent.options.secret, Kind.DATA)
+        await meet_server(sock, target, agent.identity, agent.options.secret, Kind.DATA, number)
     except BaseException:
         sock.close()
         raise

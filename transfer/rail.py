@@ -12,9 +12,11 @@ from transfer.backoff import Backoff
 
 @dataclass(slots=True, eq=False)
 class Rail:
-    """connect: gives a socket after its handshake. num_streams: connections there are now."""
+    """connect: given a number for the connection, gives a socket after its handshake. num_streams: there are
+    so many connections now.
+    """
 
-    connect: Callable[[], Awaitable[socket.socket]]
+    connect: Callable[[int], Awaitable[socket.socket]]
     backoff: Backoff = field(default_factory=Backoff)
     num_streams: int = 0
     connecting: asyncio.Task[None] | None = None

@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
 import numpy as np
@@ -33,6 +33,7 @@ from transfer.wire import (
     Status,
     WireError,
     unpack_fetch,
+    unpack_numbers,
     unpack_sources,
     unpack_spans,
 )
@@ -56,7 +57,7 @@ class StreamServer:
         self.fetch = fetch
         self.slice_nbytes = slice_nbytes
         self._lock = threading.Lock()
-        self._threads: dict[threading.Thread, ByteStream] = {}
+        self._threads: dict[threading.Thread, _ServedStream] = {}
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -66,7 +67,7 @@ class StreamServer:
         served = _ServedStream(byte_stream(sock, self.slice_nbytes), met, self)
         thread = threading.Thread(target=served.run, name=f"serve {met.identity.agent_id}", daemon=True)
         with self._lock:
-            self._threads[thread] = served.stream
+            self._threads[thread] = served
         thread.start()
 
     def ended(self) -> None:
@@ -78,16 +79,33 @@ class StreamServer:
         """End all connections; when it returns, none of their threads is left."""
         with self._lock:
             threads = dict(self._threads)
-        for stream in threads.values():
-            stream.shut()
+        for served in threads.values():
+            served.stream.shut()
         for thread in threads:
             thread.join()
+
+    def end(self, incarnation: bytes, numbers: Collection[int], seconds: float) -> bool:
+        """End a client's connections of these numbers. True: nothing of what came over them is going on any
+        more. False: something still is after ``seconds``.
+        """
+        with self._lock:
+            threads = [
+                thread
+                for thread, served in self._threads.items()
+                if served.met.identity.incarnation == incarnation and served.met.argument in numbers
+            ]
+            for thread in threads:
+                self._threads[thread].stream.shut()
+        until = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0))
+        return not any(thread.is_alive() for thread in threads)
 
 
 class _ServedStream:
     def __init__(self, stream: ByteStream, met: Met, server: StreamServer) -> None:
         self.stream = stream
-        self._met = met
+        self.met = met
         self._server = server
         self._client: Process | None = None
         self._poll = select.poll()
@@ -98,7 +116,7 @@ class _ServedStream:
             while True:
                 self._answer(Request.unpack(self.stream.receive(REQUEST_NBYTES)))
         except (OSError, WireError) as error:
-            _log.debug("data connection of %s ended: %s", self._met.identity.agent_id, error)
+            _log.debug("data connection of %s ended: %s", self.met.identity.agent_id, error)
         finally:
             if self._client is not None:
                 self._client.close()
@@ -108,6 +126,9 @@ class _ServedStream:
     def _answer(self, request: Request) -> None:
         body = self.stream.receive(request.body_nbytes)
         self.stream.receive(request.padding)
+        if request.op is Op.END:
+            self._end(unpack_numbers(body), request.budget_ms / 1000)
+            return
         spans = unpack_spans(body, request.num_spans)
         budget_s = min(request.budget_ms / 1000, _MAX_BUDGET_S)
         deadline = time.monotonic() + budget_s
@@ -132,6 +153,13 @@ class _ServedStream:
         except RegionError as error:
             self._refuse(request, Status.BAD_REGION, error.region_id, error.reason)
         self.stream.limit(0)
+
+    def _end(self, numbers: list[int], seconds: float) -> None:
+        if self.met.argument in numbers:
+            raise WireError("it asked to end the connection it asked on")
+        ended = self._server.end(self.met.identity.incarnation, numbers, min(seconds, _MAX_BUDGET_S))
+        message = b"" if ended else b"its earlier connections do not end"
+        self.stream.send(Reply(Status.OK if ended else Status.FAILED, 0, len(message)).pack() + message)
 
     def _refuse(self, request: Request, status: Status, detail: int, reason: str) -> None:
         if request.op is Op.WRITE:
@@ -166,8 +194,8 @@ class _ServedStream:
     ) -> None:
         """checked: answer with the checksums of what was copied, which this holds."""
         if self._client is None:
-            identity = self._met.identity
-            self._client = readable_process(self._met.pid, identity.lifeline, identity.incarnation)
+            identity = self.met.identity
+            self._client = readable_process(self.met.pid, identity.lifeline, identity.incarnation)
         if self._client is None:
             message = b"the memory of the writing process cannot be read"
             self.stream.send(Reply(Status.FAILED, 0, len(message)).pack() + message)
@@ -192,7 +220,7 @@ class _ServedStream:
             raise ConnectionResetError("the client no longer wants its write")
         ended = os.eventfd(0, os.EFD_CLOEXEC)
         try:
-            reading = self._server.fetch(self._met, spans, sources, budget_s)
+            reading = self._server.fetch(self.met, spans, sources, budget_s)
             reading.add_done_callback(lambda _: os.eventfd_write(ended, 1))
             self._poll.register(ended, select.POLLIN)
             if ended not in dict(self._poll.poll()):

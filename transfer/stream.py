@@ -21,6 +21,7 @@ from transfer.wire import (
     Request,
     Status,
     WireError,
+    pack_end,
     pack_fetch,
     pack_spans,
 )
@@ -65,8 +66,10 @@ class StreamOwner(Protocol):
 class Stream:
     """One connection and the thread that drives it."""
 
-    def __init__(self, path: StreamOwner, stream: ByteStream) -> None:
+    def __init__(self, path: StreamOwner, stream: ByteStream, number: int) -> None:
+        """number: what the peer knows the connection by."""
         self.bytes = stream
+        self.number = number
         self._thread = threading.Thread(target=self._run, name=f"{path.name} stream", daemon=True)
         self._path = path
         self._sent: deque[Task] = deque()
@@ -130,12 +133,16 @@ class Stream:
         return None
 
     def _send(self, task: Task) -> None:
-        attempt, rows = task.attempt, task.attempt.rows(task.chunk)
+        attempt = task.attempt
+        budget_ms = max(1, min(int(attempt.deadline_s() * 1000), (1 << 32) - 1))
+        if task.op is Op.END:
+            self.bytes.send(pack_end(attempt.left_behind, budget_ms))
+            return
+        rows = attempt.rows(task.chunk)
         if task.op is Op.CHECKSUM:
             spans = attempt.remote.take(task.written)
         else:
             spans = Spans(rows.region, rows.offset, rows.nbytes)
-        budget_ms = max(1, min(int(attempt.deadline_s() * 1000), (1 << 32) - 1))
         request = Request(task.op, len(spans), budget_ms, spans.total_nbytes)
         if task.op is Op.WRITE:
             padding = self.bytes.padding(REQUEST_NBYTES + request.body_nbytes, request.nbytes)
@@ -177,6 +184,8 @@ class Stream:
     def _accept(self, task: Task, reply: Reply) -> bool:
         """False when the task needs another request."""
         attempt = task.attempt
+        if task.op is Op.END:
+            return True
         if task.op is Op.PULL_CHECKED:
             task.written = attempt.arrived(task.chunk)
         if task.op in (Op.CHECKSUM, Op.PULL_CHECKED):

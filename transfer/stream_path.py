@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import queue
 import socket
 import threading
@@ -15,7 +16,7 @@ from transfer.rail import Rail
 from transfer.sockets import moved_nbytes
 from transfer.stream import Stream, Task
 from transfer.tls import byte_stream
-from transfer.wire import MAX_REQUEST_SPANS, Op
+from transfer.wire import MAX_REQUEST_SPANS, WRITES, Op
 
 # A chunk costs two turns of the GIL on either side, so as few as possible; small ones where each is verified
 # or followed, while it is in the cache.
@@ -30,6 +31,10 @@ _CONNECT_S = 5.0
 _PROBE_S = 1.0
 
 
+# Of the data connections of this process.
+_NUMBERS = itertools.count(1)
+
+
 class StreamPath:
     """A ``Path`` through data connections, over TCP or a Unix socket.
 
@@ -41,13 +46,13 @@ class StreamPath:
     def __init__(
         self,
         name: str,
-        connects: Sequence[Callable[[], Awaitable[socket.socket]]],
+        connects: Sequence[Callable[[int], Awaitable[socket.socket]]],
         *,
         streams: int,
         slice_nbytes: int,
         write_op: Op = Op.WRITE,
     ) -> None:
-        """connects: one for each address of the peer; gives a socket after its handshake. streams: to each.
+        """connects: one for each address of the peer, see ``Rail``. streams: to each.
         write_op: WRITE, or PULL or FETCH where the peer can reach us.
         """
         self.name = name
@@ -98,7 +103,9 @@ class StreamPath:
         try:
             async with asyncio.timeout(_PROBE_S if self._streams else _CONNECT_S):
                 while rail.num_streams < self._num_streams:
-                    self._add(rail, await rail.connect())
+                    number = next(_NUMBERS)
+                    sock = await rail.connect(number)
+                    self._add(rail, Stream(self, byte_stream(sock, self._slice_nbytes), number))
         except (OSError, TransferError) as error:
             rail.backoff.failed()
             if rail.num_streams:
@@ -107,8 +114,7 @@ class StreamPath:
                 raise PathFailed(self.name, f"cannot connect: {str(error) or 'no answer'}") from error
             raise
 
-    def _add(self, rail: Rail, sock: socket.socket) -> None:
-        stream = Stream(self, byte_stream(sock, self._slice_nbytes))
+    def _add(self, rail: Rail, stream: Stream) -> None:
         with self._lock:
             self._streams[stream] = rail
             rail.num_streams += 1
@@ -138,6 +144,9 @@ class StreamPath:
             if self._streams:
                 for chunk in range(len(attempt.plan.chunks)):
                     self._tasks.put(Task(attempt, chunk, op))
+                if attempt.left_behind:
+                    attempt.expect(1)
+                    self._tasks.put(Task(attempt, len(attempt.plan.chunks), Op.END))
                 return
         attempt.stop(PathFailed(self.name, "its connections broke"))
 
@@ -187,12 +196,18 @@ class StreamPath:
         with self._lock:
             rail = self._streams.pop(stream)
             rail.num_streams -= 1
+            writes = {task.attempt for task in tasks if task.op in WRITES}
+            for attempt in writes:
+                attempt.left_behind.append(stream.number)
             if not stream.kicked and len(self._rails) > 1:
                 rail.backoff.failed()
             if self._streams:
                 if isinstance(error, PathFailed):
                     for task in tasks:
                         self._tasks.put(task)
+                    for attempt in writes:
+                        attempt.expect(1)
+                        self._tasks.put(Task(attempt, len(attempt.plan.chunks), Op.END))
                     return True
                 return False
             orphans = []

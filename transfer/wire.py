@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,11 @@ class Op(enum.IntEnum):
     CHECKSUM = 4  # the reply carries one u64 a span
     FETCH = 5  # the server reads the client's regions over UCX; which bytes of them follows the spans
     PULL_CHECKED = 6  # PULL and CHECKSUM in one: each span is looked at while it is in the cache
+    END = 7  # the server ends other data connections of the client; their numbers (u32) follow, no spans
+
+
+WRITES = frozenset({Op.WRITE, Op.PULL, Op.PULL_CHECKED, Op.FETCH})
+"""Those that change the server's memory."""
 
 
 class Status(enum.IntEnum):
@@ -78,6 +84,7 @@ _REPLY = struct.Struct("<4sBxHIQ")
 REQUEST_NBYTES = _REQUEST.size
 REPLY_NBYTES = _REPLY.size
 _SPAN_NBYTES = 8 + 8 + 4
+_NUMBER_NBYTES = 4
 _SOURCE_NBYTES = {Op.PULL: 8, Op.PULL_CHECKED: 8, Op.FETCH: 8 + 4}
 _REQUEST_MAGIC = b"MPq1"
 _REPLY_MAGIC = b"MPr1"
@@ -104,7 +111,9 @@ class Request:
 
     @property
     def body_nbytes(self) -> int:
-        """Of the spans, and the sources of a PULL or FETCH."""
+        """Of the spans, and the sources of a PULL or FETCH; or of the numbers of an END."""
+        if self.op is Op.END:
+            return _NUMBER_NBYTES * self.num_spans
         return self.num_spans * (_SPAN_NBYTES + _SOURCE_NBYTES.get(self.op, 0))
 
     @classmethod
@@ -143,6 +152,17 @@ class Reply:
         if padding >= PAGE_NBYTES:
             raise WireError(f"padding of {padding} bytes is over the limit")
         return cls(Status(status), detail, nbytes, padding)
+
+
+def pack_end(numbers: Sequence[int], budget_ms: int) -> bytes:
+    """A whole request of kind END."""
+    body = np.array(numbers, np.uint32).tobytes()
+    return Request(Op.END, len(numbers), budget_ms, len(body)).pack() + body
+
+
+def unpack_numbers(body: bytes) -> list[int]:
+    """Of an END."""
+    return [int(number) for number in np.frombuffer(body, np.uint32)]
 
 
 def pack_spans(spans: Spans) -> bytes:

@@ -55,7 +55,8 @@ class Proxy:
         """``see`` is shown all that passes."""
         self._see = see
         self._target = (host, port)
-        self._held = threading.Event()
+        self._plugged = threading.Event()
+        self._plugged.set()
         self.passed_nbytes = 0
         self._listener = socket.create_server((host, 0))
         self._sockets: list[socket.socket] = []
@@ -68,12 +69,12 @@ class Proxy:
         self._threads[-1].start()
 
     def hold(self) -> None:
-        """Nothing that was or is connected gets anything through any more."""
-        self._held.set()
+        """Let nothing through, and tell nobody."""
+        self._plugged.clear()
 
     def release(self) -> None:
-        """Forward what connects from now on."""
-        self._held = threading.Event()
+        """Go on, first with what was held back."""
+        self._plugged.set()
 
     def cut(self) -> None:
         """Break every connection there is; both ends are told."""
@@ -88,21 +89,23 @@ class Proxy:
                 far = socket.create_connection(self._target)
                 self._sockets += [near, far]
                 for source, sink in ((near, far), (far, near)):
-                    self._start(self._forward, source, sink, self._held)
+                    self._start(self._forward, source, sink)
 
-    def _forward(self, source: socket.socket, sink: socket.socket, held: threading.Event) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while (received := source.recv(1 << 16)) and not held.is_set():
+            while received := source.recv(1 << 16):
+                self._plugged.wait()
                 self._see(received)
                 self.passed_nbytes += len(received)
                 sink.sendall(received)
-            if not held.is_set():
-                sink.shutdown(socket.SHUT_WR)
+            self._plugged.wait()
+            sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         for sock in (self._listener, *self._sockets):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        self._plugged.set()
         for thread in self._threads:
             thread.join()
         for sock in (self._listener, *self._sockets):

@@ -159,6 +159,23 @@ async def test_a_rail_that_breaks_hands_its_chunks_to_the_others_at_once(railed:
         assert railed.arrived()
 
 
+async def test_what_a_cut_rail_held_back_of_a_write_never_lands_after_it(railed: Railed) -> None:
+    """The bytes went over another rail meanwhile; by then their place may mean something else."""
+    for turn in range(3):
+        railed.fill("write", turn)
+        cable = railed.cables[1 + turn % 2]
+        batch = railed.move("write", 3)
+        await asyncio.sleep(0.005)
+        cable.hold()
+        await batch
+        assert railed.arrived()
+        railed.theirs.array[:] = 9
+        cable.release()
+        # Late bytes would be here before those that are sent now.
+        await railed.joined()
+        assert (railed.theirs.array == 9).all()
+
+
 @pytest.mark.parametrize("direction", ["read", "write"])
 async def test_when_all_rails_are_cut_the_deadline_ends_it(railed: Railed, direction: str) -> None:
     for cable in railed.cables:

@@ -34,6 +34,7 @@ from transfer import (
     wire,
 )
 from transfer.handshake import meet_server
+from transfer.stream_path import StreamPath
 from transfer.wire import FRAME_HEADER, Kind, Op, Reply, Request, Status, pack_spans
 
 NBYTES = 1 << 20
@@ -245,6 +246,8 @@ def requests(region: int) -> dict[str, tuple[bytes, Status | None]]:
             ask(Op.PULL_CHECKED, (region, 0, 8)) + bytes(8),
             Status.FAILED,
         ),
+        "the end of itself": (wire.pack_end([7, 0], 1000), None),
+        "the end of nothing": (Request(Op.END, 0, 1000, 8).pack(), None),
         "fetch from nowhere": (ask(Op.PULL, (region, 0, 8)) + bytes(8), Status.FAILED),
     }
 
@@ -345,6 +348,23 @@ def test_any_bytes_are_a_message_or_refused(
         assert message.nbytes <= wire.MAX_CHECKED_NBYTES
         assert message.padding < wire.PAGE_NBYTES
     assert kind.unpack(message.pack()).pack() == message.pack()
+
+
+async def test_nobody_ends_the_connections_of_others(served: Served) -> None:
+    """A client names its own connections by number; another one's are not among them."""
+    loop = asyncio.get_running_loop()
+    await served.works()
+    (path,) = (await served.client.connect(served.server.describe())).paths
+    assert isinstance(path, StreamPath)
+    streams = set(path._streams)
+    async with await start("other") as other:
+        others = Served(served.server, served.region, other)
+        sock = await others.meet(Kind.DATA)
+        await loop.sock_sendall(sock, wire.pack_end(range(1, 4097), 1000))
+        assert Reply.unpack(await exactly(sock, wire.REPLY_NBYTES)).status is Status.OK
+        sock.close()
+    await served.works()
+    assert set(path._streams) == streams
 
 
 async def test_those_who_announce_much_cost_little(served: Served) -> None:
