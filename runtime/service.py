@@ -62,7 +62,7 @@ def run_service(main: ServiceMain, argv: Sequence[str] | None = None, *, role: s
         print(f"moonpool {role}: {error}", file=sys.stderr)
         return 2
     # A time of creation beside each counter would nearly double a scrape, and nobody reads it.
-    disable_created_metrics()
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     setup_logging(config.log, config.node.id or role)
     end_tracing = setup_tracing(config.tracing, config.node.id or role)
     faulthandler.enable()
