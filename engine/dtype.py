@@ -5,24 +5,33 @@ from __future__ import annotations
 import torch
 
 from engine.config import ModelConfig
+from engine.device import CpuDevice, Device
 from runtime.errors import ConfigError
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def choose_device(option: str) -> torch.device:
-    """``auto`` is the GPU where there is one. Raises ConfigError for a GPU that is not there."""
-    available = torch.cuda.is_available()
-    if option == "cuda" and not available:
-        raise ConfigError("model.device is cuda, but torch sees no CUDA device here: use auto or cpu")
-    return torch.device("cuda" if available and option != "cpu" else "cpu")
+def choose_device(option: str) -> Device:
+    """``auto`` is the first GPU where there is one. Raises ConfigError for a GPU that is not there."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if option == "cpu" or (option == "auto" and not num_gpus):
+        return CpuDevice()
+    wanted = torch.device("cuda" if option == "auto" else option)
+    if (wanted.index or 0) >= num_gpus:
+        raise ConfigError(
+            f"model.device is {option}, but torch sees {num_gpus or 'no'} CUDA devices here: use auto or cpu",
+            "model.device",
+        )
+    from engine.cuda_device import CudaDevice
+
+    return CudaDevice(wanted)
 
 
-def choose_dtype(option: str, config: ModelConfig, device: torch.device) -> str:
+def choose_dtype(option: str, config: ModelConfig, device: Device) -> str:
     """``auto``: on a GPU what the checkpoint is stored in, on a CPU float32.
 
     The rule must not depend on a measurement at start: nodes that choose differently cannot exchange blocks.
     """
     if option != "auto":
         return option
-    return config.stored_dtype if device.type == "cuda" else "float32"
+    return "float32" if device.torch.type == "cpu" else config.stored_dtype

@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from engine.block_pool import BlockPool
 from engine.config import ModelConfig
+from engine.device import Device
 from engine.dtype import choose_device, choose_dtype
 from engine.errors import DuplicateSequence, EngineClosed, PoolTooSmall, SequenceTooLong, UnknownToken
 from engine.events import StepEvent
@@ -67,19 +69,23 @@ class Engine:
         model_options: ModelOptions | None = None,
         *,
         pool_memory: npt.NDArray[np.uint8] | None = None,
+        device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Reads the checkpoint's configuration, not yet its weights.
 
         ``pool_memory``: uint8, the memory the KV pool lives in (on a CPU; rounded down to whole blocks);
-        None: ``options.pool_nbytes`` of the engine's own.
+        None: ``options.pool_nbytes`` of the engine's own. ``device``: None means what ``model_options`` say.
 
-        Raises CheckpointError, UnsupportedModel or PoolTooSmall.
+        On a GPU with ``options.pool_nbytes`` 0, ``pool`` and ``max_model_len`` exist from ``start`` on: what
+        fits is known with the weights loaded.
+
+        Raises CheckpointError, UnsupportedModel, PoolTooSmall, or ConfigError for a device that is not there.
         """
         self.config = model if isinstance(model, ModelConfig) else ModelConfig.from_checkpoint(model)
         self.options = options
         model_options = model_options or ModelOptions()
-        self.device = choose_device(model_options.device)
+        self.device = choose_device(model_options.device) if device is None else device
         self.dtype = choose_dtype(model_options.dtype, self.config, self.device)
         self.layout = KVLayout(
             num_layers=self.config.num_layers,
@@ -89,46 +95,68 @@ class Engine:
             dtype=self.dtype,
         )
         self.model_fingerprint = fingerprint(self.config.path)
-        pool_nbytes = options.pool_nbytes if pool_memory is None else pool_memory.nbytes
-        num_blocks = pool_nbytes // self.layout.block_nbytes
-        if num_blocks == 0:
-            raise PoolTooSmall(pool_nbytes, self.layout.block_nbytes)
-        self.max_model_len = min(
-            model_options.max_model_len or self.config.max_position,
-            self.config.max_position,
-            num_blocks * options.block_size,
-        )
-        self.pool = BlockPool(num_blocks, options.block_size, on_freed=self._freed)
         self.on_step: Callable[[list[StepEvent]], None] | None = None
+        self._on_full: Callable[[Sequence, int], None] | None = None
         self._pool_memory = pool_memory
         self._clock = clock
-        self._scheduler = Scheduler(
-            self.pool,
-            max_batch_size=options.max_batch_size,
-            max_batch_tokens=options.max_batch_tokens,
-            max_len=self.max_model_len,
-        )
+        self._longest = min(model_options.max_model_len or self.config.max_position, self.config.max_position)
+        self._num_blocks = self._known_num_blocks()
+        if self._num_blocks is not None:
+            self._divide_pool(self._num_blocks)
         self._reservations = Reservations(self._take_for, self.release)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moonpool-step")
         self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
+    def _known_num_blocks(self) -> int | None:
+        """None: as many as will fit. Raises PoolTooSmall."""
+        if self._pool_memory is not None:
+            nbytes = self._pool_memory.nbytes
+        elif self.device.memory() is None:
+            nbytes = self.options.host_pool_nbytes
+        elif not self.options.pool_nbytes:
+            return None
+        else:
+            nbytes = self.options.pool_nbytes
+        if nbytes < self.layout.block_nbytes:
+            raise PoolTooSmall(nbytes, self.layout.block_nbytes)
+        return nbytes // self.layout.block_nbytes
+
+    def _divide_pool(self, num_blocks: int) -> None:
+        options = self.options
+        self.max_model_len = min(self._longest, num_blocks * options.block_size)
+        self.pool = BlockPool(num_blocks, options.block_size, on_freed=self._freed)
+        self._scheduler = Scheduler(
+            self.pool,
+            max_batch_size=options.max_batch_size,
+            max_batch_tokens=options.max_batch_tokens,
+            max_len=self.max_model_len,
+        )
+        self._scheduler.on_full = self._on_full
+
     @property
     def on_full(self) -> Callable[[Sequence, int], None] | None:
         """Called with a sequence and the first of its blocks that are full now, before they are sealed."""
-        return self._scheduler.on_full
+        return self._on_full
 
     @on_full.setter
     def on_full(self, callback: Callable[[Sequence, int], None] | None) -> None:
-        self._scheduler.on_full = callback
+        self._on_full = self._scheduler.on_full = callback
+
+    @property
+    def pool_tensor(self) -> Tensor:
+        """The pool's bytes where they are: uint8 [num_blocks, block_nbytes]. From ``start`` on."""
+        assert self._loop is not None, "the pool is laid out by start"
+        pool = self._loop.runner.pool
+        return pool.view(torch.uint8).view(pool.shape[0], -1)
 
     async def start(self, progress: Progress | None = None) -> None:
-        """Load the weights, measure the cost profile, begin stepping.
+        """Load the weights, lay the pool out, measure the cost profile, begin stepping.
 
         ``progress(nbytes_done, nbytes_total, tensor_name)`` is called on the loop's thread while loading.
         Raises CheckpointError naming the tensor that is missing, truncated or of the wrong shape; the engine
-        can then only be closed.
+        can then only be closed. So it does GpuMemoryShort where the pool does not fit beside them.
         """
         # OpenMP keeps its thread count per calling thread, and steps run on this one and on the worker.
         torch.set_num_threads(self.options.threads)
@@ -144,14 +172,16 @@ class Engine:
                 self.options,
                 dtype=self.dtype,
                 device=self.device,
-                num_blocks=self.pool.num_blocks,
-                max_len=self.max_model_len,
+                num_blocks=self._num_blocks,
+                max_len=self._longest,
                 pool_memory=self._pool_memory,
                 progress=report,
             )
             return runner, runner.measure_costs(self._clock)
 
         runner, costs = await loop.run_in_executor(self._worker, load)
+        if self._num_blocks is None:
+            self._divide_pool(runner.num_blocks)
         self._loop = StepLoop(
             self._scheduler, self._reservations, runner, costs, self._worker, self._clock, self._report
         )

@@ -41,6 +41,19 @@ class PoolTooSmall(EngineError):
         self.block_nbytes = block_nbytes
 
 
+class GpuMemoryShort(EngineError):
+    """The GPU has not got the memory asked for; ``room_nbytes`` is what would fit."""
+
+    def __init__(self, wanted_nbytes: int, room_nbytes: int, why: str) -> None:
+        super().__init__(
+            f"the GPU has room for {room_nbytes:,} bytes of KV blocks, {wanted_nbytes:,} are needed ({why}): "
+            "lower engine.pool_nbytes, engine.max_batch_tokens or engine.max_batch_size, raise "
+            "engine.gpu_memory, or stop what else runs there"
+        )
+        self.wanted_nbytes = wanted_nbytes
+        self.room_nbytes = room_nbytes
+
+
 class OutOfBlocks(EngineError):
     """More blocks were asked for than are free or can be evicted. Nothing was allocated."""
 

@@ -125,7 +125,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
 
     async def _start(self, agent: TransferAgent) -> None:
         config, self.agent = self.config, agent
-        region = agent.allocate(config.engine.pool_nbytes, "pool")
+        region = agent.allocate(config.engine.host_pool_nbytes, "pool")
         self.engine = engine = Engine(
             config.model.directory, config.engine, config.model, pool_memory=region.array
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.decode_graphs import DecodeGraphs
+from engine.device import Device
 from engine.dtype import TORCH_DTYPES
+from engine.gpu_memory import choose_num_blocks
 from engine.inputs import BatchInputs
-from engine.model import Model
+from engine.model import Model, StepInputs
 from engine.plan import Plan, StepOutput
 from engine.profile import CostProfile, measure
 from engine.sampler import SamplingBatch, describe, sample
@@ -24,6 +28,15 @@ from runtime.options import EngineOptions
 _LOGIT_ROWS = 64
 
 
+@dataclass(slots=True)
+class _Step:
+    """What a step gives: token_ids int64 [num_sampled], in host memory once the step has ended."""
+
+    token_ids: Tensor | None
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+
+
 class ModelRunner:
     """The model, its KV pool and the step's inputs. One call at a time, from any thread."""
 
@@ -33,51 +46,84 @@ class ModelRunner:
         options: EngineOptions,
         *,
         dtype: str,
-        device: torch.device,
-        num_blocks: int,
+        device: Device,
         max_len: int,
+        num_blocks: int | None,
         pool_memory: npt.NDArray[np.uint8] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Load the weights and lay the pool over ``pool_memory`` (on a GPU it has memory of its own)."""
+        """Load the weights and lay the pool over ``pool_memory`` (on a GPU it has memory of its own).
+
+        ``num_blocks``: None is for a GPU: as many as fit beside what the largest step needs. ``max_len`` is
+        lowered to what the pool holds.
+
+        Raises CheckpointError, and GpuMemoryShort where not all of it fits.
+        """
         torch.set_num_threads(options.threads)
         self.config = config
         self.options = options
         self.device = device
-        self.max_len = max_len
-        self.model = Model(
-            config,
-            Checkpoint(config.path, progress),
-            dtype=TORCH_DTYPES[dtype],
-            device=device,
-            max_len=max_len,
-        )
-        self.pool = self._make_pool(num_blocks, TORCH_DTYPES[dtype], pool_memory)
+        self._dtype = TORCH_DTYPES[dtype]
+        checkpoint = Checkpoint(config.path, progress)
+        self.model = device.run(
+            lambda: Model(config, checkpoint, dtype=self._dtype, device=device.torch, max_len=max_len)
+        ).wait()
+        self.num_blocks = choose_num_blocks(self, num_blocks)
+        self.max_len = min(max_len, self.num_blocks * options.block_size)
+        self.pool = device.run(lambda: self._make_pool(pool_memory)).wait()
         self._inputs = BatchInputs(
             max_batch_size=options.max_batch_size,
             max_batch_tokens=options.max_batch_tokens,
-            max_len=max_len,
+            max_len=self.max_len,
             block_size=options.block_size,
             device=device,
         )
         self._sampling: SamplingBatch | None = None
         self._sampling_version = -1
+        self._graphs: DecodeGraphs | None = None
+        if device.runs_ahead and options.decode_graphs:
+            self._graphs = DecodeGraphs(
+                device,
+                self._inputs,
+                lambda inputs: self.model.logits(self.model.forward(inputs, self.pool)),
+                max_batch_size=min(options.max_batch_size, options.max_batch_tokens),
+            )
 
     def execute(self, plan: Plan) -> StepOutput:
-        """Compute the plan's tokens, writing their KV. After an error their blocks hold undefined bytes."""
-        with torch.inference_mode():
-            inputs = self._inputs.prepare(plan)
-            hidden = self.model.forward(inputs, self.pool)
-            if not plan.chunks:
-                token_ids, logprobs = sample(self.model.logits(hidden), self._decode_sampling(plan))
-                return StepOutput(token_ids, logprobs, {})
-            return self._finish_with_chunks(plan, hidden)
+        """Compute the plan's tokens, writing their KV. After an error their blocks hold undefined bytes.
+
+        When this returns the device has ended the step, so that what reads its blocks next, a transfer or a
+        copy, need not wait for anything.
+        """
+        step = self.device.run(lambda: self._compute(plan)).wait()
+        token_ids = [] if step.token_ids is None else step.token_ids.tolist()
+        return StepOutput(token_ids, step.logprobs, step.prompt_logprobs)
 
     def measure_costs(self, clock: Callable[[], float]) -> CostProfile:
         """Time steps of several shapes. Uses the pool's memory: call it before anything else does."""
         return measure(self, clock)
 
-    def _finish_with_chunks(self, plan: Plan, hidden: Tensor) -> StepOutput:
+    @torch.inference_mode()
+    def _compute(self, plan: Plan) -> _Step:
+        """Launch the step. Nothing here may need a value that the device computes, but for logprobs."""
+        if not plan.chunks:
+            if self._graphs is not None:
+                logits = self._graphs.run(plan)
+            else:
+                logits = self._logits(self._forward(plan, self._inputs.prepare(plan)), None)
+            token_ids, logprobs = sample(logits, self._decode_sampling(plan))
+            return _Step(self.device.download(token_ids), logprobs, {})
+        return self._finish_with_chunks(plan, self._forward(plan, self._inputs.prepare(plan)))
+
+    def _forward(self, plan: Plan, inputs: StepInputs) -> Tensor:
+        """The last hidden states of the step's tokens: [num_tokens, hidden]."""
+        return self.model.forward(inputs, self.pool)
+
+    def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """Of all rows of ``hidden``, or of those named: [n, vocab]."""
+        return self.model.logits(hidden if rows is None else hidden[rows])
+
+    def _finish_with_chunks(self, plan: Plan, hidden: Tensor) -> _Step:
         """Sample what decodes and what ends its prompt here; describe prompt tokens where asked for."""
         num_decodes = len(plan.decodes)
         rows = list(range(num_decodes))
@@ -92,31 +138,32 @@ class ModelRunner:
                 rows.append(end - 1)
                 last_chunks.append(chunk.sequence)
         if not rows:
-            return StepOutput([], [], prompt_logprobs)
-        logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
-        token_ids: list[int] = []
+            return _Step(None, [], prompt_logprobs)
+        logits = self._logits(hidden, self.device.upload(torch.tensor(rows)))
+        token_ids: list[Tensor] = []
         logprobs: list[TokenLogprobs | None] = []
         if num_decodes:
-            token_ids, logprobs = sample(logits[:num_decodes], self._decode_sampling(plan))
+            some, logprobs = sample(logits[:num_decodes], self._decode_sampling(plan))
+            token_ids.append(some)
         if last_chunks:
             batch = SamplingBatch(last_chunks, self.config.vocab_size, self.device)
-            more_ids, more = sample(logits[num_decodes:], batch)
+            some, more = sample(logits[num_decodes:], batch)
             if logprobs or more:
-                logprobs = (logprobs or [None] * num_decodes) + (more or [None] * len(more_ids))
-            token_ids = token_ids + more_ids
-        return StepOutput(token_ids, logprobs, prompt_logprobs)
+                logprobs = (logprobs or [None] * num_decodes) + (more or [None] * len(last_chunks))
+            token_ids.append(some)
+        return _Step(self.device.download(torch.cat(token_ids)), logprobs, prompt_logprobs)
 
     def _describe_prompt(self, hidden: Tensor, sequence: Sequence, start: int) -> list[TokenLogprobs]:
         """hidden: [n, hidden] of tokens start … start + n - 1, each of which predicts the prompt token after
         it.
         """
         targets = sequence.token_ids[start + 1 : min(start + len(hidden) + 1, sequence.num_prompt_tokens)]
-        tokens = torch.from_numpy(targets.astype(np.int64)).to(self.device)
+        tokens = self.device.upload(torch.from_numpy(targets.astype(np.int64)))
         num_top = max(sequence.sampling.num_logprobs, 0)
         rows: list[TokenLogprobs] = []
         for first in range(0, len(tokens), _LOGIT_ROWS):
             some = tokens[first : first + _LOGIT_ROWS]
-            raw = self.model.logits(hidden[first : first + len(some)]).float()
+            raw = self._logits(hidden[first : first + len(some)], None).float()
             rows += describe(raw, some, [num_top] * len(some))
         return rows
 
@@ -127,10 +174,10 @@ class ModelRunner:
             self._sampling_version = plan.version
         return self._sampling
 
-    def _make_pool(self, num_blocks: int, dtype: torch.dtype, memory: npt.NDArray[np.uint8] | None) -> Tensor:
+    def _make_pool(self, memory: npt.NDArray[np.uint8] | None) -> Tensor:
         config, block_size = self.config, self.options.block_size
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        if memory is None or self.device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        nbytes = int(np.prod(shape)) * dtype.itemsize
-        return torch.from_numpy(memory[:nbytes]).view(dtype).view(shape)
+        shape = (self.num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        if memory is None or self.device.torch.type != "cpu":
+            return torch.zeros(shape, dtype=self._dtype, device=self.device.torch)
+        nbytes = int(np.prod(shape)) * self._dtype.itemsize
+        return torch.from_numpy(memory[:nbytes]).view(self._dtype).view(shape)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.device import Device
 from engine.sequence import Sequence, TokenLogprobs
 from kernels import argmax_rows
 
@@ -19,13 +20,13 @@ _GROUP_ELEMENTS = 1 << 18  # logits sampled at once on a CPU: a megabyte
 class SamplingBatch:
     """The sampling parameters of a list of sequences as tensors, made once while the list stays the same."""
 
-    def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, sequences: list[Sequence], vocab_size: int, device: Device) -> None:
         self.plain = all(sequence.sampling.plain_greedy for sequence in sequences)
         self.groups: list[tuple[int, int, _Group]] = []  # (first row, end row, parameters)
         if self.plain:
             return
         # Temporaries of many megabytes are mapped, zeroed and unmapped by the system at every step.
-        size = max(1, _GROUP_ELEMENTS // vocab_size) if device.type == "cpu" else len(sequences)
+        size = max(1, _GROUP_ELEMENTS // vocab_size) if not device.runs_ahead else len(sequences)
         for first in range(0, len(sequences), size):
             some = sequences[first : first + size]
             self.groups.append((first, first + len(some), _Group(some, vocab_size, device)))
@@ -34,7 +35,7 @@ class SamplingBatch:
 class _Group:
     """Rows of a batch that are sampled together. "Drawn" rows are those that are not greedy."""
 
-    def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, sequences: list[Sequence], vocab_size: int, device: Device) -> None:
         self.plain = all(sequence.sampling.plain_greedy for sequence in sequences)
         if self.plain:
             return
@@ -66,7 +67,7 @@ class _Group:
     def uniforms(self) -> Tensor:
         """A number in [0, 1) for each drawn row: float64 [num_drawn, 1], a hash of (seed, output index)."""
         index = np.array([sequence.num_output_tokens for sequence in self._drawn], np.uint64)
-        return torch.from_numpy(uniform(self._seeds, index)[:, None]).to(self._device)
+        return self._device.upload(torch.from_numpy(uniform(self._seeds, index)[:, None]))
 
     def adjust(self, logits: Tensor) -> Tensor:
         """logits: float32 [n, vocab]. Returns them with min_tokens, bias and penalties applied, the original
@@ -80,7 +81,7 @@ class _Group:
                 scores[i, list(sequence.stop_ids)] = float("-inf")
         for i in self._biased:
             bias = self._sequences[i].sampling.logit_bias
-            scores[i, list(bias)] += torch.tensor(list(bias.values()), device=self._device)
+            scores[i, list(bias)] += self._device.upload(torch.tensor(list(bias.values())))
         if self._penalized:
             self._penalize(scores)
         return scores
@@ -96,8 +97,8 @@ class _Group:
             prompt, output = np.split(sequence.token_ids, [sequence.num_prompt_tokens])
             counts.append(np.bincount(output, minlength=vocab_size))
             in_prompt.append(np.bincount(prompt, minlength=vocab_size) > 0)
-        self._counts = torch.from_numpy(np.stack(counts)).float().to(self._device)
-        self._in_prompt = torch.from_numpy(np.stack(in_prompt)).to(self._device)
+        self._counts = self._device.upload(torch.from_numpy(np.stack(counts)).float())
+        self._in_prompt = self._device.upload(torch.from_numpy(np.stack(in_prompt)))
         self._counted = [self._sequences[i].num_tokens for i in self._penalized]
 
     def _penalize(self, scores: Tensor) -> None:
@@ -117,35 +118,36 @@ class _Group:
         scores[self._penalized] = rows
 
     def _rows(self, rows: list[int]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.long, device=self._device)
+        return self._device.upload(torch.tensor(rows, dtype=torch.long))
 
     def _column(self, values: list[float] | list[int]) -> Tensor:
         """float32 [n, 1]"""
-        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+        return self._device.upload(torch.tensor(values, dtype=torch.float32)[:, None])
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenLogprobs | None]]:
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, list[TokenLogprobs | None]]:
     """logits: [n, vocab], row i of the batch's sequence i.
 
-    Returns n tokens, and n logprobs (or an empty list where no sequence asked for any).
+    Returns int64 [n], the tokens, where the logits are; and n logprobs (or an empty list where no sequence
+    asked for any), for which a GPU is waited for.
     """
     if batch.plain:
-        return argmax_rows(logits).tolist(), _NO_LOGPROBS
-    token_ids: list[int] = []
+        return argmax_rows(logits), _NO_LOGPROBS
+    chosen: list[Tensor] = []
     logprobs: list[TokenLogprobs | None] = [None] * len(logits)
     for first, end, group in batch.groups:
         rows = logits[first:end]
         if group.plain:
-            token_ids += argmax_rows(rows).tolist()
+            chosen.append(argmax_rows(rows))
             continue
         raw = rows.float()
         tokens = _choose(group.adjust(raw), group)
-        token_ids += tokens.tolist()
+        chosen.append(tokens)
         if group.logprob_rows:
             asked = group.logprob_rows
             for i, entry in zip(asked, describe(raw[asked], tokens[asked], group.num_logprobs), strict=True):
                 logprobs[first + i] = entry
-    return token_ids, logprobs
+    return torch.cat(chosen), logprobs
 
 
 def _choose(scores: Tensor, group: _Group) -> Tensor:

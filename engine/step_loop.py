@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from engine.events import StepEvent
 from engine.metrics import DECODE_SECONDS, PREFILL_SECONDS
@@ -19,7 +20,7 @@ from engine.sequence import FinishReason, Sequence, State
 log = logging.getLogger(__name__)
 
 # A step predicted to take less runs on the loop's own thread: there and back to the worker is 0.1 ms on an
-# idle machine and several on a busy one.
+# idle machine and several on a busy one. Not on a GPU, where the time is spent waiting.
 INLINE_STEP_S = 0.004
 
 
@@ -65,44 +66,60 @@ class StepLoop:
 
     async def run(self) -> None:
         """Until ``closing``; then every sequence ends as CANCELLED. Raises what ``report`` raises."""
+        events: list[StepEvent] = []  # of the last step, not told yet
         while not self.closing:
             self._wake.clear()
             # Sequences that ran before and were preempted come before those that have not started.
             if not self.scheduler.waiting:
                 self.reservations.grant()
             plan = self.scheduler.schedule()
-            events = [] if plan is None else await self._step(plan)
-            self._tell(events)
             if plan is None:
+                self._tell(events)
+                events = []
                 await self._wake.wait()
+                continue
+            begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
+            for chunk in plan.chunks:
+                chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
+            if predicted_s > INLINE_STEP_S or self.runner.device.runs_ahead:
+                result = await self._run_in_worker(plan, events)
+                # They are told while the next step runs, so that a GPU does not wait for it.
+                events = self._take_in(plan, begun_s, predicted_s, result)
             else:
+                self._tell(events)
+                self._tell(self._take_in(plan, begun_s, predicted_s, partial(self._execute, plan)))
+                events = []
                 # Let the loop serve its sockets between two steps.
                 await asyncio.sleep(0)
-        events = []
         for sequence in list(self.sequences.values()):
-            self.scheduler.finish(sequence, FinishReason.CANCELLED, events)
+            if sequence.state is not State.FINISHED:
+                self.scheduler.finish(sequence, FinishReason.CANCELLED, events)
         self._tell(events)
 
-    async def _step(self, plan: Plan) -> list[StepEvent]:
-        """Run the plan and take its results in; a failure ends the sequences of this step, no others."""
-        begun_s = self._clock()
-        predicted_s = self.costs.predict_s(plan)
-        for chunk in plan.chunks:
-            chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
+    async def _run_in_worker(self, plan: Plan, events: list[StepEvent]) -> Callable[[], StepOutput]:
+        """Run the plan, and tell the events of the step before meanwhile."""
+        self._in_worker = plan
+        step = asyncio.get_running_loop().run_in_executor(self._worker, self._execute, plan)
         try:
-            if predicted_s <= INLINE_STEP_S:
-                output = self._execute(plan)
-            else:
-                self._in_worker = plan
-                output = await asyncio.get_running_loop().run_in_executor(self._worker, self._execute, plan)
+            self._tell(events)
+        finally:
+            # Also when nobody can be told any more: what ends the engine ends the pool's memory.
+            await asyncio.wait((step,))
+            self._in_worker = None
+        return step.result
+
+    def _take_in(
+        self, plan: Plan, begun_s: float, predicted_s: float, result: Callable[[], StepOutput]
+    ) -> list[StepEvent]:
+        """What the step's results mean; a failure ends the sequences of this step, no others."""
+        try:
+            output = result()
             ended_s = self._clock()
             events = self.scheduler.postprocess(plan, output, ended_s)
         except Exception as error:
             log.exception("a step of %d sequences failed", len(plan.decodes) + len(plan.chunks))
             self.num_failed_steps += 1
             return self._fail(plan, error)
-        finally:
-            self._in_worker = None
         for chunk in plan.chunks:
             chunk.sequence.chunks.append((begun_s, ended_s, chunk.num_tokens))
         self.num_steps += 1

@@ -96,7 +96,7 @@ def shared_memory(config: Config) -> Finding:
     except FileNotFoundError:
         return Finding("/dev/shm", "slow", "absent", "mount a tmpfs there")
     nodes = config.cluster.prefill + config.cluster.decode
-    needed = nodes * config.engine.pool_nbytes
+    needed = nodes * config.engine.host_pool_nbytes
     fact = f"{free / 2**30:.1f} GiB free"
     if free < needed:
         advice = f"the nodes' pools want {needed / 2**30:.1f} GiB; in a container: --shm-size"

@@ -59,7 +59,7 @@ def check_memory(config: Config) -> None:
     """Raises ``TooLittleMemory``: the pools of all nodes are more than what is free."""
     nodes = config.cluster.prefill + config.cluster.decode
     lent = config.store.host.capacity_nbytes + config.store_node.object_nbytes
-    needed = nodes * config.engine.pool_nbytes + config.cluster.store * lent
+    needed = nodes * config.engine.host_pool_nbytes + config.cluster.store * lent
     available = psutil.virtual_memory().available
     if needed > available:
         raise TooLittleMemory(needed, available)

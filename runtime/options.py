@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class ModelOptions:
     dtype: str = option(
         "auto", "name", "auto, float32, bfloat16 or float16; auto: the fastest measured for the device"
     )
-    device: str = option("auto", "name", "auto, cpu or cuda")
+    device: str = option("auto", "name", "auto, cpu, cuda or cuda:0, cuda:1 …; auto: the first GPU, if any")
     max_model_len: int = option(0, "tokens", "longest prompt plus output; 0: the checkpoint's own limit")
 
     def __post_init__(self) -> None:
@@ -47,7 +48,8 @@ class ModelOptions:
             "auto, float32, bfloat16 or float16",
             self.dtype,
         )
-        _require(self.device in ("auto", "cpu", "cuda"), "model.device", "auto, cpu or cuda", self.device)
+        known = self.device in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:\d+", self.device)
+        _require(bool(known), "model.device", "auto, cpu, cuda or cuda:NUMBER", self.device)
         _require(self.max_model_len >= 0, "model.max_model_len", "0 or more", self.max_model_len)
 
     @property
@@ -64,7 +66,17 @@ class ModelOptions:
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     block_size: int = option(16, "tokens", "tokens a KV block")
-    pool_nbytes: int = option(256 << 20, "bytes", "memory for the paged KV pool of one node")
+    pool_nbytes: int = option(
+        0,
+        "bytes",
+        "memory for a node's paged KV pool; 0: 256 MiB, on a GPU what engine.gpu_memory leaves",
+    )
+    gpu_memory: float = option(
+        0.9, "fraction", "on a GPU: how much of its memory one node may take in all, weights included"
+    )
+    decode_graphs: bool = option(
+        True, "flag", "on a GPU: record decode steps at the start, once a batch size, and replay them"
+    )
     max_batch_size: int = option(64, "sequences", "most sequences in one step")
     max_batch_tokens: int = option(
         512, "tokens", "most tokens in one step; longer prompts are computed in chunks"
@@ -78,8 +90,15 @@ class EngineOptions:
             "a power of two from 8 to 512",
             self.block_size,
         )
-        for name in ("pool_nbytes", "max_batch_size", "max_batch_tokens", "threads"):
+        for name in ("max_batch_size", "max_batch_tokens", "threads"):
             _require(getattr(self, name) > 0, f"engine.{name}", "positive", getattr(self, name))
+        _require(self.pool_nbytes >= 0, "engine.pool_nbytes", "0 or more", self.pool_nbytes)
+        _require(0 < self.gpu_memory <= 1, "engine.gpu_memory", "above 0, at most 1", self.gpu_memory)
+
+    @property
+    def host_pool_nbytes(self) -> int:
+        """The pool of a node that computes on CPUs."""
+        return self.pool_nbytes or 256 << 20
 
 
 EVICTION_POLICIES = ("lru", "lfu", "length-aware", "s3fifo", "sieve", "prefix")

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from engine import Engine, FinishReason, Sampling, Sequence, StepEvent
+from engine.device import CpuDevice
 from runtime.options import EngineOptions, ModelOptions
 
 # Two threads on a busy core wait for each other.
@@ -158,16 +159,20 @@ class Driver:
 
 @pytest.fixture
 def serve() -> Callable[..., Any]:
-    """async with serve(path, block_size=…, dtype=…) as driver; afterwards no block may be held."""
+    """async with serve(path, block_size=…, dtype=…) as driver; afterwards no block may be held.
+
+    ``device``: another than the CPU. ``num_blocks=0``: as many as fit there.
+    """
 
     @asynccontextmanager
     async def run(path: Path, **words: Any) -> Any:
         model = {k: words.pop(k) for k in ("dtype", "max_model_len") if k in words}
-        num_blocks = words.pop("num_blocks", 128)
+        num_blocks, device = words.pop("num_blocks", 128), words.pop("device", CpuDevice())
         words.setdefault("block_size", 8)
-        probe = Engine(path, EngineOptions(**words), ModelOptions(device="cpu", **model))
-        words["pool_nbytes"] = num_blocks * probe.layout.block_nbytes
-        engine = Engine(path, EngineOptions(**words), ModelOptions(device="cpu", **model))
+        if num_blocks:
+            probe = Engine(path, EngineOptions(**words), ModelOptions(**model), device=CpuDevice())
+            words["pool_nbytes"] = num_blocks * probe.layout.block_nbytes
+        engine = Engine(path, EngineOptions(**words), ModelOptions(**model), device=device)
         driver = Driver(engine)
         await engine.start()
         try:

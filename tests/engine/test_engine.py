@@ -97,16 +97,6 @@ async def test_preemption_loses_nothing(checkpoint, serve) -> None:
         assert any(event.preempted for result in results for event in result.events)
 
 
-async def test_inputs_that_are_copied_to_a_device_are_the_same(checkpoint, serve) -> None:
-    """What a GPU gets: block tables copied when they change, the rest at every step."""
-    batch = [prompt(n, seed=n) for n in (5, 16, 30)]
-    expected = [checkpoint.greedy(tokens, 40) for tokens in batch]
-    async with serve(checkpoint.path, num_blocks=16, max_batch_tokens=24) as driver:
-        driver.engine._loop.runner._inputs._copies = True
-        results = await driver.run(*(driver.sequence(tokens, max_tokens=40) for tokens in batch))
-        assert [result.token_ids for result in results] == expected
-
-
 async def test_equal_prompts_at_once_share_their_blocks_in_the_end(checkpoint, serve) -> None:
     tokens = prompt(40)
     expected = checkpoint.greedy(tokens, 20)

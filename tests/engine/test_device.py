@@ -1,0 +1,136 @@
+"""What a GPU changes: steps end later than they are launched, decode steps are padded and replayed, the pool
+is as large as what is left. Told by a device that does its work late, on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import State
+from engine.decode_graphs import padded_sizes
+from engine.device import DeviceMemory
+from engine.errors import GpuMemoryShort
+from engine.gpu_memory import CONTEXT_NBYTES, Needs, pool_room
+from tests.engine.late_device import LateDevice
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def checkpoint(make_checkpoint: Callable[..., Any]) -> Any:
+    return make_checkpoint("llama")
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 160, n).tolist()
+
+
+@pytest.mark.parametrize("decode_graphs", [True, False])
+async def test_the_tokens_are_the_same(checkpoint, serve, decode_graphs) -> None:
+    """Also with too few blocks for all: sequences come, go and move between the rows of a batch."""
+    batch = [prompt(n, seed=n) for n in (5, 16, 30, 2, 9)]
+    expected = [checkpoint.greedy(tokens, 40) for tokens in batch]
+    device = LateDevice()
+    words = {"num_blocks": 20, "max_batch_tokens": 24, "max_batch_size": 5, "decode_graphs": decode_graphs}
+    async with serve(checkpoint.path, device=device, **words) as driver:
+        results = await driver.run(*(driver.sequence(tokens, max_tokens=40) for tokens in batch))
+        assert [result.token_ids for result in results] == expected
+        assert driver.engine.stats().num_preemptions > 0
+    assert (device.num_replays > 40) == decode_graphs
+
+
+async def test_sampled_tokens_and_logprobs_are_the_same(checkpoint, serve) -> None:
+    words = [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 5}, {"temperature": 1.2, "num_logprobs": 3}]
+    said = []
+    for device in ({}, {"device": LateDevice()}):
+        async with serve(checkpoint.path, **device) as driver:
+            some = [
+                driver.sequence(prompt(9 + i), max_tokens=20, **more, request_id=f"r{i}")
+                for i, more in enumerate(words)
+            ]
+            results = await driver.run(*some)
+            said.append([[(e.token_id, e.logprobs and e.logprobs.rank) for e in r.events] for r in results])
+    assert said[0] == said[1]
+
+
+async def test_nothing_is_sealed_before_the_device_has_ended_the_step(checkpoint, serve) -> None:
+    """A chunk that samples nothing is no exception, though nothing of it comes back to the host."""
+    device = LateDevice()
+    async with serve(checkpoint.path, device=device, max_batch_tokens=16) as driver:
+        sealed: list[int] = []
+        driver.engine.pool.on_sealed = lambda block, key: sealed.append(block)
+        sequence = driver.sequence(prompt(40), max_tokens=2)
+        device.steps.hold()
+        given = device.steps.num_given
+        driver.engine.add(sequence)
+        for n in range(3):
+            await device.steps.until_given(given + n + 1)
+            assert len(sealed) == 2 * n, "a block was given its key before its kernels had run"
+            device.steps.let(1)
+        device.steps.release()
+        await driver.until(lambda: sequence.key in driver.results and sequence.state is State.FINISHED)
+        assert len(sealed) == 5
+
+
+async def test_a_step_is_told_while_the_next_one_runs(checkpoint, serve) -> None:
+    device = LateDevice()
+    async with serve(checkpoint.path, device=device) as driver:
+        sequence = driver.sequence(prompt(5), max_tokens=30)
+        device.steps.hold()
+        given = device.steps.num_given
+        driver.engine.add(sequence)
+        for n in range(3):
+            await device.steps.until_given(given + n + 1)
+            said = driver.results.get(sequence.key)
+            assert (said.token_ids if said else []) == checkpoint.greedy(prompt(5), n)
+            device.steps.let(1)
+        assert driver.engine.cancel(*sequence.key)
+        device.steps.release()
+
+
+async def test_a_pool_of_what_fits(checkpoint, serve) -> None:
+    device = LateDevice(DeviceMemory(2 * GIB, 2 * GIB, 100 << 20))
+    async with serve(checkpoint.path, num_blocks=0, device=device) as driver:
+        engine = driver.engine
+        nbytes = engine.pool.num_blocks * engine.layout.block_nbytes
+        assert 0.2 * GIB < nbytes < 0.9 * 2 * GIB - CONTEXT_NBYTES
+        assert engine.pool_tensor.shape == (engine.pool.num_blocks, engine.layout.block_nbytes)
+        (result,) = await driver.run(driver.sequence(prompt(20), max_tokens=4))
+        assert result.token_ids == checkpoint.greedy(prompt(20), 4)
+
+
+async def test_a_pool_that_does_not_fit_says_what_would(checkpoint, serve) -> None:
+    full = LateDevice(DeviceMemory(80 * GIB, 1 * GIB, 1 << 20))
+    with pytest.raises(GpuMemoryShort, match=r"0 blocks of 8 tokens would fit"):
+        async with serve(checkpoint.path, num_blocks=0, device=full):
+            pass
+    small = LateDevice(DeviceMemory(2 * GIB, 2 * GIB, 1 << 20))
+    with pytest.raises(GpuMemoryShort, match=r"engine\.gpu_memory") as caught:
+        async with serve(checkpoint.path, num_blocks=1_000_000, device=small):
+            pass
+    assert 0 < caught.value.room_nbytes < caught.value.wanted_nbytes
+
+
+def test_the_room_for_a_pool() -> None:
+    needs = Needs(weights_nbytes=16 * GIB, step_nbytes=2 * GIB, graphs_nbytes=1 * GIB)
+    alone = DeviceMemory(total_nbytes=100 * GIB, free_nbytes=83 * GIB, held_nbytes=16 * GIB)
+    assert pool_room(alone, 0.9, needs) == 90 * GIB - 16 * GIB - CONTEXT_NBYTES - 3 * GIB
+    # Two that take half each get the same, whoever came first, as long as neither takes more than its share.
+    second = DeviceMemory(total_nbytes=100 * GIB, free_nbytes=39 * GIB, held_nbytes=16 * GIB)
+    assert pool_room(second, 0.45, needs) == pool_room(alone, 0.45, needs)
+    crowded = DeviceMemory(total_nbytes=100 * GIB, free_nbytes=10 * GIB, held_nbytes=16 * GIB)
+    assert pool_room(crowded, 0.9, needs) == 10 * GIB - 2 * GIB - 3 * GIB
+    assert pool_room(DeviceMemory(100 * GIB, 1 * GIB, 16 * GIB), 0.9, needs) == 0
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 64, 100, 256])
+def test_padded_sizes(most: int) -> None:
+    sizes = padded_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for n in range(1, most + 1):
+        size = next(size for size in sizes if size >= n)
+        assert size <= max(n + 31, 2 * n) and (n > 64 or size <= max(n + 7, 2 * n))
