@@ -201,7 +201,9 @@ class TlsOptions:
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    transports: tuple[str, ...] = option(("local", "shm", "tcp"), "names", "transports to offer, best first")
+    transports: tuple[str, ...] = option(
+        ("local", "cuda-ipc", "shm", "tcp"), "names", "transports to offer, best first"
+    )
     checksum: bool = option(True, "flag", "verify every block's checksum where it arrives")
     deadline_s: float = option(10.0, "seconds", "longest a batch may take")
     secret: str = option("", "text", "shared secret a peer must prove to know; empty: none")
@@ -216,7 +218,7 @@ class TransferOptions:
             "without ucx where transfer.tls is set: UCX does not encrypt",
             "ucx",
         )
-        known = ("local", "shm", "tcp", "ucx")
+        known = ("local", "cuda-ipc", "shm", "tcp", "ucx")
         for name in self.transports:
             _require(name in known, "transfer.transports", f"names out of {', '.join(known)}", name)
         _require(self.deadline_s > 0, "transfer.deadline_s", "positive", self.deadline_s)

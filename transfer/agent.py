@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from runtime.options import TransferOptions
 from transfer import libc, metrics
+from transfer.adopted import SupportsCuda, SupportsDLPack
 from transfer.agent_memory import AgentMemory
 from transfer.connecting import connect_peer, writer_of
 from transfer.control import Control
@@ -24,7 +25,7 @@ from transfer.listener import Listener
 from transfer.local_link import AGENTS
 from transfer.notification import Notification, Notifications
 from transfer.peer import Peer
-from transfer.region import Region, RegionTable, SupportsDLPack
+from transfer.region import Region, RegionTable
 from transfer.serving import StreamServer
 from transfer.span import Spans
 from transfer.tls import tls_contexts
@@ -90,7 +91,7 @@ class TransferAgent:
         return agent
 
     def _listen(self) -> None:
-        if "shm" in self.options.transports:
+        if {"shm", "cuda-ipc"}.intersection(self.options.transports):
             # Where Yama lets only a parent read its children's memory, say that peers of the same user may
             # read ours.
             libc.allow_readers()
@@ -122,12 +123,20 @@ class TransferAgent:
         self._raise_if_closed()
         return self.memory.allocate(nbytes, name)
 
-    def register(self, buffer: Buffer | SupportsDLPack, *, name: str = "", writable: bool = True) -> Region:
+    def register(
+        self, buffer: Buffer | SupportsDLPack | SupportsCuda, *, name: str = "", writable: bool = True
+    ) -> Region:
         """A region of memory the caller owns, without a copy: anything contiguous in host memory that has
-        the buffer protocol or speaks DLPack, such as a numpy array or a torch tensor.
+        the buffer protocol or speaks DLPack, such as a numpy array or a torch tensor; or in the memory of a
+        CUDA device, with DLPack or ``__cuda_array_interface__``.
 
-        The region keeps the buffer alive until it is closed. Raises ValueError when it is not contiguous, is
-        empty, on a device, or read-only where ``writable`` is asked for.
+        The region keeps the buffer alive until it is closed; memory of a device also until peers that have
+        mapped it let it go. Nothing here waits for streams of the caller: bytes on a device must be final
+        before a peer is told of them, and kernels must be done with old bytes before a read is asked to
+        replace them. When a batch has ended, whatever is launched then sees its bytes.
+
+        Raises ValueError when it is not contiguous, is empty, or read-only where ``writable`` is asked for;
+        CudaUnavailable when there is no CUDA runtime.
         """
         self._raise_if_closed()
         return self.memory.register(buffer, name, writable)

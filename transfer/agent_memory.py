@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 from runtime.options import TransferOptions
 from transfer import memory
+from transfer.adopted import SupportsCuda, SupportsDLPack, adopt, adopt_device, is_on_device
 from transfer.control import Control
+from transfer.cuda.library import load_cuda
+from transfer.cuda.regions import CudaRegions
 from transfer.host import loopback_only
 from transfer.lifeline import Lifeline, readable_by_peers
+from transfer.lingering import Lingering
 from transfer.local_link import LocalLink
 from transfer.peer_memory import LIFELINE_ID
-from transfer.region import Region, RegionTable, SupportsDLPack, adopt
+from transfer.region import Region, RegionTable
 from transfer.ucx.library import load_ucx
 from transfer.ucx.regions import UcxRegions
 from transfer.ucx.worker import UcxWorker
@@ -37,6 +41,9 @@ class AgentMemory:
         # Anonymous memory has huge pages, so it is preferred wherever peers can read it.
         self._backing: memory.Backing = "anonymous" if readable_by_peers() else "memfd"
         self.ucx = self._start_ucx(options) if "ucx" in options.transports else None
+        self.cuda: CudaRegions | None = None
+        """From the first region in a device's memory on: using CUDA costs a process some of that."""
+        self._lingering = Lingering(self._forget)
 
     def _start_ucx(self, options: TransferOptions) -> UcxRegions | None:
         ucx = load_ucx()
@@ -53,18 +60,33 @@ class AgentMemory:
             raise ValueError(f"a region needs at least one byte, not {nbytes}")
         return self._add(name, memory.allocate(nbytes, name, self._backing), True)
 
-    def register(self, buffer: Buffer | SupportsDLPack, name: str, writable: bool) -> Region:
+    def register(self, buffer: Buffer | SupportsDLPack | SupportsCuda, name: str, writable: bool) -> Region:
         """See ``TransferAgent.register``."""
+        if is_on_device(buffer):
+            return self._register_on_device(buffer, name, writable)
         return self._add(name, adopt(buffer, writable), writable)
+
+    def _register_on_device(self, buffer: object, name: str, writable: bool) -> Region:
+        cuda = load_cuda() if self.cuda is None else self.cuda.cuda
+        region = self.regions.add(name, adopt_device(buffer, writable, cuda), writable)
+        if self.cuda is None:
+            assert region.device is not None
+            self.cuda = CudaRegions(cuda, region.device)
+            self.regions.staging = self.cuda.staging
+            for other in self.regions:
+                self.cuda.pin(other)
+        return region
 
     def _add(self, name: str, region_memory: memory.Memory, writable: bool) -> Region:
         region = self.regions.add(name, region_memory, writable)
-        if self.ucx is not None:
-            try:
+        try:
+            if self.ucx is not None:
                 self.ucx.add(region)
-            except BaseException:
-                region.close()
-                raise
+            if self.cuda is not None:
+                self.cuda.pin(region)
+        except BaseException:
+            region.close()
+            raise
         return region
 
     def info(self, region_id: int) -> RegionInfo:
@@ -75,6 +97,11 @@ class AgentMemory:
         if region is None:
             return RegionInfo(region_id, False, False, False, 0, 0)
         key = b"" if self.ucx is None else self.ucx.key(region_id)
+        if region.device is not None and self.cuda is not None:
+            ipc = self.cuda.handle(region)
+            return RegionInfo(
+                region_id, True, region.writable, False, region.nbytes, region.address, b"", True, ipc
+            )
         shared = region.fd >= 0
         return RegionInfo(region_id, True, region.writable, shared, region.nbytes, region.address, key)
 
@@ -89,17 +116,21 @@ class AgentMemory:
 
     def let_go(self, control: Control, region_id: int) -> None:
         """A peer reads a closed region no more."""
-        if self.ucx is not None:
-            self.ucx.let_go(control, region_id)
+        self._lingering.let_go(control, region_id)
 
     def gone(self, control: Control) -> None:
         """A connection has ended."""
+        self._lingering.gone(control)
+
+    def _forget(self, region_id: int) -> None:
         if self.ucx is not None:
-            self.ucx.gone(control)
+            self.ucx.forget(region_id)
+        if self.cuda is not None:
+            self.cuda.forget(region_id)
 
     def _closed(self, region: Region) -> None:
-        if self.ucx is not None:
-            self.ucx.closed(region, set(self._controls))
+        if self.ucx is not None or region.device is not None:
+            self._lingering.add(region, set(self._controls))
         for control in list(self._controls):
             control.region_closed(region.id)
         for link in list(self.local_links):
@@ -110,4 +141,6 @@ class AgentMemory:
         self.regions.close()
         if self.ucx is not None:
             self.ucx.close()
+        if self.cuda is not None:
+            self.cuda.close()
         self.lifeline.close()

@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from transfer.checksum import checksums
 from transfer.errors import ChecksumMismatch
 from transfer.plan import Plan, Rows
 from transfer.region import Hold
@@ -55,7 +54,8 @@ class Attempt:
         self.left_behind = left_behind
         """Of a write: numbers of connections, of this attempt or earlier ones of the batch, on which the peer
         may still be taking bytes of it. It must have ended them before the write is done."""
-        self._hold = hold
+        self.hold = hold
+        """The regions here."""
         self._on_spans = on_spans
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ class Attempt:
     def _finish(self) -> None:
         for callback in self._afterwards:
             callback()
-        self._hold.release()
+        self.hold.release()
         self._on_end(self.error)
 
     def afterwards(self, callback: Callable[[], None]) -> None:
@@ -134,7 +134,7 @@ class Attempt:
     def local_spans(self, rows: Rows) -> Spans:
         """Which bytes of our regions ``rows`` are."""
         region, offset = np.zeros(len(rows), np.uint32), rows.address.copy()
-        for held in self._hold.regions:
+        for held in self.hold.regions:
             first, end = np.uint64(held.address), np.uint64(held.address + held.nbytes)
             inside = (region == 0) & (rows.address >= first) & (rows.address + rows.nbytes <= end)
             region[inside] = held.id
@@ -175,7 +175,7 @@ class Attempt:
             self._on_spans(spans)
 
     def _local_checksums(self, spans: Index) -> list[int]:
-        return checksums(self.local.take(spans), self._hold.buffer)
+        return self.hold.checksums(self.local.take(spans))
 
 
 def compare(spans: Index, promised: Sequence[int] | Mapping[int, int], found: Sequence[int]) -> None:

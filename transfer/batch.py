@@ -27,6 +27,7 @@ from transfer.path import Path
 from transfer.plan import Plan
 from transfer.span import U64, Index, Spans, check_bounds, region_ids, spans_in
 from transfer.stall import StallWatch
+from transfer.wire import RegionInfo
 
 if TYPE_CHECKING:
     from transfer.peer import Peer
@@ -168,17 +169,17 @@ class Batch:
         return path
 
     async def _move(self) -> Path:
-        await self._check_remote()
+        infos = await self._check_remote()
         tries: dict[str, int] = {}
         interruptions = 0
         reasons: list[str] = []
         while True:
-            path = next(
-                (p for p in self._peer.paths.ranked() if tries.get(p.name, 0) < _MAX_TRIES_A_PATH), None
-            )
+            carriers = self._carriers(infos)
+            path = next((path for path in carriers if tries.get(path.name, 0) < _MAX_TRIES_A_PATH), None)
             if path is None:
+                reasons = reasons or ["none of transfer.transports moves bytes to and from such memory"]
                 raise PeerLost(self._peer.agent_id, "; ".join(reasons[-4:]))
-            elsewhere = any(p is not path and not tries.get(p.name) for p in self._peer.paths)
+            elsewhere = any(p is not path and not tries.get(p.name) for p in carriers)
             error = await self._try(path, elsewhere=elsewhere)
             if error is None:
                 return path
@@ -204,10 +205,17 @@ class Batch:
             self._peer.paths.succeeded(path, self.nbytes, time.perf_counter() - started)
         return ended_with
 
-    async def _check_remote(self) -> None:
+    def _carriers(self, infos: list[RegionInfo]) -> list[Path]:
+        """The paths for it, best first."""
+        # One that is closed meanwhile ends the attempt.
+        ours = [region for region_id in self._local_regions if (region := self._peer.regions.find(region_id))]
+        return [path for path in self._peer.paths.ranked() if path.carries(self._direction, ours, infos)]
+
+    async def _check_remote(self) -> list[RegionInfo]:
         """The remote spans, as far as we know the peer's regions; the peer itself checks again where it
-        can.
+        can. Returns what is known.
         """
+        infos = []
         for region_id in self._remote_regions:
             info = await self._peer.link.region(region_id)
             where = spans_in(self._remote, region_id, self._remote_regions)
@@ -217,6 +225,8 @@ class Batch:
             if self._direction == "write" and not info.writable:
                 raise SpanError(int(where[0]), f"region {region_id} of {self._peer.agent_id} is read-only")
             check_bounds(self._remote, region_id, info.nbytes, where)
+            infos.append(info)
+        return infos
 
     async def _attempt(self, path: Path, *, elsewhere: bool) -> Exception | None:
         """Returns what it ended with. Until then nobody else may touch the spans, cancelled or not."""

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer.control import Control
+from transfer.cuda.ipc import CudaIpcPath, IpcMemory
+from transfer.cuda.regions import CudaRegions
 from transfer.descriptor import AgentDescriptor
 from transfer.errors import PathFailed, PeerLost
 from transfer.handshake import meet_server, receive_descriptor
@@ -54,7 +56,7 @@ async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
         return peer(link=link, paths=[LocalPath(agent.pool, there.regions)])
 
     failures: list[str] = []
-    if "shm" in names and target.unix_name and target.boot_id == boot_id():
+    if {"shm", "cuda-ipc"}.intersection(names) and target.unix_name and target.boot_id == boot_id():
         # Being reachable under a name of this network namespace is the proof that it is this host.
         try:
             control = await _connect_control(agent, target)
@@ -104,17 +106,38 @@ async def _same_host_paths(
     else:
         map_region = functools.partial(_map_region, agent, target)
         memory = MappedMemory(await map_region(LIFELINE_ID, LIFELINE_NBYTES), map_region, living_process(pid))
-    streams = StreamPath(
-        "shm",
-        [functools.partial(_connect_data, agent, target, None)],
+    streams = functools.partial(
+        StreamPath,
+        connects=[functools.partial(_connect_data, agent, target, None)],
         streams=1,
         slice_nbytes=agent.options.tcp.slice_nbytes,
-        # Who may read the peer's memory is most likely readable by it, too; it says so if not.
-        write_op=Op.PULL if process is not None else Op.WRITE,
     )
-    path = ShmPath(agent.pool, identity, memory, control.known_region, streams)
+    paths: list[Path] = []
+    for name in names:
+        if name == "cuda-ipc":
+            writes = streams("cuda-ipc", device_write_op=Op.FETCH)
+            paths.append(_cuda_ipc_path(agent, control, memory, writes))
+        elif name == "shm":
+            # Who may read the peer's memory is most likely readable by it, too; it says so if not.
+            reads_us = Op.PULL if process is not None else Op.WRITE
+            shm = ShmPath(
+                agent.pool, identity, memory, control.known_region, streams("shm", write_op=reads_us)
+            )
+            control.on_region_closed(shm.forget)
+            paths.append(shm)
+    return [*paths, *_network_paths(agent, target, control, names)]
+
+
+def _cuda_ipc_path(
+    agent: TransferAgent, control: Control, memory: PeerMemory, writes: StreamPath | None
+) -> CudaIpcPath:
+    def cuda() -> CudaRegions | None:
+        return agent.memory.cuda
+
+    identity, mapped = control.met.identity, IpcMemory(memory, cuda)
+    path = CudaIpcPath(agent.pool, identity, mapped, control.known_region, writes, cuda)
     control.on_region_closed(path.forget)
-    return [path, *_network_paths(agent, target, control, names)]
+    return path
 
 
 async def _map_region(
@@ -152,18 +175,24 @@ def _network_paths(
 
 
 def writer_of(agent: TransferAgent, control: Control) -> Peer:
-    """The other side of a connection it made to us, to read from over UCX. Raises PathFailed."""
-    if agent.memory.ucx is None:
-        raise PathFailed("ucx", "is not in use here")
-    identity, worker = control.met.identity, agent.memory.ucx.worker
-    peer = (identity.agent_id, identity.incarnation)
-    path = UcxPath(worker, peer, control.region, control.known_region, None)
-    control.on_region_closed(path.forget)
+    """The other side of a connection it made to us, to read from what it writes. Raises PathFailed."""
+    identity = control.met.identity
+    paths: list[Path] = []
+    process = readable_process(control.met.pid, identity.lifeline, identity.incarnation)
+    if "cuda-ipc" in agent.options.transports and process is not None:
+        paths.append(_cuda_ipc_path(agent, control, ProcessMemory(process, identity), None))
+    if agent.memory.ucx is not None:
+        peer = (identity.agent_id, identity.incarnation)
+        ucx = UcxPath(agent.memory.ucx.worker, peer, control.region, control.known_region, None)
+        control.on_region_closed(ucx.forget)
+        paths.append(ucx)
+    if not paths:
+        raise PathFailed("fetch", "the memory of the writing process cannot be reached")
     return Peer(
         identity.agent_id,
         identity.epoch,
         link=control,
-        paths=[path],
+        paths=paths,
         regions=agent.regions,
         verify=False,
         owns_link=False,

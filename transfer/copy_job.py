@@ -33,7 +33,7 @@ def copy_chunking(nbytes: int, observed: bool) -> tuple[int, int]:
 
 
 class Copy(Protocol):
-    """``memory_copy.copy_from`` for some process, or ``copy_here``."""
+    """``memory_copy.copy_from`` for some process, ``copy_here``, or what moves device memory."""
 
     def __call__(self, to: U64, source: U64, nbytes: U64, wanted: Callable[[], bool]) -> bool: ...
 
@@ -50,8 +50,11 @@ class CopyJob:
         *,
         verify: Callable[[Index], None],
         conclude: Callable[[OSError | None], None],
+        waits: bool = False,
     ) -> None:
         """to, source: addresses of the attempt's rows. verify: called with spans that are complete.
+
+        waits: a copy sleeps until a device is done, so no event loop can wait, and no processor is busy.
 
         conclude: called by each thread after its last copy, with what the kernel said if that failed; raises
         the TransferError that ends the attempt.
@@ -62,11 +65,15 @@ class CopyJob:
         self._copy = copy
         self._verify = verify
         self._conclude = conclude
+        self._waits = waits
         self._chunks = itertools.count()
 
     def start(self, pool: CopyPool) -> None:
         """Run it: small ones here and now, others on the pool's threads."""
         plan = self._attempt.plan
+        if self._waits:
+            pool.submit(self._run)
+            return
         if plan.nbytes <= _INLINE_NBYTES and len(plan.rows) <= _INLINE_ROWS:
             self._run()
             return

@@ -25,7 +25,7 @@ from transfer.errors import AccessDenied, PeerLost, StaleEpoch
 from transfer.tls import receive_some, send_all
 from transfer.wire import Kind, WireError
 
-VERSION = 1
+VERSION = 2
 _HELLO = struct.Struct("<4sHBx16s32sQ16sIH")
 _CHALLENGE = struct.Struct("<4sHBx16s32sQH")
 _PROOF = struct.Struct("<32sQ")

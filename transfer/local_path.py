@@ -6,13 +6,14 @@ import functools
 from collections.abc import Sequence
 
 from transfer.attempt import Attempt, Direction, compare
-from transfer.checksum import checksums
 from transfer.copy_job import CopyJob, copy_chunking
 from transfer.copy_pool import CopyPool
+from transfer.cuda.copy import direct_copy
 from transfer.errors import PathFailed, RegionError, SpanError
 from transfer.memory_copy import copy_here
-from transfer.region import Hold, RegionTable
+from transfer.region import Hold, Region, RegionTable
 from transfer.span import Index, Spans, region_ids
+from transfer.wire import RegionInfo
 
 
 class LocalPath:
@@ -28,6 +29,9 @@ class LocalPath:
 
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
         return copy_chunking(nbytes, observed)
+
+    def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
+        return True
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         pass
@@ -47,13 +51,15 @@ class LocalPath:
         except SpanError as error:
             attempt.stop(SpanError(attempt.plan.span_at(error.index), error.reason))
             return
+        on_device = next((h for h in (attempt.hold, hold) if h.device is not None), None)
         CopyJob(
             attempt,
             rows.address if reads else there,
             there if reads else rows.address,
-            copy_here,
+            copy_here if on_device is None else direct_copy(on_device),
             verify=attempt.verify_arrival if reads else functools.partial(_verify_there, attempt, hold),
             conclude=self._conclude,
+            waits=on_device is not None,
         ).start(self._pool)
 
     def _conclude(self, failure: OSError | None) -> None:
@@ -72,4 +78,4 @@ class LocalPath:
 
 def _verify_there(attempt: Attempt, hold: Hold, spans: Index) -> None:
     if attempt.promised is not None and len(spans):
-        compare(spans, attempt.promised, checksums(attempt.remote.take(spans), hold.buffer))
+        compare(spans, attempt.promised, hold.checksums(attempt.remote.take(spans)))

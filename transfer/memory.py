@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from transfer import libc
 
-Backing = Literal["anonymous", "memfd", "registered"]
+Backing = Literal["anonymous", "memfd", "registered", "cuda"]
 
 HUGE_PAGE_NBYTES = 2 << 20
 # A mapping whose file another process can shrink kills its reader with SIGBUS: sealed files only.
@@ -33,11 +33,38 @@ class Memory:
     backing: Backing
     fd: int
     owner: object = None
+    device = None
+
+    @property
+    def address(self) -> int:
+        return address_of(self.array)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.array)
 
     def close(self) -> None:
         """Give up the descriptor. The bytes go when nobody refers to ``array`` any more."""
         if self.fd >= 0:
             os.close(self.fd)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Of the CUDA device with the ordinal ``device``: no array, because the processor cannot reach it.
+
+    Freed with ``owner``.
+    """
+
+    address: int
+    nbytes: int
+    device: int
+    owner: object
+    backing: Backing = "cuda"
+    fd: int = -1
+
+    def close(self) -> None:
+        """Nothing to give up."""
 
 
 def allocate(nbytes: int, name: str, backing: Backing) -> Memory:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from transfer.attempt import Attempt, Direction
+from transfer.region import Region
+from transfer.wire import RegionInfo
 
 
 class Path(Protocol):
@@ -13,11 +15,14 @@ class Path(Protocol):
 
     @property
     def name(self) -> str:
-        """local, shm or tcp."""
+        """local, cuda-ipc, shm, ucx or tcp."""
 
     @property
     def networked(self) -> bool:
         """Bytes leave the host, so that writes are verified at the other end unless that is turned off."""
+
+    def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
+        """Whether it can move bytes between these regions, by where they lie."""
 
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
         """(most bytes, most rows) of the chunks it wants a batch of ``nbytes`` cut into.

@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer.copy_job import Copy
+from transfer.cuda.copy import bounced
 from transfer.handshake import Identity
 from transfer.lifeline import Process, lifeline_parts
 from transfer.memory import address_of
 from transfer.memory_copy import copy_from, copy_here
+from transfer.region import Hold
 from transfer.wire import RegionInfo
 
 LIFELINE_ID = 0
@@ -24,9 +26,8 @@ LIFELINE_ID = 0
 
 
 class PeerMemory(Protocol):
-    @property
-    def copy(self) -> Copy:
-        """Copies from the addresses that ``base`` gives."""
+    def copier(self, hold: Hold) -> Copy:
+        """Copies from the addresses that ``base`` gives to memory of ``hold``."""
 
     async def reach(self, region: RegionInfo) -> bool:
         """Get ready to read ``region``. False: it cannot be read this way."""
@@ -50,10 +51,12 @@ class ProcessMemory:
     def __init__(self, process: Process, peer: Identity) -> None:
         self._process = process
         self._peer = peer
-        self.copy: Copy = functools.partial(copy_from, process.pid)
+
+    def copier(self, hold: Hold) -> Copy:
+        return bounced(hold, functools.partial(copy_from, self._process.pid))
 
     async def reach(self, region: RegionInfo) -> bool:
-        return True
+        return not region.on_device
 
     def base(self, region: RegionInfo) -> tuple[int, object]:
         return region.address, None
@@ -88,7 +91,9 @@ class MappedMemory:
         self._process = process
         self._mapping = asyncio.Lock()
         self._maps: dict[int, npt.NDArray[np.uint8]] = {}
-        self.copy: Copy = copy_here
+
+    def copier(self, hold: Hold) -> Copy:
+        return bounced(hold, copy_here)
 
     async def reach(self, region: RegionInfo) -> bool:
         async with self._mapping:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
 
-from transfer.dlpack import tensor_bytes
+from transfer.checksum import checksums
+from transfer.cuda.staging import Staging, StagingPool
 from transfer.errors import RegionError, SpanError, TransferError
-from transfer.memory import Memory, address_of
+from transfer.memory import DeviceMemory, Memory
 from transfer.span import U32, U64, Spans, check_bounds, region_ids, spans_in
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-
-class SupportsDLPack(Protocol):
-    def __dlpack__(self) -> object: ...
-
 
 # A use that was told to stop must be gone in this time: it is between two system calls, or its socket was
 # shut.
@@ -33,24 +26,39 @@ class Region:
     """Registered memory. ``id`` is never used again in the agent's life, so a stale span cannot name new
     memory.
 
-    buffer: the bytes, a memoryview of format B; array: the same, uint8 [nbytes].
+    device: the ordinal of the CUDA device whose memory it is; None: the host's.
     """
 
-    def __init__(self, table: RegionTable, region_id: int, name: str, memory: Memory, writable: bool) -> None:
+    def __init__(
+        self, table: RegionTable, region_id: int, name: str, memory: Memory | DeviceMemory, writable: bool
+    ) -> None:
         self._table = table
         self._memory = memory
         self.id = region_id
         self.name = name
         self.writable = writable
-        self.nbytes = len(memory.array)
-        self.address = address_of(memory.array)
-        self.array: npt.NDArray[np.uint8] = memory.array
-        view = memoryview(memory.array.data)
-        self.buffer = view if writable else view.toreadonly()
+        self.nbytes = memory.nbytes
+        self.address = memory.address
+        self.device: int | None = memory.device
+        self.on_closed: Callable[[], None] | None = None
+        """Called when nothing uses it any more, before its memory goes."""
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes, uint8 [nbytes]. Raises RegionError where the processor cannot reach them."""
+        if isinstance(self._memory, DeviceMemory):
+            raise RegionError(self.id, f"is in the memory of CUDA device {self.device}, not the host's")
+        return self._memory.array
+
+    @property
+    def buffer(self) -> memoryview:
+        """The same, a memoryview of format B."""
+        view = memoryview(self.array.data)
+        return view if self.writable else view.toreadonly()
 
     @property
     def backing(self) -> str:
-        """anonymous, memfd or registered."""
+        """anonymous, memfd, registered or cuda."""
         return self._memory.backing
 
     @property
@@ -69,6 +77,8 @@ class Region:
         agent touches the bytes; allocated memory is freed when the last array or view of it goes.
         """
         if self._table.remove(self):
+            if self.on_closed is not None:
+                self.on_closed()
             self._memory.close()
 
     def span(self, offset: int = 0, nbytes: int | None = None) -> tuple[int, int, int]:
@@ -97,8 +107,28 @@ class Hold:
         self.regions = regions
         self.stop = stop
 
-    def buffer(self, region_id: int) -> memoryview:
-        """The bytes of one of its regions."""
+    @property
+    def device(self) -> int | None:
+        """Of the first of its regions that is in a device's memory; None: all are in the host's."""
+        return next((region.device for region in self.regions if region.device is not None), None)
+
+    def staging(self) -> AbstractContextManager[Staging]:
+        """What moves bytes of its ``device``; at the end of the context nothing touches them any more."""
+        assert self.device is not None
+        assert self._table.staging is not None
+        return self._table.staging.borrow(self.device)
+
+    def checksums(self, spans: Spans) -> list[int]:
+        """Of the bytes of its regions as they are now."""
+        if self.device is None:
+            return checksums(spans, self._buffer)
+        with self.staging() as staging:
+            address = spans.offset.copy()
+            for region in self.regions:
+                address[spans.region == region.id] += np.uint64(region.address)
+            return staging.checksums(address, spans.nbytes)
+
+    def _buffer(self, region_id: int) -> memoryview:
         return next(region.buffer for region in self.regions if region.id == region_id)
 
     def release(self) -> None:
@@ -116,6 +146,8 @@ class RegionTable:
     """
 
     def __init__(self, open_ids: U32, on_close: Callable[[Region], None]) -> None:
+        self.staging: StagingPool | None = None
+        """As soon as a region is in a device's memory."""
         self._open_ids = open_ids
         self._on_close = on_close
         # The id each slot gives next; the slot that has been free for longest comes first. 0 is no region's
@@ -131,6 +163,9 @@ class RegionTable:
     def __len__(self) -> int:
         return len(self._regions)
 
+    def __iter__(self) -> Iterator[Region]:
+        return iter(list(self._regions.values()))
+
     def find(self, region_id: int) -> Region | None:
         return self._regions.get(region_id)
 
@@ -140,7 +175,7 @@ class RegionTable:
             raise RegionError(region_id, "is not open")
         return region
 
-    def add(self, name: str, memory: Memory, writable: bool) -> Region:
+    def add(self, name: str, memory: Memory | DeviceMemory, writable: bool) -> Region:
         if not self._next_ids:
             raise TransferError(f"an agent can have {MAX_OPEN_REGIONS - 1} regions open at a time, not more")
         region = Region(self, self._next_ids.popleft(), name, memory, writable)
@@ -182,7 +217,7 @@ class RegionTable:
         return True
 
     def close(self) -> None:
-        for region in list(self._regions.values()):
+        for region in self:
             region.close()
 
     @property
@@ -215,32 +250,3 @@ class RegionTable:
             else:
                 addresses[where] += np.uint64(region.address)
         return addresses
-
-
-def adopt(buffer: Buffer | SupportsDLPack, writable: bool) -> Memory:
-    """Memory the caller owns: anything contiguous in host memory that has the buffer protocol or speaks
-    DLPack.
-
-    Raises ValueError when it is not usable, TypeError when it is neither.
-    """
-    owner: object = None
-    readonly = False
-    if isinstance(buffer, np.ndarray):
-        if buffer.dtype.hasobject:
-            raise ValueError("an array of Python objects holds addresses, not bytes that could be moved")
-        # Not through memoryview: it knows no bfloat16 and the like.
-        if not buffer.flags.c_contiguous:
-            raise ValueError("only contiguous memory can be registered")
-        array, readonly = buffer.reshape(-1).view(np.uint8), not buffer.flags.writeable
-    elif hasattr(buffer, "__dlpack__"):
-        array, owner = tensor_bytes(buffer)
-    else:
-        view = memoryview(buffer)
-        if not view.c_contiguous:
-            raise ValueError("only contiguous memory can be registered")
-        array, readonly = np.frombuffer(view.cast("B"), np.uint8), view.readonly
-    if len(array) == 0:
-        raise ValueError("memory of zero bytes cannot be registered")
-    if writable and readonly:
-        raise ValueError("the buffer is read-only; register it with writable=False")
-    return Memory(array, "registered", -1, owner)

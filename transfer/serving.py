@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import select
@@ -14,7 +15,8 @@ from concurrent.futures import Future
 import numpy as np
 
 from transfer.byte_stream import ByteStream
-from transfer.checksum import checksums
+from transfer.cuda.copy import bounced, receive, send
+from transfer.cuda.library import CudaError
 from transfer.errors import RegionError, SpanError
 from transfer.handshake import Met
 from transfer.lifeline import Process, readable_process
@@ -117,6 +119,8 @@ class _ServedStream:
                 self._answer(Request.unpack(self.stream.receive(REQUEST_NBYTES)))
         except (OSError, WireError) as error:
             _log.debug("data connection of %s ended: %s", self.met.identity.agent_id, error)
+        except CudaError as error:
+            _log.error("data connection of %s ended: %s", self.met.identity.agent_id, error)
         finally:
             if self._client is not None:
                 self._client.close()
@@ -174,25 +178,25 @@ class _ServedStream:
         if request.op is Op.READ:
             padding = self.stream.padding(REPLY_NBYTES, request.nbytes)
             head = Reply(Status.OK, 0, request.nbytes, padding).pack() + bytes(padding)
-            self.stream.send(head, addresses, spans.nbytes)
+            send(self.stream, head, hold, addresses, spans.nbytes)
         elif request.op is Op.WRITE:
-            self.stream.receive_into(addresses, spans.nbytes, lambda: self._wanted(deadline))
+            receive(self.stream, hold, addresses, spans.nbytes, lambda: self._wanted(deadline))
             self.stream.send(Reply(Status.OK, 0, 0).pack())
         elif request.op is Op.PULL:
-            self._pull(unpack_sources(body, request.num_spans), addresses, spans, None, deadline)
+            self._pull(unpack_sources(body, request.num_spans), addresses, spans, hold, False, deadline)
         elif request.op is Op.PULL_CHECKED:
-            self._pull(unpack_sources(body, request.num_spans), addresses, spans, hold, deadline)
+            self._pull(unpack_sources(body, request.num_spans), addresses, spans, hold, True, deadline)
         else:
-            self._tell(checksums(spans, hold.buffer))
+            self._tell(hold.checksums(spans))
 
     def _tell(self, found: list[int]) -> None:
         payload = np.array(found, np.uint64).tobytes()
         self.stream.send(Reply(Status.OK, 0, len(payload)).pack() + payload)
 
     def _pull(
-        self, sources: U64, addresses: U64, spans: Spans, checked: Hold | None, deadline: float
+        self, sources: U64, addresses: U64, spans: Spans, hold: Hold, checked: bool, deadline: float
     ) -> None:
-        """checked: answer with the checksums of what was copied, which this holds."""
+        """checked: answer with the checksums of what was copied."""
         if self._client is None:
             identity = self.met.identity
             self._client = readable_process(self.met.pid, identity.lifeline, identity.incarnation)
@@ -205,13 +209,14 @@ class _ServedStream:
             return self._wanted(deadline)
 
         found: list[int] = []
-        most_nbytes = MAX_REQUEST_NBYTES if checked is None else _CACHED_NBYTES
+        copy = bounced(hold, functools.partial(copy_from, self._client.pid))
+        most_nbytes = _CACHED_NBYTES if checked else MAX_REQUEST_NBYTES
         for begin, end, _ in windows(spans.nbytes, len(spans), most_nbytes):
             part = slice(begin, end)
-            if not copy_from(self._client.pid, addresses[part], sources[part], spans.nbytes[part], wanted):
+            if not copy(addresses[part], sources[part], spans.nbytes[part], wanted):
                 raise ConnectionResetError("the client no longer wants its write")
-            if checked is not None:
-                found += checksums(spans.take(np.arange(begin, end)), checked.buffer)
+            if checked:
+                found += hold.checksums(spans.take(np.arange(begin, end)))
         self._tell(found)
 
     def _fetch(self, spans: Spans, sources: Spans, budget_s: float) -> None:

@@ -17,6 +17,7 @@ from transfer.descriptor import INCARNATION_NBYTES
 from transfer.errors import PathFailed, PeerLost, RegionError
 from transfer.handshake import Identity
 from transfer.peer_memory import PeerMemory
+from transfer.region import Region
 from transfer.span import Spans, region_ids
 from transfer.stream_path import StreamPath
 from transfer.wire import RegionInfo
@@ -38,10 +39,10 @@ class ShmPath:
         peer: Identity,
         memory: PeerMemory,
         region: Callable[[int], RegionInfo | None],
-        streams: StreamPath,
+        streams: StreamPath | None,
     ) -> None:
         """region: what is known of one. streams: over a Unix socket, for writes and for memory out of
-        reach.
+        reach; None where it comes to neither.
         """
         self._pool = pool
         self._peer = peer
@@ -50,8 +51,11 @@ class ShmPath:
         self._streams = streams
         self._unreachable: set[int] = set()
 
+    def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
+        return True
+
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
-        if direction == "write" or self._unreachable:
+        if self._streams is not None and (direction == "write" or self._unreachable):
             return self._streams.chunking(direction, nbytes, observed)
         return copy_chunking(nbytes, observed)
 
@@ -61,17 +65,20 @@ class ShmPath:
                 info = self._region(region_id)
                 if info is not None and not await self._memory.reach(info):
                     self._unreachable.add(region_id)
-        if direction == "write" or self._unreachable.intersection(region_ids):
+        if self._streams is not None and (direction == "write" or self._unreachable.intersection(region_ids)):
             await self._streams.open(direction, region_ids)
 
     def start(self, attempt: Attempt) -> None:
         rows = attempt.plan.rows
         ids = region_ids(Spans(rows.region, rows.offset, rows.nbytes))
-        if attempt.direction == "write" or self._unreachable.intersection(ids):
+        if self._streams is not None and (
+            attempt.direction == "write" or self._unreachable.intersection(ids)
+        ):
             self._streams.start(attempt)
             return
         source = rows.offset.copy()
         keep: list[object] = []
+        infos: list[RegionInfo] = []
         for region_id in ids:
             info = self._region(region_id)
             if info is None:
@@ -79,6 +86,7 @@ class ShmPath:
                 return
             base, kept = self._memory.base(info)
             keep.append(kept)
+            infos.append(info)
             if len(ids) == 1:
                 source += np.uint64(base)
             else:
@@ -88,9 +96,10 @@ class ShmPath:
             attempt,
             rows.address,
             source,
-            self._memory.copy,
+            self._memory.copier(attempt.hold),
             verify=attempt.verify_arrival,
             conclude=functools.partial(self._conclude, ids),
+            waits=attempt.hold.device is not None or any(info.on_device for info in infos),
         ).start(self._pool)
 
     def _conclude(self, region_ids: list[int], failure: OSError | None) -> None:
@@ -122,5 +131,6 @@ class ShmPath:
         return False
 
     async def close(self) -> None:
-        await self._streams.close()
+        if self._streams is not None:
+            await self._streams.close()
         self._memory.close()

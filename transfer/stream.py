@@ -11,6 +11,7 @@ import numpy as np
 
 from transfer.attempt import Attempt
 from transfer.byte_stream import ByteStream
+from transfer.cuda.copy import receive, send
 from transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError, TransferError
 from transfer.span import Index, Spans
 from transfer.wire import (
@@ -156,7 +157,7 @@ class Stream:
         while len(self._sent) > 1 and len(head) > _MAX_AHEAD_NBYTES:
             self._receive()
         if task.op is Op.WRITE:
-            self.bytes.send(head, rows.address, rows.nbytes)
+            send(self.bytes, head, attempt.hold, rows.address, rows.nbytes)
         else:
             self.bytes.send(head)
 
@@ -199,7 +200,7 @@ class Stream:
             rows = attempt.rows(task.chunk)
             if reply.nbytes != rows.total_nbytes:
                 raise WireError("it sent too few or too many bytes")
-            self.bytes.receive_into(rows.address, rows.nbytes)
+            receive(self.bytes, attempt.hold, rows.address, rows.nbytes)
             spans = attempt.arrived(task.chunk)
             attempt.verify_arrival(spans)
         else:

@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from transfer.attempt import Attempt, Direction
 from transfer.errors import PathFailed, TransferError
 from transfer.rail import Rail
+from transfer.region import Region
 from transfer.sockets import moved_nbytes
 from transfer.stream import Stream, Task
 from transfer.tls import byte_stream
-from transfer.wire import MAX_REQUEST_SPANS, WRITES, Op
+from transfer.wire import MAX_REQUEST_SPANS, WRITES, Op, RegionInfo
 
 # A chunk costs two turns of the GIL on either side, so as few as possible; small ones where each is verified
 # or followed, while it is in the cache.
@@ -51,13 +52,16 @@ class StreamPath:
         streams: int,
         slice_nbytes: int,
         write_op: Op = Op.WRITE,
+        device_write_op: Op = Op.WRITE,
     ) -> None:
         """connects: one for each address of the peer, see ``Rail``. streams: to each.
         write_op: WRITE, or PULL or FETCH where the peer can reach us.
+        device_write_op: the same, of a device's memory.
         """
         self.name = name
         self.networked = name == "tcp"
         self.write_op = write_op
+        self.device_write_op = device_write_op
         self._rails = [Rail(connect) for connect in connects]
         self._num_streams = streams
         self._slice_nbytes = slice_nbytes
@@ -73,6 +77,9 @@ class StreamPath:
         share = -(-nbytes // (lanes if len(self._rails) == 1 else lanes * _CHUNKS_A_STREAM))
         most = min(_OBSERVED_CHUNK_NBYTES, _MAX_CHUNK_NBYTES) if observed else _MAX_CHUNK_NBYTES
         return min(max(share, _MIN_CHUNK_NBYTES), most), MAX_REQUEST_SPANS
+
+    def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
+        return True
 
     # ------------------------------------------------------------------ connections
 
@@ -137,6 +144,8 @@ class StreamPath:
 
     def start(self, attempt: Attempt) -> None:
         op = Op.READ if attempt.direction == "read" else self.write_op
+        if op is not Op.READ and attempt.hold.device is not None:
+            op = self.device_write_op
         # A span that had to be cut in pieces is in no chunk as a whole.
         if op is Op.PULL and attempt.verify_remote and len(attempt.plan.rows) == len(attempt.local):
             op = Op.PULL_CHECKED
@@ -187,7 +196,7 @@ class StreamPath:
 
     def cannot_pull(self) -> None:
         # Then we send it the bytes.
-        self.write_op = Op.WRITE
+        self.write_op = self.device_write_op = Op.WRITE
 
     def answered(self, stream: Stream) -> None:
         self._streams[stream].backoff.succeeded()

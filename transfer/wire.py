@@ -49,7 +49,7 @@ class Op(enum.IntEnum):
     WRITE = 2  # the spans' bytes follow the request
     PULL = 3  # the server copies from the client's memory itself; the sources' addresses follow the spans
     CHECKSUM = 4  # the reply carries one u64 a span
-    FETCH = 5  # the server reads the client's regions over UCX; which bytes of them follows the spans
+    FETCH = 5  # the server reads the client's regions as a peer; which bytes of them follows the spans
     PULL_CHECKED = 6  # PULL and CHECKSUM in one: each span is looked at while it is in the cache
     END = 7  # the server ends other data connections of the client; their numbers (u32) follow, no spans
 
@@ -196,14 +196,15 @@ def unpack_fetch(body: bytes, spans: Spans) -> Spans:
     )
 
 
-_REGION_INFO = struct.Struct("<IBBxxQQ")
+_REGION_INFO = struct.Struct("<IBBHQQ")
 
 
 @dataclass(frozen=True, slots=True)
 class RegionInfo:
     """What a peer is told of a region.
 
-    address: in its owner's process; shared: a memfd can be asked for; key: for UCX, empty without.
+    address: in its owner's process; shared: a memfd can be asked for; on_device: in a CUDA device's memory;
+    key: for UCX, ipc: for CUDA IPC, either empty without.
     """
 
     id: int
@@ -213,15 +214,22 @@ class RegionInfo:
     nbytes: int
     address: int
     key: bytes = b""
+    on_device: bool = False
+    ipc: bytes = b""
 
     def pack(self) -> bytes:
-        flags = self.writable | self.shared << 1
-        return _REGION_INFO.pack(self.id, self.open, flags, self.nbytes, self.address) + self.key
+        flags = self.writable | self.shared << 1 | self.on_device << 2
+        header = _REGION_INFO.pack(self.id, self.open, flags, len(self.ipc), self.nbytes, self.address)
+        return header + self.ipc + self.key
 
     @classmethod
     def unpack(cls, body: bytes) -> RegionInfo:
         if not 0 <= len(body) - _REGION_INFO.size <= MAX_KEY_NBYTES:
             raise WireError("not a region")
-        region_id, is_open, flags, nbytes, address = _REGION_INFO.unpack_from(body)
-        key = body[_REGION_INFO.size :]
-        return cls(region_id, bool(is_open), bool(flags & 1), bool(flags & 2), nbytes, address, key)
+        region_id, is_open, flags, ipc_nbytes, nbytes, address = _REGION_INFO.unpack_from(body)
+        key_at = _REGION_INFO.size + ipc_nbytes
+        if key_at > len(body):
+            raise WireError("not a region")
+        writable, shared, on_device = (bool(flags & 1 << bit) for bit in range(3))
+        ipc = body[_REGION_INFO.size : key_at]
+        return cls(region_id, bool(is_open), writable, shared, nbytes, address, body[key_at:], on_device, ipc)

@@ -12,8 +12,8 @@ import numpy as np
 from kvstore.client.arrays import as_buffer
 from kvstore.client.errors import BadObject
 from transfer import Region, Span, TransferAgent
+from transfer.adopted import adopt
 from transfer.memory import address_of
-from transfer.region import adopt
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Arguments: transports, epoch, TCP port (0: any), secret, and anything to forbid 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import socket
@@ -17,7 +18,9 @@ import numpy as np
 import uvloop
 
 from runtime.options import TcpOptions, TlsOptions, TransferOptions
+from tests.transfer.device import DeviceRegion
 from transfer import AgentDescriptor, TransferAgent, agent_memory, checksum, connecting, serving
+from transfer.cuda.library import load_cuda
 from transfer.region import Region
 
 REGION_NBYTES = 8 << 20
@@ -30,11 +33,17 @@ def pattern(nbytes: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]
 class PeerProcess:
     def __init__(self, agent: TransferAgent) -> None:
         self.agent = agent
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[int, Region | DeviceRegion] = {}
 
-    async def allocate(self, nbytes: int, seed: int) -> dict[str, Any]:
-        region = self.agent.allocate(nbytes, "peer")
-        region.array[:] = pattern(nbytes, seed)
+    async def allocate(self, nbytes: int, seed: int, writable: bool = True) -> dict[str, Any]:
+        assert writable
+        return self.add(self.agent.allocate(nbytes, "peer"), seed)
+
+    async def allocate_on_device(self, nbytes: int, seed: int, writable: bool = True) -> dict[str, Any]:
+        return self.add(DeviceRegion(self.agent, nbytes, writable=writable), seed)
+
+    def add(self, region: Region | DeviceRegion, seed: int) -> dict[str, Any]:
+        region.array[:] = pattern(region.nbytes, seed)
         self.regions[region.id] = region
         return {"region": region.id}
 
@@ -83,6 +92,12 @@ class PeerProcess:
 
     async def count_threads(self) -> dict[str, Any]:
         return {"threads": threading.active_count()}
+
+    async def count_device_memory(self) -> dict[str, Any]:
+        """Allocations of the stand-in for the CUDA runtime, in this process."""
+        values = (ctypes.c_long * 5)()
+        ctypes.CDLL(load_cuda().path).stand_in_counts(values)
+        return {"allocations": values[0]}
 
     async def check(self) -> dict[str, Any]:
         # The thread that sent the last byte of an answer lets go of the memory just after that.

@@ -14,12 +14,12 @@ import pytest
 
 from runtime.options import TransferOptions
 from tests.transfer.conftest import StartPeer
+from tests.transfer.device import DeviceRegion, use_gpu, use_stand_in
 from tests.transfer.peer_process import PeerProcess, forbid_process_vm_readv, pattern, tls_options
 from transfer import (
     Batch,
     ChecksumMismatch,
     Peer,
-    Region,
     RegionError,
     Span,
     SpanError,
@@ -39,6 +39,13 @@ from transfer.ucx.library import load_ucx
 # memfd, and for memory that is not. ucx picks its own transport, shared memory here; ucx-tcp is made to use
 # TCP.
 TRANSPORTS = ("local", "shm", "shm-mapped", "shm-stream", "tcp", "tcp-tls", "ucx", "ucx-tcp")
+# Memory of a device on both sides, or only ours, or only theirs; of the stand-in (cuda), or a real one (gpu).
+DEVICES = ("local+{}", "cuda-ipc+{}", "shm+{}", "tcp+{}", "shm+{}-ours", "tcp+{}-theirs")
+WIRES = [
+    *TRANSPORTS,
+    *(name.format("cuda") for name in DEVICES),
+    *(pytest.param(name.format("gpu"), marks=pytest.mark.gpu) for name in DEVICES),
+]
 NBYTES = 8 << 20
 SEED = 7
 DEADLINE_S = 20.0
@@ -51,16 +58,27 @@ class Wire:
     agent: TransferAgent
     peer: Peer
     remote: int
-    memory: Region
+    memory: Any  # Region or DeviceRegion
     theirs: Any  # RemotePeer or LocalPeer
+    on_device: bool
+    theirs_on_device: bool
+
+    def allocate(self, nbytes: int, name: str) -> Any:
+        """Memory of ours like ``memory``."""
+        return DeviceRegion(self.agent, nbytes) if self.on_device else self.agent.allocate(nbytes, name)
+
+    async def allocate_theirs(self, nbytes: int, seed: int, writable: bool = True) -> int:
+        command = "allocate_on_device" if self.theirs_on_device else "allocate" if writable else "register"
+        answer = await self.theirs.do(command, nbytes=nbytes, seed=seed, writable=writable)
+        return int(answer["region"])
 
     async def remote_bytes(self) -> bytes:
         """The peer's whole region, read the way that is under test."""
-        with self.agent.allocate(NBYTES, "copy") as copy:
+        with self.allocate(NBYTES, "copy") as copy:
             await self.read_all(copy)
-            return copy.array.tobytes()
+            return copy.array.tobytes()  # type: ignore[no-any-return]
 
-    def read_all(self, region: Region) -> Batch:
+    def read_all(self, region: Any) -> Batch:
         return self.peer.read(
             [Span(region.id, 0, NBYTES)], [Span(self.remote, 0, NBYTES)], deadline_s=DEADLINE_S
         )
@@ -77,14 +95,16 @@ class LocalPeer:
         return await getattr(self._peer, command)(**arguments)  # type: ignore[no-any-return]
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=WIRES)
 async def wire(
     request: pytest.FixtureRequest,
     shared_peer: StartPeer,
     tls_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Wire]:
-    transport, _, variant = request.param.partition("-")
+    path, _, where = request.param.partition("+")
+    runtime, _, side = where.partition("-")
+    transport, variant = (path, "") if path == "cuda-ipc" else path.partition("-")[::2]
     for module, name in (
         (connecting, "readable_process"), (serving, "readable_process"), (agent_memory, "readable_by_peers")
     ):  # fmt: skip
@@ -92,6 +112,8 @@ async def wire(
     environment = {"tcp": {"UCX_TLS": "tcp,self"}, "tls": {"TLS_DIR": str(tls_directory)}}.get(variant, {})
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    if runtime:
+        environment |= use_stand_in(monkeypatch) if runtime == "cuda" else use_gpu()
     if transport == "ucx" and load_ucx() is None:
         pytest.skip("there is no libucp: pip install moonpool[ucx]")
     if variant in ("mapped", "stream"):
@@ -104,10 +126,16 @@ async def wire(
         else:
             other = None
             theirs = shared_peer(transport, forbid=variant in ("mapped", "stream"), **environment)
-        command = "register" if variant == "stream" else "allocate"
-        remote = (await theirs.do(command, nbytes=NBYTES, seed=SEED))["region"]
         peer = await agent.connect(theirs.descriptor)
-        yield Wire(agent, peer, remote, agent.allocate(NBYTES, "memory"), theirs)
+        wire = Wire(
+            agent, peer, 0, None, theirs, runtime != "" and side != "theirs", runtime != "" and side != "ours"
+        )
+        wire.memory = wire.allocate(NBYTES, "memory")
+        if variant == "stream":
+            wire.remote = (await theirs.do("register", nbytes=NBYTES, seed=SEED))["region"]
+        else:
+            wire.remote = await wire.allocate_theirs(NBYTES, SEED)
+        yield wire
         await theirs.do("close_regions")
         await theirs.do("check")
         agent.regions.check_integrity()
@@ -251,7 +279,7 @@ async def test_bytes_that_change_under_way_are_found(wire: Wire) -> None:
 async def test_bad_spans_raise_with_their_index_and_move_nothing(wire: Wire) -> None:
     wire.memory.array[:] = 1
     good = Span(wire.memory.id, 0, 8)
-    closed = wire.agent.allocate(8, "closed")
+    closed = wire.allocate(8, "closed")
     closed.close()
     read_only = wire.agent.register(bytes(64), writable=False)
     cases: list[tuple[Span, Span, str]] = [
@@ -312,7 +340,7 @@ async def test_a_bad_write_raises_before_anything_is_posted(wire: Wire) -> None:
 
 
 async def test_what_is_read_only_there_cannot_be_written(wire: Wire) -> None:
-    region = (await wire.theirs.do("register", nbytes=4096, seed=1, writable=False))["region"]
+    region = await wire.allocate_theirs(4096, seed=1, writable=False)
     ours = [Span(wire.memory.id, 0, 4096)]
     with pytest.raises(SpanError, match="read-only"):
         await wire.peer.write(ours, [Span(region, 0, 4096)], deadline_s=DEADLINE_S)
@@ -321,11 +349,11 @@ async def test_what_is_read_only_there_cannot_be_written(wire: Wire) -> None:
 
 
 async def test_a_closed_region_is_an_error_and_the_next_one_is_not_taken_for_it(wire: Wire) -> None:
-    region = (await wire.theirs.do("allocate", nbytes=4096, seed=1))["region"]
+    region = await wire.allocate_theirs(4096, seed=1)
     ours, spans = [Span(wire.memory.id, 0, 4096)], [Span(region, 0, 4096)]
     await wire.peer.read(ours, spans, deadline_s=DEADLINE_S)
     await wire.theirs.do("close_region", region=region)
-    again = (await wire.theirs.do("allocate", nbytes=4096, seed=2))["region"]
+    again = await wire.allocate_theirs(4096, seed=2)
     assert again != region
     for direction in (wire.peer.read, wire.peer.write):
         with pytest.raises(RegionError):
@@ -335,7 +363,7 @@ async def test_a_closed_region_is_an_error_and_the_next_one_is_not_taken_for_it(
 
 
 async def test_closing_our_region_ends_its_batches(wire: Wire) -> None:
-    region = wire.agent.allocate(NBYTES, "short-lived")
+    region = wire.allocate(NBYTES, "short-lived")
     batch = wire.read_all(region)
     await asyncio.sleep(0)
     array = region.array

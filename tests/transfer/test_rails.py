@@ -214,7 +214,7 @@ class Stuck:
     networked = True
 
     def __init__(self, path: StreamPath) -> None:
-        self.chunking = path.chunking
+        self.chunking, self.carries = path.chunking, path.carries
 
     async def open(self, *_: object) -> None:
         pass

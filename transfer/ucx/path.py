@@ -14,6 +14,7 @@ from transfer.attempt import Attempt, Direction
 from transfer.descriptor import INCARNATION_NBYTES
 from transfer.errors import PathFailed, PeerLost, RegionError
 from transfer.peer_memory import LIFELINE_ID
+from transfer.region import Region
 from transfer.span import Spans, region_ids
 from transfer.stream_path import StreamPath
 from transfer.ucx.endpoint import Endpoint
@@ -65,6 +66,12 @@ class UcxPath:
         self._writes = writes
         self._endpoint: Endpoint | None = None
         self._opening = asyncio.Lock()
+
+    def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
+        # It would find out by itself what lies at an address, and copy by the processor where it is not sure.
+        return all(region.device is None for region in ours) and not any(
+            region.on_device for region in theirs
+        )
 
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
         if direction == "write":

@@ -1,8 +1,7 @@
-"""The regions of an agent as UCX knows them, and those that must stay mapped although they are closed."""
+"""The regions of an agent as UCX knows them."""
 
 from __future__ import annotations
 
-from transfer.control import Control
 from transfer.lifeline import LIFELINE_NBYTES, Lifeline
 from transfer.peer_memory import LIFELINE_ID
 from transfer.region import Region
@@ -12,17 +11,12 @@ from transfer.wire import RegionInfo
 
 
 class UcxRegions:
-    """Over TCP and shared memory UCX answers a read by copying from the address it was given, whatever lies
-    there by then.
-
-    So a closed region keeps its memory until every peer has said that it reads it no more, or is gone.
-    """
+    """Those in host memory. One that is closed stays known until ``forget``."""
 
     def __init__(self, worker: UcxWorker, lifeline: Lifeline) -> None:
         self.worker = worker
         self._lifeline = lifeline
         self._mappings: dict[int, Mapping] = {LIFELINE_ID: worker.map(lifeline.address, LIFELINE_NBYTES)}
-        self._lingering: dict[int, tuple[Region, set[Control]]] = {}
 
     def __len__(self) -> int:
         return len(self._mappings) - 1
@@ -40,28 +34,11 @@ class UcxRegions:
         facts = pack_facts(self._mappings[LIFELINE_ID].key, self.worker.address)
         return RegionInfo(LIFELINE_ID, True, False, False, LIFELINE_NBYTES, self._lifeline.address, facts)
 
-    def closed(self, region: Region, peers: set[Control]) -> None:
-        """``peers``: who was just told, and will answer."""
-        self._lingering[region.id] = (region, peers)
-        self._free_unread()
-
-    def let_go(self, peer: Control, region_id: int) -> None:
-        if region_id in self._lingering:
-            self._lingering[region_id][1].discard(peer)
-            self._free_unread()
-
-    def gone(self, peer: Control) -> None:
-        """Its connection has ended."""
-        for _, peers in self._lingering.values():
-            peers.discard(peer)
-        self._free_unread()
-
-    def _free_unread(self) -> None:
-        for region_id in [region_id for region_id, (_, peers) in self._lingering.items() if not peers]:
-            del self._lingering[region_id]
-            mapping = self._mappings.pop(region_id, None)
-            if mapping is not None:
-                self.worker.unmap(mapping)
+    def forget(self, region_id: int) -> None:
+        """Nobody reads it any more."""
+        mapping = self._mappings.pop(region_id, None)
+        if mapping is not None:
+            self.worker.unmap(mapping)
 
     def close(self) -> None:
         """End the worker: from here on nobody reads."""
@@ -69,5 +46,4 @@ class UcxRegions:
         for mapping in self._mappings.values():
             self.worker.unmap(mapping)
         self._mappings.clear()
-        self._lingering.clear()
         self.worker.cleanup()

@@ -1,0 +1,1 @@
+"""Memory of CUDA devices: moved between processes by CUDA IPC, or through pinned host memory."""

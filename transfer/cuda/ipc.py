@@ -1,0 +1,161 @@
+"""Device memory of other processes on this host, mapped by CUDA IPC; and the path that copies from it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+from transfer.attempt import Direction
+from transfer.copy_job import Copy
+from transfer.copy_pool import CopyPool
+from transfer.cuda.library import IPC_HANDLE_NBYTES, Cuda, CudaError
+from transfer.cuda.regions import CudaRegions
+from transfer.errors import PathFailed
+from transfer.handshake import Identity
+from transfer.peer_memory import PeerMemory
+from transfer.region import Hold, Region
+from transfer.shm_path import ShmPath
+from transfer.span import U64
+from transfer.stream_path import StreamPath
+from transfer.wire import Op, RegionInfo
+
+_CHUNK_NBYTES = 1 << 30
+_CHUNK_ROWS = 16 * 1024
+
+
+class _Mapping:
+    """An allocation of another process. Its map goes with the last of these."""
+
+    def __init__(self, cuda: Cuda, device: int, handle: bytes) -> None:
+        """Raises CudaError."""
+        self.address = _OPENED.acquire(cuda, device, handle)
+        ended = weakref.finalize(self, _OPENED.release, cuda, device, handle)
+        # When the process ends, so do its maps.
+        ended.atexit = False
+
+
+class _Opened:
+    """What this process has mapped: a handle can be opened but once, whoever wants it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[int, bytes], list[int]] = {}
+        # Of the thread: the end of a mapping may come in the middle of the beginning of another one.
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    def acquire(self, cuda: Cuda, device: int, handle: bytes) -> int:
+        with self._lock:
+            entry = self._maps.get((device, handle))
+            if entry is None:
+                with cuda.on(device):
+                    entry = self._maps[device, handle] = [cuda.open(handle), 0]
+            entry[1] += 1
+            return entry[0]
+
+    def release(self, cuda: Cuda, device: int, handle: bytes) -> None:
+        with self._lock:
+            entry = self._maps[device, handle]
+            entry[1] -= 1
+            if entry[1] == 0:
+                del self._maps[device, handle]
+                with cuda.on(device):
+                    cuda.close(entry[0])
+
+
+_OPENED = _Opened()
+
+
+class IpcMemory:
+    """A ``PeerMemory``: the regions of the peer that are in a device's memory."""
+
+    def __init__(self, host: PeerMemory, cuda: Callable[[], CudaRegions | None]) -> None:
+        """host: to see whether the peer lives. cuda: ours, as soon as there is one."""
+        self._host = host
+        self._cuda = cuda
+        self._mappings: dict[int, _Mapping] = {}
+
+    def copier(self, hold: Hold) -> Copy:
+        cuda = self._cuda()
+        assert cuda is not None
+
+        def copy(to: U64, source: U64, nbytes: U64, wanted: Callable[[], bool]) -> bool:
+            with cuda.staging.borrow(cuda.device) as staging:
+                return staging.copy(to, source, nbytes, wanted)
+
+        return copy
+
+    async def reach(self, region: RegionInfo) -> bool:
+        cuda = self._cuda()
+        if cuda is None or len(region.ipc) != IPC_HANDLE_NBYTES + 8:
+            return False
+        if region.id in self._mappings:
+            return True
+        try:
+            handle = region.ipc[:IPC_HANDLE_NBYTES]
+            # Some milliseconds for a large one.
+            mapping = await asyncio.to_thread(_Mapping, cuda.cuda, cuda.device, handle)
+        except CudaError:
+            return False
+        self._mappings[region.id] = mapping
+        return True
+
+    def base(self, region: RegionInfo) -> tuple[int, object]:
+        mapping = self._mappings[region.id]
+        return mapping.address + int.from_bytes(region.ipc[IPC_HANDLE_NBYTES:], "little"), mapping
+
+    def lifeline(self, region_ids: Sequence[int]) -> bytes:
+        return self._host.lifeline(region_ids)
+
+    def forget(self, region_id: int) -> None:
+        # A copy that still runs keeps it.
+        self._mappings.pop(region_id, None)
+
+    def close(self) -> None:
+        self._mappings.clear()
+        self._host.close()
+
+
+class CudaIpcPath(ShmPath):
+    """Devices copy from each other. As over shm a write is read by its target, here from our device's memory;
+    what cannot be mapped is left to the other paths.
+    """
+
+    name = "cuda-ipc"
+
+    def __init__(
+        self,
+        pool: CopyPool,
+        peer: Identity,
+        memory: IpcMemory,
+        region: Callable[[int], RegionInfo | None],
+        writes: StreamPath | None,
+        cuda: Callable[[], CudaRegions | None],
+    ) -> None:
+        """writes: None for a peer that is only read."""
+        super().__init__(pool, peer, memory, region, writes)
+        self._cuda = cuda
+
+    def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
+        cuda = self._cuda()
+        if cuda is None:
+            return False
+        if direction == "read":
+            return all(region.ipc and region.id not in self._unreachable for region in theirs)
+        assert self._streams is not None
+        fetched = self._streams.device_write_op is Op.FETCH
+        return fetched and all(region.device is not None and cuda.handle(region) for region in ours)
+
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
+        if direction == "write" or observed:
+            return super().chunking(direction, nbytes, observed)
+        # Each chunk is waited for, and a device moves a gigabyte in a millisecond.
+        return _CHUNK_NBYTES, _CHUNK_ROWS
+
+    async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
+        await super().open(direction, region_ids)
+        if direction == "read" and self._unreachable.intersection(region_ids):
+            raise PathFailed(self.name, "the peer's device memory cannot be mapped here", interrupted=True)
