@@ -100,6 +100,10 @@ $(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/cpu/*.cpp kernels/cpu/*.
 	On Debian and Ubuntu: apt install g++" >&2
 	fi
 
+.PHONY: docs
+docs: ## make docs/reference from the code
+	@$(BIN)/python -m moonpool.reference
+
 .PHONY: clean
 clean: ## remove the environment and everything made here
 	rm -rf $(VENV) build run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ _STAGES = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 _TOKENS = tuple(float(2**power) for power in range(18))
 
 # Ours -> the name under which vLLM's dashboards look for the same thing.
-_VLLM_NAMES = {
+VLLM_NAMES = {
     "moonpool_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
     "moonpool_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
     "moonpool_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
@@ -47,7 +47,7 @@ class _Aliases(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for metric in self._source.collect():
-            name = _VLLM_NAMES.get(metric.name)
+            name = VLLM_NAMES.get(metric.name)
             if name is not None:
                 alias = Metric(name, metric.documentation, metric.type)
                 alias.samples = [_renamed(sample, metric.name, name) for sample in metric.samples]
@@ -67,42 +67,53 @@ class RequestMetrics:
         own = CollectorRegistry()
 
         def of_model(kind: type[Any], name: str, text: str, **options: Any) -> Any:
-            return kind(f"moonpool_{name}", text, ["model_name"], registry=own, **options).labels(model)
+            return kind(name, text, ["model_name"], registry=own, **options).labels(model)
 
         seconds, tokens = {"buckets": _SECONDS}, {"buckets": _TOKENS}
         self.ttft = of_model(
             Histogram,
-            "time_to_first_token_seconds",
+            "moonpool_time_to_first_token_seconds",
             "From the request's arrival to its first token",
             **seconds,
         )
         self.gap = of_model(
-            Histogram, "inter_token_latency_seconds", "Between two tokens of a request", buckets=_GAPS
+            Histogram,
+            "moonpool_inter_token_latency_seconds",
+            "Between two tokens of a request",
+            buckets=_GAPS,
         )
         self.tpot = of_model(
             Histogram,
-            "time_per_output_token_seconds",
+            "moonpool_time_per_output_token_seconds",
             "Mean of a request's tokens after the first",
             buckets=_GAPS,
         )
-        self.e2e = of_model(Histogram, "request_seconds", "From arrival to the last token", **seconds)
-        self.prompt_size = of_model(
-            Histogram, "request_prompt_tokens", "Prompt tokens of a request", **tokens
+        self.e2e = of_model(
+            Histogram, "moonpool_request_seconds", "From arrival to the last token", **seconds
         )
-        self.output_size = of_model(Histogram, "request_output_tokens", "Tokens generated for it", **tokens)
-        self.running = of_model(Gauge, "running_requests", "Sequences that have their first token")
-        self.waiting = of_model(Gauge, "waiting_requests", "Sequences that wait for it")
+        self.prompt_size = of_model(
+            Histogram, "moonpool_request_prompt_tokens", "Prompt tokens of a request", **tokens
+        )
+        self.output_size = of_model(
+            Histogram, "moonpool_request_output_tokens", "Tokens generated for it", **tokens
+        )
+        self.running = of_model(Gauge, "moonpool_running_requests", "Sequences that have their first token")
+        self.waiting = of_model(Gauge, "moonpool_waiting_requests", "Sequences that wait for it")
         self.kv_usage = of_model(
-            Gauge, "kv_pool_usage_ratio", "Blocks held by sequences, of all blocks of all nodes' pools"
+            Gauge,
+            "moonpool_kv_pool_usage_ratio",
+            "Blocks held by sequences, of all blocks of all nodes' pools",
         )
         self.prompt_tokens = of_model(
-            Counter, "prompt_tokens", "Prompt tokens of sequences that have their first token"
+            Counter, "moonpool_prompt_tokens", "Prompt tokens of sequences that have their first token"
         )
-        self.output_tokens = of_model(Counter, "output_tokens", "Tokens generated")
+        self.output_tokens = of_model(Counter, "moonpool_output_tokens", "Tokens generated")
         self.queried_tokens = of_model(
-            Counter, "prefix_queried_tokens", "Prompt tokens looked up in the KV cache"
+            Counter, "moonpool_prefix_queried_tokens", "Prompt tokens looked up in the KV cache"
         )
-        self.hit_tokens = of_model(Counter, "prefix_hit_tokens", "Of those, found there and not computed")
+        self.hit_tokens = of_model(
+            Counter, "moonpool_prefix_hit_tokens", "Of those, found there and not computed"
+        )
         self._finished = Counter(
             "moonpool_requests", "Sequences by how they ended", ["model_name", "finish_reason"], registry=own
         )

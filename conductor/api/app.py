@@ -14,6 +14,7 @@ from conductor.api import endpoints, pages
 from conductor.api.context import CONTEXT, ApiContext
 from conductor.api.errors import as_api_error
 from conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
+from conductor.api.openapi import openapi
 from runtime.errors import PortInUse
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def create_app(context: ApiContext) -> web.Application:
             web.get("/v1/index/{node}", pages.index),
             web.get("/v1/requests", pages.requests),
             web.get("/v1/requests/{id}/timeline", pages.timeline),
+            web.get("/openapi.json", openapi),
             web.get("/healthz", pages.healthz),
             web.get("/readyz", pages.readyz),
             web.get("/metrics", pages.metrics),

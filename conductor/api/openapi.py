@@ -1,0 +1,234 @@
+"""The API as an OpenAPI document, made from the schemas that check requests."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from aiohttp import web
+from pydantic.json_schema import models_json_schema
+
+from conductor.api.pages import MAX_LISTED
+from conductor.api.prompts import MAX_PROMPTS
+from conductor.api.schemas import MAX_STOP_CHARS, MAX_STOPS, REFUSED, ChatBody, CompletionBody
+
+Schema = dict[str, Any]
+
+_NULL: Schema = {"type": "null"}
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_TOKEN_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+# What is read before pydantic sees it, and what it takes instead of the one form pydantic knows.
+_STOP: Schema = {
+    "anyOf": [
+        {**_TEXT, "maxLength": MAX_STOP_CHARS},
+        {"type": "array", "items": {**_TEXT, "maxLength": MAX_STOP_CHARS}, "maxItems": MAX_STOPS},
+    ]
+}
+_PROMPT: Schema = {
+    "anyOf": [
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+_PART: Schema = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, _NULL]}
+
+
+def _object(description: str = "", /, *, required: tuple[str, ...] = (), **properties: Schema) -> Schema:
+    schema: Schema = {"type": "object", "required": list(required or properties), "properties": properties}
+    return schema | ({"description": description} if description else {})
+
+
+def _list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _listed(items: Schema) -> Schema:
+    return _object(object={"const": "list"}, data=_list_of(items))
+
+
+_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
+
+_USAGE = _object(
+    prompt_tokens=_INTEGER,
+    completion_tokens=_INTEGER,
+    total_tokens=_INTEGER,
+    prompt_tokens_details=_object("Found in the cache and not computed.", cached_tokens=_INTEGER),
+)
+_ERROR = _object(
+    error=_object(
+        message=_STRING,
+        type=_STRING,
+        param={"type": ["string", "null"]},
+        code={"type": ["string", "null"]},
+    )
+)
+_MODEL = _object(id=_STRING, object={"const": "model"}, created=_INTEGER, max_model_len=_INTEGER)
+
+
+def _answer(kind: str, **choice: Schema) -> Schema:
+    finish: Schema = {"type": "string", "enum": ["stop", "length"]}
+    return _object(
+        id=_STRING,
+        object={"const": kind},
+        created=_INTEGER,
+        model=_STRING,
+        choices=_list_of(_object(index=_INTEGER, finish_reason=finish, **choice)),
+        usage=_USAGE,
+    )
+
+
+_ANSWERS = {
+    "Completion": _answer("text_completion", text=_STRING),
+    "ChatCompletion": _answer(
+        "chat.completion", message=_object(role={"const": "assistant"}, content=_STRING)
+    ),
+}
+_ERRORS = {
+    "400": "The request is wrong; `param` names the field, `message` says how to mend it.",
+    "401": "No API key, or an unknown one (only where tenants are configured).",
+    "404": "There is no such model, request or node.",
+    "405": "Another method is meant.",
+    "409": "A request of this x-request-id is being served.",
+    "413": "The body is larger than conductor.max_body_nbytes.",
+    "429": "Over a limit, or an SLO would be missed: come again after Retry-After seconds.",
+    "500": "The request failed after every attempt, or a defect; the conductor's log says more.",
+    "503": "No node of a role, or this conductor is about to stop.",
+    "504": "The request's deadline passed.",
+}
+
+
+async def openapi(http: web.Request) -> web.Response:
+    """``GET /openapi.json``"""
+    # The bound of a seed is beyond 64 bits, which only the standard library writes.
+    return web.json_response(document())
+
+
+@cache
+def document() -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    bodies = [(CompletionBody, "validation"), (ChatBody, "validation")]
+    _, definitions = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+    schemas: dict[str, Any] = definitions["$defs"]
+    schemas["CompletionBody"]["properties"] |= {"prompt": _PROMPT, "stop": _STOP}
+    schemas["CompletionBody"]["required"] = ["prompt"]
+    schemas["ChatBody"]["properties"]["stop"] = _STOP
+    schemas["Message"]["properties"]["content"] = _CONTENT
+    for name in ("CompletionBody", "ChatBody"):
+        _describe(schemas[name])
+    schemas |= _ANSWERS | {"Error": _ERROR, "Model": _MODEL}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Moonpool",
+            "version": version("moonpool"),
+            "summary": "OpenAI's API, and what became of each request",
+        },
+        "paths": {
+            "/v1/completions": {"post": _generation("CompletionBody", "Completion", "Go on from a prompt")},
+            "/v1/chat/completions": {"post": _generation("ChatBody", "ChatCompletion", "Answer in a chat")},
+            "/v1/models": {"get": _page("The model that is served", _listed(_ref("Model")))},
+            "/v1/models/{name}": {"get": _page("The model by its name", _ref("Model"), 404, name="path")},
+            "/v1/cluster": {
+                "get": _page("Nodes, their load and tiers", _object(nodes=_list_of({"type": "object"})))
+            },
+            "/v1/requests": {
+                "get": _page(
+                    "The latest requests, newest first",
+                    _listed({"type": "object"}),
+                    400,
+                    limit={"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 50},
+                )
+            },
+            "/v1/requests/{id}/timeline": {
+                "get": _page("What happened to a request, and when", {"type": "object"}, 404, id="path")
+            },
+            "/v1/prometheus-targets": {
+                "get": _page("The nodes, for Prometheus' service discovery", _list_of({"type": "object"}))
+            },
+            "/healthz": {"get": _page("The process answers", _object(status={"const": "ok"}))},
+            "/readyz": {"get": _ready()},
+        },
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "key": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "Where conductor.tenants_path is set.",
+                }
+            },
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _describe(schema: Schema) -> None:
+    """Null stands for absent; some fields of OpenAI's are refused by name; any other is ignored."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()):
+            schema["properties"][name] = {"anyOf": [field, _NULL]}
+    refused = "; ".join(f"{name}: {why}" for name, why in sorted(REFUSED.items()))
+    schema["description"] = f"Other fields are ignored, but for these, which are refused: {refused}."
+
+
+def _errors(*statuses: int) -> dict[str, Any]:
+    content = {"application/json": {"schema": _ref("Error")}}
+    return {str(status): {"description": _ERRORS[str(status)], "content": content} for status in statuses}
+
+
+def _generation(body: str, answer: str, summary: str) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "parameters": [
+            {
+                "name": "x-moonpool-explain",
+                "in": "header",
+                "description": "1: the answer says where it was computed and why.",
+                "schema": {"type": "string", "enum": ["0", "1"]},
+            }
+        ],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body)}}},
+        "responses": {
+            "200": {
+                "description": "The answer; as events, ended by `data: [DONE]`, where stream is true.",
+                "content": {
+                    "application/json": {"schema": _ref(answer)},
+                    "text/event-stream": {"schema": _STRING},
+                },
+            },
+            **_errors(400, 401, 404, 405, 409, 413, 429, 500, 503, 504),
+        },
+    }
+
+
+def _page(summary: str, schema: Schema, *errors: int, **parameters: Schema | str) -> dict[str, Any]:
+    """``parameters``: "path" for a part of the path, the schema of one in the query otherwise."""
+    described = [
+        {"name": name, "in": "path", "required": True, "schema": _TEXT}
+        if isinstance(kind, str)
+        else {"name": name, "in": "query", "schema": kind}
+        for name, kind in parameters.items()
+    ]
+    content = {"application/json": {"schema": schema}}
+    answers = {"200": {"description": summary, "content": content}, **_errors(*errors, 405)}
+    return {"summary": summary, "parameters": described, "responses": answers}
+
+
+def _ready() -> dict[str, Any]:
+    schema = _object(ready={"type": "boolean"}, status=_STRING, degraded=_list_of(_STRING))
+    page = _page("Whether a request could be served", schema)
+    page["responses"]["503"] = {**page["responses"]["200"], "description": "None could: no node, or draining"}
+    return page

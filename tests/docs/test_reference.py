@@ -1,0 +1,20 @@
+"""The pages made from the code are as the code is."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.reference import metrics, pages
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_a_page_is_fresh(path) -> None:
+    assert path.read_text(encoding="utf-8") == pages()[path], "run `make docs`"
+
+
+def test_every_metric_ends_in_its_unit_and_says_what_it_counts() -> None:
+    rows = metrics()
+    assert len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        assert row.meaning[0].isupper() or row.meaning[0].isdigit(), row
+        assert row.kind == "counter" or not row.name.endswith("_total"), row
