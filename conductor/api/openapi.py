@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 from pydantic.json_schema import models_json_schema
 
 from conductor.api.pages import MAX_LISTED
 from conductor.api.prompts import MAX_PROMPTS
-from conductor.api.schemas import MAX_STOP_CHARS, MAX_STOPS, REFUSED, ChatBody, CompletionBody
+from conductor.api.schemas import MAX_STOP_CHARS, MAX_STOPS, REFUSED, ChatBody, CompletionBody, GenerationBody
 
 Schema = dict[str, Any]
 
@@ -42,8 +42,9 @@ _PART: Schema = {
 _CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, _NULL]}
 
 
-def _object(description: str = "", /, *, required: tuple[str, ...] = (), **properties: Schema) -> Schema:
-    schema: Schema = {"type": "object", "required": list(required or properties), "properties": properties}
+def _object(description: str = "", /, **properties: Schema) -> Schema:
+    """All of ``properties`` are there; there may be others."""
+    schema: Schema = {"type": "object", "required": list(properties), "properties": properties}
     return schema | ({"description": description} if description else {})
 
 
@@ -115,7 +116,10 @@ async def openapi(http: web.Request) -> web.Response:
 @cache
 def document() -> dict[str, Any]:
     """OpenAPI 3.1."""
-    bodies = [(CompletionBody, "validation"), (ChatBody, "validation")]
+    bodies: list[tuple[type[GenerationBody], Literal["validation"]]] = [
+        (CompletionBody, "validation"),
+        (ChatBody, "validation"),
+    ]
     _, definitions = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
     schemas: dict[str, Any] = definitions["$defs"]
     schemas["CompletionBody"]["properties"] |= {"prompt": _PROMPT, "stop": _STOP}
