@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -57,14 +58,9 @@ class CudaDevice:
         self._to_host = torch.cuda.Stream(self.torch)
         self._to_device = torch.cuda.Stream(self.torch)
         self._graph_memory = torch.cuda.graph_pool_handle()
-        self._held: list[Event] = []
-        self._lock = threading.Lock()
 
     def run(self, step: Callable[[], Result]) -> Launched[Result]:
         with torch.cuda.stream(self._steps):
-            for copies in self._take_held():
-                assert isinstance(copies, CudaEvent)
-                self._steps.wait_event(copies.cuda)
             result = step()
             event = torch.cuda.Event()
             event.record(self._steps)
@@ -105,9 +101,9 @@ class CudaDevice:
             event.record(stream)
         return CudaEvent(event, (sources, targets))
 
-    def hold_steps(self, copies: Event) -> None:
-        with self._lock:
-            self._held.append(copies)
+    def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
+        array: npt.NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
+        return array
 
     def memory(self) -> DeviceMemory | None:
         free, total = torch.cuda.mem_get_info(self.torch)
@@ -122,8 +118,3 @@ class CudaDevice:
         peak = torch.cuda.max_memory_reserved(self.torch)
         torch.cuda.empty_cache()
         return peak - before
-
-    def _take_held(self) -> list[Event]:
-        with self._lock:
-            held, self._held = self._held, []
-        return held

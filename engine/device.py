@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,8 +43,8 @@ class DeviceMemory:
 class Device(Protocol):
     """A place to compute, with a queue of steps and a queue of copies beside them.
 
-    What a queue is given ends in the order it was given. The queues do not wait for each other, except by
-    ``hold_steps``; so whoever needs what the other does waits for it on the host.
+    What a queue is given ends in the order it was given. The queues do not wait for each other: whoever needs
+    what the other does waits for it on the host.
     """
 
     torch: torch.device
@@ -66,8 +68,8 @@ class Device(Protocol):
         """Launch copies between equal tensors, one of each pair in host memory; all stay until the event has
         ended. From any thread."""
 
-    def hold_steps(self, copies: Event) -> None:
-        """What is run from now on begins after these copies have ended. The host does not wait."""
+    def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
+        """Host memory for copies that run by themselves."""
 
     def memory(self) -> DeviceMemory | None:
         """None where it is the host's own."""
@@ -117,8 +119,8 @@ class CpuDevice:
             target.copy_(source)
         return Ended()
 
-    def hold_steps(self, copies: Event) -> None:
-        return
+    def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
+        return np.empty(shape, np.uint8)
 
     def memory(self) -> DeviceMemory | None:
         return None

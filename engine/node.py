@@ -12,7 +12,9 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
+from engine.block_bytes import DeviceBytes, HostBytes
 from engine.block_memory import BlockMemory
+from engine.dtype import choose_device
 from engine.engine import Engine
 from engine.kv_exchange import KvExchange
 from engine.node_metrics import observe_engine
@@ -125,14 +127,10 @@ class EngineNode(node_pb2_grpc.NodeServicer):
 
     async def _start(self, agent: TransferAgent) -> None:
         config, self.agent = self.config, agent
-        region = agent.allocate(config.engine.host_pool_nbytes, "pool")
-        self.engine = engine = Engine(
-            config.model.directory, config.engine, config.model, pool_memory=region.array
-        )
-        self.memory = BlockMemory(engine.pool, region, engine.layout)
+        await self._start_engine()
+        engine = self.engine
         self.quotas = TenantQuotas(engine.layout.block_nbytes)
         self.exchange = KvExchange(self.memory, agent, deadline_s=config.transfer.deadline_s)
-        await engine.start(_LoadProgress(self.node_id))
         folder = config.node.id or self.role
         self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._moved)
         self._server, port = await rpc.serve(
@@ -162,6 +160,28 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self.state = "ready"
         await self.publisher.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
+
+    async def _start_engine(self) -> None:
+        """The engine, and its pool as memory that peers read: ours on a CPU, on a GPU the engine's own, as
+        large as what is left there."""
+        config, progress = self.config, _LoadProgress(self.node_id)
+        device = choose_device(config.model.device)
+        if device.memory() is None:
+            region = self.agent.allocate(config.engine.host_pool_nbytes, "pool")
+            self.engine = engine = Engine(
+                config.model.directory, config.engine, config.model, device=device, pool_memory=region.array
+            )
+            await engine.start(progress)
+            num_blocks, nbytes = engine.pool.num_blocks, engine.layout.block_nbytes
+            blocks = region.array[: num_blocks * nbytes].reshape(num_blocks, nbytes)
+            self.memory = BlockMemory(engine.pool, region, engine.layout, HostBytes(blocks))
+        else:
+            self.engine = engine = Engine(config.model.directory, config.engine, config.model, device=device)
+            await engine.start(progress)
+            region = self.agent.register(engine.pool_tensor, name="pool")
+            self.memory = BlockMemory(
+                engine.pool, region, engine.layout, DeviceBytes(engine.pool_tensor, device)
+            )
 
     async def _start_events(self) -> None:
         if not self.config.events.zmq_endpoint:
@@ -204,6 +224,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         await self.exchange.close()
         await self.engine.close()
         await self.store.close(self.config.store.flush_s)
+        self.memory.close()
         if self.events is not None:
             await self.events.close()
         await self._redis.aclose()
@@ -308,10 +329,21 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.LeaseReply:
         keys = block_keys.unpack(request.keys)
+        await self._hash_held(keys)
         lease = await self.store.tiers.pin(keys, request.ttl_s)
         # Whoever asks was told by the index that they are here.
         self.publisher.disown(keys[len(lease.blocks) :])
         return node_pb2.LeaseReply(lease_id=lease.id, epoch=self.epoch, blocks=self.store.describe(lease))
+
+    async def _hash_held(self, keys: list[BlockKey]) -> None:
+        """Compute the checksums of a GPU's blocks ahead of a lease, off the loop."""
+        if not self.memory.bytes.in_main_memory:
+            held = self.engine.pool.match(keys)
+            self.engine.pool.acquire(held)
+            try:
+                await self.memory.checksums(held)
+            finally:
+                self.engine.pool.release(held)
 
     async def Release(
         self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]

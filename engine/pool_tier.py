@@ -32,7 +32,7 @@ class PoolTier:
         return self._pool.lineage(self._block(key))
 
     def bytes_of(self, block: int) -> Bytes:
-        return self._memory.bytes_of(block)
+        return self._memory.bytes.view(block)
 
     def checksum(self, block: int) -> int:
         return self._memory.checksum(block)

@@ -11,9 +11,13 @@ from engine.block_memory import BlockMemory
 from kvstore.errors import BlockCorrupt, BlockMissing
 from kvstore.keys import BlockKey
 from kvstore.store import TieredStore
+from kvstore.store.rate import Rate
 from kvstore.tier import Tier
 
 log = logging.getLogger(__name__)
+
+# A GPU takes a prompt's blocks in milliseconds; they are pinned no longer than this for it.
+_LONGEST_COPY_S = 10.0
 
 
 @dataclass(slots=True)
@@ -35,9 +39,15 @@ class PrefixLoader:
         self, memory: BlockMemory, store: TieredStore, costs: Callable[[], dict[str, float]]
     ) -> None:
         """``costs``: the engine's ``profile``, as it is now."""
+        self.host_rate = Rate()  # of copies to a GPU; the store knows its own
         self._memory = memory
         self._store = store
         self._costs = costs
+
+    @property
+    def host_load_nbytes_per_s(self) -> float:
+        """What loads from host memory gave lately; 0 before the first."""
+        return self.host_rate.nbytes_per_s or self._store.stats.host_load_nbytes_per_s
 
     async def load(
         self, chain: Sequence[BlockKey], tiers: Sequence[Tier], *, slowest: Tier = Tier.SSD
@@ -76,18 +86,43 @@ class PrefixLoader:
     async def _fill(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> list[Tier]:
         """Where each of the first blocks came from; shorter than ``keys`` where one could not be had."""
         tiers = self._store.match(keys)
+        if not self._memory.bytes.in_main_memory:
+            return tiers[: await self._fill_gpu(keys, block_ids)]
         try:
-            await self._store.get(keys, [self._memory.bytes_of(block) for block in block_ids])
+            await self._store.get(keys, [self._memory.bytes.view(block) for block in block_ids])
         except (BlockMissing, BlockCorrupt) as error:
             log.warning("cached blocks are computed instead: %s", error)
             return tiers[: error.first_missing]
         return tiers
 
+    async def _fill_gpu(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> int:
+        """How many of the first blocks were copied from host memory, by way of it from disk, to a GPU.
+
+        They stay in the store's memory, which is pinned for such copies, until they are there.
+        """
+        lease = await self._store.pin(keys, _LONGEST_COPY_S)
+        try:
+            in_host = [block for block in lease.blocks if block.tier is Tier.HOST]
+            sources = [self._store.host.bytes_of(block.slot) for block in in_host]
+            checksums = [block.checksum for block in in_host]
+            began_s = time.monotonic()
+            bad = await self._memory.copy_in(sources, block_ids[: len(sources)], checksums)
+            self.host_rate.observe(
+                len(sources) * self._memory.layout.block_nbytes, time.monotonic() - began_s
+            )
+        finally:
+            self._store.release(lease.id)
+        if bad is not None:
+            log.warning("a block in host memory is not what was put there: it is computed instead")
+            await self._store.remove([keys[bad]])
+            return bad
+        return len(sources)
+
     def _num_worth_it(self, tiers: Sequence[Tier], slowest: Tier) -> int:
         """How many of the first blocks are loaded in less time than computed."""
         compute_s = self._costs()["prefill_token_s"] * self._memory.layout.block_size
         stats, nbytes = self._store.stats, self._memory.layout.block_nbytes
-        rates = {Tier.HOST: stats.host_load_nbytes_per_s, Tier.SSD: stats.ssd_load_nbytes_per_s}
+        rates = {Tier.HOST: self.host_load_nbytes_per_s, Tier.SSD: stats.ssd_load_nbytes_per_s}
         for i, tier in enumerate(tiers):
             rate = rates.get(tier, 0.0)
             # What was never measured, neither computing nor loading, is tried.

@@ -61,25 +61,26 @@ class Handover:
             self._news.clear()
             if self._failure:
                 raise HandoverFailed(self._failure)
-            chunk = self._next(num_sent)
+            chunk = await self._next(num_sent)
             num_sent += len(chunk.blocks.offset)
             if chunk.blocks.offset or chunk.last:
                 yield chunk
             if chunk.last:
                 return
 
-    def _next(self, num_sent: int) -> node_pb2.KvChunk:
+    async def _next(self, num_sent: int) -> node_pb2.KvChunk:
         sequence = self._sequence
         assert sequence is not None
         block_size = self._memory.layout.block_size
-        last = self._token is not None
+        # Both as they are now: there may be news while the blocks are described.
+        num_tokens, token = self._num_tokens, self._token
         # A block that is not full yet will change, unless nothing follows.
-        num_complete = -(-self._num_tokens // block_size) if last else self._num_tokens // block_size
+        num_complete = num_tokens // block_size if token is None else -(-num_tokens // block_size)
         return node_pb2.KvChunk(
             first_block=num_sent,
-            blocks=self._memory.describe(sequence.block_table[num_sent:num_complete]),
-            num_tokens=self._num_tokens,
-            last=last,
-            token=self._token,
+            blocks=await self._memory.describe(sequence.block_table[num_sent:num_complete]),
+            num_tokens=num_tokens,
+            last=token is not None,
+            token=token,
             source=self._source if num_sent == 0 else None,
         )

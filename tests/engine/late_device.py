@@ -9,10 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.device import DeviceMemory, Event
+from engine.device import DeviceMemory
 
 
 @dataclass
@@ -73,15 +75,10 @@ class LateDevice:
     torch: Any = torch.device("cpu")
     runs_ahead: bool = True
     num_replays: int = 0
-    held: list[Event] = field(default_factory=list)
 
     def run(self, step: Callable[[], Any]) -> Any:
-        held, self.held = self.held, []
-
         def later() -> Any:
             torch.set_num_threads(1)
-            for event in held:
-                event.wait()
             return step()
 
         return self.steps.give(later)
@@ -108,8 +105,8 @@ class LateDevice:
 
         return self.copies.give(later)
 
-    def hold_steps(self, copies: Event) -> None:
-        self.held.append(copies)
+    def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
+        return np.empty(shape, np.uint8)
 
     def memory(self) -> DeviceMemory:
         return self.free

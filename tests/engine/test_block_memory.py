@@ -1,0 +1,168 @@
+"""Blocks between the pool, host memory and peers, where the pool is in main memory and where it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.block_bytes import DeviceBytes, HostBytes
+from engine.block_memory import BlockMemory
+from engine.device import CpuDevice
+from engine.node_store import NodeStore
+from engine.prefix_loader import Loaded
+from kvstore.keys import BlockKey
+from kvstore.tier import Tier
+from prefill_node.handover import Handover
+from protos import node_pb2
+from runtime.options import Config, HostTierOptions, StoreOptions
+from tests.engine.late_device import LateDevice
+from transfer import TransferAgent, checksum
+
+NUM_BLOCKS = 12
+
+
+@pytest.fixture
+def checkpoint(make_checkpoint: Callable[..., Any]) -> Any:
+    return make_checkpoint("llama")
+
+
+@dataclass
+class Node:
+    """What a node has of blocks, without its services."""
+
+    driver: Any
+    memory: BlockMemory
+    store: NodeStore
+
+    async def compute(self, tokens: list[int], n: int = 1) -> list[int]:
+        (result,) = await self.driver.run(self.driver.sequence(tokens, max_tokens=n))
+        return result.token_ids
+
+    def chain(self, tokens: list[int]) -> list[BlockKey]:
+        sequence = self.driver.sequence(tokens)
+        sequence.hash_blocks(8, len(tokens) // 8)
+        return sequence.keys
+
+    async def load(self, chain: list[BlockKey]) -> Loaded:
+        return await self.store.loader.load(chain, self.store.tiers.match(chain))
+
+    async def fill(self) -> None:
+        """Use the whole pool for something else, so that what it holds is evicted."""
+        await self.compute(prompt(NUM_BLOCKS * 8 - 2, seed=99))
+
+
+@pytest.fixture
+def run_node(serve: Callable[..., Any], checkpoint: Any) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def run(device: Any) -> AsyncIterator[Node]:
+        config = Config(store=StoreOptions(host=HostTierOptions(capacity_nbytes=8 << 20)))
+        async with (
+            serve(checkpoint.path, device=device, num_blocks=NUM_BLOCKS) as driver,
+            await TransferAgent.start(config.transfer, agent_id="node", epoch=1) as agent,
+        ):
+            engine = driver.engine
+            blocks = engine.pool_tensor
+            region = agent.register(blocks, name="pool")
+            bytes_ = DeviceBytes(blocks, device) if device.runs_ahead else HostBytes(blocks.numpy())
+            memory = BlockMemory(engine.pool, region, engine.layout, bytes_)
+            store = await NodeStore.open(config, "", agent, engine, memory, lambda key, tier: None)
+            try:
+                yield Node(driver, memory, store)
+            finally:
+                await store.close(0)
+                memory.close()
+
+    return run
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 160, n).tolist()
+
+
+@pytest.mark.parametrize("make_device", [CpuDevice, LateDevice])
+async def test_what_was_evicted_comes_back(run_node, checkpoint, make_device) -> None:
+    tokens = prompt(41)
+    expected = checkpoint.greedy(tokens, 6)
+    async with run_node(make_device()) as node:
+        assert await node.compute(tokens, 6) == expected
+        chain = node.chain(tokens)
+        held = node.driver.engine.pool.match(chain)
+        before = [node.memory.bytes.view(block).copy() for block in held]
+        await node.fill()
+        assert node.store.tiers.match(chain) == [Tier.HOST] * 5
+        loaded = await node.load(chain)
+        assert loaded.num_host == 5
+        after = [node.memory.bytes.view(block) for block in loaded.block_ids]
+        assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
+        node.driver.engine.pool.release(loaded.block_ids)
+        assert await node.compute(tokens, 6) == expected
+        assert node.store.profile()["host_load_nbytes_per_s"] > 0
+
+
+@pytest.mark.parametrize("make_device", [CpuDevice, LateDevice])
+async def test_a_block_gone_bad_is_not_loaded(run_node, make_device) -> None:
+    tokens = prompt(40)
+    async with run_node(make_device()) as node:
+        await node.compute(tokens)
+        chain = node.chain(tokens)
+        await node.fill()
+        host = node.store.tiers.host
+        host.bytes_of(host.slot_of(chain[2]))[5] ^= 1
+        loaded = await node.load(chain)
+        assert len(loaded.block_ids) == 2
+        node.driver.engine.pool.release(loaded.block_ids)
+        assert len(node.store.tiers.match(chain)) == 2
+
+
+async def test_nothing_is_found_of_a_load_under_way(run_node) -> None:
+    tokens, device = prompt(40), LateDevice()
+    async with run_node(device) as node:
+        await node.compute(tokens)
+        chain, pool = node.chain(tokens), node.driver.engine.pool
+        await node.fill()
+        # Room without anything to copy out.
+        while pool.num_cached:
+            pool.evict(next(key for block, key in pool.sealed() if not pool._num_children[block]))
+        device.copies.hold()
+        given = device.copies.num_given
+        loading = asyncio.create_task(node.load(chain))
+        await device.copies.until_given(given + 1)
+        assert pool.match(chain) == []
+        assert not loading.done()
+        device.copies.release()
+        loaded = await loading
+        assert pool.match(chain) == loaded.block_ids
+        assert len(loaded.block_ids) == 5
+        pool.release(loaded.block_ids)
+
+
+@pytest.mark.parametrize("make_device", [CpuDevice, LateDevice])
+async def test_a_follower_is_told_what_the_bytes_hash_to(run_node, make_device) -> None:
+    """On a GPU they are hashed beside the loop, which goes on; the last block is not full."""
+    device = make_device()
+    async with run_node(device) as node:
+        engine = node.driver.engine
+        sequence = node.driver.sequence(prompt(21), max_tokens=4)
+        await node.driver.run(sequence, prefill_only=True)
+        handover = Handover(node.memory, node_pb2.KvAddress(node_id="me"))
+        handover.finish(sequence, node_pb2.TokenOut())
+        if device.runs_ahead:
+            device.copies.hold()
+            given = device.copies.num_given
+        telling = asyncio.create_task(anext(handover.chunks()))
+        if device.runs_ahead:
+            await device.copies.until_given(given + 1)
+            assert not telling.done()
+            device.copies.release()
+        chunk = await telling
+        table = sequence.block_table
+        nbytes = engine.layout.block_nbytes
+        assert [offset // nbytes for offset in chunk.blocks.offset] == table
+        assert list(chunk.blocks.checksum) == [checksum(node.memory.bytes.view(b).data) for b in table]
+        engine.release(sequence)
