@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_decode import padded
+from kernels.launch import padded
 
 INS = 128  # inputs a step of the first product takes
 OUTS = 128  # outputs a program of the second has

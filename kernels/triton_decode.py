@@ -1,4 +1,4 @@
-"""Triton form of attention of one query token a sequence: the context in parts, side by side, then their
+"""Triton form of attention of a few query tokens a sequence: the contexts in parts, side by side, then their
 merge."""
 
 # Triton has no types to check, and its code has compile-time constants in capitals.
@@ -7,8 +7,6 @@ merge."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +14,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LN_2 = math.log(2)
+from kernels.launch import DecodeChoice, architecture, decode_choice, num_multiprocessors, padded
+from kernels.triton_fp8 import as_bytes, fp8_mode, halves_of, widened
+
+
+@triton.jit
+def plan_parts(
+    contexts,
+    positions,
+    batch,
+    wanted,
+    window,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    FEWEST: tl.constexpr,
+    BATCH_PADDED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """How the tiles of all sequences are spread over programs: about ``wanted`` equal parts in all, of FEWEST
+    tiles or more, each of one sequence.
+
+    Returns, of each sequence: its first tile, its parts and where these end among all parts (so that its own
+    are the last ``parts`` before that); and the tiles of a part. A sequence of which nothing is
+    seen has one part. Everything is computed where the lengths are, so that a captured graph can be replayed
+    with others, and one long sequence among short ones is spread over the whole device.
+    """
+    i = tl.arange(0, BATCH_PADDED)
+    there = i < batch
+    context = tl.load(contexts + i, mask=there, other=0)
+    position = context - QUERIES
+    if POSITIONS:
+        position = tl.load(positions + i, mask=there, other=0)
+    first = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    end = tl.minimum(context, position + QUERIES)
+    first_tile = first // TILE
+    tiles = tl.where(end > first, (end + TILE - 1) // TILE - first_tile, 0)
+    tiles_per_part = tl.maximum((tl.sum(tiles, 0) + wanted - 1) // wanted, FEWEST)
+    parts = tl.where(there, tl.maximum((tiles + tiles_per_part - 1) // tiles_per_part, 1), 0)
+    return first_tile, parts, tl.cumsum(parts, 0), tiles_per_part
 
 
 @triton.jit
@@ -25,189 +60,272 @@ def decode_part(
     pool,
     table,
     contexts,
+    positions,
     out,
     lse,
+    scratch,
+    scratch_lse,
     layer_offset,
     block_stride,
     kv_stride,
     head_stride,
     table_stride,
+    batch,
+    wanted,
     scale,
+    v_scale,
     window,
     soft_cap,
-    num_parts,
+    QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    FEWEST: tl.constexpr,
+    BATCH_PADDED: tl.constexpr,
+    POSITIONS: tl.constexpr,
     CAPPED: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """One part of one sequence's context, for the query heads of one kv head.
+    """One part of one sequence's context, for all its queries and the query heads of one kv head.
 
-    Grid: (batch, num_kv_heads, num_parts). q: [batch, num_heads, DIM]; out: float32 [num_parts, batch,
-    num_heads, DIM]; lse: float32 [num_parts, batch, num_heads], the base-2 logarithm of the sum of
-    exponentials, -inf where the part is empty. Where there is one part only, out is the result itself, in its
-    dtype, and lse is not written.
+    Grid: (num_kv_heads, batch + wanted). q, out: [batch, QUERIES, num_heads, DIM]; lse: float32 [batch,
+    QUERIES, num_heads]; positions: int32 [batch], of the first query, read only with POSITIONS. A sequence of
+    one part gets its result at once; parts of others go to scratch: float32 [programs, num_kv_heads,
+    QUERIES * GROUP, DIM], and scratch_lse: [programs, num_kv_heads, QUERIES * GROUP].
     """
-    sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_heads = tl.num_programs(1) * GROUP
+    head, program = tl.program_id(0), tl.program_id(1)
+    first_tile, parts, part_ends, tiles_per_part = plan_parts(
+        contexts, positions, batch, wanted, window, QUERIES, TILE, FEWEST, BATCH_PADDED, POSITIONS
+    )
+    sequence = tl.sum((part_ends <= program).to(tl.int32), 0)
+    if sequence >= batch:
+        return
+    mine = tl.arange(0, BATCH_PADDED) == sequence
+    num_parts = tl.sum(tl.where(mine, parts, 0), 0)
+    part = program - tl.sum(tl.where(mine, part_ends - parts, 0), 0)
     context = tl.load(contexts + sequence)
-    first = tl.where(window > 0, tl.maximum(context - window, 0), 0)
-    # Parts are whole tiles on an absolute grid: only the first and last tile of the context are masked.
-    first_tile = first // TILE
-    tiles = tl.cdiv(context, TILE) - first_tile
-    tiles_per_part = tl.cdiv(tiles, num_parts)
-    begin = (first_tile + part * tiles_per_part) * TILE
-    end = tl.minimum(begin + tiles_per_part * TILE, context)
+    position = context - QUERIES
+    if POSITIONS:
+        position = tl.load(positions + sequence)
+    first = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    begin = (tl.sum(tl.where(mine, first_tile, 0), 0) + part * tiles_per_part) * TILE
+    end = tl.minimum(begin + tiles_per_part * TILE, tl.minimum(context, position + QUERIES))
 
-    member = tl.arange(0, GROUP_PADDED)
+    num_heads = tl.num_programs(0) * GROUP
+    row = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)
-    rows = (sequence * num_heads + head * GROUP + member).to(tl.int64)
-    valid = (member < GROUP)[:, None] & (dims < DIM)[None, :]
-    query = tl.load(q + rows[:, None] * DIM + dims[None, :], mask=valid, other=0.0)
+    row_there = row < QUERIES * GROUP
+    valid = row_there[:, None] & (dims < DIM)[None, :]
+    row_position = position + row // GROUP
+    row_first = tl.where(window > 0, row_position - window + 1, 0)
+    at = (sequence * QUERIES + row // GROUP).to(tl.int64) * num_heads + head * GROUP + row % GROUP
+    query = tl.load(q + at[:, None] * DIM + dims[None, :], mask=valid, other=0.0)
     pool += layer_offset + head.to(tl.int64) * head_stride
+    table += sequence.to(tl.int64) * table_stride
 
-    top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PADDED], tl.float32)
-    gathered = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    gathered = tl.zeros([ROWS, DIM_PADDED if FP8 == 0 else DIM_PADDED // 2], tl.float32)
+    pairs = tl.arange(0, DIM_PADDED // 2)
+    odd = tl.zeros([ROWS, DIM_PADDED // 2], tl.float32)  # the odd columns, where the others are the even ones
+    # From scores as they come out of the product to powers of two.
+    unit = 1.4426950408889634 if CAPPED else scale * 1.4426950408889634
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
-        seen = (token >= first) & (token < end)
-        block = tl.load(table + sequence * table_stride + token // BLOCK_SIZE, mask=seen, other=0)
-        place = block.to(tl.int64) * block_stride + (token % BLOCK_SIZE) * DIM
-        readable = seen[:, None] & (dims < DIM)[None, :]
-        k = tl.load(pool + place[:, None] + dims[None, :], mask=readable, other=0.0)
-        scores = tl.dot(query, tl.trans(k), input_precision="tf32x3") * scale
+        exists = (token >= first) & (token < end)
+        if BLOCK_SIZE % TILE == 0:
+            # Tiles lie on a grid, so that one is of one block.
+            place = tl.load(table + start // BLOCK_SIZE).to(tl.int64) * block_stride
+            place += ((start % BLOCK_SIZE) + tl.arange(0, TILE)) * DIM
+        else:
+            block = tl.load(table + token // BLOCK_SIZE, mask=exists, other=0)
+            place = block.to(tl.int64) * block_stride + (token % BLOCK_SIZE) * DIM
+        readable = exists[:, None] & (dims < DIM)[None, :]
+        stored = tl.load(pool + place[:, None] + dims[None, :], mask=readable, other=0)
+        k = widened(stored, q.dtype.element_ty, FP8)
+        scores = tl.dot(query, tl.trans(k), input_precision="tf32x3")
         if CAPPED:
+            scores *= scale
             # tanh through exp2: exact at both ends.
             scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * 1.4426950408889634 / soft_cap)) + 1))
-        scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        factor = tl.exp2(top - new_top)
+        seen = exists[None, :]
+        if QUERIES > 1:
+            seen = seen & (token[None, :] <= row_position[:, None]) & (token[None, :] >= row_first[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+        # A row that has seen nothing yet stays at zero instead of becoming NaN.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores * unit - base[:, None])
+        factor = tl.exp2(top - base)
         total = total * factor + tl.sum(weights, 1)
-        v = tl.load(pool + kv_stride + place[:, None] + dims[None, :], mask=readable, other=0.0)
-        gathered = gathered * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
+        if FP8 == 0:
+            v = tl.load(pool + kv_stride + place[:, None] + dims[None, :], mask=readable, other=0)
+            gathered = gathered * factor[:, None]
+            gathered += tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
+        else:
+            # Two bytes at a time: tensor cores take V by columns, and only pairs of bytes can be turned so.
+            words = (pool + kv_stride).to(tl.pointer_type(tl.uint16))
+            there = exists[:, None] & (pairs < DIM // 2)[None, :]
+            both = tl.load(words + (place // 2)[:, None] + pairs[None, :], mask=there, other=0)
+            share = weights.to(tl.float16)
+            gathered = gathered * factor[:, None] + tl.dot(share, halves_of(both & 0xFF, FP8))
+            odd = odd * factor[:, None] + tl.dot(share, halves_of(both >> 8, FP8))
         top = new_top
 
-    gathered = gathered / tl.where(total > 0, total, 1.0)[:, None]
-    at = rows + part.to(tl.int64) * tl.num_programs(0) * num_heads
-    tl.store(out + at[:, None] * DIM + dims[None, :], gathered.to(out.dtype.element_ty), mask=valid)
-    if num_parts > 1:
-        log = top + tl.log2(tl.where(total > 0, total, 1.0))
-        tl.store(lse + at, tl.where(total > 0, log, float("-inf")), mask=member < GROUP)
+    if FP8 != 0:
+        gathered = tl.interleave(gathered, odd)
+    gathered = gathered * (v_scale / tl.where(total == 0, 1.0, total))[:, None]
+    log = tl.where(total == 0, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+    if num_parts == 1:
+        tl.store(out + at[:, None] * DIM + dims[None, :], gathered.to(out.dtype.element_ty), mask=valid)
+        if WRITE_LSE:
+            tl.store(lse + at, log, mask=row_there)
+    else:
+        to = (program * tl.num_programs(0) + head).to(tl.int64) * (QUERIES * GROUP) + row
+        tl.store(scratch + to[:, None] * DIM + dims[None, :], gathered, mask=valid)
+        tl.store(scratch_lse + to, log, mask=row_there)
 
 
 @triton.jit
-def merge_parts(
-    parts,
-    lse,
+def weighed(parts, lse, at, step, count, TILE: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """Rows at, at + step … of ``count`` parts, weighted by the share of the exponentials each saw, in a fixed
+    order. parts: […, DIM]; lse: natural, -inf where a part saw nothing. Returns the row and its lse."""
+    dims = tl.arange(0, DIM_PADDED)
+    top = float("-inf")
+    total = 0.0
+    gathered = tl.zeros([DIM_PADDED], tl.float32)
+    for start in range(0, count, TILE):
+        part = start + tl.arange(0, TILE)
+        there = part < count
+        where = at + part.to(tl.int64) * step
+        logs = tl.load(lse + where, mask=there, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(logs, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        unseen = logs == float("-inf")
+        weights = tl.where(unseen, 0.0, tl.exp2((logs - base) * 1.4426950408889634))
+        readable = (there & ~unseen)[:, None] & (dims < DIM)[None, :]
+        values = tl.load(parts + where[:, None] * DIM + dims[None, :], mask=readable, other=0.0)
+        factor = tl.exp2((top - base) * 1.4426950408889634)
+        total = total * factor + tl.sum(weights, 0)
+        gathered = gathered * factor + tl.sum(values.to(tl.float32) * weights[:, None], 0)
+        top = new_top
+    gathered = gathered / tl.where(total == 0, 1.0, total)
+    return gathered, tl.where(total == 0, float("-inf"), top + tl.log2(total) * 0.6931471805599453)
+
+
+@triton.jit
+def merge_split(
+    scratch,
+    scratch_lse,
+    contexts,
+    positions,
     out,
-    merged_lse,
-    num_rows,
-    num_parts,
-    WRITE_LSE: tl.constexpr,
+    lse,
+    batch,
+    wanted,
+    window,
+    KV_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    PARTS_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    FEWEST: tl.constexpr,
+    BATCH_PADDED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """The parts of one query head, weighted by the share of the exponentials each saw.
-
-    Grid: (num_rows,). parts: float32 [num_parts, num_rows, DIM]; lse: base 2, [num_parts, num_rows]. The sum
-    runs over the parts in a fixed order. A row that saw nothing at all gives zeros. merged_lse: base 2,
-    [num_rows].
-    """
-    row = tl.program_id(0).to(tl.int64)
-    part, dims = tl.arange(0, PARTS_PADDED), tl.arange(0, DIM_PADDED)
-    there = part < num_parts
-    logs = tl.load(lse + part * num_rows + row, mask=there, other=float("-inf"))
-    top = tl.max(logs, 0)
-    weights = tl.where(logs == float("-inf"), 0.0, tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top)))
-    readable = (there & (weights > 0))[:, None] & (dims < DIM)[None, :]
-    at = (part.to(tl.int64) * num_rows + row)[:, None] * DIM + dims[None, :]
-    values = tl.load(parts + at, mask=readable, other=0.0)
-    total = tl.sum(weights, 0)
-    merged = tl.sum(values * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * DIM + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
+    """What ``decode_part`` left in scratch, put together. Grid: (batch, QUERIES * num_heads)."""
+    sequence = tl.program_id(0)
+    _, parts, part_ends, _ = plan_parts(
+        contexts, positions, batch, wanted, window, QUERIES, TILE, FEWEST, BATCH_PADDED, POSITIONS
+    )
+    mine = tl.arange(0, BATCH_PADDED) == sequence
+    num_parts = tl.sum(tl.where(mine, parts, 0), 0)
+    if num_parts == 1:
+        return
+    first = tl.sum(tl.where(mine, part_ends - parts, 0), 0)
+    query, query_head = tl.program_id(1) // (KV_HEADS * GROUP), tl.program_id(1) % (KV_HEADS * GROUP)
+    rows: tl.constexpr = QUERIES * GROUP
+    at = (first * KV_HEADS + query_head // GROUP).to(tl.int64) * rows + query * GROUP + query_head % GROUP
+    row, log = weighed(scratch, scratch_lse, at, KV_HEADS * rows, num_parts, PARTS, DIM, DIM_PADDED)
+    to = sequence.to(tl.int64) * (QUERIES * KV_HEADS * GROUP) + tl.program_id(1)
+    dims = tl.arange(0, DIM_PADDED)
+    tl.store(out + to * DIM + dims, row.to(out.dtype.element_ty), mask=dims < DIM)
     if WRITE_LSE:
-        log = top + tl.log2(tl.where(total > 0, total, 1.0))
-        tl.store(merged_lse + row, tl.where(total > 0, log, float("-inf")))
+        tl.store(lse + to, log)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeChoice:
-    """How a shape is launched: from a table, never from measuring at import."""
-
-    tile: int
-    num_warps: int
-    num_stages: int
-
-    @classmethod
-    def of(cls, head_dim: int, dtype: torch.dtype) -> DecodeChoice:
-        wide = dtype.itemsize == 4
-        if head_dim <= 64:
-            return cls(tile=64, num_warps=4, num_stages=2 if wide else 3)
-        if head_dim <= 128:
-            return cls(tile=32 if wide else 64, num_warps=4, num_stages=2 if wide else 3)
-        return cls(tile=32, num_warps=8 if wide else 4, num_stages=2)
-
-
-MAX_PARTS = 64
-# Programs that fill a large GPU twice over (132 multiprocessors), and the fewest tokens worth a program of
-# its own.
-WANTED_PROGRAMS = 264
-FEWEST_TOKENS = 256
+@triton.jit
+def merge_states(
+    outs,
+    lses,
+    out,
+    lse,
+    num_rows,
+    num_parts,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Grid: (num_rows,). outs: [num_parts, num_rows, DIM]; lses: [num_parts, num_rows]."""
+    at = tl.program_id(0).to(tl.int64)
+    row, log = weighed(outs, lses, at, num_rows, num_parts, PARTS, DIM, DIM_PADDED)
+    dims = tl.arange(0, DIM_PADDED)
+    tl.store(out + at * DIM + dims, row.to(out.dtype.element_ty), mask=dims < DIM)
+    tl.store(lse + at, log)
 
 
-def parts_for(batch: int, num_kv_heads: int, max_context: int) -> int:
-    """Into how many parts the contexts are cut: enough programs to fill the device, none of them tiny."""
-    wanted = -(-WANTED_PROGRAMS // max(1, batch * num_kv_heads))
-    return max(1, min(wanted, -(-max_context // FEWEST_TOKENS), MAX_PARTS))
+PARTS = 32  # a step of a merge takes
+FEWEST_TOKENS = 256  # worth a program of their own
 
 
-def padded(n: int, least: int = 1) -> int:
-    """The next power of two, which is what Triton's ranges come in."""
-    return max(least, 1 << (n - 1).bit_length())
-
-
-def decode_constants(group: int, head_dim: int, block_size: int, tile: int, capped: bool) -> dict[str, Any]:
+def decode_constants(
+    *,
+    queries: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    batch: int,
+    choice: DecodeChoice,
+    positions: bool = False,
+) -> dict[str, Any]:
+    """What ``decode_part`` and ``merge_split`` share."""
     return {
+        "QUERIES": queries,
         "GROUP": group,
-        "GROUP_PADDED": padded(group, 16),  # the tensor cores take 16 rows at least
         "DIM": head_dim,
         "DIM_PADDED": padded(head_dim, 16),
-        "BLOCK_SIZE": block_size,
-        "TILE": tile,
-        "CAPPED": capped,
+        "TILE": choice.tile,
+        "FEWEST": max(1, FEWEST_TOKENS // choice.tile),
+        "BATCH_PADDED": padded(batch, 2),
+        "POSITIONS": positions,
     }
-
-
-def merge(parts: Tensor, lse: Tensor, out: Tensor, merged_lse: Tensor | None = None) -> None:
-    """parts: [num_parts, …, head_dim]; lse: base 2, [num_parts, …]. Fills out: […, head_dim]."""
-    num_rows, head_dim = lse[0].numel(), out.shape[-1]
-    if num_rows:
-        merge_parts[(num_rows,)](
-            parts,
-            lse,
-            out,
-            lse if merged_lse is None else merged_lse,
-            num_rows,
-            parts.shape[0],
-            WRITE_LSE=merged_lse is not None,
-            DIM=head_dim,
-            DIM_PADDED=padded(head_dim, 16),
-            PARTS_PADDED=padded(parts.shape[0]),
-            num_warps=4,
-        )
 
 
 def merge_attention_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """As ``reference.merge_attention_states``."""
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-    merge(outs, lses / LN_2, out, lse)
-    return out, lse * LN_2
+    num_rows, head_dim = lse.numel(), outs.shape[-1]
+    if num_rows:
+        merge_states[(num_rows,)](
+            outs,
+            lses,
+            out,
+            lse,
+            num_rows,
+            outs.shape[0],
+            DIM=head_dim,
+            DIM_PADDED=padded(head_dim, 16),
+            PARTS=min(PARTS, padded(outs.shape[0], 2)),
+            num_warps=4,
+        )
+    return out, lse
 
 
 def paged_decode_attention(
@@ -220,44 +338,91 @@ def paged_decode_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     out: Tensor | None = None,
-    num_parts: int | None = None,
+    lse: Tensor | None = None,
+    num_programs: int | None = None,
 ) -> Tensor:
-    """As ``reference.paged_decode_attention``; ``num_parts`` overrides how far the contexts are cut."""
-    batch, num_heads, head_dim = q.shape
+    """As ``reference.paged_decode_attention``; ``num_programs`` overrides into how many parts the contexts of
+    the batch and its kv heads are cut."""
+    batch, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
+    queries = 1 if q.dim() == 3 else q.shape[1]
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    group = num_heads // num_kv_heads
     out = torch.empty_like(q) if out is None else out
     if batch == 0:
         return out
-    choice = DecodeChoice.of(head_dim, q.dtype)
-    if num_parts is None:
-        num_parts = parts_for(batch, num_kv_heads, block_table.shape[1] * block_size)
-    if num_parts == 1:
-        parts, lse = out, out
-    else:
-        parts = torch.empty((num_parts, *q.shape), dtype=torch.float32, device=q.device)
-        lse = torch.empty((num_parts, batch, num_heads), dtype=torch.float32, device=q.device)
+    arch, rows = architecture(q.device), padded(queries * group, 16)
+    choice = decode_choice(head_dim, rows, q.dtype, pool.dtype, arch)
+    if num_programs is None:
+        num_programs = choice.programs_per_multiprocessor * num_multiprocessors(q.device)
+    longest = block_table.shape[1] * block_size
+    # As many parts as fill the device, unless the longest context there can be is too short to be cut.
+    wanted = -(-num_programs // num_kv_heads) if longest > max(FEWEST_TOKENS, choice.tile) else 1
+    splits = wanted > 1
+    num_parts = batch + wanted
+    shape = (num_parts, num_kv_heads, queries * group) if splits else (1,)
+    scratch = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    scratch_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    constants = decode_constants(
+        queries=queries,
+        group=group,
+        head_dim=head_dim,
+        block_size=block_size,
+        batch=batch,
+        choice=choice,
+        positions=q_positions is not None,
+    )
     strides = pool.stride()
-    decode_part[(batch, num_kv_heads, num_parts)](
+    given = context_lens if q_positions is None else q_positions
+    written = scratch_lse if lse is None else lse
+    decode_part[(num_kv_heads, num_parts)](
         q,
-        pool,
+        as_bytes(pool),
         block_table,
         context_lens,
-        parts,
-        lse,
+        given,
+        out,
+        written,
+        scratch,
+        scratch_lse,
         layer * strides[1],
         strides[0],
         strides[2],
         strides[3],
         block_table.stride(0),
-        scale,
+        batch,
+        wanted,
+        scale * k_scale,
+        v_scale,
         window,
         soft_cap,
-        num_parts,
-        **decode_constants(num_heads // num_kv_heads, head_dim, block_size, choice.tile, soft_cap > 0),
+        **constants,
+        ROWS=rows,
+        BLOCK_SIZE=block_size,
+        CAPPED=soft_cap > 0,
+        WRITE_LSE=lse is not None,
+        FP8=fp8_mode(pool.dtype, arch, not q.is_cuda),
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,
     )
-    if num_parts > 1:
-        merge(parts, lse, out)
+    if splits:
+        merge_split[(batch, queries * num_heads)](
+            scratch,
+            scratch_lse,
+            context_lens,
+            given,
+            out,
+            written,
+            batch,
+            wanted,
+            window,
+            KV_HEADS=num_kv_heads,
+            **constants,
+            WRITE_LSE=lse is not None,
+            PARTS=PARTS,
+            num_warps=4,
+        )
     return out

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_decode import padded
+from kernels.launch import padded
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import reference
-from kernels.triton_decode import padded
+from kernels.launch import padded
+from kernels.reference import FP8
+from kernels.triton_fp8 import as_bytes, narrowed
 
 
 @triton.jit
@@ -31,12 +33,16 @@ def write_token(
     block_stride,
     kv_stride,
     head_stride,
+    k_factor,
+    v_factor,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """Grid: (num_tokens,). k, v: [num_tokens, HEADS, DIM]."""
+    """Grid: (num_tokens,). k, v: [num_tokens, HEADS, DIM]; k_factor, v_factor: what a float8 pool's values
+    are multiplied by."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -46,8 +52,10 @@ def write_token(
     to = pool + layer_offset + slot_place(slot, block_stride, BLOCK_SIZE, DIM)
     to += (lane // DIM).to(tl.int64) * head_stride + lane % DIM
     source = token * HEADS * DIM + lane
-    tl.store(to, tl.load(k + source, mask=there).to(pool.dtype.element_ty), mask=there)
-    tl.store(to + kv_stride, tl.load(v + source, mask=there).to(pool.dtype.element_ty), mask=there)
+    key = tl.load(k + source, mask=there).to(tl.float32)
+    value = tl.load(v + source, mask=there).to(tl.float32)
+    tl.store(to, narrowed(key, k_factor, pool.dtype.element_ty, FP8), mask=there)
+    tl.store(to + kv_stride, narrowed(value, v_factor, pool.dtype.element_ty, FP8), mask=there)
 
 
 @triton.jit
@@ -66,6 +74,8 @@ def rotate_head(
     kv_stride,
     head_stride,
     eps,
+    k_factor,
+    v_factor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -75,10 +85,12 @@ def rotate_head(
     BLOCK_SIZE: tl.constexpr,
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """One head of one token. Grid: (num_tokens, HEADS + 2 * KV_HEADS): the q heads, the k heads, the v heads.
 
-    A head is held as its first half, its second half and the rest that rotation leaves alone.
+    A head is held as its first half, its second half and the rest that rotation leaves alone. k_factor,
+    v_factor: what a float8 pool's values are multiplied by.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
@@ -91,12 +103,6 @@ def rotate_head(
     second = tl.load(source + HALF + lane, mask=there, other=0.0).to(tl.float32)
     rest = tl.load(source + 2 * HALF + rest_lane, mask=rest_there, other=0.0).to(tl.float32)
 
-    to = q + (token * HEADS + head) * DIM
-    if head >= HEADS:
-        is_v = head >= HEADS + KV_HEADS
-        kv_head = (head - HEADS - tl.where(is_v, KV_HEADS, 0)).to(tl.int64)
-        to = pool + layer_offset + slot_place(slot, block_stride, BLOCK_SIZE, DIM) + kv_head * head_stride
-        to += tl.where(is_v, kv_stride, 0)
     if head < HEADS + KV_HEADS:
         if NORM_Q or NORM_K:
             squares = tl.sum(first * first, 0) + tl.sum(second * second, 0) + tl.sum(rest * rest, 0)
@@ -116,12 +122,33 @@ def rotate_head(
         c = tl.load(cos + angle, mask=there, other=0.0)
         s = tl.load(sin + angle, mask=there, other=0.0)
         first, second = first * c - second * s, second * c + first * s
-    tl.store(to + lane, first.to(q.dtype.element_ty), mask=there)
-    tl.store(to + HALF + lane, second.to(q.dtype.element_ty), mask=there)
-    tl.store(to + 2 * HALF + rest_lane, rest.to(q.dtype.element_ty), mask=rest_there)
+    if head < HEADS:
+        to = q + (token * HEADS + head) * DIM
+        tl.store(to + lane, first.to(q.dtype.element_ty), mask=there)
+        tl.store(to + HALF + lane, second.to(q.dtype.element_ty), mask=there)
+        tl.store(to + 2 * HALF + rest_lane, rest.to(q.dtype.element_ty), mask=rest_there)
+    else:
+        is_v = head >= HEADS + KV_HEADS
+        kv_head = (head - HEADS - tl.where(is_v, KV_HEADS, 0)).to(tl.int64)
+        into = pool + layer_offset + slot_place(slot, block_stride, BLOCK_SIZE, DIM) + kv_head * head_stride
+        into += tl.where(is_v, kv_stride, 0)
+        factor = tl.where(is_v, v_factor, k_factor)
+        kind = pool.dtype.element_ty
+        tl.store(into + lane, narrowed(first, factor, kind, FP8), mask=there)
+        tl.store(into + HALF + lane, narrowed(second, factor, kind, FP8), mask=there)
+        tl.store(into + 2 * HALF + rest_lane, narrowed(rest, factor, kind, FP8), mask=rest_there)
 
 
-def write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """As ``reference.write_kv``."""
     num_tokens, num_kv_heads, head_dim = k.shape
     if not (k.is_contiguous() and v.is_contiguous()):
@@ -131,16 +158,19 @@ def write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tenso
         write_token[(num_tokens,)](
             k,
             v,
-            pool,
+            as_bytes(pool),
             slot_mapping,
             layer * strides[1],
             strides[0],
             strides[2],
             strides[3],
+            1 / k_scale,
+            1 / v_scale,
             HEADS=num_kv_heads,
             DIM=head_dim,
             BLOCK_SIZE=pool.shape[4],
             WIDTH=padded(num_kv_heads * head_dim),
+            FP8=pool.dtype == FP8,
             num_warps=4,
         )
 
@@ -160,10 +190,12 @@ def rotate_and_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """As ``reference.rotate_and_write``."""
     n, half = qkv.shape[0], cos.shape[1]
-    if qkv.dtype is not pool.dtype or not qkv.is_contiguous():
+    if pool.dtype not in (qkv.dtype, FP8) or not qkv.is_contiguous():
         return reference.rotate_and_write(
             qkv,
             positions,
@@ -178,6 +210,8 @@ def rotate_and_write(
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
     q = torch.empty((n, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if n:
@@ -187,7 +221,7 @@ def rotate_and_write(
             positions,
             cos,
             sin,
-            pool,
+            as_bytes(pool),
             slot_mapping,
             q,
             qkv if q_norm is None else q_norm,
@@ -197,6 +231,8 @@ def rotate_and_write(
             strides[2],
             strides[3],
             eps,
+            1 / k_scale,
+            1 / v_scale,
             HEADS=num_heads,
             KV_HEADS=num_kv_heads,
             DIM=head_dim,
@@ -206,6 +242,7 @@ def rotate_and_write(
             BLOCK_SIZE=pool.shape[4],
             NORM_Q=q_norm is not None,
             NORM_K=k_norm is not None,
+            FP8=pool.dtype == FP8,
             num_warps=1,
         )
     return q

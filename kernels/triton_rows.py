@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import reference
-from kernels.triton_decode import padded
+from kernels.launch import padded
 
 
 @triton.jit

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels import (
     reference,
@@ -25,6 +27,9 @@ from kernels import (
     triton_prefill,
     triton_rows,
 )
+from kernels.reference import FP8
+from tests.kernels.attending import decode, prefill
+from tests.kernels.numbers8 import between, every_number
 from tests.kernels.paged import PagedBatch, Shape, assert_near
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,16 +39,22 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 DECODES = Shape(((1, 1), (1, 16), (1, 17), (1, 150)))
 CHUNKS = Shape(((1, 1), (17, 17), (5, 20), (0, 7), (40, 130)))
-VARIANTS = [
+VARIANTS: list[dict[str, Any]] = [
     {},
     {"window": 20},
     {"soft_cap": 2.0, "dtype": torch.float16},
     {"head_dim": 40, "num_heads": 7, "num_kv_heads": 1},
     {"head_dim": 128, "dtype": torch.float16, "block_size": 64},
     {"block_size": 8, "num_heads": 2, "num_kv_heads": 2, "window": 3},
+    {"kv_dtype": FP8, "k_scale": 0.05, "v_scale": 0.02, "dtype": torch.float16},
+    {"kv_dtype": FP8, "k_scale": 0.05, "v_scale": 0.02, "head_dim": 40, "block_size": 128, "window": 20},
 ]
 if not INTERPRETED:
     VARIANTS += [{"dtype": torch.bfloat16, "head_dim": dim} for dim in (64, 128, 256)]
+    VARIANTS += [
+        {"dtype": torch.bfloat16, "head_dim": dim, "kv_dtype": FP8, "k_scale": 0.05, "v_scale": 0.02}
+        for dim in (64, 128, 256)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -52,47 +63,108 @@ def _tensors_are_made_on_the_device() -> Iterator[None]:
         yield
 
 
+def assert_states(batch: PagedBatch, out: Tensor, lse: Tensor) -> None:
+    expected, expected_lse = batch.expected_states()
+    # Weights of float8 values are rounded to float16 before they are summed, whatever q is.
+    narrow = torch.float16 if batch.shape.kv_dtype == FP8 and batch.shape.dtype == torch.float32 else None
+    assert_near(out, expected, narrow or batch.shape.dtype, factor=2)
+    assert_near(lse, expected_lse, torch.float32, factor=8)
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("num_parts", [1, 3])
-def test_decode(variant: dict[str, int], num_parts: int) -> None:
+@pytest.mark.parametrize("num_programs", [1, 6])
+def test_decode(variant: dict[str, Any], num_programs: int) -> None:
     batch = PagedBatch(replace(DECODES, **variant), device=DEVICE)
-    out = triton_decode.paged_decode_attention(
-        batch.q,
-        batch.pool,
-        1,
-        batch.block_table,
-        batch.context_lens,
-        **batch.rules,
-        num_parts=num_parts,
-    )
-    assert_near(out, batch.expected(), batch.shape.dtype, factor=2)
+    lse = torch.full(batch.q.shape[:2], float("nan"))
+    out = decode(triton_decode, batch, num_programs=num_programs, lse=lse)
+    assert_states(batch, out, lse)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_a_padded_batch_row_gives_zeros(num_parts: int) -> None:
-    batch = PagedBatch(Shape(((1, 5), (1, 20))), device=DEVICE)
-    batch.context_lens[1] = 0
-    batch.block_table[1] = -1
-    out = triton_decode.paged_decode_attention(
-        batch.q, batch.pool, 1, batch.block_table, batch.context_lens, scale=1.0, num_parts=num_parts
-    )
-    assert out[1].eq(0).all()
+@pytest.mark.parametrize("variant", VARIANTS[1:4] + VARIANTS[6:], ids=str)
+@pytest.mark.parametrize(("q_len", "num_programs"), [(3, 1), (5, 4)])
+def test_decode_of_a_few_queries(variant: dict[str, Any], q_len: int, num_programs: int) -> None:
+    totals = (q_len, 17, 300)
+    batch = PagedBatch(replace(DECODES, lens=tuple((q_len, n) for n in totals), **variant), device=DEVICE)
+    q = batch.q.view(len(totals), q_len, *batch.q.shape[1:])
+    lse = torch.full(q.shape[:3], float("nan"))
+    out = decode(triton_decode, batch, q=q, num_programs=num_programs, lse=lse)
+    assert_states(batch, out.flatten(0, 1), lse.flatten(0, 1))
+
+
+@pytest.mark.parametrize("num_programs", [1, 4])
+def test_a_padded_batch_row_gives_zeros(num_programs: int) -> None:
+    batch = PagedBatch(Shape(((1, 5), (1, 300))), device=DEVICE)
+    batch.context_lens[0] = 0
+    batch.block_table[0] = -1
+    lse = torch.zeros(2, 4)
+    out = decode(triton_decode, batch, num_programs=num_programs, lse=lse)
+    assert out[0].eq(0).all()
+    assert lse[0].isneginf().all()
     assert not out.isnan().any()
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_prefill(variant: dict[str, int]) -> None:
-    batch = PagedBatch(replace(CHUNKS, **variant), device=DEVICE)
-    out = triton_prefill.paged_prefill_attention(
-        batch.q,
+def test_queries_that_see_nothing_or_all() -> None:
+    """Positions that differ from the end of the table: what a rank of context parallelism asks."""
+    batch = PagedBatch(Shape(((1, 40), (1, 60)), window=16), device=DEVICE)
+    lse = torch.zeros(2, 4)
+    out = decode(triton_decode, batch, q_positions=batch.context_lens + 100, lse=lse)
+    assert out.eq(0).all()
+    assert lse.isneginf().all()
+    for lens in (((1, 40), (1, 90)), ((6, 40), (3, 20))):
+        batch = PagedBatch(Shape(lens), device=DEVICE)
+        attend = decode if lens[0][0] == 1 else prefill
+        far = batch.context_lens + 3
+        lse, expected_lse = torch.zeros(2, *batch.q.shape[:2]).unbind(0)
+        form = triton_decode if attend is decode else triton_prefill
+        out = attend(form, batch, q_positions=far, lse=lse)
+        expected = attend(reference, batch, q_positions=far, lse=expected_lse)
+        assert_near(out, expected.double(), torch.float32, factor=2)
+        assert_near(lse, expected_lse.double(), torch.float32, factor=8)
+
+
+def test_parts_merge_to_the_whole() -> None:
+    batch = PagedBatch(Shape(((3, 70), (20, 130), (1, 9))), device=DEVICE)
+    first_query = batch.context_lens - (batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1])
+    outs, lses = torch.empty(2, *batch.q.shape), torch.empty(2, *batch.q.shape[:2])
+    for i, (begin, end) in enumerate(((0, 3), (3, batch.block_table.shape[1]))):
+        prefill(
+            triton_prefill,
+            batch,
+            block_table=batch.block_table[:, begin:end].contiguous(),
+            context_lens=(batch.context_lens - begin * 16).clamp(0, (end - begin) * 16),
+            q_positions=first_query - begin * 16,
+            out=outs[i],
+            lse=lses[i],
+        )
+    merged, lse = triton_decode.merge_attention_states(outs, lses)
+    assert_states(batch, merged, lse)
+
+
+@pytest.mark.parametrize("num_programs", [2, 14])
+def test_however_the_contexts_are_cut(num_programs: int) -> None:
+    """One long sequence among short ones; the result differs by rounding only."""
+    batch = PagedBatch(
+        Shape(((1, 3), (1, 900), (1, 64), (1, 257)), num_heads=2, num_kv_heads=1), device=DEVICE
+    )
+    out = decode(triton_decode, batch, num_programs=num_programs)
+    assert_near(out, batch.expected(), torch.float32, factor=2)
+    alone = triton_decode.paged_decode_attention(
+        batch.q[1:2],
         batch.pool,
         1,
-        batch.block_table,
-        batch.cu_seqlens_q,
-        batch.context_lens,
+        batch.block_table[1:2],
+        batch.context_lens[1:2],
         **batch.rules,
+        num_programs=5,
     )
-    assert_near(out, batch.expected(), batch.shape.dtype, factor=2)
+    assert_near(alone, out[1:2].double(), torch.float32, factor=2)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_prefill(variant: dict[str, Any]) -> None:
+    batch = PagedBatch(replace(CHUNKS, **variant), device=DEVICE)
+    lse = torch.full(batch.q.shape[:2], float("nan"))
+    assert_states(batch, prefill(triton_prefill, batch, lse=lse), lse)
 
 
 def test_more_heads_than_rows() -> None:
@@ -177,6 +249,71 @@ def test_blocks() -> None:
     assert torch.equal(pool[[7, 0]], before[[1, 2]])
     triton_blocks.scatter_blocks(staged, pool, ids)
     assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, FP8], ids=str)
+def test_checksums(dtype: torch.dtype) -> None:
+    pool = torch.randn(9, 3, 2, 2, 8, 20).to(dtype)
+    ids, sums, arrived = torch.tensor([7, 0, 3]), *torch.full((2, 3), 7, dtype=torch.int64).unbind(0)
+    staged = triton_blocks.gather_blocks(pool, ids, checksums=sums)
+    assert torch.equal(sums, reference.block_checksums(staged))
+    triton_blocks.scatter_blocks(staged, pool, ids, checksums=arrived)
+    assert torch.equal(arrived, sums)
+
+
+def test_float8_is_rounded_as_the_reference_does() -> None:
+    values = between().view(-1, 1, 64)
+    n = len(values)
+    pools = [torch.zeros(-(-n // 8), 1, 2, 1, 8, 64).to(FP8) for _ in range(2)]
+    for form, pool in zip((triton_kv, reference), pools, strict=True):
+        form.write_kv(values, values, pool, 0, torch.arange(n), k_scale=1.0, v_scale=0.5)
+    found, expected = (pool.float() for pool in pools)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def test_every_float8_is_read_exactly() -> None:
+    numbers = every_number()
+    pool = torch.zeros(4, 1, 2, 1, 8, 64).to(FP8)
+    pool[:, 0, 1, 0, 0] = numbers.view(4, 64)
+    q, table = torch.zeros(4, 1, 64), torch.arange(4, dtype=torch.int32)[:, None]
+    lens = torch.ones(4, dtype=torch.int32)
+    out = triton_decode.paged_decode_attention(q, pool, 0, table, lens, scale=1.0, v_scale=2.0).flatten()
+    nan = numbers.float().isnan()
+    assert torch.equal(out[~nan], 2 * numbers.float()[~nan])
+    assert out[nan].isnan().all()
+
+
+def test_rotate_and_write_float8() -> None:
+    pools = [torch.zeros(4, 2, 2, 2, 8, 40).to(FP8) for _ in range(2)]
+    qkv, angles = torch.randn(5, 7 * 40), torch.rand(20, 16)
+    slots, positions = torch.tensor([31, -1, 0, 9, 8]), torch.tensor([0, 19, 3, 3, 7])
+    q, expected = (
+        form.rotate_and_write(
+            qkv, positions, angles.cos(), angles.sin(), pool, 1, slots, num_heads=3, num_kv_heads=2,
+            head_dim=40, k_norm=torch.ones(40), k_scale=0.03, v_scale=0.01,
+        )
+        for form, pool in zip((triton_kv, reference), pools, strict=True)
+    )  # fmt: skip
+    assert_near(q, expected, torch.float32)
+    found, wanted = (pool.float() for pool in pools)
+    assert ((found - wanted).abs() <= wanted.abs() / 7).all()
+    assert (found != wanted).float().mean() < 0.001
+
+
+@pytest.mark.parametrize(
+    ("source_dtype", "target_dtype"), [(FP8, torch.float16), (torch.float32, FP8), (FP8, FP8)]
+)
+def test_resharding_converts(source_dtype: torch.dtype, target_dtype: torch.dtype) -> None:
+    source = torch.randn(2, 1, 2, 2, 16, 24).to(source_dtype)
+    scales = (0.1 if source_dtype == FP8 else 1.0, 0.02 if target_dtype == FP8 else 1.0)
+    part = {"num_tokens": 20, "num_heads": 2, "num_layers": 1, "k_scales": scales, "v_scales": scales}
+    found, expected = (torch.zeros(3, 1, 2, 2, 8, 24).to(target_dtype) for _ in range(2))
+    reference.reshard_blocks(source, expected, **part)
+    triton_blocks.reshard_blocks(source, found, **part)
+    off = (found.float() - expected.float()).abs()
+    assert (off <= expected.float().abs() / 7).all()
+    assert (off != 0).float().mean() < 0.01
 
 
 def test_merge_attention_states() -> None:

@@ -10,15 +10,11 @@ import torch
 from kernels import reference
 from kernels.reference import FP8
 from tests.kernels.attending import decode, prefill
+from tests.kernels.numbers8 import between, every_number
 from tests.kernels.paged import PagedBatch, Shape, assert_near
 
 DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 300))
 SCALES = {"kv_dtype": FP8, "k_scale": 0.05, "v_scale": 0.02}
-
-
-def every_number() -> torch.Tensor:
-    """All 256 codes of e4m3, each as itself; NaN among them."""
-    return torch.arange(256).to(torch.uint8).view(FP8)
 
 
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 128, 256])
@@ -69,18 +65,6 @@ def test_every_number_is_read_exactly(form: ModuleType) -> None:
     assert torch.equal(out[~nan], 2 * numbers.float()[~nan])
     # A NaN is not hidden, as in no other dtype.
     assert out[nan].isnan().all()
-
-
-def between() -> torch.Tensor:
-    """Every number of e4m3, the middle between neighbours, what lies just beside it, and what is too
-    large."""
-    numbers = every_number().float()
-    positive = numbers[(numbers >= 0)].unique()
-    middle = (positive[1:] + positive[:-1]) / 2
-    beside = torch.cat((torch.nextafter(middle, positive[1:]), torch.nextafter(middle, positive[:-1])))
-    some = torch.cat((positive, middle, beside, torch.tensor([448.1, 464.0, 1e30, float("inf"), 1e-30])))
-    some = torch.cat((some, -some, torch.randn(1000), torch.tensor([float("nan")])))
-    return torch.nn.functional.pad(some, (0, -len(some) % 64))
 
 
 @pytest.mark.parametrize("head_dim", [64, 4])

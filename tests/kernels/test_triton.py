@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from kernels import triton_compile
+from kernels import triton_decode, triton_prefill
+from kernels.compile_cases import Attended, all_cases, decode_case, other_cases, prefill_case
+from kernels.launch import decode_choice, prefill_choice, table
+from kernels.triton_compile import Resources, compile_all
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,30 +45,67 @@ def test_right_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _compile_all(cases: list[triton_compile.Case], arch: int) -> list[str]:
-    return [
-        fault
-        for case in cases
-        for fault in triton_compile.compile_case(case, arch).faults(case.multiplies_tiles)
-    ]
-
-
 def test_what_is_served_compiles_for_a_hopper() -> None:
-    """No spills, shared memory within bounds, tensor cores in use."""
-    cases = [case for case in triton_compile.all_cases(90) if case.name in SERVED or "G" not in case.name]
-    assert len(cases) == 13
-    assert _compile_all(cases, 90) == []
-
-
-SERVED = ("decode bfloat16 D128 G4 B16", "prefill bfloat16 D128 G4 B16")
+    """No spills, shared memory within bounds, tensor cores by warp groups, loads of 16 bytes, and as many
+    programs on a multiprocessor as the launch table counts on."""
+    served = [Attended(torch.bfloat16, pages, 128) for pages in (torch.bfloat16, torch.float8_e4m3fn)]
+    cases = [make(what, 90) for what in served for make in (decode_case, prefill_case)]
+    cases += other_cases()
+    assert len(cases) == 4 + 16
+    assert [fault for _, faults in compile_all(cases, 90) for fault in faults] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 def test_everything_compiles(arch: int) -> None:
-    assert _compile_all(list(triton_compile.all_cases(arch)), arch) == []
+    assert [fault for _, faults in compile_all(list(all_cases(arch)), arch) for fault in faults] == []
 
 
-def test_a_kernel_that_spills_is_a_fault() -> None:
-    made = triton_compile.Resources("some kernel", 90, 255, 8, 300 << 10, 0)
-    assert len(made.faults(multiplies_tiles=True)) == 3
+def test_every_row_of_the_launch_table_is_compiled() -> None:
+    """What is chosen for some shape is among the cases of the report."""
+    compiled = {
+        (case.constants["DIM"], case.constants["TILE"], case.num_warps, case.num_stages)
+        for arch in (80, 90)
+        for case in all_cases(arch)
+        if "TILE" in case.constants and case.kernel is triton_decode.decode_part
+    }
+    chosen = {
+        (row["head_dim"], row["choice"]["tile"], row["choice"]["num_warps"], row["choice"]["num_stages"])
+        for row in table()["decode"]
+        if row["kind"] != "wide"
+    }
+    # Long heads are compiled with few rows only.
+    assert {row for row in chosen - compiled if row[0] == 128} == set()
+    prefills = {
+        (case.constants["ROWS"], case.constants["TILE"], case.num_warps, case.num_stages)
+        for arch in (80, 90)
+        for case in all_cases(arch)
+        if case.kernel is triton_prefill.prefill_tile
+    }
+    for row in table()["prefill"]:
+        choice = row["choice"]
+        assert (choice["rows"], choice["tile"], choice["num_warps"], choice["num_stages"]) in prefills
+
+
+def test_a_kernel_that_is_unfit_is_a_fault() -> None:
+    case = next(iter(all_cases(90)))
+    made = Resources("some kernel", 90, 4, 255, 8, 300 << 10, 0, 0, 4)
+    found = " ".join(made.faults(replace(case, multiplies_warpgroups=True)))
+    for word in ("spills", "shared memory", "tensor cores", "warp groups", "loads 4 bytes", "fits 0 times"):
+        assert word in found
+
+
+@given(
+    st.sampled_from([16, 64, 80, 128, 256]),
+    st.sampled_from([16, 32, 64, 256, 512]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.sampled_from([80, 86, 89, 90, 100]),
+)
+def test_there_is_a_choice_for_every_shape(
+    head_dim: int, rows: int, dtype: torch.dtype, fp8: bool, arch: int
+) -> None:
+    pages = torch.float8_e4m3fn if fp8 else dtype
+    decode = decode_choice(head_dim, rows, dtype, pages, arch)
+    assert decode.tile in (16, 32, 64, 128)
+    assert prefill_choice(head_dim, dtype, pages, arch).rows in (16, 32, 64, 128)

@@ -1,0 +1,323 @@
+"""Which kernels are compiled without a GPU, and for which shapes: all that are launched, each as it is."""
+
+# Triton has no types to check.
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels import (
+    triton_adapters,
+    triton_blocks,
+    triton_decode,
+    triton_experts,
+    triton_kv,
+    triton_prefill,
+    triton_rows,
+)
+from kernels.launch import decode_choice, padded, prefill_choice
+from kernels.reference import FP8
+from kernels.triton_fp8 import fp8_mode
+
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", FP8: "*u8"}
+STRIDES = dict.fromkeys(("layer_offset", "block_stride", "kv_stride", "head_stride"), "i32")
+RULES = {"scale": "fp32", "v_scale": "fp32", "window": "i32", "soft_cap": "fp32"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with the shapes it is compiled for, and what must be true of it."""
+
+    name: str
+    kernel: Any
+    pointers: dict[str, str]
+    scalars: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int = 2
+    multiplies_tiles: bool = False
+    multiplies_warpgroups: bool = False
+    loads_nbytes: int = 0  # at least, by the widest load
+    resident: int = 1  # at least, on a multiprocessor
+    divisible: tuple[str, ...] = ()  # scalars that are multiples of 16
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What attention is compiled for."""
+
+    q_dtype: torch.dtype
+    pool_dtype: torch.dtype
+    head_dim: int
+    group: int = 4
+    block_size: int = 16
+    queries: int = 1
+
+    @property
+    def name(self) -> str:
+        kind = str(self.q_dtype).removeprefix("torch.")
+        kind = {"float32": "wide", FP8: "fp8"}.get(kind, kind) if self.pool_dtype != FP8 else f"{kind}/fp8"
+        several = f" Q{self.queries}" if self.queries > 1 else ""
+        return f"{kind} D{self.head_dim} G{self.group} B{self.block_size}{several}"
+
+
+def attended(arch: int) -> Iterator[Attended]:
+    """Every dtype and head_dim of the launch table, then what else changes the code."""
+    for head_dim in (64, 128, 256):
+        for dtype in (torch.bfloat16, torch.float16):
+            yield Attended(dtype, dtype, head_dim)
+        yield Attended(torch.bfloat16, FP8, head_dim)
+        yield Attended(torch.float32, torch.float32, head_dim)
+    for group, block_size in ((1, 16), (7, 16), (8, 256), (8, 64), (32, 64)):
+        yield Attended(torch.bfloat16, torch.bfloat16, 128, group, block_size)
+        yield Attended(torch.bfloat16, FP8, 128, group, block_size)
+    for queries in (4, 16):
+        yield Attended(torch.bfloat16, torch.bfloat16, 128, queries=queries)
+        yield Attended(torch.bfloat16, FP8, 128, queries=queries)
+
+
+def decode_case(what: Attended, arch: int, choice: Any = None) -> Case:
+    """``choice``: another than the table's."""
+    rows = padded(what.queries * what.group, 16)
+    choice = choice or decode_choice(what.head_dim, rows, what.q_dtype, what.pool_dtype, arch)
+    given = POINTERS[what.q_dtype]
+    constants = triton_decode.decode_constants(
+        queries=what.queries,
+        group=what.group,
+        head_dim=what.head_dim,
+        block_size=what.block_size,
+        batch=64,
+        choice=choice,
+    )
+    return Case(
+        f"decode {what.name}",
+        triton_decode.decode_part,
+        {
+            "q": given,
+            "pool": POINTERS[what.pool_dtype],
+            "out": given,
+            **dict.fromkeys(("table", "contexts", "positions"), "*i32"),
+            **dict.fromkeys(("lse", "scratch", "scratch_lse"), "*fp32"),
+        },
+        STRIDES | RULES | dict.fromkeys(("table_stride", "batch", "wanted"), "i32"),
+        constants
+        | {
+            "ROWS": rows,
+            "BLOCK_SIZE": what.block_size,
+            "CAPPED": False,
+            "WRITE_LSE": False,
+            "FP8": fp8_mode(what.pool_dtype, arch),
+        },
+        choice.num_warps,
+        choice.num_stages,
+        multiplies_tiles=what.q_dtype != torch.float32,
+        loads_nbytes=16,
+        resident=choice.programs_per_multiprocessor,
+    )
+
+
+def prefill_case(what: Attended, arch: int, choice: Any = None) -> Case:
+    """``choice``: another than the table's."""
+    choice = choice or prefill_choice(what.head_dim, what.q_dtype, what.pool_dtype, arch)
+    given = POINTERS[what.q_dtype]
+    constants = triton_prefill.prefill_constants(
+        group=what.group, head_dim=what.head_dim, block_size=what.block_size, batch=64, choice=choice
+    )
+    half = what.q_dtype != torch.float32
+    return Case(
+        f"prefill {what.name}",
+        triton_prefill.prefill_tile,
+        {
+            "q": given,
+            "pool": POINTERS[what.pool_dtype],
+            "out": given,
+            "lse": "*fp32",
+            **dict.fromkeys(("table", "starts", "positions", "contexts"), "*i32"),
+        },
+        STRIDES | RULES | dict.fromkeys(("table_stride", "batch"), "i32"),
+        constants
+        | {"CAPPED": False, "POSITIONS": False, "WRITE_LSE": False, "FP8": fp8_mode(what.pool_dtype, arch)},
+        choice.num_warps,
+        choice.num_stages,
+        multiplies_tiles=half,
+        multiplies_warpgroups=half and choice.rows >= 64,
+        loads_nbytes=16,
+    )
+
+
+def merge_cases() -> Iterator[Case]:
+    shape = {"DIM": 128, "DIM_PADDED": 128, "PARTS": triton_decode.PARTS}
+    choice = decode_choice(128, 16, torch.bfloat16, torch.bfloat16, 80)
+    constants = triton_decode.decode_constants(
+        queries=1, group=4, head_dim=128, block_size=16, batch=64, choice=choice
+    )
+    yield Case(
+        "merge split",
+        triton_decode.merge_split,
+        {
+            **dict.fromkeys(("scratch", "scratch_lse", "lse"), "*fp32"),
+            **dict.fromkeys(("contexts", "positions"), "*i32"),
+            "out": "*bf16",
+        },
+        dict.fromkeys(("batch", "wanted", "window"), "i32"),
+        constants | shape | {"KV_HEADS": 8, "WRITE_LSE": True},
+        num_warps=4,
+    )
+    yield Case(
+        "merge states",
+        triton_decode.merge_states,
+        {"outs": "*bf16", "lses": "*fp32", "out": "*bf16", "lse": "*fp32"},
+        {"num_rows": "i32", "num_parts": "i32"},
+        shape | {"PARTS": 8},
+        num_warps=4,
+    )
+
+
+def row_cases(dtype: torch.dtype) -> Iterator[Case]:
+    pointer = POINTERS[dtype]
+    yield Case(
+        "rms norm 8192",
+        triton_rows.norm_row,
+        dict.fromkeys(("x", "residual", "weight", "normed", "total"), pointer),
+        {"hidden": "i32", "eps": "fp32"},
+        {"ADD": True, "WIDTH": 8192},
+        num_warps=16,
+        loads_nbytes=16,
+        divisible=("hidden",),
+    )
+    yield Case(
+        "silu mul",
+        triton_rows.silu_mul_tile,
+        dict.fromkeys(("gate_up", "out"), pointer),
+        {"inter": "i32"},
+        {"WIDTH": 1024},
+        num_warps=4,
+        loads_nbytes=16,
+        divisible=("inter",),
+    )
+
+
+def kv_cases(dtype: torch.dtype, pool_dtype: torch.dtype) -> Iterator[Case]:
+    pointer, stored = POINTERS[dtype], POINTERS[pool_dtype]
+    kind = "bfloat16/fp8" if pool_dtype == FP8 else "bfloat16"
+    factors = {"k_factor": "fp32", "v_factor": "fp32"}
+    yield Case(
+        f"write kv {kind}",
+        triton_kv.write_token,
+        {"k": pointer, "v": pointer, "pool": stored, "slots": "*i64"},
+        STRIDES | factors,
+        {"HEADS": 8, "DIM": 128, "BLOCK_SIZE": 16, "WIDTH": 1024, "FP8": pool_dtype == FP8},
+        num_warps=4,
+        loads_nbytes=16,
+    )
+    yield Case(
+        f"rotate and write {kind}",
+        triton_kv.rotate_head,
+        dict.fromkeys(("qkv", "q", "q_norm", "k_norm"), pointer)
+        | {"pool": stored, "positions": "*i64", "slots": "*i64", "cos": "*fp32", "sin": "*fp32"},
+        STRIDES | factors | {"eps": "fp32"},
+        {
+            **{"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK_SIZE": 16, "NORM_Q": True, "NORM_K": True},
+            **{"HALF": 64, "HALF_PADDED": 64, "REST_PADDED": 1, "FP8": pool_dtype == FP8},
+        },
+        num_warps=1,
+    )
+
+
+def block_cases() -> Iterator[Case]:
+    yield Case(
+        "move block",
+        triton_blocks.move_block,
+        {"source": "*i64", "target": "*i64", "source_ids": "*i64", "target_ids": "*i64", "sums": "*i64"},
+        {"words": "i32"},
+        {"FROM": True, "TO": True, "SUM": False, "WIDTH": triton_blocks.WIDTH},
+        num_warps=4,
+        loads_nbytes=16,
+        divisible=("words",),
+    )
+    yield Case(
+        "move block, checksum",
+        triton_blocks.move_block,
+        {"source": "*i64", "target": "*i64", "source_ids": "*i64", "target_ids": "*i64", "sums": "*i64"},
+        {"words": "i32"},
+        {"FROM": True, "TO": False, "SUM": True, "WIDTH": triton_blocks.WIDTH},
+        num_warps=4,
+        loads_nbytes=16,
+        divisible=("words",),
+    )
+    sides = [
+        f"{side}_{part}" for side in ("source", "target") for part in ("block", "layer", "kv", "head", "slot")
+    ]
+    for name, source, target in (("reshard", "*bf16", "*bf16"), ("reshard to fp8", "*bf16", "*u8")):
+        yield Case(
+            name,
+            triton_blocks.reshard_token,
+            {"source": source, "target": target},
+            dict.fromkeys((*sides, "heads", "dim"), "i32") | {"k_factor": "fp32", "v_factor": "fp32"},
+            {
+                **{"SOURCE_SIZE": 16, "TARGET_SIZE": 64, "HEADS": 8, "DIM": 128},
+                **{"SOURCE_FP8": 0, "TARGET_FP8": target == "*u8"},
+            },
+            num_warps=1,
+            divisible=(*sides, "dim"),
+        )
+
+
+def expert_and_adapter_cases(dtype: torch.dtype) -> Iterator[Case]:
+    pointer = POINTERS[dtype]
+    for rows in (8, 512):
+        choice = triton_experts.GroupedChoice.of(rows, dtype)
+        yield Case(
+            f"grouped matmul {choice.rows}",
+            triton_experts.grouped_tile,
+            dict.fromkeys(("x", "weights", "out"), pointer) | {"offsets": "*i32"},
+            {"num_experts": "i32", "outs": "i32", "ins": "i32"},
+            triton_experts.grouped_constants(64, choice),
+            choice.num_warps,
+            choice.num_stages,
+            multiplies_tiles=True,
+            multiplies_warpgroups=choice.rows >= 64,
+            loads_nbytes=16,
+            divisible=("outs", "ins"),
+        )
+    yield Case(
+        "lora down",
+        triton_adapters.lora_down,
+        {"x": pointer, "a": pointer, "ids": "*i32", "low": "*fp32"},
+        {"ins": "i32", "rank": "i32"},
+        {"RANK": 16, "INS": triton_adapters.INS},
+        num_warps=4,
+        divisible=("ins", "rank"),
+    )
+    yield Case(
+        "lora up",
+        triton_adapters.lora_up,
+        {"y": pointer, "b": pointer, "ids": "*i32", "scales": "*fp32", "low": "*fp32"},
+        {"outs": "i32", "rank": "i32"},
+        {"RANK": 16, "OUTS": triton_adapters.OUTS},
+        num_warps=4,
+        divisible=("outs", "rank"),
+    )
+
+
+def other_cases() -> Iterator[Case]:
+    """All that is not attention."""
+    yield from merge_cases()
+    yield from row_cases(torch.bfloat16)
+    yield from kv_cases(torch.bfloat16, torch.bfloat16)
+    yield from kv_cases(torch.bfloat16, FP8)
+    yield from block_cases()
+    yield from expert_and_adapter_cases(torch.bfloat16)
+
+
+def all_cases(arch: int) -> Iterator[Case]:
+    for what in attended(arch):
+        yield decode_case(what, arch)
+        if what.queries == 1:
+            yield prefill_case(what, arch)
+    yield from other_cases()
