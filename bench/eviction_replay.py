@@ -151,9 +151,15 @@ def conversations(rng: random.Random, num_requests: int = 6000, think: float = 2
     return requests
 
 
+def quick_conversations(rng: random.Random, num_requests: int = 6000) -> list[Request]:
+    """The same with people who answer at once: only how long ago counts, and nothing can be learned."""
+    return conversations(rng, num_requests, think=20.0)
+
+
 GENERATED = {
     "no-reuse": no_reuse,
     "heavy-reuse": heavy_reuse,
     "drift": drifting,
     "conversations": conversations,
+    "quick-conversations": quick_conversations,
 }

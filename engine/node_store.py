@@ -10,6 +10,7 @@ from engine.block_memory import BlockMemory
 from engine.engine import Engine
 from engine.pool_tier import PoolTier
 from engine.prefix_loader import PrefixLoader
+from engine.tier_savings import TierSavings
 from kvstore.keys import BlockKey
 from kvstore.node_record import TierFill
 from kvstore.ssd import SsdTier
@@ -72,6 +73,7 @@ class NodeStore:
                 key,
             )
         region = agent.allocate(options.host.capacity_nbytes, "host")
+        savings = TierSavings(engine.layout, engine.profile)
         ssd: SsdTier | None = None
         if options.ssd.path:
             directory = Path(options.ssd.path) / folder
@@ -81,12 +83,19 @@ class NodeStore:
                 capacity_nbytes=options.ssd.capacity_nbytes,
                 threads=options.ssd.io_threads,
                 policy=options.ssd.policy,
+                saved_s=savings.ssd,
                 max_queued_nbytes=options.ssd.queue_nbytes,
                 io_deadline_s=options.ssd.deadline_s,
             )
             log.info("%d blocks of an earlier life taken up from %s", len(ssd), directory)
-        tiers = TieredStore(
-            engine.layout, options, region.array, pool=PoolTier(memory), ssd=ssd, on_change=on_change
+        tiers = savings.store = TieredStore(
+            engine.layout,
+            options,
+            region.array,
+            pool=PoolTier(memory),
+            ssd=ssd,
+            on_change=on_change,
+            saved_s=savings.host,
         )
         store = cls(engine, memory, region, tiers, on_change)
         store._probe()

@@ -12,6 +12,7 @@ from xxhash import xxh3_64_intdigest
 from kvstore.chain_cache import ChainCache
 from kvstore.errors import LayoutError
 from kvstore.eviction import make_policy
+from kvstore.eviction.savings import SavedSeconds
 from kvstore.keys import BlockKey
 from kvstore.layout import BlockFormat
 
@@ -41,10 +42,12 @@ class HostTier:
         layout: BlockFormat,
         *,
         policy: str = "lru",
+        saved_s: SavedSeconds | None = None,
         on_evicted: Callable[[BlockKey, int], None] | None = None,
     ) -> None:
         """``memory``: uint8, as many slots as fit; prefault it, a first touch costs more than a copy.
-        ``on_evicted(key, slot)`` is called before a slot is reused, its bytes still there."""
+        ``saved_s``: what hits are worth to the policy. ``on_evicted(key, slot)`` is called before a slot is
+        reused, its bytes still there."""
         self.layout = layout
         nbytes = layout.block_nbytes
         num_blocks = memory.nbytes // nbytes
@@ -53,7 +56,7 @@ class HostTier:
         self._memory = memory.reshape(-1)[: num_blocks * nbytes].reshape(num_blocks, nbytes)
         self._checksums = np.zeros(num_blocks, dtype=np.uint64)
         self._cache: ChainCache[BlockKey] = ChainCache(
-            num_blocks, make_policy(policy, num_blocks), on_evicted=on_evicted
+            num_blocks, make_policy(policy, num_blocks, saved_s), on_evicted=on_evicted
         )
 
     # ------------------------------------------------------------------ what is here

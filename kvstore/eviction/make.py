@@ -9,6 +9,7 @@ from kvstore.eviction.frequency import LengthAware, Lfu
 from kvstore.eviction.policy import EvictionPolicy
 from kvstore.eviction.prefix import Prefix
 from kvstore.eviction.recency import Lru, S3Fifo, Sieve
+from kvstore.eviction.savings import SavedSeconds
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": Lru,
@@ -20,9 +21,14 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
 }
 
 
-def make_policy(name: str, capacity_blocks: int) -> EvictionPolicy:
-    """The policy called ``name`` for a tier of ``capacity_blocks``. Raises ``StoreError`` for another
-    name."""
+def make_policy(name: str, capacity_blocks: int, saved_s: SavedSeconds | None = None) -> EvictionPolicy:
+    """The policy called ``name`` for a tier of ``capacity_blocks``. ``saved_s``: what hits are worth, for the
+    policy that asks (``prefix``); None: all the same.
+
+    Raises ``StoreError`` for another name.
+    """
     if name not in POLICIES:
         raise StoreError(f"eviction policy must be one of {', '.join(POLICIES)}, got {name!r}")
+    if name == "prefix":
+        return Prefix(capacity_blocks, saved_s)
     return POLICIES[name](capacity_blocks)

@@ -3,11 +3,13 @@ used."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush
 
 from kvstore.eviction.reuse_rates import ReuseRates
+from kvstore.eviction.savings import SavedSeconds
 
 # Requests between two times the rates are learned anew, and those after which what was seen counts half: many
 # more than it takes to fill a table of rates, and few enough to follow the load of an hour.
@@ -19,30 +21,40 @@ _MAX_USES = 4
 # Blocks of capacity to each request of a tick: with ten new blocks a request, a block then stays 50 ticks.
 _TICK_BLOCKS = 512
 _MAX_TICK_REQUESTS = 16
-# A new block is refused only where its worth is surely less than the victim's: the rates are known to a
-# tenth.
-_DOUBT = 0.9
+# What hits save is told apart by half octaves.
+_PRICE_STEP = math.sqrt(2)
+
+Group = tuple[int, int, int]  # kind, tick of last use, price
 
 
 class _Seen:
     """What is remembered of a block, held or not."""
 
-    __slots__ = ("kind", "tick", "uses")
+    __slots__ = ("kind", "price", "tick", "uses")
 
-    def __init__(self, kind: int, tick: int, uses: int) -> None:
+    def __init__(self, kind: int, tick: int, uses: int, price: int) -> None:
         self.kind = kind
         self.tick = tick
         self.uses = uses
+        self.price = price
+
+    @property
+    def group(self) -> Group:
+        return (self.kind, self.tick, self.price)
 
 
 class Prefix:
     """Blocks are of a kind: by how often they were used and, when only once, by their place in the request
-    that brought them. For each kind ``ReuseRates`` learns the worth of a slot by age; the leaf of least
-    worth goes. A new block is not taken where its worth is less than the victim's: one long document read
-    once does not push out the conversations. Knows nothing at first, and is LRU then.
+    that brought them. For each kind ``ReuseRates`` learns how many hits a slot gives by age; times the
+    seconds that a hit saves, that is what the block is worth, and the leaf of least worth goes. A new block
+    is not taken where its worth is less than the victim's: one long document read once does not push out the
+    conversations. Knows nothing at first, and is LRU then.
     """
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(self, capacity_blocks: int, saved_s: SavedSeconds | None = None) -> None:
+        """``saved_s``: see ``savings``; asked again now and then. None: every hit saves as much."""
+        self._saved_s = saved_s
+        self._prices: list[int] = []  # by position, as they are now
         self._rates = ReuseRates(_NUM_KINDS, _HALF_LIFE_REQUESTS / _LEARN_REQUESTS)
         # Requests to a tick, the clock of ages: fine against the time a block stays.
         self._tick_requests = min(max(capacity_blocks // _TICK_BLOCKS, 1), _MAX_TICK_REQUESTS)
@@ -53,11 +65,10 @@ class Prefix:
         self._chain: dict[Hashable, Hashable | None] = {}  # of the request: a key and the one before it
         self._parents: dict[Hashable, Hashable | None] = {}  # of held blocks
         self._num_children: dict[Hashable, int] = {}  # of held blocks
-        # Held leaves by kind and tick of last use, in order of use; and these groups by worth, some out of
-        # date.
-        self._leaves: dict[tuple[int, int], OrderedDict[Hashable, None]] = {}
-        self._shown: dict[Hashable, tuple[int, int]] = {}  # the group each leaf is in
-        self._heap: list[tuple[float, int, int]] = []
+        # Held leaves by group, in order of use; and the groups by worth and tick, some out of date.
+        self._leaves: dict[Group, OrderedDict[Hashable, None]] = {}
+        self._shown: dict[Hashable, Group] = {}  # the group each leaf is in
+        self._heap: list[tuple[float, int, Group]] = []
 
     def used(self, chain: Sequence[Hashable], num_held: int) -> None:
         self._advance()
@@ -80,6 +91,7 @@ class Prefix:
         self._requests += 1
         if self._requests % _LEARN_REQUESTS == 0:
             self._rates.learn(self._tick)
+            self._prices.clear()
         if self._requests % self._tick_requests == 0:
             self._tick += 1
             self._heap = [self._ranked(group) for group in self._leaves]
@@ -92,21 +104,32 @@ class Prefix:
         if known is not None:
             self._rates.use(known.kind, known.tick, self._tick)
             uses = known.uses + 1
-        kind = _kind(uses, position, num_known, length)
+        kind, price = _kind(uses, position, num_known, length), self._price(position)
         self._rates.begin(kind, self._tick)
         if known is None:
-            self._seen[key] = _Seen(kind, self._tick, uses)
+            self._seen[key] = _Seen(kind, self._tick, uses, price)
         else:
-            known.kind, known.tick, known.uses = kind, self._tick, uses
+            known.kind, known.tick, known.uses, known.price = kind, self._tick, uses, price
             self._seen.move_to_end(key)
+
+    def _price(self, position: int) -> int:
+        """What a hit of the block at ``position`` of its chain saves against a hit of the first one, as a
+        power of ``_PRICE_STEP``. Against the first one: rates that change say nothing of older prices."""
+        if self._saved_s is None:
+            return 0
+        if position >= len(self._prices):
+            first_s = self._saved_s(0)
+            more = range(len(self._prices), position + 1)
+            self._prices += [round(math.log(self._saved_s(at) / first_s, _PRICE_STEP)) for at in more]
+        return self._prices[position]
 
     def admits(self, key: Hashable) -> bool:
         known = self._seen.get(key)
-        kind = known.kind if known is not None else _kind(0, 0, 0, 1)
+        kind, price = (_kind(0, 0, 0, 1), self._price(0)) if known is None else (known.kind, known.price)
         while self._heap:
-            worth, tick, its_kind = self._heap[0]
-            if self._leaves.get((its_kind, tick)):
-                return self._rates.worth[kind][0] >= _DOUBT * worth
+            worth, _, group = self._heap[0]
+            if self._leaves.get(group):
+                return self._rates.worth[kind][0] * _PRICE_STEP**price >= worth
             heappop(self._heap)
         return True
 
@@ -137,12 +160,11 @@ class Prefix:
         passed = []
         found: Hashable | None = None
         while self._heap and found is None:
-            _, tick, kind = self._heap[0]
-            found = next(filter(can_go, self._leaves.get((kind, tick), ())), None)
+            found = next(filter(can_go, self._leaves.get(self._heap[0][2], ())), None)
             if found is None:
                 passed.append(heappop(self._heap))
         for entry in passed:
-            if (entry[2], entry[1]) in self._leaves:
+            if entry[2] in self._leaves:
                 heappush(self._heap, entry)
         if found is None:
             # What is held above pinned blocks only, or came without its chain, is in no group of leaves.
@@ -151,13 +173,13 @@ class Prefix:
 
     # ------------------------------------------------------------------ leaves
 
-    def _ranked(self, group: tuple[int, int]) -> tuple[float, int, int]:
-        kind, tick = group
-        return (self._rates.worth[kind][self._rates.age(self._tick - tick)], tick, kind)
+    def _ranked(self, group: Group) -> tuple[float, int, Group]:
+        kind, tick, price = group
+        hits = self._rates.worth[kind][self._rates.age(self._tick - tick)]
+        return (hits * _PRICE_STEP**price, tick, group)
 
     def _show(self, key: Hashable) -> None:
-        seen = self._seen[key]
-        group = self._shown[key] = (seen.kind, seen.tick)
+        group = self._shown[key] = self._seen[key].group
         leaves = self._leaves.get(group)
         if leaves is None:
             leaves = self._leaves[group] = OrderedDict()

@@ -6,19 +6,28 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
 # Ages are told apart by half octaves: an age's rate is then known within a factor of 1.2 of its neighbours'.
 _EDGES = sorted({round(2 ** (half / 2)) for half in range(30)})
 _NUM_AGES = len(_EDGES) + 1
-_WIDTHS = [upper - lower for lower, upper in zip([0, *_EDGES], [*_EDGES, 2 * _EDGES[-1]], strict=True)]
+_WIDTHS = np.diff([0, *_EDGES, 2 * _EDGES[-1]]).astype(np.float64)
+# A kind of which fewer blocks than this were seen is taken to be like all others, more or less.
+_FEW_BLOCKS = 32
+# Worths that differ by less are the same: so well are they known from some hundred requests.
+_DOUBT = 0.2
 
 
 class ReuseRates:
     """A life table for each kind of block, from uses seen and blocks still waiting for one.
 
-    ``worth(kind)[age]`` is the greatest rate of hits, in hits a tick for a slot, that keeping a block of this
+    ``worth[kind][age]`` is the greatest rate of hits, in hits a tick for a slot, that keeping a block of this
     kind and age for some time yet promises: the best ratio, over all times to keep it, of the probability of
-    a hit to the time it holds the slot (Gittins' index). Rates follow the load: what was seen is forgotten
-    with ``half_life`` ticks.
+    a hit to the time it holds the slot (Gittins' index), in steps of a fifth. Rates follow the load: what was
+    seen is forgotten with ``half_life`` ticks.
     """
 
     def __init__(self, num_kinds: int, half_life: float) -> None:
@@ -56,40 +65,51 @@ class ReuseRates:
             del waiting[since]
 
     def learn(self, tick: int) -> None:
-        """Bring ``worth`` up to date; to be called once a tick."""
+        """Bring ``worth`` up to date; to be called now and then."""
+        used, given_up = np.array(self._used), np.array(self._given_up)
+        if not used.any():
+            return
+        ended = used + given_up
         for kind, waiting in enumerate(self._waiting):
-            if not any(self._used[kind]):
-                continue  # no use of this kind was ever seen
-            still = [0.0] * _NUM_AGES
             for since, count in waiting.items():
-                still[self.age(tick - since)] += count
-            used, given_up = self._used[kind], self._given_up[kind]
-            chances = [0.0] * _NUM_AGES
-            at_risk = (
-                1.0  # one block that is never used again: nothing seen yet means no chance, not an even one
-            )
-            for age in reversed(range(_NUM_AGES)):
-                at_risk += used[age] + given_up[age] + still[age]
-                chances[age] = used[age] / at_risk
-            self.worth[kind] = _worth(chances)
-            self._used[kind] = [count * self._keep for count in used]
-            self._given_up[kind] = [count * self._keep for count in given_up]
+                ended[kind, self.age(tick - since)] += count
+        at_risk = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
+        uses, ticks = _with_neighbours(used), _with_neighbours(at_risk * _WIDTHS)
+        # One block more that is never used again: nothing seen yet means no chance, not an even one.
+        of_all = uses.sum(axis=0) / (ticks.sum(axis=0) + _WIDTHS)
+        few = _FEW_BLOCKS * _WIDTHS
+        chances = np.minimum((uses + few * of_all) / (ticks + few + _WIDTHS) * _WIDTHS, 1.0)
+        self.worth = _in_steps(_worth(chances)).tolist()
+        self._used = (used * self._keep).tolist()
+        self._given_up = (given_up * self._keep).tolist()
 
 
-def _worth(chances: list[float]) -> list[float]:
-    """The best ratio of hits to time from each age on; ``chances[a]``: of a use within age ``a``, once
-    reached."""
-    steps = [
-        (chance, 1 - chance, width * (1 - chance / 2)) for chance, width in zip(chances, _WIDTHS, strict=True)
-    ]
-    worth = []
+def _with_neighbours(counts: Floats) -> Floats:
+    """Each age's counts and half of those beside it. A request's blocks come back together or not at all: so
+    few independent cases fall into one age that its own count says more of chance than of the load."""
+    summed = counts.copy()
+    summed[:, 1:] += counts[:, :-1] / 2
+    summed[:, :-1] += counts[:, 1:] / 2
+    return summed
+
+
+def _worth(chances: Floats) -> Floats:
+    """The best ratio of hits to time from each age on; ``chances[k, a]``: of a use within age ``a``, once
+    reached, for kind ``k``."""
+    rests, widths = 1 - chances, _WIDTHS * (1 - chances / 2)
+    worth = np.empty_like(chances)
     for first in range(_NUM_AGES):
-        alive, hits, ticks, best = 1.0, 0.0, 0.0, 0.0
-        for chance, rest, width in steps[first:]:
-            hits += alive * chance
-            ticks += alive * width
-            alive *= rest
-            if hits > best * ticks:
-                best = hits / ticks
-        worth.append(best)
+        alive = np.cumprod(rests[:, first:], axis=1)
+        alive[:, 1:] = alive[:, :-1]
+        alive[:, 0] = 1.0
+        hits = np.cumsum(alive * chances[:, first:], axis=1)
+        ticks = np.cumsum(alive * widths[:, first:], axis=1)
+        worth[:, first] = (hits / ticks).max(axis=1)
     return worth
+
+
+def _in_steps(worth: Floats) -> Floats:
+    steps = np.zeros_like(worth)
+    known = worth > 0
+    steps[known] = np.exp(np.round(np.log(worth[known]) / _DOUBT) * _DOUBT)
+    return steps

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvstore.chain_cache import ChainCache
 from kvstore.eviction import make_policy
+from kvstore.eviction.savings import SavedSeconds
 from kvstore.keys import BlockKey
 from kvstore.ssd.io_threads import Bytes
 from kvstore.ssd.reading import WantedBlock
@@ -34,12 +35,17 @@ class Catalog:
     """A block is held once it is durable. Of every chain it holds anything of, it holds the first blocks."""
 
     def __init__(
-        self, segments: Segments, found: Readopted, policy: str, on_dropped: OnDropped | None
+        self,
+        segments: Segments,
+        found: Readopted,
+        policy: str,
+        saved_s: SavedSeconds | None,
+        on_dropped: OnDropped | None,
     ) -> None:
         num_spare = min(segments.max_slots // _SPARE, _MAX_SPARE)
         self.cache: ChainCache[BlockKey] = ChainCache(
             0,
-            make_policy(policy, segments.max_slots - num_spare),
+            make_policy(policy, segments.max_slots - num_spare, saved_s),
             on_evicted=self._evicted,
             num_spare=num_spare,
         )

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvstore.errors import LayoutError
 from kvstore.eviction import make_policy
+from kvstore.eviction.savings import SavedSeconds
 from kvstore.keys import BlockKey
 from kvstore.layout import BlockFormat
 from kvstore.ssd.catalog import Catalog, OnDropped
@@ -68,6 +69,7 @@ class SsdTier:
         segment_nbytes: int | None = None,
         threads: int = 2,
         policy: str = "lru",
+        saved_s: SavedSeconds | None = None,
         max_queued_nbytes: int = 256 << 20,
         io_deadline_s: float = 1.0,
         on_mismatch: Literal["refuse", "set-aside"] = "refuse",
@@ -78,7 +80,8 @@ class SsdTier:
 
         ``on_dropped(keys, reason)`` hears of blocks that go by themselves: "evicted", "corrupt" or
         "unreadable". ``on_mismatch``: what to do with blocks of another layout or version.
-        ``io_deadline_s``: the disk has stalled when one call takes longer.
+        ``io_deadline_s``: the disk has stalled when one call takes longer. ``saved_s``: what hits are worth
+        to the policy.
 
         Raises:
             SsdDirectoryInUse, SsdFormatMismatch, SsdUnusable, LayoutError, StoreError (an unknown policy):
@@ -89,7 +92,7 @@ class SsdTier:
         segment = segment_nbytes or max(_MIN_SEGMENT_NBYTES, -(-capacity_nbytes // _MAX_SEGMENTS))
         wanted = TierFormat(layout.fingerprint.hex(), layout.block_nbytes, segment)
         opened = await asyncio.to_thread(open_directory, directory, wanted, capacity_nbytes, on_mismatch)
-        catalog = await asyncio.to_thread(Catalog, opened.segments, opened.found, policy, on_dropped)
+        catalog = await asyncio.to_thread(Catalog, opened.segments, opened.found, policy, saved_s, on_dropped)
         disk = Disk(
             opened,
             depth=threads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from kvstore.eviction.savings import SavedSeconds
 from kvstore.host_tier import HostTier
 from kvstore.keys import BlockKey
 from kvstore.layout import BlockFormat
@@ -32,8 +33,15 @@ class Holdings:
         pool: PoolTier | None,
         disk: DiskTier | None,
         on_change: OnChange,
+        saved_s: SavedSeconds | None = None,
     ) -> None:
-        self.host = HostTier(memory, layout, policy=options.host.policy, on_evicted=self._evicted_from_host)
+        self.host = HostTier(
+            memory,
+            layout,
+            policy=options.host.policy,
+            saved_s=saved_s,
+            on_evicted=self._evicted_from_host,
+        )
         self.pool = pool
         self.disk = disk
         self.writer: DiskWriter | None = None

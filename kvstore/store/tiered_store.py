@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.errors import BlockCorrupt
+from kvstore.eviction.savings import SavedSeconds
 from kvstore.keys import BlockKey
 from kvstore.layout import BlockFormat
 from kvstore.store import metrics
@@ -48,18 +49,20 @@ class TieredStore:
         pool: PoolTier | None = None,
         ssd: DiskTier | None = None,
         on_change: OnChange = _nobody,
+        saved_s: SavedSeconds | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``memory``: uint8, the host tier; slot i is bytes ``[i * block_nbytes, (i + 1) * block_nbytes)``.
         ``ssd`` is closed by the store. ``on_change(key, tier)``: the block's fastest copy is in ``tier`` now,
-        None where no copy is left. What the pool takes in, the engine says itself.
+        None where no copy is left. What the pool takes in, the engine says itself. ``saved_s``: what a hit in
+        host memory is worth to its eviction policy.
 
         Raises LayoutError when ``memory`` holds no block.
         """
         self.layout = layout
         self._options = options
         self._clock = clock
-        self._holdings = Holdings(layout, options, memory, pool, ssd, on_change)
+        self._holdings = Holdings(layout, options, memory, pool, ssd, on_change, saved_s)
         self.host = self._holdings.host
         self.ssd = ssd
         self._copier = Copier(options.host.io_threads)
