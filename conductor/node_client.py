@@ -101,8 +101,8 @@ class NodeClient:
     async def replicate(
         self, source: node_pb2.KvAddress, keys: Sequence[bytes], timeout_s: float
     ) -> node_pb2.ReplicateReply:
-        """Have the node read what it lacks of a chain from ``source``, and keep it."""
-        request = node_pb2.ReplicateRequest(source=source, keys=b"".join(keys))
+        """Have the node read what it lacks of a chain from ``source``, and keep it as long as it is used."""
+        request = node_pb2.ReplicateRequest(source=source, keys=b"".join(keys), surplus=True)
         with rpc.calling(self.node_id):
             reply: node_pb2.ReplicateReply = await self._node.Replicate(request, timeout=timeout_s)
         return reply

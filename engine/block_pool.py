@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine.errors import OutOfBlocks
 from kvstore.keys import BlockKey
+from kvstore.surplus import Surplus
 
 BlockCallback = Callable[[int, BlockKey], None]
 
@@ -21,7 +22,7 @@ class BlockPool:
 
     ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` just before
     its block is given to somebody else, while its bytes are still there. ``on_freed()`` is called after a
-    release.
+    release. Cold copies in ``surplus`` are evicted before anything else.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class BlockPool:
         self.on_sealed = on_sealed
         self.on_evicted = on_evicted
         self.on_freed = on_freed
+        self.surplus: Surplus[BlockKey] = Surplus()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._refs = [0] * num_blocks
@@ -80,13 +82,14 @@ class BlockPool:
         """How many of the blocks are held by nobody: how much ``num_free`` would fall by acquiring them."""
         return sum(block in self._idle for block in block_ids)
 
-    def acquire(self, block_ids: Iterable[int]) -> None:
+    def acquire(self, block_ids: Sequence[int]) -> None:
         """Hold the blocks (a prefix of a chain, from ``match``) once more each; undone by ``release``."""
         refs, idle = self._refs, self._idle
         for block in block_ids:
             if refs[block] == 0:
                 del idle[block]
             refs[block] += 1
+        self._touch(block_ids)
 
     def allocate(self, n: int) -> list[int]:
         """``n`` blocks without content, held once each; idle blocks are evicted for them, oldest leaf first.
@@ -143,6 +146,7 @@ class BlockPool:
                 else:
                     self._idle[block] = None
             assert refs[block] >= 0, f"block {block} was released more often than it was held"
+        self._touch(block_ids)
         if self.on_freed is not None and block_ids:
             self.on_freed()
 
@@ -179,15 +183,25 @@ class BlockPool:
         self._evict(block)
         return True
 
+    def _touch(self, block_ids: Sequence[int]) -> None:
+        if self.surplus:
+            self.surplus.use([key for block in block_ids if (key := self._keys[block]) is not None])
+
     def _evict_one(self) -> None:
+        block_of, num_children = self._block_of, self._num_children
+        for key in self.surplus.cold():
+            if (block := block_of[key]) in self._idle and not num_children[block]:
+                self._evict(block)
+                return
         # The head is a leaf unless somebody released a prefix before what follows it; then look further.
-        self._evict(next(block for block in self._idle if self._num_children[block] == 0))
+        self._evict(next(block for block in self._idle if num_children[block] == 0))
 
     def _evict(self, block: int) -> None:
         key = self._keys[block]
         assert key is not None
         if self.on_evicted is not None:
             self.on_evicted(block, key)
+        self.surplus.forget(key)
         del self._idle[block], self._block_of[key]
         self._keys[block] = None
         parent = self._parents[block]
@@ -213,4 +227,5 @@ class BlockPool:
                 assert self._keys[parent] is not None, f"block {block} has lost its parent"
                 assert refs == 0 or self._refs[parent] > 0, f"block {block} is held without its parent"
         assert children == self._num_children, "child counts are off"
+        assert all(key in self._block_of for key in self.surplus.cold()), "a copy that is not there"
         assert len(self._block_of) == sum(key is not None for key in self._keys), "a key names no block"

@@ -361,9 +361,12 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self, request: node_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.ReplicateReply:
         self.check_takes_work()
-        fetched = await self.exchange.fetch(request.source, block_keys.unpack(request.keys))
-        # A copy nobody uses here is like any cached block: it stays until room is needed.
-        self.engine.pool.release(fetched.block_ids)
+        keys, pool = block_keys.unpack(request.keys), self.engine.pool
+        num_held = len(pool.match(keys))
+        fetched = await self.exchange.fetch(request.source, keys)
+        pool.release(fetched.block_ids)
+        if request.surplus:
+            pool.surplus.mark(keys[num_held : len(fetched.block_ids)])
         return node_pb2.ReplicateReply(
             num_blocks=len(fetched.block_ids),
             num_read=fetched.num_read,

@@ -167,5 +167,6 @@ class NodeStore:
             memory.pool.parent_of(block_id),
             memory.bytes.view(block_id),
             memory.known_checksum(block_id),
+            surplus=key in memory.pool.surplus,
         )
         memory.forget(block_id)

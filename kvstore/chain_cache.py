@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from kvstore.eviction.policy import EvictionPolicy
+from kvstore.surplus import Surplus
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -19,7 +20,8 @@ Key = TypeVar("Key", bound=Hashable)
 class ChainCache(Generic[Key]):
     """Slots ``0 … capacity-1``. ``on_evicted(key, slot)`` is called before the slot is given to another
     block, its bytes still there. ``num_spare`` slots stay free, so that the slot of an evicted block is not
-    given away at once: those free for longest go first."""
+    given away at once: those free for longest go first. Cold copies in ``surplus`` are evicted before
+    anything the policy names."""
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class ChainCache(Generic[Key]):
         self.num_spare = num_spare
         self.policy = policy
         self.on_evicted = on_evicted
+        self.surplus: Surplus[Key] = Surplus()
         self.num_evictions = 0
         self.num_refusals = 0  # blocks not taken because everything is pinned
         self.num_bypassed = 0  # blocks the policy did not think worth a place
@@ -87,6 +90,8 @@ class ChainCache(Generic[Key]):
                 end = position + 1
                 break
         self.policy.used(keys, end)
+        if self.surplus:
+            self.surplus.use(keys[:end])
         return num_held
 
     # ------------------------------------------------------------------ blocks come
@@ -207,6 +212,10 @@ class ChainCache(Generic[Key]):
 
     def evict(self) -> bool:
         """Evict one block. False, counted, when everything is pinned."""
+        for copy in self.surplus.cold():
+            if self._can_go(copy) and copy not in self._children:
+                self._evict(copy)
+                return True
         key = self.policy.victim(self._can_go)
         if key is None:
             self.num_refusals += 1
@@ -283,6 +292,7 @@ class ChainCache(Generic[Key]):
             if not siblings:
                 del self._children[parent]
         self.policy.removed(key)
+        self.surplus.forget(key)
 
     def check_integrity(self) -> None:
         """Assert everything this class promises; costs time proportional to the tier."""
@@ -299,6 +309,7 @@ class ChainCache(Generic[Key]):
         assert num_slots == self.capacity, "a slot is lost"
         assert self._doomed <= self._pins.keys(), "a slot nobody pins is not given back"
         assert self._pins.keys() <= taken | self._doomed, "a free slot is pinned"
+        assert all(key in self._slots for key in self.surplus.cold()), "a copy that is not held"
         for key, parent in self._parents.items():
             assert key in self._slots, "a link from a block that is not held"
             assert key in self._children[parent], "a block its parent does not know"

@@ -15,6 +15,7 @@ from kvstore.eviction import make_policy
 from kvstore.eviction.savings import SavedSeconds
 from kvstore.keys import BlockKey
 from kvstore.layout import BlockFormat
+from kvstore.surplus import Surplus
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -93,6 +94,11 @@ class HostTier:
     def is_intact(self, slot: int) -> bool:
         """Whether the slot's bytes still are what was put."""
         return xxh3_64_intdigest(self._memory[slot].data) == self.checksum_of(slot)
+
+    @property
+    def surplus(self) -> Surplus[BlockKey]:
+        """Blocks that are evicted first, once nobody asks for them: whoever puts them marks them."""
+        return self._cache.surplus
 
     @property
     def stats(self) -> HostTierStats:

@@ -652,8 +652,11 @@ class ReplicateRequest(_message.Message):
 
     SOURCE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    SURPLUS_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     """16 bytes each, in chain order"""
+    surplus: _builtins.bool
+    """a copy for busy times: the first to go when nobody uses it any more"""
     @_builtins.property
     def source(self) -> Global___KvAddress: ...
     def __init__(
@@ -661,10 +664,11 @@ class ReplicateRequest(_message.Message):
         *,
         source: Global___KvAddress | None = ...,
         keys: _builtins.bytes = ...,
+        surplus: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "source", b"source", "surplus", b"surplus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

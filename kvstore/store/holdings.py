@@ -134,16 +134,19 @@ class Holdings:
 
     # ------------------------------------------------------------------ blocks go
 
-    def demote(self, key: BlockKey, parent: BlockKey | None, source: Bytes, checksum: int | None) -> None:
-        """The pool drops this block now."""
-        if self.slot_of(key) is None:
+    def demote(
+        self, key: BlockKey, parent: BlockKey | None, source: Bytes, checksum: int | None, surplus: bool
+    ) -> None:
+        """The pool drops this block now. One that is ``surplus`` is not worth host memory."""
+        if self.slot_of(key) is None and not surplus:
             slot = self.host.put(key, source, parent=parent, checksum=checksum)
             if slot is None:
                 metrics.REFUSED_BLOCKS.inc()
             else:
                 self.relieve()
         tier = self._tier_below(key)
-        metrics.EVICTED_BLOCKS.labels("pool", "dropped" if tier is None else "below").inc()
+        reason = "surplus" if surplus else "dropped" if tier is None else "below"
+        metrics.EVICTED_BLOCKS.labels("pool", reason).inc()
         if tier is None:
             self._lost(key)
         else:
@@ -194,6 +197,9 @@ class Holdings:
         elif self.disk is not None and key in self.disk:
             reason = "below"
             self._on_change(key, Tier.SSD)
+        elif key in self.host.surplus:
+            reason = "surplus"
+            self._lost(key, in_host=True)
         elif self._takes_over and self.writer is not None:
             reason = "written"
             self.writer.take_over(key, self.host.parent_of(key), slot)

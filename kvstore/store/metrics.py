@@ -20,8 +20,9 @@ CORRUPT_BLOCKS = Counter(
 )
 EVICTED_BLOCKS = Counter(
     "moonpool_store_evicted_blocks_total",
-    "Copies that left a tier: held below or above it too, to be written, dropped (nowhere to go), orphaned "
-    "(a block before it is gone) or removed.",
+    "Copies that left a tier: held below or above it too, to be written, dropped (nowhere to go), surplus (a "
+    "copy for busy times that nobody used lately), orphaned (a block before it is gone), removed; quota: its "
+    "tenant has too many.",
     ["tier", "reason"],
 )
 REFUSED_BLOCKS = Counter(

@@ -188,10 +188,17 @@ class TieredStore:
         self._holdings.sealed(key)
 
     def demote(
-        self, key: BlockKey, parent: BlockKey | None, source: Bytes, checksum: int | None = None
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        source: Bytes,
+        checksum: int | None = None,
+        *,
+        surplus: bool = False,
     ) -> None:
-        """The pool drops this block now, its bytes still there: keep it in host memory. Returns at once."""
-        self._holdings.demote(key, parent, source, checksum)
+        """The pool drops this block now, its bytes still there: keep it in host memory, unless it is
+        ``surplus``, a copy nobody needs any more. Returns at once."""
+        self._holdings.demote(key, parent, source, checksum, surplus)
 
     async def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Drop blocks, with what follows them, from host memory and disk; leased ones stay readable until

@@ -116,10 +116,13 @@ class KvShelf:
 
     # ------------------------------------------------------------------ we read from others
 
-    async def replicate(self, source: node_pb2.KvAddress, keys: Sequence[BlockKey]) -> Replicated:
+    async def replicate(
+        self, source: node_pb2.KvAddress, keys: Sequence[BlockKey], *, surplus: bool = False
+    ) -> Replicated:
         """Read what is missing here of a chain from ``source``, straight into the slots it stays in.
 
-        The source may hold less than expected, and there may be less room: then less is read.
+        The source may hold less than expected, and there may be less room: then less is read. ``surplus``:
+        what is read is the first to go once nobody asks for it.
 
         Raises:
             OtherLayout: blocks of another shape are held here.
@@ -136,6 +139,10 @@ class KvShelf:
                 with store.reserve(keys[num_held:end], parent=parent) as reservation:
                     num_read = await self._read(source, blocks, reservation.offsets, reservation.num_held)
                     reservation.commit(list(blocks.checksum[reservation.num_held :][:num_read]))
+                    if surplus:
+                        first = num_held + reservation.num_held
+                        copies = keys[first : first + num_read]
+                        store.host.surplus.mark([key for key in copies if key in store.host])
         nbytes = num_read * source.block_nbytes
         metrics.COPIED_BYTES.labels("kv").inc(nbytes)
         return Replicated(len(store.match(keys)), num_read, nbytes, time.monotonic() - started_s)

@@ -284,7 +284,8 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.ReplicateReply:
         self._check_takes_work()
         layout = self._kv.layout
-        done = await self._kv.replicate(request.source, block_keys.unpack(request.keys))
+        keys = block_keys.unpack(request.keys)
+        done = await self._kv.replicate(request.source, keys, surplus=request.surplus)
         if self._kv.layout != layout and self._publisher is not None:
             # Conductors must know how to read from here before they are told what is here.
             self._publisher.announce()

@@ -209,6 +209,7 @@ class ScriptedNode(
     async def Replicate(
         self, request: node_pb2.ReplicateRequest, context: ServicerContext[Any, Any]
     ) -> node_pb2.ReplicateReply:
+        assert request.surplus, "what a conductor has copied may go again"
         keys = unpack(request.keys)
         new = [key for key in keys if key not in self.held]
         self.hold(new)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.block_pool import BlockPool
 from engine.errors import OutOfBlocks
 from kvstore.keys import BlockKey
+from kvstore.surplus import Surplus
 
 
 def chain(path: str) -> list[BlockKey]:
@@ -168,4 +169,36 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
     with pytest.raises(OutOfBlocks, match="2 KV blocks needed, 1 free") as raised:
         pool.allocate(2)
     assert (raised.value.needed, raised.value.free, pool.num_free) == (2, 1, 1)
+    pool.check_integrity()
+
+
+def test_cold_copies_for_busy_times_go_before_what_is_older() -> None:
+    now_s = 0.0
+    gone: list[BlockKey] = []
+    pool = BlockPool(6, 4, on_evicted=lambda block, key: gone.append(key))
+    pool.surplus = Surplus(clock=lambda: now_s)
+
+    def come(path: str) -> None:
+        parent, blocks = None, []
+        for key, block in zip(chain(path), pool.allocate(len(path)), strict=True):
+            blocks.append(pool.seal(block, key, parent))
+            parent = key
+        pool.release(blocks)
+
+    come("a")
+    come("xyz")
+    pool.surplus.mark(chain("xyz"))
+    come("b")
+    now_s = 60.0
+    used = pool.match(chain("xy"))
+    pool.acquire(used)
+    now_s = 65.0
+    pool.release(used)
+    pool.release(pool.allocate(3))
+    # The end nobody used goes; the rest was used a moment ago, so that the oldest goes next.
+    assert gone == [chain("xyz")[2], chain("a")[0]]
+    now_s = 90.0
+    pool.release(pool.allocate(5))
+    assert gone[2:] == [chain("xy")[1], chain("x")[0]]
+    assert pool.match(chain("b"))
     pool.check_integrity()

@@ -17,6 +17,7 @@ from kvstore.errors import BlockCorrupt, BlockMissing
 from kvstore.keys import BlockKey
 from kvstore.layout import KVLayout
 from kvstore.store import TieredStore
+from kvstore.surplus import Surplus
 from kvstore.tier import Tier
 from runtime.options import HostTierOptions, SsdTierOptions, StoreOptions
 from tests.kvstore.fake_pool import FakePool
@@ -176,6 +177,17 @@ async def test_the_pool_s_blocks_go_to_host_memory() -> None:
     store.check_integrity()
 
 
+async def test_what_the_pool_drops_as_surplus_is_kept_nowhere() -> None:
+    heard, pool = Listener(), FakePool()
+    store = pool.store = make(8, pool=pool, on_change=heard)
+    for i, name in enumerate(chain(2)):
+        pool.seal(name, key(i - 1) if i else None, payload(name))
+    store.demote(key(1), key(0), payload(key(1)), surplus=True)
+    assert store.host.stats.num_held == 0
+    store.demote(key(1), key(0), payload(key(1)))
+    assert store.host.stats.num_held == 1
+
+
 async def test_what_follows_a_lost_block_is_lost_too() -> None:
     heard, pool = Listener(), FakePool()
     store = pool.store = make(2, pool=pool, on_change=heard)
@@ -228,6 +240,26 @@ async def test_write_back_writes_what_host_memory_evicts_and_what_is_before_it()
     assert store.match(chain(8)) == [Tier.HOST] * 6 + [Tier.SSD] * 2
     assert heard.tiers == dict(zip(chain(8), store.match(chain(8)), strict=True))
     assert await get(store, 8) == [Tier.HOST] * 6 + [Tier.SSD] * 2
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_cold_copy_for_busy_times_goes_first_and_is_not_written() -> None:
+    now_s = 0.0
+    store, disk = await with_disk(8, 64)
+    store.host._cache.surplus = Surplus(clock=lambda: now_s)
+    await put(store, 2)
+    await put(store, 1, number=1)
+    store.host.surplus.mark(chain(1, number=1))
+    await put(store, 1, number=2)
+    await put(store, 1, number=3)  # more than the watermark allows
+    await settled(store)
+    assert disk.keys() == chain(2), "the copy is still wanted"
+    now_s = 60.0
+    await put(store, 1, number=4)
+    await settled(store)
+    assert store.tier_of(key(0, 1)) is None
+    assert disk.keys() == chain(2), "what goes is the copy, and it goes for good"
     store.check_integrity()
     await store.close()
 
