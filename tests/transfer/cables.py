@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 
+_LETTERS = itertools.cycle("abcdefghijklmnopqrstuvw")
+
 
 class Cabled:
-    """``name``: of the namespace. ``hosts``: its addresses, one for each cable."""
+    """``name``: of the namespace. ``hosts``: its addresses, one for each of two cables."""
 
-    def __init__(self, num_cables: int) -> None:
-        number = os.getpid()
-        self.name = f"moonpool-{number}"
+    def __init__(self) -> None:
+        # The kernel takes its time to remove the last one's.
+        self._prefix = f"mp{os.getpid()}{next(_LETTERS)}"
+        self.name = f"moonpool-{self._prefix}"
         self.hosts: list[str] = []
         _ip("netns", "add", self.name)
-        for cable in range(num_cables):
-            near, far = self._ends(cable)
+        try:
+            self._lay()
+        except BaseException:
+            self.close()
+            raise
+
+    def _lay(self) -> None:
+        for cable in range(2):
+            near, far = self.ends(cable)
             # Of the networks set aside for benchmarks.
-            net = f"198.{18 + cable % 2}.{number % 64 * 4 + cable // 2}"
+            net = f"198.{18 + cable}.{os.getpid() % 256}"
             _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", self.name)
             _ip("address", "add", f"{net}.1/24", "dev", near)
             _ip("-netns", self.name, "address", "add", f"{net}.2/24", "dev", far)
@@ -28,18 +39,18 @@ class Cabled:
 
     def pull(self, cable: int) -> None:
         """Neither end is told anything."""
-        _ip("-netns", self.name, "link", "set", self._ends(cable)[1], "down")
+        _ip("-netns", self.name, "link", "set", self.ends(cable)[1], "down")
 
     def plug(self, cable: int) -> None:
-        _ip("-netns", self.name, "link", "set", self._ends(cable)[1], "up")
+        _ip("-netns", self.name, "link", "set", self.ends(cable)[1], "up")
 
     def close(self) -> None:
         """Both ends of the cables go with the namespace."""
         _ip("netns", "delete", self.name)
 
-    def _ends(self, cable: int) -> tuple[str, str]:
-        number = os.getpid()
-        return f"mp{number}a{cable}", f"mp{number}b{cable}"
+    def ends(self, cable: int) -> tuple[str, str]:
+        """The interfaces, here and there."""
+        return f"{self._prefix}n{cable}", f"{self._prefix}f{cable}"
 
 
 def _ip(*arguments: str) -> None:

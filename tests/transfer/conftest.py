@@ -16,6 +16,7 @@ import pytest
 import trustme
 
 from runtime.options import TransferOptions
+from tests.transfer.cables import Cabled, obstacle
 from transfer import AgentDescriptor, TransferAgent
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +119,16 @@ def shared_peer() -> Iterator[StartPeer]:
     yield start
     for peer in started.values():
         peer.kill()
+
+
+@pytest.fixture
+def cabled() -> Iterator[Cabled]:
+    """A network namespace behind two cables."""
+    if reason := obstacle():
+        pytest.skip(reason)
+    there = Cabled()
+    yield there
+    there.close()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,16 @@ import uvloop
 
 from runtime.options import TcpOptions, TlsOptions, TransferOptions
 from tests.transfer.device import DeviceRegion
-from transfer import AgentDescriptor, TransferAgent, agent_memory, checksum, connecting, serving
+from transfer import (
+    AgentDescriptor,
+    Span,
+    TransferAgent,
+    TransferError,
+    agent_memory,
+    checksum,
+    connecting,
+    serving,
+)
 from transfer.cuda.library import load_cuda
 from transfer.region import Region
 
@@ -70,6 +80,21 @@ class PeerProcess:
         """How many bytes are neither as allocated nor ``value``."""
         array = self.regions[region].array
         return {"num_foreign": int(((array != pattern(len(array), seed)) & (array != value)).sum())}
+
+    async def move(
+        self, descriptor: str, direction: str, local: int, remote: int, nbytes: int, deadline_s: float
+    ) -> dict[str, Any]:
+        """The first ``nbytes`` of one region and the other's, by MiB: what it came to, and after how long."""
+        peer = await self.agent.connect(AgentDescriptor.unpack(bytes.fromhex(descriptor)))
+        ours, theirs = (
+            [Span(region, at, 1 << 20) for at in range(0, nbytes, 1 << 20)] for region in (local, remote)
+        )
+        started = time.perf_counter()
+        try:
+            await getattr(peer, direction)(ours, theirs, deadline_s=deadline_s)
+        except TransferError as error:
+            return {"outcome": type(error).__name__, "seconds": time.perf_counter() - started}
+        return {"outcome": "done", "seconds": time.perf_counter() - started}
 
     async def poke(self, region: int, offset: int, value: int) -> dict[str, Any]:
         self.regions[region].array[offset] = value

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.transfer.cables import Cabled
 from tests.transfer.conftest import RemotePeer, StartPeer
 from tests.transfer.faults import Proxy, again, choose, outcome, start_here
 from tests.transfer.peer_process import pattern
@@ -46,15 +47,23 @@ async def big_read(agent: TransferAgent, theirs: RemotePeer) -> tuple[Peer, Regi
     return peer, memory, ours, spans
 
 
+async def is_served(agent: TransferAgent, other: RemotePeer) -> None:
+    """Whatever became of one peer, ``other`` is read as ever."""
+    with (await big_read(agent, other))[1] as memory:
+        assert np.array_equal(memory.array, pattern(NBYTES, 1))
+    await other.do("close_regions")
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp", "ucx", "ucx-tcp"])
 @pytest.mark.parametrize("direction", ["read", "write"])
 async def test_a_killed_peer_is_lost(
     start_peer: StartPeer, transport: str, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = choose(transport, monkeypatch)
-    theirs = start_peer(transport)
+    theirs, other = start_peer(transport), start_peer(transport)
     async with await start_here(transport) as agent:
         peer, memory, ours, spans = await big_read(agent, theirs)
+        await is_served(agent, other)
         move = getattr(peer, direction)
         batch = move(ours, spans, deadline_s=5)
         await asyncio.sleep(0)
@@ -69,12 +78,20 @@ async def test_a_killed_peer_is_lost(
         with pytest.raises(PeerLost):
             await agent.connect(theirs.descriptor)
         assert peer.lost
+        await is_served(agent, other)
         assert (memory.array == 7).all()
 
 
 @pytest.mark.parametrize(
     ("transport", "direction"),
-    [("shm", "write"), ("tcp", "read"), ("tcp", "write"), ("ucx-tcp", "read"), ("ucx", "write")],
+    [
+        ("shm", "write"),
+        ("tcp", "read"),
+        ("tcp", "write"),
+        ("ucx", "write"),
+        ("ucx-tcp", "read"),
+        ("ucx-tcp", "write"),
+    ],
 )
 async def test_a_stopped_peer_is_past_the_deadline(
     start_peer: StartPeer, transport: str, direction: str, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +107,7 @@ async def test_a_stopped_peer_is_past_the_deadline(
         assert 0.25 < seconds < 0.3 + GRACE_S
         memory.array[:] = 9
         # Another peer is served meanwhile, and nobody can connect to the stopped one.
-        await big_read(agent, other)
+        await is_served(agent, other)
         async with await start_here(transport) as late:
             started = time.perf_counter()
             with pytest.raises(DeadlineExceeded):
@@ -104,9 +121,14 @@ async def test_a_stopped_peer_is_past_the_deadline(
         assert (memory.array[1 << 20 :] == 9).all()
 
 
-async def test_a_stopped_peer_can_be_read_on_the_same_host(start_peer: StartPeer) -> None:
-    theirs = start_peer("shm")
-    async with await start_here("shm") as agent:
+@pytest.mark.parametrize("transport", ["shm", "ucx"])
+async def test_a_stopped_peer_can_be_read_on_the_same_host(
+    start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its memory; nobody is asked."""
+    transport = choose(transport, monkeypatch)
+    theirs = start_peer(transport)
+    async with await start_here(transport) as agent:
         peer, memory, ours, spans = await big_read(agent, theirs)
         memory.array[:] = 0
         theirs.signal(signal.SIGSTOP)
@@ -114,21 +136,27 @@ async def test_a_stopped_peer_can_be_read_on_the_same_host(start_peer: StartPeer
         assert np.array_equal(memory.array, pattern(NBYTES, 1))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_a_restarted_peer_is_another_one(start_peer: StartPeer, transport: str) -> None:
-    old = start_peer("shm,tcp", epoch=1)
+@pytest.mark.parametrize("transport", ["shm", "tcp", "ucx", "ucx-tcp"])
+async def test_a_restarted_peer_is_another_one(
+    start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = choose(transport, monkeypatch)
+    offered = f"tcp,{transport}" if transport != "tcp" else transport
+    old, other = start_peer(offered, epoch=1), start_peer(transport)
     async with await start_here(transport) as agent:
         peer, _, ours, spans = await big_read(agent, old)
         old.kill()
-        new = start_peer("shm,tcp", epoch=2, port=old.descriptor.tcp_port)
+        new = start_peer(offered, epoch=2, port=old.descriptor.tcp_port)
         assert new.descriptor.tcp_port == old.descriptor.tcp_port
         result, _ = await outcome(asyncio.ensure_future(again(peer.read, ours, spans)))
         assert isinstance(result, PeerLost | StaleEpoch)
-        with pytest.raises(StaleEpoch if transport == "tcp" else PeerLost) as caught:
+        # The name of its Unix socket went with it; the port is taken by another.
+        with pytest.raises(PeerLost if transport == "shm" else StaleEpoch) as caught:
             await agent.connect(old.descriptor)
         if isinstance(caught.value, StaleEpoch):
             assert (caught.value.expected, caught.value.found) == (1, 2)
-        await big_read(agent, new)
+        await is_served(agent, other)
+        await is_served(agent, new)
 
 
 @pytest.fixture
@@ -141,8 +169,11 @@ def proxy(start_peer: StartPeer) -> Iterator[tuple[Proxy, RemotePeer]]:
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])
-async def test_a_cut_link_is_past_the_deadline(proxy: tuple[Proxy, RemotePeer], direction: str) -> None:
+async def test_a_cut_link_is_past_the_deadline(
+    proxy: tuple[Proxy, RemotePeer], direction: str, start_peer: StartPeer
+) -> None:
     link, theirs = proxy
+    other = start_peer("tcp")
     async with await start_here("tcp") as agent:
         peer, memory, ours, spans = await big_read(agent, theirs)
         batch = getattr(peer, direction)(ours, spans, deadline_s=0.4)
@@ -156,7 +187,59 @@ async def test_a_cut_link_is_past_the_deadline(proxy: tuple[Proxy, RemotePeer], 
         memory.array[:] = 9
         with pytest.raises(DeadlineExceeded):
             await peer.read(ours, spans, deadline_s=0.2)
+        await is_served(agent, other)
         assert (memory.array == 9).all()
+        # What was on its way comes late, to nobody.
+        link.release()
+        await peer.read(ours[:1], spans[:1], deadline_s=5)
+        assert (memory.array[len(ours[:1]) * ours[0].nbytes :] == 9).all()
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+async def test_a_pulled_cable_under_ucx_is_past_the_deadline(
+    start_peer: StartPeer, cabled: Cabled, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two other processes: UCX remembers for good which networks there were at first."""
+    transport = choose("ucx-tcp", monkeypatch)
+    near, far = cabled.ends(0)
+    there, other = (
+        start_peer(transport, namespace=cabled.name, TCP_HOSTS=cabled.hosts[0], UCX_NET_DEVICES=far),
+        start_peer(transport),
+    )
+    here = start_peer(transport, UCX_NET_DEVICES=f"lo,{near}")
+    local, remote, others = [
+        (await peer.do("allocate", nbytes=NBYTES, seed=seed))["region"]
+        for seed, peer in enumerate((here, there, other))
+    ]
+
+    async def move(peer: RemotePeer, region: int, nbytes: int, deadline_s: float) -> dict[str, Any]:
+        descriptor = peer.descriptor.pack().hex()
+        return await here.do(
+            "move",
+            descriptor=descriptor,
+            direction=direction,
+            local=local,
+            remote=region,
+            nbytes=nbytes,
+            deadline_s=deadline_s,
+        )
+
+    async def tail() -> dict[str, Any]:
+        """Of where it is moved to, all but the first MiB."""
+        peer, region = (here, local) if direction == "read" else (there, remote)
+        return await peer.do("checksum", region=region, offset=1 << 20, nbytes=NBYTES - (1 << 20))
+
+    assert (await move(there, remote, NBYTES, 20))["outcome"] == "done"
+    cabled.pull(0)
+    result = await move(there, remote, NBYTES, 0.4)
+    assert result["outcome"] == "DeadlineExceeded"
+    assert result["seconds"] < 0.4 + GRACE_S
+    assert (await move(other, others, NBYTES, 20))["outcome"] == "done"
+    before = await tail()
+    cabled.plug(0)
+    # What was on its way when the cable was pulled comes now, and must go nowhere.
+    assert (await move(there, remote, 1 << 20, 8))["outcome"] == "done"
+    assert await tail() == before
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from runtime.options import TcpOptions, TransferOptions
-from tests.transfer.cables import Cabled, obstacle
+from tests.transfer.cables import Cabled
 from tests.transfer.conftest import StartPeer
 from tests.transfer.faults import Proxy, outcome
 from tests.transfer.peer_process import pattern
@@ -261,16 +261,6 @@ def test_those_who_fail_together_count_once() -> None:
     backoff.succeeded()
     backoff.failed()
     assert backoff.paused_until == pytest.approx(now[0] + 0.1)
-
-
-@pytest.fixture
-def cabled() -> Iterator[Cabled]:
-    """Two cables."""
-    if reason := obstacle():
-        pytest.skip(reason)
-    there = Cabled(2)
-    yield there
-    there.close()
 
 
 async def test_cables_are_pulled(cabled: Cabled, start_peer: StartPeer) -> None:
