@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,9 +16,10 @@ _CONNECT_S = 12e-3
 _KEEP = 7 / 8
 # No single measurement counts as more than so many times what was expected.
 _SURPRISE = 4.0
-# The expectation above counts as two measurements, one of each of these sizes, that are never forgotten: it
-# keeps the slope finite when every transfer had the same size.
-_PRIOR_NBYTES = (0.0, 4e6)
+# The expectation above counts as two measurements, of no bytes and of this many, that are never forgotten: it
+# keeps the slope finite when every transfer had the same size. Once the nodes themselves have measured the
+# link, its rate is theirs, and its size that of what is observed, so that it weighs as much as one of those.
+_PRIOR_NBYTES = 4e6
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class LinkCost:
     sum_y: float = 0.0
     sum_xx: float = 0.0
     sum_xy: float = 0.0
+    prior_nbytes: float = _PRIOR_NBYTES
     latency_s: float = field(init=False)
     byte_s: float = field(init=False)
 
@@ -47,11 +50,25 @@ class LinkCost:
         self.sum_xy = self.sum_xy * _KEEP + nbytes * actual_s
         self._fit()
 
+    def expect(self, byte_s: float) -> None:
+        """The nodes have measured the link since: what was observed before counts for less."""
+        if byte_s == self.usual_byte_s:
+            return
+        self.usual_byte_s = byte_s
+        if self.count:
+            self.prior_nbytes = max(_PRIOR_NBYTES, self.sum_x / self.count)
+        self.count *= _KEEP
+        self.sum_x *= _KEEP
+        self.sum_y *= _KEEP
+        self.sum_xx *= _KEEP
+        self.sum_xy *= _KEEP
+        self._fit()
+
     def seconds(self, nbytes: float) -> float:
         return self.latency_s + nbytes * self.byte_s if nbytes else 0.0
 
     def _fit(self) -> None:
-        prior = [(x, self.usual_latency_s + x * self.usual_byte_s) for x in _PRIOR_NBYTES]
+        prior = [(x, self.usual_latency_s + x * self.usual_byte_s) for x in (0.0, self.prior_nbytes)]
         count = self.count + len(prior)
         sum_x = self.sum_x + sum(x for x, _ in prior)
         sum_y = self.sum_y + sum(y for _, y in prior)
@@ -146,10 +163,32 @@ class LinkModel:
             self._any.observe(nbytes, actual_s)
             return
         # The first transfer of a pair connects the two, and no other one will: nothing is learned from it.
+        self._meet(source, target)
+
+    def measured(self, source: str, target: str, nbytes_per_s: float) -> None:
+        """``target`` says how fast it has lately read from ``source``, or written to it: that is where the
+        pair's cost starts from, and what it follows where nothing is observed here.
+        """
+        if not 0 < nbytes_per_s < math.inf:
+            return
+        byte_s = 1 / nbytes_per_s
+        link = self._pairs.get((source, target))
+        if link is None:
+            # What was observed is worth more than a new pair.
+            if len(self._pairs) >= self._capacity:
+                return
+            link = self._meet(source, target)
+        elif link.usual_byte_s == byte_s:
+            return
+        link.expect(byte_s)
+        self._any.expect(self._any.usual_byte_s + (byte_s - self._any.usual_byte_s) * (1 - _KEEP))
+
+    def _meet(self, source: str, target: str) -> LinkCost:
         # Nodes come and go under new names: the oldest pair makes room.
         if len(self._pairs) >= self._capacity:
             del self._pairs[next(iter(self._pairs))]
-        self._pairs[source, target] = LinkCost(*self._usual)
+        link = self._pairs[source, target] = LinkCost(*self._usual)
+        return link
 
     def _shared_nbytes(self, source: str, target: str, nbytes: int, now_s: float) -> float:
         """What moves over the busier of the two nodes' links while ``nbytes`` do, in even shares."""

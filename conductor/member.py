@@ -102,6 +102,8 @@ class Member:
         """A heartbeat of the same life."""
         if record.profile != self.record.profile:
             self.view.cost.profile = Profile.from_record(record.profile)
+        for other_id, nbytes_per_s in record.links.items():
+            self._cost_model.links.measured(other_id, self.node_id, nbytes_per_s)
         self.record = record
         load = record.load
         self.view.num_blocks = load.num_blocks
@@ -255,6 +257,7 @@ class Member:
             "num_placed": self.view.num_placed,
             "breaker_closes_in_s": self.breaker.closes_in_s(now_s),
             "profile": dict(record.profile),
+            "links_nbytes_per_s": dict(record.links),
             "prefill_correction": self.view.cost.prefill_correction.factor(now_s),
             "decode_correction": self.view.cost.decode_correction.factor(now_s),
         }

@@ -260,6 +260,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             ),
             tiers=self.store.fill(),
             profile=self._profile(),
+            links=self.agent.bandwidth(),
             extra={"kv_events": self.events.endpoint} if self.events is not None else {},
         )
 

@@ -55,6 +55,7 @@ class NodeRecord:
     load: NodeLoad = NodeLoad()
     tiers: dict[str, TierFill] = field(default_factory=dict)  # below the pool: "host", "ssd"
     profile: dict[str, float] = field(default_factory=dict)  # protos.Profile's coefficients by name
+    links: dict[str, float] = field(default_factory=dict)  # bytes/s it reached lately, by node_id
     extra: dict[str, Any] = field(default_factory=dict)  # fields a newer version wrote; kept as they are
 
     def to_json(self) -> bytes:
@@ -78,6 +79,7 @@ class NodeRecord:
                 name: TierFill(int(fill["num_blocks"]), int(fill["num_held"]))
                 for name, fill in known.get("tiers", {}).items()
             }
+            known["links"] = {name: float(rate) for name, rate in known.get("links", {}).items()}
             return cls(**known, extra=body)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RecordCorrupt(f"a node record cannot be read: {error!r} in {data[:200]!r}") from error

@@ -232,6 +232,10 @@ class TransferAgent:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
+    def bandwidth(self) -> dict[str, float]:
+        """Bytes/s by agent id, of the peers there are now and with which something was measured."""
+        return {peer.agent_id: rate for peer in self._links.values() if (rate := peer.nbytes_per_s)}
+
     def notifications(self) -> Notifications:
         """What peers send with ``notify``: ``async for note in agent.notifications()``. One reader at a
         time.

@@ -63,6 +63,11 @@ class Peer:
         """Bytes/s by path, a moving average of batches of 1 MiB and more."""
         return self.paths.bandwidth
 
+    @property
+    def nbytes_per_s(self) -> float:
+        """What the path that would be taken now has reached; 0: nothing was measured of it."""
+        return self.bandwidth.get(self.paths.ranked()[0].name, 0.0)
+
     def read(
         self,
         local: Sequence[Span] | Spans,

@@ -199,6 +199,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             layout=self._kv.layout.fingerprint.hex() if self._kv.layout is not None else "",
             kv_address=self._kv_address().SerializeToString(),
             load=NodeLoad(num_blocks=num_blocks, free_blocks=num_blocks - num_held),
+            links=self._agent.bandwidth(),
         )
 
     def _kv_address(self) -> node_pb2.KvAddress:

@@ -21,7 +21,7 @@ async def test_a_prefill_node_pulls_a_chain_from_another(cluster: LocalCluster, 
     index = KVIndex(redis, cluster.config.index.namespace)
     before = await index.snapshot()
     reply = Reply()
-    async for _ in client.complete("Behold, a copy of this is wanted elsewhere. " * 8, reply, max_tokens=1):
+    async for _ in client.complete("Behold, a copy of this is wanted elsewhere. " * 40, reply, max_tokens=1):
         pass
     source = (await client.timeline(reply.id))["summary"]["prefill_node"]
     target = "prefill-1" if source == "prefill-0" else "prefill-0"
@@ -46,6 +46,14 @@ async def test_a_prefill_node_pulls_a_chain_from_another(cluster: LocalCluster, 
             return set(chain) <= (await index.snapshot())[target].keys()
 
         await eventually(copied)
+        # How fast that was is what the conductor's estimates of the two go by.
+        assert done.nbytes >= 1 << 20
+
+        async def told() -> bool:
+            nodes = {node["node_id"]: node for node in (await client.cluster())["nodes"]}
+            return bool(nodes[target]["links_nbytes_per_s"].get(source, 0) > 0)
+
+        await eventually(told)
         # Asked again, there is nothing left to read.
         again = await stub.Replicate(request)
         assert (again.num_blocks, again.num_read) == (len(chain), 0)

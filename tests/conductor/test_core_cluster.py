@@ -207,6 +207,21 @@ async def test_estimates_follow_what_nodes_report(redis: RedisProcess) -> None:
         assert errors["prefill"]["p50_percent"] < 5
 
 
+async def test_the_cost_of_a_link_is_what_its_nodes_say_of_it(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0") as cluster:
+        links = cluster.conductor._services.registry._cost_model.links
+
+        def seconds() -> float:
+            return links.seconds("p0", "d0", 1_000_000_000, 0.0)
+
+        for rate in (20e9, 1e8):
+            node = cluster.nodes["d0"]
+            node.record = replace(node.record, links={"p0": rate})
+            await cluster.until(lambda rate=rate: seconds() == pytest.approx(1e9 / rate, rel=0.1))
+            shown = next(n for n in cluster.conductor.cluster()["nodes"] if n["node_id"] == "d0")
+            assert shown["links_nbytes_per_s"] == {"p0": rate}
+
+
 async def test_an_engine_that_is_not_ours_is_in_the_index_and_never_called(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "d0") as cluster:
         mirror = cluster.conductor._services.registry.mirror

@@ -99,6 +99,34 @@ def test_the_first_transfer_of_a_pair_teaches_nothing() -> None:
     assert first_s == pytest.approx(second_s + 12e-3)
 
 
+def test_a_link_starts_from_what_its_nodes_measured_and_follows_it() -> None:
+    links = LinkModel()
+    links.measured("p", "d", 10e9)
+    # The two have met, so nothing is added for that; a byte costs what was measured.
+    assert links.seconds("p", "d", 100_000_000, now_s=0.0) == pytest.approx(0.5e-3 + 0.01)
+    # What is observed end to end counts, as ever.
+    for _ in range(30):
+        links.observe("p", "d", 100_000_000, 0.02)
+    assert links.seconds("p", "d", 100_000_000, now_s=0.0) == pytest.approx(0.02, rel=0.1)
+    # Without traffic of ours the nodes find the link slower and slower: others use it, or a rail is down.
+    for turn in range(40):
+        links.measured("p", "d", 1e9 + turn)
+    assert links.seconds("p", "d", 100_000_000, now_s=0.0) == pytest.approx(0.1, rel=0.1)
+    # The same news once more is none.
+    before_s = links.seconds("p", "d", 1_000_000, now_s=0.0)
+    links.measured("p", "d", 1e9 + 39)
+    assert links.seconds("p", "d", 1_000_000, now_s=0.0) == before_s
+    # Those that never met are like the others: slower by now than 2 GB/s.
+    assert links.seconds("a", "b", 100_000_000, now_s=0.0, connected=True) > 0.06
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
+def test_a_rate_that_makes_no_sense_teaches_nothing(rate: float) -> None:
+    links, untouched = LinkModel(), LinkModel()
+    links.measured("p", "d", rate)
+    assert links.seconds("p", "d", 1_000_000, now_s=0.0) == untouched.seconds("p", "d", 1_000_000, now_s=0.0)
+
+
 def test_a_link_of_one_size_only_is_right_for_that_size() -> None:
     links = LinkModel()
     for _ in range(50):

@@ -31,6 +31,7 @@ def test_a_record_survives_json_and_keeps_what_a_newer_version_wrote() -> None:
         kv_address=b"\x00\xff",
         load=NodeLoad(num_running=3, free_blocks=7),
         profile={"x": 0.5},
+        links={"b": 2.5e9},
     )
     assert NodeRecord.from_json(full.to_json()) == full
     newer = full.to_json()[:-1] + b',"colour":"blue"}'
@@ -38,7 +39,16 @@ def test_a_record_survives_json_and_keeps_what_a_newer_version_wrote() -> None:
     assert b'"colour":"blue"' in NodeRecord.from_json(newer).to_json()
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"node_id":"a","epoch":"x","role":"r"}'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"node_id":"a","epoch":"x","role":"r"}',
+        b'{"node_id":"a","epoch":"1","role":"r","links":{"b":"fast"}}',
+    ],
+)
 def test_a_broken_record_is_refused(data: bytes) -> None:
     with pytest.raises(RecordCorrupt):
         NodeRecord.from_json(data)

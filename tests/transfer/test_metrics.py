@@ -41,6 +41,9 @@ async def test_a_batch_is_counted_by_path_and_direction() -> None:
         assert seconds == pytest.approx(report.seconds)
         assert sample("bandwidth_bytes_per_second", **of) > 0
         assert peer.bandwidth["tcp"] > 0
+        assert agent.bandwidth() == {"peer": peer.bandwidth["tcp"]}
+        # The other side has moved nothing.
+        assert theirs.bandwidth() == {}
         wrong = [checksum(bytes(NBYTES // 2)), 1]
         with pytest.raises(ChecksumMismatch):
             await peer.read(*spans, deadline_s=10, checksums=wrong)
