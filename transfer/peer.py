@@ -65,8 +65,11 @@ class Peer:
 
     @property
     def nbytes_per_s(self) -> float:
-        """What the path that would be taken now has reached; 0: nothing was measured of it."""
-        return self.bandwidth.get(self.paths.ranked()[0].name, 0.0)
+        """What the first of the paths that were measured has reached, in the order in which they would be
+        taken now; 0: none was.
+        """
+        bandwidth = self.bandwidth
+        return next((bandwidth[path.name] for path in self.paths.ranked() if path.name in bandwidth), 0.0)
 
     def read(
         self,
