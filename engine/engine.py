@@ -18,8 +18,19 @@ from engine.block_pool import BlockPool
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.dtype import choose_device, choose_dtype
-from engine.errors import DuplicateSequence, EngineClosed, PoolTooSmall, SequenceTooLong, UnknownToken
+from engine.errors import (
+    DuplicateSequence,
+    EngineClosed,
+    PoolTooSmall,
+    RankLost,
+    SequenceTooLong,
+    UnknownToken,
+)
 from engine.events import StepEvent
+from engine.parallel.assignment import Assignment
+from engine.parallel.group import RankGroup
+from engine.parallel.links import choose_link
+from engine.parallel.plan import ParallelPlan
 from engine.profile import CostProfile
 from engine.reservations import Reservations
 from engine.runner import ModelRunner
@@ -28,6 +39,7 @@ from engine.sequence import FinishReason, Sequence, State
 from engine.step_loop import StepLoop
 from engine.weights import Progress, fingerprint
 from kvstore.layout import KVLayout
+from runtime.errors import ConfigError
 from runtime.options import EngineOptions, ModelOptions
 
 
@@ -71,11 +83,16 @@ class Engine:
         pool_memory: npt.NDArray[np.uint8] | None = None,
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ranks: RankGroup | None = None,
     ) -> None:
         """Reads the checkpoint's configuration, not yet its weights.
 
-        ``pool_memory``: uint8, the memory the KV pool lives in (on a CPU; rounded down to whole blocks);
-        None: ``options.pool_nbytes`` of the engine's own. ``device``: None means what ``model_options`` say.
+        ``ranks``: started already, of another engine that has closed; None: of our own, where the plan asks
+        for any.
+
+        ``pool_memory``: uint8, the memory the KV pool (rank 0's part) lives in (on a CPU; rounded down to
+        whole blocks); None: the engine's own, ``options.pool_nbytes`` for all ranks. ``device``: None means
+        what ``model_options`` say.
 
         On a GPU with ``options.pool_nbytes`` 0, ``pool`` and ``max_model_len`` exist from ``start`` on: what
         fits is known with the weights loaded.
@@ -94,6 +111,13 @@ class Engine:
             head_dim=self.config.head_dim,
             dtype=self.dtype,
         )
+        self.plan = ParallelPlan.of(options.parallel, self.config, self.device.torch)
+        self.shards = self.plan.shards(self.config)
+        self.rank_layouts = [
+            shard.layout(self.config, options.block_size, self.dtype) for shard in self.shards
+        ]
+        self.ranks = ranks
+        self._keep_ranks = ranks is not None
         self.model_fingerprint = fingerprint(self.config.path)
         self.on_step: Callable[[list[StepEvent]], None] | None = None
         self._on_full: Callable[[Sequence, int], None] | None = None
@@ -111,17 +135,23 @@ class Engine:
 
     def _known_num_blocks(self) -> int | None:
         """None: as many as will fit. Raises PoolTooSmall."""
+        block_nbytes = sum(layout.block_nbytes for layout in self.rank_layouts)
         if self._pool_memory is not None:
-            nbytes = self._pool_memory.nbytes
+            nbytes, block_nbytes = self._pool_memory.nbytes, self.rank_layouts[0].block_nbytes
         elif self.device.memory() is None:
             nbytes = self.options.host_pool_nbytes
         elif not self.options.pool_nbytes:
+            if self.plan.world_size > 1:
+                # Every rank must have as many, and none knows what the others have room for.
+                raise ConfigError(
+                    "engine.pool_nbytes must be set where engine.parallel is", "engine.pool_nbytes"
+                )
             return None
         else:
             nbytes = self.options.pool_nbytes
-        if nbytes < self.layout.block_nbytes:
-            raise PoolTooSmall(nbytes, self.layout.block_nbytes)
-        return nbytes // self.layout.block_nbytes
+        if nbytes < block_nbytes:
+            raise PoolTooSmall(nbytes, block_nbytes)
+        return nbytes // block_nbytes
 
     def _divide_pool(self, num_blocks: int) -> None:
         options = self.options
@@ -166,26 +196,67 @@ class Engine:
             if progress is not None:
                 loop.call_soon_threadsafe(progress, done, total, name)
 
-        def load() -> tuple[ModelRunner, CostProfile]:
-            runner = ModelRunner(
-                self.config,
-                self.options,
-                dtype=self.dtype,
-                device=self.device,
-                num_blocks=self._num_blocks,
-                max_len=self._longest,
-                pool_memory=self._pool_memory,
-                progress=report,
-            )
-            return runner, runner.measure_costs(self._clock)
-
-        runner, costs = await loop.run_in_executor(self._worker, load)
+        if self.plan.world_size == 1:
+            runner = await loop.run_in_executor(self._worker, self._load, report)
+        else:
+            runner = await self._open_group(report)
+        costs = await loop.run_in_executor(self._worker, runner.measure_costs, self._clock)
         if self._num_blocks is None:
             self._divide_pool(runner.num_blocks)
         self._loop = StepLoop(
             self._scheduler, self._reservations, runner, costs, self._worker, self._clock, self._report
         )
-        self._task = loop.create_task(self._loop.run(), name="engine")
+        if self.ranks is not None:
+            self.ranks.on_lost = self._loop.fail
+        self._task = loop.create_task(self._run(self._loop), name="engine")
+
+    def _load(self, progress: Progress) -> ModelRunner:
+        return ModelRunner(
+            self.config,
+            self.options,
+            dtype=self.dtype,
+            device=self.device,
+            num_blocks=self._num_blocks,
+            max_len=self._longest,
+            pool_memory=self._pool_memory,
+            progress=progress,
+        )
+
+    async def _open_group(self, progress: Progress) -> ModelRunner:
+        """Have the other ranks load their parts while we load ours."""
+        assert self._num_blocks is not None
+        parallel = self.options.parallel
+        assignment = Assignment(
+            rank=0,
+            tp=self.plan.tp,
+            pp=self.plan.pp,
+            model=str(self.config.path.resolve()),
+            dtype=self.dtype,
+            device=self.device.torch.type,
+            link=choose_link(parallel.link, self.device.torch),
+            options=self.options,
+            num_blocks=self._num_blocks,
+            max_len=self.max_model_len,
+        )
+        if self.ranks is None:
+            self.ranks = RankGroup(self.plan.world_size, parallel.timeout_s)
+            await self.ranks.start(self.options.threads)
+        return await self.ranks.open(
+            self.config,
+            assignment,
+            self.device,
+            self._worker,
+            pool_memory=self._pool_memory,
+            progress=progress,
+        )
+
+    async def _run(self, loop: StepLoop) -> None:
+        try:
+            await loop.run()
+        except RankLost as error:
+            if self.ranks is not None:
+                self.ranks.lose(error)
+            raise
 
     async def close(self) -> None:
         """Let the step in flight end, finish every sequence as CANCELLED, stop. Idempotent."""
@@ -194,11 +265,17 @@ class Engine:
             self._loop.closing = True
             self._loop.wake()
             await asyncio.wait((self._task,))
+        if self.ranks is not None:
+            self.ranks.on_lost = None
+            if self._keep_ranks and self.ranks.lost is None:
+                await self.ranks.leave()
+            else:
+                await self.ranks.close()
         self._worker.shutdown(wait=False)
         self._reservations.close()
 
     async def wait(self) -> None:
-        """Return when the engine was closed; raise what stopped it otherwise."""
+        """Return when the engine was closed; raise what stopped it otherwise, such as RankLost."""
         if self._task is not None:
             await asyncio.shield(self._task)
 

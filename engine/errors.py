@@ -101,3 +101,35 @@ class DuplicateSequence(EngineError):
 
 class EngineClosed(EngineError):
     """The engine is not running: not started, closed, or stopped by an error it could not contain."""
+
+
+class RankLost(EngineError):
+    """A rank of the group died, or was silent for too long. The group can only be torn down."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} is lost: {reason}")
+        self.rank = rank
+        self.reason = reason
+
+
+class RankRefused(EngineError):
+    """A rank that started does not fit its group: another model, dtype or plan."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, rank: int, word: str, theirs: object, ours: object) -> None:
+        super().__init__(f"rank {rank} is refused: its {word} is {theirs}, the group's {ours}")
+        self.rank = rank
+        self.word = word
+
+
+class RankDiverged(RankLost):
+    """A rank's digest of the batches it ran is not the leader's: it ran others, or in another order."""
+
+    def __init__(self, rank: int, step: int, theirs: int, ours: int) -> None:
+        super().__init__(
+            rank, f"at step {step} its digest of all batches is {theirs:x}, the leader's {ours:x}"
+        )
+        self.step = step

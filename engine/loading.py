@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.parallel.plan import Shard
 from engine.weights import Checkpoint, expected_tensors
-from kernels import PackedLinear
+from kernels import PackedLinear, silu_mul
+
+
+@dataclass(slots=True)
+class Mlp:
+    """The dense MLP: x [n, hidden] → [n, hidden], of which a rank's own columns are a part of a sum."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x)))
 
 
 @dataclass(slots=True)
@@ -20,46 +33,56 @@ class Layer:
     k_norm: Tensor | None
     o: PackedLinear
     post_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp: Callable[[Tensor], Tensor]
     window: int
 
 
 class Loader:
-    """Reads one checkpoint. The mapped files go with the loader, so do not keep it."""
+    """Reads one rank's part of a checkpoint. The mapped files go with the loader, so do not keep it."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard,
     ) -> None:
         """Raises CheckpointError or UnsupportedModel unless all tensors are there, before any is loaded."""
-        checkpoint.check(expected_tensors(config))
+        checkpoint.check(expected_tensors(config, shard), expected_tensors(config))
         self._config = config
+        self._shard = shard
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
 
-    def embedding_and_head(self) -> tuple[Tensor, PackedLinear]:
-        """The embedding stays in the dtype it is stored in: widening the rows of a step is exact and cheap,
-        and a vocabulary of 150 k words is the largest matrix of a small model.
+    def embedding(self) -> Tensor:
+        """[words of the shard, hidden], in the dtype it is stored in: widening the rows of a step is exact
+        and cheap, and a vocabulary of 150 k words is the largest matrix of a small model.
         """
         embedding = self._checkpoint.read("model.embed_tokens.weight")
-        tied = self._config.tie_word_embeddings
-        head = PackedLinear(self.tensor("model.embed_tokens.weight" if tied else "lm_head.weight"))
         narrow = embedding.dtype.itemsize <= self._dtype.itemsize
-        return embedding.to(self._device, embedding.dtype if narrow else self._dtype, copy=True), head
+        return embedding.to(self._device, embedding.dtype if narrow else self._dtype, copy=True)
+
+    def head(self) -> PackedLinear:
+        tied = self._config.tie_word_embeddings
+        return PackedLinear(self.tensor("model.embed_tokens.weight" if tied else "lm_head.weight"))
 
     def layer(self, i: int) -> Layer:
         config = self._config
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        leads = self._shard.place == 0  # what is added to a sum over ranks is added once
         return Layer(
             input_norm=self.tensor(f"model.layers.{i}.input_layernorm.weight"),
             qkv=self._linear([f"{attention}.{part}_proj" for part in "qkv"], bias=config.qkv_bias),
             q_norm=self.tensor(f"{attention}.q_norm.weight") if config.qk_norm else None,
             k_norm=self.tensor(f"{attention}.k_norm.weight") if config.qk_norm else None,
-            o=self._linear([f"{attention}.o_proj"], bias=config.o_bias),
+            o=self._linear([f"{attention}.o_proj"], bias=config.o_bias and leads),
             post_norm=self.tensor(f"model.layers.{i}.post_attention_layernorm.weight"),
-            gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], bias=config.mlp_bias),
-            down=self._linear([f"{mlp}.down_proj"], bias=config.mlp_bias),
+            mlp=Mlp(
+                gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], bias=config.mlp_bias),
+                down=self._linear([f"{mlp}.down_proj"], bias=config.mlp_bias and leads),
+            ),
             window=config.windows[i],
         )
 

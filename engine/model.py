@@ -10,6 +10,8 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.loading import Loader
+from engine.parallel.link import Link
+from engine.parallel.plan import ParallelPlan, Shard
 from engine.rope import rope_tables
 from engine.weights import Checkpoint
 from kernels import (
@@ -17,7 +19,6 @@ from kernels import (
     paged_prefill_attention,
     rms_norm,
     rotate_and_write,
-    silu_mul,
 )
 
 
@@ -35,9 +36,29 @@ class StepInputs:
     chunk_starts: Tensor | None = None  # int32 [num_chunks + 1], cumulative new tokens
     chunk_lens: Tensor | None = None  # int32 [num_chunks], cached and new tokens
 
+    def to(self, device: torch.device) -> StepInputs:
+        """Themselves where they are there."""
+        if self.token_ids.device == device:
+            return self
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return StepInputs(
+            self.token_ids.to(device),
+            self.positions.to(device),
+            self.slots.to(device),
+            self.num_decodes,
+            self.decode_table.to(device),
+            self.decode_lens.to(device),
+            moved(self.chunk_table),
+            moved(self.chunk_starts),
+            moved(self.chunk_lens),
+        )
+
 
 class Model:
-    """The weights and the forward pass. Holds no state of any sequence: that is all in the pool."""
+    """One rank's weights and forward pass. Holds no state of any sequence: that is all in the pool."""
 
     def __init__(
         self,
@@ -47,23 +68,37 @@ class Model:
         dtype: torch.dtype,
         device: torch.device,
         max_len: int,
+        shard: Shard | None = None,
+        link: Link | None = None,
     ) -> None:
-        """Load the checkpoint, computing in ``dtype``. Raises CheckpointError before anything is loaded."""
-        loader = Loader(config, checkpoint, dtype, device)
+        """Load the shard's part of the checkpoint (None: all of it), computing in ``dtype``. ``link``: to the
+        other ranks, where there are any.
+
+        Raises CheckpointError before anything is loaded.
+        """
+        self.shard = shard = shard or ParallelPlan().shard(config, 0)
+        self.link = link
+        loader = Loader(config, checkpoint, dtype, device, shard)
         self.config = config
         self.dtype = dtype
         self.scale = config.head_dim**-0.5
-        self.embedding, self.head = loader.embedding_and_head()
-        self.layers = [loader.layer(i) for i in range(config.num_layers)]
-        self.norm = loader.tensor("model.norm.weight")
+        self.layers = [loader.layer(i) for i in shard.layers]
+        if shard.is_first:
+            self.embedding = loader.embedding()
+        if shard.is_last:
+            self.head = loader.head()
+            self.norm = loader.tensor("model.norm.weight")
         cos, sin = rope_tables(config.rope, config.head_dim, max_len, dtype)
         self.cos, self.sin = cos.to(device), sin.to(device)
 
-    def forward(self, inputs: StepInputs, pool: Tensor) -> Tensor:
-        """The last hidden states, normed: [num_tokens, hidden]. Writes the tokens' KV to ``pool``."""
-        config = self.config
+    def forward(self, inputs: StepInputs, pool: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Through the shard's layers, writing the tokens' KV to ``pool``: [num_tokens, hidden].
+
+        ``hidden``: what the stage before returned, None for the first. The last stage's is normed.
+        """
+        config, shard = self.config, self.shard
         eps, scale, head_dim = config.rms_norm_eps, self.scale, config.head_dim
-        hidden = F.embedding(inputs.token_ids, self.embedding).to(self.dtype)
+        hidden = self.embed(inputs.token_ids) if hidden is None else hidden
         num_tokens = hidden.shape[0]
         residual = hidden
         for i, layer in enumerate(self.layers):
@@ -79,23 +114,39 @@ class Model:
                 pool,
                 i,
                 inputs.slots,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
+                num_heads=len(shard.heads),
+                num_kv_heads=len(shard.kv_heads),
                 head_dim=head_dim,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=eps,
             )
             attended = self._attend(q, inputs, pool, i, scale, layer.window)
-            hidden = layer.o(attended.view(num_tokens, -1))
+            hidden = self._sum(layer.o(attended.view(num_tokens, -1)))
             x, residual = rms_norm(hidden, layer.post_norm, eps, residual=residual)
-            hidden = layer.down(silu_mul(layer.gate_up(x)))
+            hidden = self._sum(layer.mlp(x))
+        if not shard.is_last:
+            return hidden + residual
         normed, _ = rms_norm(hidden, self.norm, eps, residual=residual)
         return normed
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids: int64 [n]. Returns [n, hidden]: every rank of the stage looks up its own words."""
+        words = self.shard.vocab
+        if self.shard.tp == 1:
+            return F.embedding(token_ids, self.embedding).to(self.dtype)
+        row = token_ids - words.start
+        elsewhere = (row < 0) | (row >= len(words))
+        hidden = F.embedding(row.masked_fill_(elsewhere, 0), self.embedding).to(self.dtype)
+        return self._sum(hidden.masked_fill_(elsewhere[:, None], 0))
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden]. Returns [n, vocab_size] in the dtype computed in."""
+        """hidden: [n, hidden]. Returns [n, words of the shard] in the dtype computed in."""
         return self.head(hidden)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        """The sum over the ranks of the stage, in ``part``'s place or elsewhere."""
+        return part if self.shard.tp == 1 or self.link is None else self.link.all_reduce(part)
 
     @staticmethod
     def _attend(q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, scale: float, window: int) -> Tensor:

@@ -34,7 +34,7 @@ from kvstore.tenant_quota import TenantQuotas
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
-from runtime.errors import MoonpoolError
+from runtime.errors import ConfigError, MoonpoolError
 from runtime.metrics import serve_metrics
 from runtime.options import Config
 from runtime.service import ServiceContext
@@ -127,6 +127,10 @@ class EngineNode(node_pb2_grpc.NodeServicer):
 
     async def _start(self, agent: TransferAgent) -> None:
         config, self.agent = self.config, agent
+        if config.engine.parallel.tp * config.engine.parallel.pp > 1:
+            raise ConfigError(
+                "engine.parallel: a node's blocks lie in one process as yet", "engine.parallel.tp"
+            )
         await self._start_engine()
         engine = self.engine
         self.quotas = TenantQuotas(engine.layout.block_nbytes)

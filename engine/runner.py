@@ -17,15 +17,19 @@ from engine.dtype import TORCH_DTYPES
 from engine.gpu_memory import choose_num_blocks
 from engine.inputs import BatchInputs
 from engine.model import Model, StepInputs
+from engine.parallel.link import Link
+from engine.parallel.plan import ParallelPlan, Shard
+from engine.parallel.slices import Slices
 from engine.plan import Plan, StepOutput
 from engine.profile import CostProfile, measure
 from engine.sampler import SamplingBatch, describe, sample
 from engine.sequence import Sequence, TokenLogprobs
 from engine.weights import Checkpoint, Progress
+from kvstore.layout import KVLayout
 from runtime.options import EngineOptions
 
 # Rows of logits made at once for prompt logprobs: float32, so 128 k words × 64 rows are 33 MB.
-_LOGIT_ROWS = 64
+LOGIT_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -40,6 +44,8 @@ class _Step:
 class ModelRunner:
     """The model, its KV pool and the step's inputs. One call at a time, from any thread."""
 
+    alone = True  # no step waits for another rank, for how long nobody knows
+
     def __init__(
         self,
         config: ModelConfig,
@@ -51,8 +57,12 @@ class ModelRunner:
         num_blocks: int | None,
         pool_memory: npt.NDArray[np.uint8] | None = None,
         progress: Progress | None = None,
+        shard: Shard | None = None,
+        link: Link | None = None,
     ) -> None:
         """Load the weights and lay the pool over ``pool_memory`` (on a GPU it has memory of its own).
+
+        ``shard``: the part of both that is this rank's; None: all. ``link``: to the other ranks.
 
         ``num_blocks``: None is for a GPU: as many as fit beside what the largest step needs. ``max_len`` is
         lowered to what the pool holds.
@@ -64,13 +74,23 @@ class ModelRunner:
         self.options = options
         self.device = device
         self._dtype = TORCH_DTYPES[dtype]
-        checkpoint = Checkpoint(config.path, progress)
+        shard = shard or ParallelPlan().shard(config, 0)
+        checkpoint = Checkpoint(config.path, progress, Slices(config, shard))
         self.model = device.run(
-            lambda: Model(config, checkpoint, dtype=self._dtype, device=device.torch, max_len=max_len)
+            lambda: Model(
+                config,
+                checkpoint,
+                dtype=self._dtype,
+                device=device.torch,
+                max_len=max_len,
+                shard=shard,
+                link=link,
+            )
         ).wait()
         self.num_blocks = choose_num_blocks(self, num_blocks)
         self.max_len = min(max_len, self.num_blocks * options.block_size)
-        self.pool = device.run(lambda: self._make_pool(pool_memory)).wait()
+        layout = shard.layout(config, options.block_size, dtype)
+        self.pool = device.run(lambda: pool_tensor(layout, self.num_blocks, device.torch, pool_memory)).wait()
         self._inputs = BatchInputs(
             max_batch_size=options.max_batch_size,
             max_batch_tokens=options.max_batch_tokens,
@@ -81,7 +101,8 @@ class ModelRunner:
         self._sampling: SamplingBatch | None = None
         self._sampling_version = -1
         self._graphs: DecodeGraphs | None = None
-        if device.runs_ahead and options.decode_graphs:
+        # What waits for other ranks cannot be recorded.
+        if device.runs_ahead and options.decode_graphs and link is None:
             self._graphs = DecodeGraphs(
                 device,
                 self._inputs,
@@ -161,8 +182,8 @@ class ModelRunner:
         tokens = self.device.upload(torch.from_numpy(targets.astype(np.int64)))
         num_top = max(sequence.sampling.num_logprobs, 0)
         rows: list[TokenLogprobs] = []
-        for first in range(0, len(tokens), _LOGIT_ROWS):
-            some = tokens[first : first + _LOGIT_ROWS]
+        for first in range(0, len(tokens), LOGIT_ROWS):
+            some = tokens[first : first + LOGIT_ROWS]
             raw = self._logits(hidden[first : first + len(some)], None).float()
             rows += describe(raw, some, [num_top] * len(some))
         return rows
@@ -174,10 +195,12 @@ class ModelRunner:
             self._sampling_version = plan.version
         return self._sampling
 
-    def _make_pool(self, memory: npt.NDArray[np.uint8] | None) -> Tensor:
-        config, block_size = self.config, self.options.block_size
-        shape = (self.num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        if memory is None or self.device.torch.type != "cpu":
-            return torch.zeros(shape, dtype=self._dtype, device=self.device.torch)
-        nbytes = int(np.prod(shape)) * self._dtype.itemsize
-        return torch.from_numpy(memory[:nbytes]).view(self._dtype).view(shape)
+
+def pool_tensor(
+    layout: KVLayout, num_blocks: int, device: torch.device, memory: npt.NDArray[np.uint8] | None
+) -> Tensor:
+    """A rank's blocks, [num_blocks, *layout.shape], over ``memory`` where it is given and of use."""
+    dtype, shape = TORCH_DTYPES[layout.dtype], (num_blocks, *layout.shape)
+    if memory is None or device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(memory[: num_blocks * layout.block_nbytes]).view(dtype).view(shape)

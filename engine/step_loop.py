@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from engine.errors import RankLost
 from engine.events import StepEvent
 from engine.metrics import DECODE_SECONDS, PREFILL_SECONDS
 from engine.plan import Plan, StepOutput
@@ -55,6 +56,12 @@ class StepLoop:
         self._report = report
         self._wake = asyncio.Event()
         self._in_worker: Plan | None = None
+        self._error: RankLost | None = None
+
+    def fail(self, error: RankLost) -> None:
+        """Nothing can be computed any more: ``run`` raises, and tells no sequence's end."""
+        self._error = error
+        self.wake()
 
     def wake(self) -> None:
         """There may be something to do now."""
@@ -65,9 +72,15 @@ class StepLoop:
         return self._in_worker is not None and any(s is sequence for s in self._in_worker.sequences())
 
     async def run(self) -> None:
-        """Until ``closing``; then every sequence ends as CANCELLED. Raises what ``report`` raises."""
+        """Until ``closing``; then every sequence ends as CANCELLED.
+
+        Raises what ``report`` raises, and RankLost: the sequences have then not ended, they are to be
+        computed elsewhere.
+        """
         events: list[StepEvent] = []  # of the last step, not told yet
         while not self.closing:
+            if self._error is not None:
+                raise self._error
             self._wake.clear()
             # Sequences that ran before and were preempted come before those that have not started.
             if not self.scheduler.waiting:
@@ -81,7 +94,7 @@ class StepLoop:
             begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
             for chunk in plan.chunks:
                 chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
-            if predicted_s > INLINE_STEP_S or self.runner.device.runs_ahead:
+            if predicted_s > INLINE_STEP_S or self.runner.device.runs_ahead or not self.runner.alone:
                 result = await self._run_in_worker(plan, events)
                 # They are told while the next step runs, so that a GPU does not wait for it.
                 events = self._take_in(plan, begun_s, predicted_s, result)
@@ -116,6 +129,8 @@ class StepLoop:
             output = result()
             ended_s = self._clock()
             events = self.scheduler.postprocess(plan, output, ended_s)
+        except RankLost as error:
+            raise self._error or error from None
         except Exception as error:
             log.exception("a step of %d sequences failed", len(plan.decodes) + len(plan.chunks))
             self.num_failed_steps += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModel
+from engine.parallel.plan import ParallelPlan, Shard
+from engine.parallel.slices import Part
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +42,20 @@ class _Entry:
 
 class Checkpoint:
     """The tensors of one checkpoint directory, by name. Opening reads headers only; files are mapped when
-    used.
+    used, and of a tensor no other pages are touched than those of its part.
     """
 
-    def __init__(self, path: Path, progress: Progress | None = None) -> None:
-        """Raises CheckpointError where a file is missing or no safetensors file, or cut short (naming a
-        tensor that is not all there).
+    def __init__(
+        self, path: Path, progress: Progress | None = None, part: Callable[[str], Part] = lambda name: ()
+    ) -> None:
+        """``part(name)``: what is read of a tensor.
+
+        Raises CheckpointError where a file is missing or no safetensors file, or cut short (naming a tensor
+        that is not all there).
         """
         self.path = path
         self._progress = progress
+        self._part = part
         self._entries: dict[str, _Entry] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         for file in _shards(path):
@@ -56,8 +63,11 @@ class Checkpoint:
         self._nbytes_total = self._nbytes_done = 0
         self._unread: set[str] = set()
 
-    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError or UnsupportedModel unless all of ``expected`` (name → shape) is there."""
+    def check(self, expected: Mapping[str, tuple[int, ...]], others: Collection[str] = ()) -> None:
+        """Raise CheckpointError or UnsupportedModel unless all of ``expected`` (name → shape) is there.
+
+        ``others``: tensors that other ranks read.
+        """
         missing = [name for name in expected if name not in self._entries]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -74,16 +84,16 @@ class Checkpoint:
                 raise UnsupportedModel(self.path, f"tensor {name} is stored as {entry.dtype}")
         self._unread = set(expected)
         self._nbytes_total = sum(self._nbytes(name) for name in expected)
-        ignored = [n for n in self._entries if n not in expected and not n.endswith("rotary_emb.inv_freq")]
-        if "lm_head.weight" in ignored:
-            ignored.remove("lm_head.weight")  # a copy of the tied embeddings
+        # Frequencies are computed, and a head beside tied embeddings is a copy of them.
+        used = {*expected, *others, "lm_head.weight"}
+        ignored = [n for n in self._entries if n not in used and not n.endswith("rotary_emb.inv_freq")]
         if ignored:
             log.warning(
                 "checkpoint %s: %d tensors are not used, first %s", self.path, len(ignored), ignored[0]
             )
 
     def read(self, name: str) -> Tensor:
-        """The tensor as stored, a read-only view of the mapped file: copy it (``to``, ``cat``) before
+        """The tensor's part as stored, a read-only view of the mapped file: copy it (``to``, ``cat``) before
         ``close``.
         """
         entry = self._entries[name]
@@ -99,14 +109,21 @@ class Checkpoint:
             self._nbytes_done += self._nbytes(name)
         if self._progress is not None:
             self._progress(self._nbytes_done, self._nbytes_total, name)
-        return tensor.view(entry.shape)
+        return tensor.view(entry.shape)[self._part(name)]
 
     def _nbytes(self, name: str) -> int:
-        return self._entries[name].end - self._entries[name].start
+        """Of the tensor's part."""
+        entry, nbytes = self._entries[name], 1
+        part = self._part(name) + (slice(None),) * len(entry.shape)
+        for size, cut in zip(entry.shape, part, strict=False):
+            nbytes *= len(range(size)[cut])
+        return nbytes * _DTYPES[entry.dtype].itemsize
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor the model reads, by its name in the checkpoint, with its shape."""
+def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[str, tuple[int, ...]]:
+    """Every tensor that ``shard`` (None: the whole model) reads some of, by its name in the checkpoint, with
+    its shape there."""
+    shard = shard or ParallelPlan().shard(config, 0)
     hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     linears = {
@@ -121,16 +138,20 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if config.qk_norm:
         norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for i in range(config.num_layers):
+    tied = config.tie_word_embeddings
+    tensors: dict[str, tuple[int, ...]] = {}
+    if shard.is_first or (shard.is_last and tied):
+        tensors["model.embed_tokens.weight"] = (config.vocab_size, hidden)
+    for i in shard.layers:
         for name, (out_features, in_features, bias) in linears.items():
             tensors[f"model.layers.{i}.{name}.weight"] = (out_features, in_features)
             if bias:
                 tensors[f"model.layers.{i}.{name}.bias"] = (out_features,)
         for name, size in norms.items():
             tensors[f"model.layers.{i}.{name}.weight"] = (size,)
-    tensors["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
+    if shard.is_last:
+        tensors["model.norm.weight"] = (hidden,)
+    if shard.is_last and not tied:
         tensors["lm_head.weight"] = (config.vocab_size, hidden)
     return tensors
 

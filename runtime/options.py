@@ -64,6 +64,31 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelOptions:
+    tp: int = option(1, "ranks", "tensor parallel: ranks that share every layer of a node's model")
+    pp: int = option(1, "stages", "pipeline parallel: runs of layers a node's model is cut into")
+    ep: int = option(1, "ranks", "expert parallel: ranks that share a mixture-of-experts model's experts")
+    dp: int = option(1, "replicas", "data parallel: replicas of the model behind one node")
+    cp: int = option(1, "ranks", "context parallel: ranks that share the tokens of one long prompt")
+    link: str = option(
+        "auto",
+        "name",
+        "how ranks exchange tensors: shm (memory they share), gloo, nccl; auto: nccl on GPUs, else shm",
+    )
+    timeout_s: float = option(5.0, "seconds", "a rank silent for this long while others wait for it is lost")
+    start_timeout_s: float = option(120.0, "seconds", "longest the ranks may take to start and load")
+    piece_tokens: int = option(
+        128, "tokens", "pipeline: most prompt tokens that go through a stage at once, the rest follows behind"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep", "dp", "cp", "timeout_s", "start_timeout_s", "piece_tokens"):
+            _require(getattr(self, name) > 0, f"engine.parallel.{name}", "positive", getattr(self, name))
+        links = ("auto", "shm", "gloo", "nccl")
+        _require(self.link in links, "engine.parallel.link", f"one of {', '.join(links)}", self.link)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     block_size: int = option(16, "tokens", "tokens a KV block")
     pool_nbytes: int = option(
@@ -82,6 +107,7 @@ class EngineOptions:
         512, "tokens", "most tokens in one step; longer prompts are computed in chunks"
     )
     threads: int = option(1, "threads", "compute threads of a node process")
+    parallel: ParallelOptions = _section(ParallelOptions)
 
     def __post_init__(self) -> None:
         _require(

@@ -1,0 +1,82 @@
+"""What a rank is told to do, and what it must turn out to be."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from engine.config import ModelConfig
+from engine.errors import RankRefused
+from engine.parallel.plan import ParallelPlan, Shard
+from engine.runner import LOGIT_ROWS
+from engine.weights import fingerprint
+from runtime.options import EngineOptions, ParallelOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One rank's part in a group, as one line of JSON.
+
+    board, exchange, pool: paths of memory the leader made. store: host:port where the ranks of
+    torch.distributed meet, empty for shm.
+    """
+
+    rank: int
+    tp: int
+    pp: int
+    model: str
+    dtype: str
+    device: str
+    link: str
+    options: EngineOptions
+    num_blocks: int
+    max_len: int
+    board: str = ""
+    exchange: str = ""
+    pool: str = ""
+    store: str = ""
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return ParallelPlan(self.tp, self.pp)
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of logits asked for at once."""
+        return max(LOGIT_ROWS, self.options.max_batch_size)
+
+    def shard(self, config: ModelConfig) -> Shard:
+        return self.plan.shard(config, self.rank)
+
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device, self.rank) if self.device == "cuda" else torch.device(self.device)
+
+    def pack(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def unpack(cls, words: dict[str, object]) -> Assignment:
+        options = words["options"]
+        assert isinstance(options, dict)
+        parallel = ParallelOptions(**options.pop("parallel"))
+        return cls(**{**words, "options": EngineOptions(**options, parallel=parallel)})  # type: ignore[arg-type]
+
+    def identity(self, config: ModelConfig) -> dict[str, str]:
+        """What must be equal on all ranks, from what this process itself finds."""
+        return {
+            "model": fingerprint(config.path).hex(),
+            "dtype": self.dtype,
+            "plan": f"tp {self.tp} × pp {self.pp}",
+            "block size": str(self.options.block_size),
+            "number of blocks": str(self.num_blocks),
+            "longest sequence": str(self.max_len),
+            "torch": torch.__version__,
+        }
+
+
+def check_identity(rank: int, theirs: dict[str, str], ours: dict[str, str]) -> None:
+    """Raise RankRefused, naming the first word in which a rank differs from its group."""
+    for word in ours | theirs:
+        if theirs.get(word) != ours.get(word):
+            raise RankRefused(rank, word, theirs.get(word), ours.get(word))

@@ -1,0 +1,234 @@
+"""The ranks of one engine: started, given their parts, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from engine.config import ModelConfig
+from engine.device import Device
+from engine.errors import RankLost
+from engine.parallel.assignment import Assignment, check_identity
+from engine.parallel.board import Board, SharedMemory
+from engine.parallel.clock import ExchangeClock
+from engine.parallel.links import exchange_shape, open_link
+from engine.parallel.rank_process import RankProcess
+from engine.parallel.runner import ParallelRunner
+from engine.parallel.step_message import payload_nbytes
+from engine.weights import Progress
+
+log = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+_LOOKS_PER_TIMEOUT = 20
+
+
+class RankGroup:
+    """Rank 0 is this process; the others are its children, and go with it.
+
+    ``start`` once, then ``open`` a model, and another one after ``leave``. When a rank is lost all waiting in
+    the group ends with RankLost, ``on_lost`` is called on the loop, and the group can only be closed.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self.world_size = world_size
+        self.ranks = [RankProcess(rank) for rank in range(1, world_size)]
+        self.on_lost: Callable[[RankLost], None] | None = None
+        self.lost: RankLost | None = None
+        self.pools: list[npt.NDArray[np.uint8]] = []  # of ranks 1 and up, while a model is open
+        self._timeout_s = timeout_s
+        self._board: Board | None = None
+        self._runner: ParallelRunner | None = None
+        self._store: TCPStore | None = None
+        self._memories: list[SharedMemory] = []
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def start(self, threads: int) -> None:
+        """Start the processes. Call it on a thread that lives as long as they should: they are tied to it."""
+        for rank in self.ranks:
+            rank.on_end = self.lose
+            await rank.start(threads)
+
+    async def open(
+        self,
+        config: ModelConfig,
+        assignment: Assignment,
+        device: Device,
+        worker: Executor,
+        *,
+        pool_memory: npt.NDArray[np.uint8] | None = None,
+        progress: Progress | None = None,
+    ) -> ParallelRunner:
+        """Load the model on all ranks; ``assignment``: the leader's, its paths still empty.
+
+        Raises CheckpointError (of our own part), RankLost (with what was wrong with a rank's part),
+        RankRefused; the group can then only be closed.
+        """
+        began_s = time.monotonic()
+        if self.lost is not None:
+            raise self.lost
+        assignments = self._assign(config, assignment)
+        board = self._board
+        assert board is not None
+        board.beat()
+        self._watcher = asyncio.create_task(self._watch(board), name="ranks")
+        total = _Progress(progress, self.world_size)
+        clock = ExchangeClock()
+
+        def load() -> ParallelRunner:
+            torch.set_num_threads(assignment.options.threads)
+            link = open_link(assignments[0], config, board, clock)
+            try:
+                return ParallelRunner(
+                    config,
+                    assignments[0],
+                    device,
+                    board,
+                    link,
+                    clock,
+                    pool_memory=pool_memory,
+                    progress=total.of(0),
+                )
+            except BaseException:
+                link.close()
+                raise
+
+        async with asyncio.timeout(assignment.options.parallel.start_timeout_s):
+            identities = asyncio.gather(
+                *(rank.load(assignments[rank.rank], total.of(rank.rank)) for rank in self.ranks)
+            )
+            try:
+                runner = await asyncio.get_running_loop().run_in_executor(worker, load)
+                found = await identities
+            except BaseException:
+                identities.cancel()
+                with suppress(asyncio.CancelledError):
+                    await identities
+                raise
+        self._runner = runner
+        ours = assignments[0].identity(config)
+        for rank, theirs in zip(self.ranks, found, strict=True):
+            check_identity(rank.rank, theirs, ours)
+        log.info(
+            "%d ranks (tp %d × pp %d) ready after %.2f s",
+            self.world_size,
+            assignment.tp,
+            assignment.pp,
+            time.monotonic() - began_s,
+        )
+        return runner
+
+    async def leave(self) -> None:
+        """No step is running: the ranks let the model go and wait for another. Raises RankLost."""
+        await self._stop_watching()
+        if self._runner is not None and self.lost is None:
+            self._runner.leave()
+            await asyncio.gather(*(rank.ended() for rank in self.ranks))
+        self._forget()
+
+    async def close(self) -> None:
+        """End all ranks. No step is running. Idempotent."""
+        await self._stop_watching()
+        if self._board is not None:
+            self._board.abort(0)
+        await asyncio.gather(*(rank.close() for rank in self.ranks))
+        self._forget()
+
+    def assign(self, leader: Assignment, rank: int) -> Assignment:
+        """Rank ``rank``'s assignment, of the leader's."""
+        return replace(leader, rank=rank)
+
+    def _assign(self, config: ModelConfig, leader: Assignment) -> list[Assignment]:
+        plan, options = leader.plan, leader.options
+        max_blocks = -(-leader.max_len // options.block_size)
+        payload = payload_nbytes(
+            max_tokens=options.max_batch_tokens, max_rows=leader.max_rows, max_blocks=max_blocks
+        )
+        self._board = Board.create(plan.world_size, payload, self._timeout_s)
+        shape = exchange_shape(leader, config)
+        exchange = SharedMemory.create("exchange", plan.world_size * shape.rank_nbytes)
+        store = ""
+        if leader.link != "shm":
+            # Ours, and a new one each time: what is left of ranks that were lost meets nobody here.
+            self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+            store = f"{_HOST}:{self._store.port}"
+        leader = replace(leader, board=self._board.path, exchange=exchange.path, store=store)
+        self._memories = [exchange]
+        self.pools = []
+        assignments = [leader]
+        for rank in range(1, plan.world_size):
+            assigned = self.assign(leader, rank)
+            if leader.device == "cpu":
+                layout = plan.shard(config, rank).layout(config, options.block_size, leader.dtype)
+                pool = SharedMemory.create(f"pool-{rank}", leader.num_blocks * layout.block_nbytes)
+                self._memories.append(pool)
+                self.pools.append(pool.array)
+                assigned = replace(assigned, pool=pool.path)
+            assignments.append(assigned)
+        return assignments
+
+    async def _watch(self, board: Board) -> None:
+        """Beat for the leader, and look whether the others do."""
+        while True:
+            board.beat()
+            for rank in self.ranks:
+                if (silent_s := board.silent_s(rank.rank)) > self._timeout_s:
+                    self.lose(RankLost(rank.rank, f"it has been silent for {silent_s:.1f} s"))
+                    return
+            await asyncio.sleep(self._timeout_s / _LOOKS_PER_TIMEOUT)
+
+    def lose(self, error: RankLost) -> None:
+        """A rank is of no use any more: the group is neither. Only the first time counts."""
+        if self.lost is not None:
+            return
+        self.lost = error
+        log.error("%s; the group is torn down", error)
+        if self._board is not None:
+            self._board.abort(error.rank)
+        # What waits in torch.distributed hears no board, but that its peer has gone.
+        for rank in self.ranks:
+            rank.kill()
+        if self.on_lost is not None:
+            self.on_lost(error)
+
+    async def _stop_watching(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait((self._watcher,))
+            self._watcher = None
+
+    def _forget(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        for memory in self._memories:
+            memory.close()
+        if self._board is not None:
+            self._board.close()
+        self._memories, self._board, self._runner, self._store = [], None, None, None
+
+
+class _Progress:
+    """What all ranks have read together, from each one's own reports; ``report`` may be called anywhere."""
+
+    def __init__(self, report: Progress | None, world_size: int) -> None:
+        self._report = report
+        self._done = [0] * world_size
+        self._total = [0] * world_size
+
+    def of(self, rank: int) -> Progress:
+        def progress(done: int, total: int, name: str) -> None:
+            self._done[rank], self._total[rank] = done, total
+            if self._report is not None:
+                self._report(sum(self._done), sum(self._total), name)
+
+        return progress

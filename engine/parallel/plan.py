@@ -1,0 +1,147 @@
+"""How many processes one model is spread over, and which part of it is whose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import ModelConfig
+from kvstore.layout import KVLayout
+from runtime.errors import ConfigError
+from runtime.options import ParallelOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelPlan:
+    """Ranks are numbered stage by stage: rank = stage * tp + place in the stage. Rank 0 leads."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dp: int = 1
+    cp: int = 1
+
+    @classmethod
+    def of(cls, options: ParallelOptions, config: ModelConfig, device: torch.device) -> ParallelPlan:
+        """The plan ``options`` ask for.
+
+        Raises ConfigError, which says what would be valid, where the model or the devices do not allow it.
+        """
+        plan = cls(options.tp, options.pp, options.ep, options.dp, options.cp)
+        plan._check_model(config)
+        if device.type == "cuda" and plan.world_size > (num_devices := torch.cuda.device_count()):
+            raise ConfigError(
+                f"engine.parallel: tp {plan.tp} × pp {plan.pp} needs {plan.world_size} GPUs, "
+                f"there are {num_devices}: lower one of them to at most {num_devices} in all",
+                "engine.parallel.tp",
+            )
+        return plan
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp
+
+    def shard(self, config: ModelConfig, rank: int) -> Shard:
+        """What ``rank`` holds. Layers are dealt out evenly, the first stages taking one more where they must.
+
+        The head's work is that of a few layers: so it is the last stage that gets fewer.
+        """
+        stage, place = divmod(rank, self.tp)
+        few, more = divmod(config.num_layers, self.pp)
+        first_layer = stage * few + min(stage, more)
+        num_kv_heads = max(1, config.num_kv_heads // self.tp)
+        return Shard(
+            tp=self.tp,
+            pp=self.pp,
+            rank=rank,
+            layers=range(first_layer, first_layer + few + (stage < more)),
+            heads=_share(config.num_heads, self.tp, place),
+            # With more ranks than KV heads, neighbours hold the same one.
+            kv_heads=range(
+                first_kv := place * config.num_kv_heads // self.tp,
+                first_kv + num_kv_heads,
+            ),
+            inter=_share(config.intermediate_size, self.tp, place),
+            vocab=_share(config.vocab_size, self.tp, place),
+        )
+
+    def shards(self, config: ModelConfig) -> list[Shard]:
+        return [self.shard(config, rank) for rank in range(self.world_size)]
+
+    def _check_model(self, config: ModelConfig) -> None:
+        valid_tp = [n for n in range(1, config.num_heads + 1) if _splits(config, n)]
+        if self.tp not in valid_tp:
+            raise ConfigError(
+                f"engine.parallel.tp is {self.tp}: {config.num_heads} attention heads, "
+                f"{config.num_kv_heads} KV heads and {config.intermediate_size} MLP columns cannot be split "
+                f"so; valid are {', '.join(map(str, valid_tp))}",
+                "engine.parallel.tp",
+            )
+        if self.pp > config.num_layers:
+            raise ConfigError(
+                f"engine.parallel.pp is {self.pp}: the model has {config.num_layers} layers, "
+                f"so valid are 1 to {config.num_layers}",
+                "engine.parallel.pp",
+            )
+        for name, why in (
+            ("ep", f"{config.family} has no experts"),
+            ("dp", "a node serves one replica; start more nodes instead"),
+            ("cp", "a prompt's tokens are not spread over ranks; use pp for long prompts"),
+        ):
+            if (value := getattr(self, name)) != 1:
+                raise ConfigError(
+                    f"engine.parallel.{name} is {value}: {why}; valid is 1", f"engine.parallel.{name}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of the model: runs of layers, heads, MLP columns and words, as in the checkpoint."""
+
+    tp: int
+    pp: int
+    rank: int
+    layers: range
+    heads: range
+    kv_heads: range
+    inter: range
+    vocab: range
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def place(self) -> int:
+        """Its number within the stage."""
+        return self.rank % self.tp
+
+    def layout(self, config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
+        """Of the rank's part of every KV block."""
+        return KVLayout(
+            num_layers=len(self.layers),
+            num_kv_heads=len(self.kv_heads),
+            block_size=block_size,
+            head_dim=config.head_dim,
+            dtype=dtype,
+        )
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.pp - 1
+
+
+def _splits(config: ModelConfig, tp: int) -> bool:
+    """Whether ``tp`` ranks can have equal parts of a layer; words and their embeddings need not be equal."""
+    kv_fits = config.num_kv_heads % tp == 0 or tp % config.num_kv_heads == 0
+    return config.num_heads % tp == 0 and kv_fits and config.intermediate_size % tp == 0
+
+
+def _share(total: int, parts: int, i: int) -> range:
+    """The i-th of ``parts`` runs that cover ``total``: equal ones, or as nearly as can be."""
+    return range(total * i // parts, total * (i + 1) // parts)

@@ -1,0 +1,143 @@
+"""``python -m engine.parallel.rank``: a rank that does not lead.
+
+One line of JSON on stdin is a command, one on stdout a report. The main thread runs the tensors; another one
+listens, and beats while it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import ModelConfig
+from engine.dtype import TORCH_DTYPES
+from engine.errors import RankLost
+from engine.model import Model
+from engine.parallel.assignment import Assignment
+from engine.parallel.board import Board, SharedMemory
+from engine.parallel.clock import ExchangeClock
+from engine.parallel.links import open_link
+from engine.parallel.slices import Slices
+from engine.parallel.stage import Stage, run_steps
+from engine.runner import pool_tensor
+from engine.weights import Checkpoint
+from runtime.errors import MoonpoolError
+from runtime.log import setup_logging
+from runtime.options import LogOptions
+
+log = logging.getLogger(__name__)
+
+BEATS_PER_TIMEOUT = 10
+_PROGRESS_S = 0.1
+_MAX_LINE_NBYTES = 64 << 20
+
+
+def report(kind: str, **facts: object) -> None:
+    sys.stdout.write(json.dumps({"kind": kind, **facts}) + "\n")
+    sys.stdout.flush()
+
+
+class Control:
+    """The thread that listens to the leader. Ends the process when the leader is gone."""
+
+    def __init__(self) -> None:
+        self.assignments: queue.Queue[Assignment] = queue.Queue()
+        self.board: Board | None = None
+        threading.Thread(target=lambda: asyncio.run(self._listen()), name="control", daemon=True).start()
+
+    async def _listen(self) -> None:
+        reader = asyncio.StreamReader(limit=_MAX_LINE_NBYTES)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        beating = loop.create_task(self._beat())
+        async for line in reader:
+            command: dict[str, Any] = json.loads(line)
+            self.assignments.put(Assignment.unpack(command["load"]))
+        beating.cancel()
+        os._exit(0)
+
+    async def _beat(self) -> None:
+        while True:
+            board = self.board
+            if board is not None:
+                board.beat()
+            await asyncio.sleep(0.05 if board is None else board.timeout_s / BEATS_PER_TIMEOUT)
+
+
+def serve(control: Control, assignment: Assignment) -> None:
+    """Load what is assigned, report it, and run steps until the leader ends them.
+
+    Raises RankLost when the group is aborted, MoonpoolError when loading fails.
+    """
+    options, parallel = assignment.options, assignment.options.parallel
+    torch.set_num_threads(options.threads)
+    board = Board(
+        SharedMemory.open(assignment.board), assignment.rank, assignment.plan.world_size, parallel.timeout_s
+    )
+    board.beat()
+    control.board = board
+    config = ModelConfig.from_checkpoint(Path(assignment.model))
+    shard, device = assignment.shard(config), assignment.torch_device()
+    clock = ExchangeClock()
+    link = open_link(assignment, config, board, clock)
+    told_s = 0.0
+
+    def progress(done: int, total: int, name: str) -> None:
+        nonlocal told_s
+        if done == total or time.monotonic() - told_s > _PROGRESS_S:
+            told_s = time.monotonic()
+            report("progress", done=done, total=total, name=name)
+
+    model = Model(
+        config,
+        Checkpoint(config.path, progress, Slices(config, shard)),
+        dtype=TORCH_DTYPES[assignment.dtype],
+        device=device,
+        max_len=assignment.max_len,
+        shard=shard,
+        link=link,
+    )
+    memory = SharedMemory.open(assignment.pool).array if device.type == "cpu" else None
+    layout = shard.layout(config, options.block_size, assignment.dtype)
+    pool = pool_tensor(layout, assignment.num_blocks, device, memory)
+    report("loaded", identity=assignment.identity(config))
+    try:
+        run_steps(Stage(model, pool, link, board, clock, parallel.piece_tokens), board, device)
+    finally:
+        link.close()
+        control.board = None
+    report("ended")
+
+
+def main() -> int:
+    """0 when the leader closed our stdin, 1 otherwise."""
+    setup_logging(LogOptions(), f"rank {os.environ.get('MOONPOOL_RANK', '?')}")
+    control = Control()
+    while True:
+        try:
+            serve(control, control.assignments.get())
+        except RankLost as error:
+            log.warning("%s; this rank ends", error)
+            return 1
+        except MoonpoolError as error:
+            report("failed", error=str(error))
+            log.error("%s", error)
+            return 1
+        except Exception as error:
+            log.exception("this rank failed")
+            report("failed", error=f"{type(error).__name__}: {error}")
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

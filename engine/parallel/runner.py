@@ -1,0 +1,148 @@
+"""The leader's runner: one batch told to all ranks, computed by all, sampled here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.device import Device
+from engine.errors import RankDiverged, RankLost
+from engine.model import StepInputs
+from engine.parallel.assignment import Assignment
+from engine.parallel.board import Board, Count
+from engine.parallel.clock import ExchangeClock
+from engine.parallel.link import Link
+from engine.parallel.rounds import logit_rows
+from engine.parallel.stage import Stage
+from engine.parallel.step_message import chain_digest, pack
+from engine.plan import Plan, StepOutput
+from engine.runner import ModelRunner
+from engine.weights import Progress
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Where one step's time went, in seconds; per rank: [world_size]."""
+
+    step_s: float
+    publish_s: float  # packing the batch and telling the ranks
+    settle_s: float  # from the last token to all ranks being done and compared
+    compute_s: list[float]
+    collective_s: list[float]
+    bubble_s: list[float]
+
+
+class ParallelRunner(ModelRunner):
+    """See ``ModelRunner``. Any error ends the group: what ranks computed since cannot be known."""
+
+    alone = False
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        assignment: Assignment,
+        device: Device,
+        board: Board,
+        link: Link,
+        clock: ExchangeClock,
+        *,
+        pool_memory: npt.NDArray[np.uint8] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            assignment.options,
+            dtype=assignment.dtype,
+            device=device,
+            num_blocks=assignment.num_blocks,
+            max_len=assignment.max_len,
+            pool_memory=pool_memory,
+            progress=progress,
+            shard=assignment.shard(config),
+            link=link,
+        )
+        self.clock = clock
+        self._board = board
+        self._link = link
+        self._stage = Stage(
+            self.model, self.pool, link, board, clock, assignment.options.parallel.piece_tokens
+        )
+        self._rounds: list[list[int]] = []
+        self._hidden: Tensor | None = None
+        self._publish_s = 0.0
+        self.on_times: Callable[[StepTimes], None] | None = None
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """Compute the plan's tokens on all ranks.
+
+        Raises RankLost, also for whatever went wrong here, or RankDiverged: the group is of no use then.
+        """
+        began_s = time.perf_counter()
+        try:
+            output = super().execute(plan)
+            sampled_s = time.perf_counter()
+            self._stage.end()
+            for rank in range(1, self._board.world_size):
+                self._board.wait(rank, Count.DONE, self._stage.step)
+                if (digest := self._board.count(rank, Count.DIGEST)) != self._stage.digest:
+                    raise RankDiverged(rank, self._stage.step, digest, self._stage.digest)
+        except RankLost as error:
+            self._board.abort(error.rank)
+            raise
+        except Exception as error:
+            self._board.abort(0)
+            raise RankLost(0, f"{type(error).__name__}: {error}") from error
+        if self.on_times is not None:
+            self.on_times(self._times(began_s, sampled_s))
+        return output
+
+    def leave(self) -> None:
+        """Let the other ranks out of their steps. No step is running."""
+        self._board.publish(self._stage.step + 1, 0)
+
+    def close(self) -> None:
+        """Let go of the link. No step is running, nor will."""
+        self._link.close()
+
+    def _forward(self, plan: Plan, inputs: StepInputs) -> Tensor:
+        began_s = time.perf_counter()
+        self._rounds = logit_rows(plan)
+        nbytes = pack(inputs, self._rounds, self.options.block_size, self._board.payload)
+        self._stage.begin(chain_digest(self._stage.digest, self._board.payload[:nbytes]))
+        self._board.publish(self._stage.step, nbytes)
+        self._publish_s = time.perf_counter() - began_s
+        self._hidden = self._stage.forward(inputs.to(self.device.torch))
+        if self._hidden is None:
+            # Another stage has the last word: only the number of rows means something here.
+            return torch.empty(1, 1).expand(len(inputs.token_ids), 1)
+        return self._hidden
+
+    def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """The next of the rounds the ranks were told of, whole."""
+        wanted = self._rounds.pop(0)
+        assert len(wanted) == (len(hidden) if rows is None else len(rows)), "not what the ranks were told"
+        logits = self._stage.logits(self._hidden, self.device.upload(torch.tensor(wanted)))
+        assert logits is not None
+        return logits
+
+    def _times(self, began_s: float, sampled_s: float) -> StepTimes:
+        ended_s = time.perf_counter()
+
+        def seconds(word: Count) -> list[float]:
+            return [self._board.count(rank, word) / 1e9 for rank in range(self._board.world_size)]
+
+        return StepTimes(
+            ended_s - began_s,
+            self._publish_s,
+            ended_s - sampled_s,
+            seconds(Count.COMPUTE_NS),
+            seconds(Count.COLLECTIVE_NS),
+            seconds(Count.BUBBLE_NS),
+        )

@@ -1,0 +1,119 @@
+"""Ranks exchanging tensors through torch.distributed: NCCL between GPUs, Gloo where memory is not shared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from engine.config import ModelConfig
+from engine.errors import RankLost
+from engine.parallel.clock import ExchangeClock
+from engine.parallel.plan import ParallelPlan, Shard
+
+
+class TorchLink:
+    """See ``Link``. One group for each stage and one of all; made by all ranks at once."""
+
+    def __init__(
+        self,
+        backend: str,
+        store: Store,
+        timeout_s: float,
+        start_timeout_s: float,
+        config: ModelConfig,
+        plan: ParallelPlan,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        clock: ExchangeClock,
+    ) -> None:
+        """store: the one all ranks were told of, used for nothing else.
+
+        Raises RankLost when the others do not come within ``start_timeout_s``.
+        """
+        self._shard = shard
+        self._clock = clock
+        self._dtype = dtype
+        self._device = device
+        self._hidden_size = config.hidden_size
+        self._last_stage = [(s.rank, len(s.vocab)) for s in plan.shards(config)[-plan.tp :]]
+        with _losing(shard.rank):
+            # From here on ``timeout_s`` holds, and other ranks may still be importing.
+            store.set(f"here/{shard.rank}", "")
+            everybody = [f"here/{rank}" for rank in range(plan.world_size)]
+            store.wait(everybody, timedelta(seconds=start_timeout_s))
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=shard.rank,
+                world_size=plan.world_size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if device.type == "cuda" else None,
+            )
+            for stage in range(plan.pp):
+                ranks = list(range(stage * plan.tp, (stage + 1) * plan.tp))
+                # Every rank makes every group, also those it is not in.
+                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+                if stage == shard.stage:
+                    self._stage = group
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        with _losing(self._shard.rank):
+            dist.all_reduce(part, group=self._stage)
+        self._clock.collective(began_ns, part.nbytes)
+        return part
+
+    def send(self, hidden: Tensor) -> None:
+        began_ns = time.perf_counter_ns()
+        with _losing(self._shard.rank):
+            dist.send(hidden, self._shard.rank + self._shard.tp)
+        self._clock.collective(began_ns, hidden.nbytes)
+
+    def receive(self, num_tokens: int) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        hidden = torch.empty((num_tokens, self._hidden_size), dtype=self._dtype, device=self._device)
+        with _losing(self._shard.rank):
+            dist.recv(hidden, self._shard.rank - self._shard.tp)
+        self._clock.bubble(began_ns)
+        return hidden
+
+    def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:
+        began_ns = time.perf_counter_ns()
+        if self._shard.rank:
+            assert logits is not None
+            with _losing(self._shard.rank):
+                dist.send(logits, 0)
+            self._clock.collective(began_ns, logits.nbytes)
+            return None
+        parts = []
+        for rank, words in self._last_stage:
+            part = logits
+            if rank:
+                part = torch.empty((num_rows, words), dtype=self._dtype, device=self._device)
+                with _losing(rank):
+                    dist.recv(part, rank)
+            assert part is not None
+            parts.append(part)
+        whole = torch.cat(parts, dim=1)
+        self._clock.collective(began_ns, whole.nbytes)
+        return whole
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _losing(rank: int) -> Iterator[None]:
+    """torch.distributed's errors become RankLost; ``rank``: the one that may be to blame."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(rank, f"torch.distributed: {error}") from error

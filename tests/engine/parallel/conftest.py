@@ -1,0 +1,48 @@
+"""Groups of ranks that serve one engine after another, so that processes are started once a plan."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from engine import Engine
+from engine.parallel.group import RankGroup
+from runtime.options import EngineOptions, ModelOptions, ParallelOptions
+from tests.engine.conftest import Driver
+
+
+@asynccontextmanager
+async def ranks(world_size: int, timeout_s: float = 5.0) -> AsyncIterator[RankGroup]:
+    group = RankGroup(world_size, timeout_s)
+    await group.start(threads=1)
+    try:
+        yield group
+    finally:
+        await group.close()
+
+
+@asynccontextmanager
+async def serving(
+    path: Path, group: RankGroup | None = None, *, num_blocks: int = 128, dtype: str = "auto", **words: Any
+) -> AsyncIterator[Driver]:
+    """Words are ParallelOptions' or EngineOptions'; afterwards no block may be held."""
+    parallel = ParallelOptions(**{k: words.pop(k) for k in list(words) if k in ParallelOptions.__slots__})
+    words = {"block_size": 8, "pool_nbytes": 1 << 30, "parallel": parallel, **words}
+    model = ModelOptions(device="cpu", dtype=dtype)
+    probe = Engine(path, EngineOptions(**words), model)
+    words["pool_nbytes"] = num_blocks * sum(layout.block_nbytes for layout in probe.rank_layouts)
+    engine = Engine(path, EngineOptions(**words), model, ranks=group)
+    driver = Driver(engine)
+    try:
+        # Nobody asks these engines what a step costs.
+        with patch("engine.profile._BUDGET_S", 0.02):
+            await engine.start()
+        yield driver
+    finally:
+        await engine.close()
+    engine.pool.check_integrity()
+    if engine.ranks is None or engine.ranks.lost is None:
+        assert engine.pool.num_used == 0

@@ -1,0 +1,89 @@
+"""However a model is spread over ranks, its greedy tokens are those of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from tests.engine.parallel.conftest import ranks, serving
+
+# Heads for four ranks, of which pairs share a KV head; and what differs between the families.
+SHAPE: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 160}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+}
+# With blocks of 8: shorter than, equal to and across block borders.
+LENGTHS = (1, 8, 9, 23, 40)
+NUM_TOKENS = 16
+PLANS = [
+    {"tp": 2},
+    {"tp": 2, "pp": 2},
+    *(pytest.param(plan, marks=pytest.mark.slow) for plan in ({"pp": 2}, {"pp": 3}, {"tp": 4})),
+]
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(0, 160, n).tolist() for n in LENGTHS]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(f"{k}{v}" for k, v in plan.items()))
+async def test_greedy_tokens_equal_transformers(plan, make_checkpoint) -> None:
+    async with ranks(plan.get("tp", 1) * plan.get("pp", 1)) as group:
+        for family, words in MODELS.values():
+            reference = make_checkpoint(family, **SHAPE, **words)
+            expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
+            # A batch of mixed lengths, prompts in chunks of at most 32 tokens, of which a pipeline makes
+            # pieces of 8; then each again, its prefix from the cache.
+            async with serving(reference.path, group, max_batch_tokens=32, piece_tokens=8, **plan) as driver:
+                for _ in range(2):
+                    sequences = [driver.sequence(prompt, max_tokens=NUM_TOKENS) for prompt in prompts()]
+                    results = await driver.run(*sequences)
+                    assert [result.token_ids for result in results] == expected
+                assert sequences[-1].num_cached_tokens == 32
+
+
+@pytest.mark.parametrize("link", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+async def test_sampling_and_logprobs_equal_the_single_process_engine(make_checkpoint, link) -> None:
+    """Seeded tokens, their logprobs and those of the prompt, over words that two ranks share unevenly."""
+    reference = make_checkpoint("qwen3", **SHAPE | {"vocab_size": 161})
+    prompt = prompts()[-1]
+    words = {"max_tokens": 12, "temperature": 0.8, "seed": 7, "top_p": 0.9, "num_logprobs": 3}
+    results = []
+    for plan in ({}, {"tp": 2, "pp": 2, "piece_tokens": 8, "link": link}):
+        async with serving(reference.path, max_batch_tokens=16, **plan) as driver:
+            sequences = [
+                driver.sequence(prompt, prompt_logprobs=True, **words),
+                driver.sequence(prompt[:5], max_tokens=12),
+            ]
+            results.append(await driver.run(*sequences))
+    for alone, together in zip(*results, strict=True):
+        assert alone.token_ids == together.token_ids
+    (mine,), (theirs,) = (
+        [event.prompt_logprobs for event in result[0].events if event.prompt_logprobs] for result in results
+    )
+    assert len(theirs) == len(prompt) - 1
+    np.testing.assert_allclose([r.logprob for r in mine], [r.logprob for r in theirs], atol=1e-4)
+    mine, theirs = ([e.logprobs.logprob for e in result[0].events if e.logprobs] for result in results)
+    np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
+DEMO = Path(__file__).parents[3] / "moonpool" / "demo" / "model"
+
+
+@pytest.mark.slow
+async def test_the_demo_model_is_exact(make_checkpoint) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")
+    random = np.random.default_rng(0)
+    batch = [random.integers(3, 2048, n).tolist() for n in (3, 100)]
+    expected = [type(make_checkpoint("llama"))(DEMO, model).greedy(p, 24) for p in batch]
+    async with serving(DEMO, tp=2, pp=2, block_size=16) as driver:
+        results = await driver.run(*(driver.sequence(p, max_tokens=24, ignore_eos=True) for p in batch))
+    assert [result.token_ids for result in results] == expected

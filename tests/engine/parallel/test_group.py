@@ -1,0 +1,135 @@
+"""What a group does about ranks that do not fit, die, hang or diverge."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine.errors import CheckpointError, RankDiverged, RankLost, RankRefused
+from tests.engine.parallel.conftest import ranks, serving
+from tests.engine.parallel.test_exact import SHAPE
+
+PROMPT = list(range(1, 20))
+
+
+@pytest.fixture
+def path(make_checkpoint) -> Path:
+    return make_checkpoint("qwen2", **SHAPE).path
+
+
+def edited(path: Path, to: Path, edit: Any) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    to.mkdir()
+    for file in path.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(to / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, to / "model.safetensors")
+    return to
+
+
+@pytest.mark.parametrize("word", ["model", pytest.param("dtype", marks=pytest.mark.slow)])
+async def test_a_rank_that_differs_is_refused_by_name(path, tmp_path, monkeypatch, word) -> None:
+    other = edited(path, tmp_path / "other", lambda t: t["model.norm.weight"].add_(1))
+    strange = {"model": {"model": str(other)}, "dtype": {"dtype": "float16"}}[word]
+    async with ranks(2) as group:
+        monkeypatch.setattr(group, "assign", lambda leader, rank: replace(leader, rank=rank, **strange))
+        with pytest.raises(RankRefused, match=rf"rank 1 is refused: its {word} is \w+, the group's \w+"):
+            async with serving(path, group, tp=2):
+                pass
+
+
+async def test_a_tensor_missing_from_any_ranks_part_is_named(path, tmp_path) -> None:
+    broken = edited(path, tmp_path / "broken", lambda t: t.pop("model.layers.2.mlp.up_proj.weight"))
+    with pytest.raises(RankLost, match=r"rank 2 .* tensor model\.layers\.2\.mlp\.up_proj\.weight is missing"):
+        async with serving(broken, pp=3):
+            pass
+    broken = edited(path, tmp_path / "first", lambda t: t.pop("model.embed_tokens.weight"))
+    with pytest.raises(CheckpointError, match=r"tensor model\.embed_tokens\.weight is missing"):
+        async with serving(broken, pp=2):
+            pass
+
+
+async def test_weights_stream_in_with_progress_over_all_ranks(path) -> None:
+    async with ranks(2) as group:
+        reports: list[tuple[int, int, str]] = []
+        opened = group.open
+
+        async def open_with_reports(*arguments: Any, **words: Any) -> Any:
+            words["progress"] = lambda *report: reports.append(report)
+            return await opened(*arguments, **words)
+
+        group.open = open_with_reports  # type: ignore[method-assign]
+        async with serving(path, group, tp=2):
+            assert reports[-1][0] == reports[-1][1]
+            # Two halves make a whole, but for the norms, which both ranks read.
+            nbytes = (path / "model.safetensors").stat().st_size
+            assert 0.95 * nbytes < reports[-1][1] < 1.1 * nbytes
+
+
+@pytest.mark.parametrize(
+    ("plan", "signal_number"),
+    [
+        ({"tp": 2}, signal.SIGKILL),
+        ({"tp": 2}, signal.SIGSTOP),
+        pytest.param({"pp": 3}, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param({"pp": 3}, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "link": "gloo"}, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "link": "gloo"}, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value.name,
+)
+async def test_a_rank_lost_in_the_middle_of_steps_ends_all_waiting_in_time(path, plan, signal_number) -> None:
+    timeout_s = 1.0
+    with pytest.raises(RankLost, match="rank"):
+        async with serving(path, timeout_s=timeout_s, **plan) as driver:
+            group = driver.engine.ranks
+            driver.engine.add(driver.sequence(PROMPT, max_tokens=200, ignore_eos=True))
+            await driver.until(lambda: driver.num_steps >= 10)
+            pids = [rank.pid for rank in group.ranks]
+            os.kill(pids[-1], signal_number)
+            began_s = time.monotonic()
+            with pytest.raises(RankLost, match=rf"rank {len(pids)}|torch.distributed"):
+                await asyncio.wait_for(driver.engine.wait(), 10)
+            # The machine is shared: what takes longer than this is not the bound.
+            assert time.monotonic() - began_s < timeout_s + 2.5
+            assert not any(result.finish_reason for result in driver.results.values())
+            await driver.engine.close()
+            assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "a rank outlived its group"
+            raise group.lost or RankLost(0, "by its link")
+
+
+async def test_a_rank_lost_while_nothing_runs_is_noticed(path) -> None:
+    async with serving(path, tp=2) as driver:
+        os.kill(driver.engine.ranks.ranks[0].pid, signal.SIGKILL)
+        with pytest.raises(RankLost, match="rank 1 is lost: it ended by signal 9"):
+            await asyncio.wait_for(driver.engine.wait(), 10)
+
+
+async def test_ranks_that_ran_other_batches_are_found_out(path) -> None:
+    async with serving(path, tp=2) as driver:
+        driver.engine._loop.runner._stage._digest ^= 1
+        driver.engine.add(driver.sequence(PROMPT, max_tokens=2))
+        with pytest.raises(RankDiverged, match=r"rank 1 is lost: at step \d+ its digest of all batches"):
+            await asyncio.wait_for(driver.engine.wait(), 10)
+
+
+async def test_an_error_of_the_leader_ends_the_group(path, monkeypatch) -> None:
+    """Where the leader stumbled the others stand in the middle of a step."""
+    async with serving(path, tp=2) as driver:
+
+        def catch_fire(*args: object) -> None:
+            raise ValueError("the sampler caught fire")
+
+        monkeypatch.setattr("engine.runner.sample", catch_fire)
+        driver.engine.add(driver.sequence(PROMPT, max_tokens=2))
+        with pytest.raises(RankLost, match="ValueError: the sampler caught fire"):
+            await asyncio.wait_for(driver.engine.wait(), 10)

@@ -1,0 +1,104 @@
+"""Which plans a model allows, and that the ranks of one hold all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import ModelConfig
+from engine.errors import CheckpointError
+from engine.parallel.plan import ParallelPlan
+from engine.parallel.slices import Slices
+from engine.weights import Checkpoint, expected_tensors
+from runtime.errors import ConfigError
+from runtime.options import ParallelOptions
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def config(make_checkpoint) -> ModelConfig:
+    """8 heads, 2 KV heads, 80 MLP columns, 160 words, 3 layers."""
+    return ModelConfig.from_checkpoint(make_checkpoint("llama", num_attention_heads=8).path)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"tp": 3}, r"engine\.parallel\.tp is 3: 8 attention heads, 2 KV heads .* valid are 1, 2, 4, 8"),
+        ({"tp": 16}, r"valid are 1, 2, 4, 8"),
+        ({"pp": 4}, r"engine\.parallel\.pp is 4: the model has 3 layers, so valid are 1 to 3"),
+        ({"ep": 2}, r"engine\.parallel\.ep is 2: llama has no experts; valid is 1"),
+        ({"cp": 2}, r"engine\.parallel\.cp is 2: .*; valid is 1"),
+        ({"dp": 2}, r"engine\.parallel\.dp is 2: .*; valid is 1"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_an_impossible_plan_says_what_would_be_valid(config, words, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ParallelPlan.of(ParallelOptions(**words), config, CPU)
+
+
+def test_more_ranks_than_devices_are_refused(config, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="tp 2 × pp 1 needs 2 GPUs, there are 1"):
+        ParallelPlan.of(ParallelOptions(tp=2), config, torch.device("cuda"))
+
+
+@given(tp=st.sampled_from([1, 2, 4, 8]), pp=st.integers(1, 3))
+def test_the_ranks_hold_every_element_once(config, tp: int, pp: int) -> None:
+    """But KV heads, which ranks share where there are more ranks than heads, and what every rank needs
+    whole."""
+    plan = ParallelPlan(tp, pp)
+    counts = {name: np.zeros(shape, int) for name, shape in expected_tensors(config).items()}
+    for shard in plan.shards(config):
+        part = Slices(config, shard)
+        for name in expected_tensors(config, shard):
+            counts[name][part(name)] += 1
+    for name, count in counts.items():
+        if "norm" in name:
+            times = tp
+        elif "k_proj" in name or "v_proj" in name:
+            times = max(1, tp // config.num_kv_heads)
+        else:
+            times = 1
+        assert (count == times).all(), name
+
+
+@given(tp=st.sampled_from([2, 4, 8]))
+def test_a_rank_has_the_kv_heads_its_query_heads_read(config, tp: int) -> None:
+    group = config.num_heads // config.num_kv_heads
+    for shard in ParallelPlan(tp).shards(config):
+        assert {head // group for head in shard.heads} == set(shard.kv_heads)
+        per_kv = len(shard.heads) // len(shard.kv_heads)
+        assert [shard.kv_heads[i // per_kv] for i in range(len(shard.heads))] == [
+            head // group for head in shard.heads
+        ]
+
+
+def test_tied_embeddings_are_read_by_the_first_and_the_last_stage(config) -> None:
+    tied = replace(config, tie_word_embeddings=True)
+    first, middle, last = ParallelPlan(pp=3).shards(tied)
+    embeds = ["model.embed_tokens.weight" in expected_tensors(tied, shard) for shard in (first, middle, last)]
+    assert embeds == [True, False, True]
+
+
+def test_a_rank_reads_only_its_part_and_names_what_is_wrong_with_it(config) -> None:
+    shard = ParallelPlan(2, 3).shard(config, 3)
+    reports: list[tuple[int, int, str]] = []
+    checkpoint = Checkpoint(config.path, lambda *report: reports.append(report), Slices(config, shard))
+    expected = expected_tensors(config, shard)
+    assert {name.split(".")[2] for name in expected} == {"1"}
+    checkpoint.check(expected, expected_tensors(config))
+    for name in expected:
+        assert checkpoint.read(name).numel() <= np.prod(expected[name])
+    whole = sum(4 * int(np.prod(shape)) for shape in expected.values())
+    assert reports[-1][0] == reports[-1][1]
+    assert whole / 2 <= reports[-1][1] < 0.51 * whole
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.x is missing"):
+        checkpoint.check({**expected, "model.layers.1.x": (1,)})
