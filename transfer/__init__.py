@@ -10,6 +10,7 @@ report = await peer.read([Span(pool.id, 0, 4096)], [Span(remote_id, 8192, 4096)]
 from transfer.agent import TransferAgent
 from transfer.batch import Batch, TransferReport
 from transfer.checksum import checksum
+from transfer.cuda.library import CudaError, CudaUnavailable
 from transfer.descriptor import AgentDescriptor
 from transfer.errors import (
     AccessDenied,
@@ -17,6 +18,7 @@ from transfer.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
     DescriptorError,
+    NoPath,
     PathFailed,
     PeerLost,
     RegionError,
@@ -35,8 +37,11 @@ __all__ = [
     "AgentDescriptor",
     "Batch",
     "ChecksumMismatch",
+    "CudaError",
+    "CudaUnavailable",
     "DeadlineExceeded",
     "DescriptorError",
+    "NoPath",
     "Notification",
     "PathFailed",
     "Peer",

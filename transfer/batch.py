@@ -16,6 +16,7 @@ from transfer.attempt import Attempt, Direction
 from transfer.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
+    NoPath,
     PathFailed,
     PeerLost,
     RegionError,
@@ -24,6 +25,7 @@ from transfer.errors import (
     TransferError,
 )
 from transfer.path import Path
+from transfer.path_choice import Where
 from transfer.plan import Plan
 from transfer.span import U64, Index, Spans, check_bounds, region_ids, spans_in
 from transfer.stall import StallWatch
@@ -170,17 +172,20 @@ class Batch:
 
     async def _move(self) -> Path:
         infos = await self._check_remote()
+        ours = map(self._peer.regions.find, self._local_regions)
+        where = any(r is not None and r.device is not None for r in ours), any(i.on_device for i in infos)
         tries: dict[str, int] = {}
         interruptions = 0
         reasons: list[str] = []
         while True:
-            carriers = self._carriers(infos)
+            carriers = self._carriers(infos, where)
             path = next((path for path in carriers if tries.get(path.name, 0) < _MAX_TRIES_A_PATH), None)
+            if not carriers and not tries:
+                raise NoPath(self._peer.agent_id, [path.name for path in self._peer.paths])
             if path is None:
-                reasons = reasons or ["none of transfer.transports moves bytes to and from such memory"]
                 raise PeerLost(self._peer.agent_id, "; ".join(reasons[-4:]))
             elsewhere = any(p is not path and not tries.get(p.name) for p in carriers)
-            error = await self._try(path, elsewhere=elsewhere)
+            error = await self._try(path, where, elsewhere=elsewhere)
             if error is None:
                 return path
             if not isinstance(error, PathFailed):
@@ -193,7 +198,7 @@ class Batch:
                 tries[path.name] = tries.get(path.name, 0) + 1
                 self._peer.paths.failed(path)
 
-    async def _try(self, path: Path, *, elsewhere: bool) -> Exception | None:
+    async def _try(self, path: Path, where: Where, *, elsewhere: bool) -> Exception | None:
         """elsewhere: there is a path that was not tried yet."""
         try:
             await path.open(self._direction, self._remote_regions)
@@ -202,14 +207,15 @@ class Batch:
         started = time.perf_counter()
         ended_with = await self._attempt(path, elsewhere=elsewhere)
         if ended_with is None:
-            self._peer.paths.succeeded(path, self.nbytes, time.perf_counter() - started)
+            self._peer.paths.succeeded(path, self.nbytes, time.perf_counter() - started, where)
         return ended_with
 
-    def _carriers(self, infos: list[RegionInfo]) -> list[Path]:
+    def _carriers(self, infos: list[RegionInfo], where: Where) -> list[Path]:
         """The paths for it, best first."""
         # One that is closed meanwhile ends the attempt.
         ours = [region for region_id in self._local_regions if (region := self._peer.regions.find(region_id))]
-        return [path for path in self._peer.paths.ranked() if path.carries(self._direction, ours, infos)]
+        paths = self._peer.paths.ranked(where)
+        return [path for path in paths if path.carries(self._direction, ours, infos)]
 
     async def _check_remote(self) -> list[RegionInfo]:
         """The remote spans, as far as we know the peer's regions; the peer itself checks again where it

@@ -115,6 +115,20 @@ class PathFailed(TransferError):
         self.interrupted = interrupted
 
 
+class NoPath(TransferError):
+    """Nothing that both sides offer moves bytes between memory of these kinds. Nothing was moved."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, agent_id: str, paths: list[str]) -> None:
+        tried = ", ".join(paths) or "no path"
+        super().__init__(
+            f"{tried} to peer {agent_id} cannot move bytes of such memory; "
+            "through host memory shm and tcp can (transfer.transports)"
+        )
+        self.agent_id = agent_id
+
+
 class AgentClosed(TransferError):
     """The agent was closed; it moves nothing any more."""
 

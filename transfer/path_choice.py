@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transfer.backoff import Backoff
 from transfer.path import Path
@@ -17,11 +17,18 @@ _MIN_SAMPLE_NBYTES = 1 << 20
 _CLEARLY_FASTER = 1.25
 
 
+Where = tuple[bool, bool]
+"""Which bytes lie in a device's memory: (ours, theirs). A path's speed for one says nothing of the others."""
+_HOSTS: Where = (False, False)
+
+
 @dataclass(slots=True)
 class _Record:
+    """bandwidth: the kind measured last comes last."""
+
     path: Path
     backoff: Backoff
-    bandwidth: float = 0.0
+    bandwidth: dict[Where, float] = field(default_factory=dict)
 
 
 class PathChoice:
@@ -33,7 +40,7 @@ class PathChoice:
     def __iter__(self) -> Iterator[Path]:
         return (record.path for record in self._records.values())
 
-    def ranked(self) -> list[Path]:
+    def ranked(self, where: Where = _HOSTS) -> list[Path]:
         """Paths to try, in this order. Paused ones come last: better than nothing."""
         ready: list[_Record] = []
         paused: list[_Record] = []
@@ -42,17 +49,18 @@ class PathChoice:
         paused.sort(key=lambda record: record.backoff.paused_until)
         for place in range(len(ready) - 1, 0, -1):
             above, below = ready[place - 1], ready[place]
-            if above.bandwidth and below.bandwidth > _CLEARLY_FASTER * above.bandwidth:
+            reached, other = above.bandwidth.get(where, 0.0), below.bandwidth.get(where, 0.0)
+            if reached and other > _CLEARLY_FASTER * reached:
                 ready[place - 1], ready[place] = below, above
         return [record.path for record in ready + paused]
 
-    def succeeded(self, path: Path, nbytes: int, seconds: float) -> None:
+    def succeeded(self, path: Path, nbytes: int, seconds: float, where: Where = _HOSTS) -> None:
         record = self._records[path.name]
         record.backoff.succeeded()
         if nbytes >= _MIN_SAMPLE_NBYTES and seconds > 0:
             sample = nbytes / seconds
-            old = record.bandwidth
-            record.bandwidth = old + _NEW_WEIGHT * (sample - old) if old else sample
+            old = record.bandwidth.pop(where, sample)
+            record.bandwidth[where] = old + _NEW_WEIGHT * (sample - old)
 
     def failed(self, path: Path) -> None:
         """Leave it alone for a while, longer each time; after that the next batch tries it again."""
@@ -60,5 +68,6 @@ class PathChoice:
 
     @property
     def bandwidth(self) -> dict[str, float]:
-        """Bytes/s by path, of those that were measured."""
-        return {name: record.bandwidth for name, record in self._records.items() if record.bandwidth}
+        """Bytes/s by path, of those that were measured, for the kind of memory they moved last."""
+        measured = {name: list(record.bandwidth.values()) for name, record in self._records.items()}
+        return {name: speeds[-1] for name, speeds in measured.items() if speeds}

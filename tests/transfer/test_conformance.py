@@ -40,7 +40,7 @@ from transfer.ucx.library import load_ucx
 # TCP.
 TRANSPORTS = ("local", "shm", "shm-mapped", "shm-stream", "tcp", "tcp-tls", "ucx", "ucx-tcp")
 # Memory of a device on both sides, or only ours, or only theirs; of the stand-in (cuda), or a real one (gpu).
-DEVICES = ("local+{}", "cuda-ipc+{}", "shm+{}", "tcp+{}", "shm+{}-ours", "tcp+{}-theirs")
+DEVICES = ("local+{}", "cuda-ipc+{}", "tcp+{}", "shm+{}-ours", "shm+{}-theirs")
 WIRES = [
     *TRANSPORTS,
     *(name.format("cuda") for name in DEVICES),

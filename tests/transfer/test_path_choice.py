@@ -58,6 +58,8 @@ def test_a_path_that_is_clearly_faster_is_preferred() -> None:
         paths.succeeded(tcp, 4 << 20, 0.5e-3)
     assert paths.ranked() == [tcp, shm]
     assert paths.bandwidth["shm"] == pytest.approx((4 << 20) / 1e-3)
+    # Neither does it say anything of other memory.
+    assert paths.ranked((True, True)) == [shm, tcp]
     # Small ones say nothing about bandwidth.
     paths.succeeded(shm, 4096, 1.0)
     assert paths.bandwidth["shm"] == pytest.approx((4 << 20) / 1e-3)
