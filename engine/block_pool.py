@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from engine.errors import OutOfBlocks
 from kvstore.keys import BlockKey
@@ -22,7 +22,9 @@ class BlockPool:
 
     ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` just before
     its block is given to somebody else, while its bytes are still there. ``on_freed()`` is called after a
-    release. Cold copies in ``surplus`` are evicted before anything else.
+    release. Cold copies in ``surplus`` are evicted before anything else. Who writes to allocated blocks
+    awaits ``ready`` first: whoever hears of evictions may still read what was there, and says so by
+    ``when_read``.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class BlockPool:
         self.on_evicted = on_evicted
         self.on_freed = on_freed
         self.surplus: Surplus[BlockKey] = Surplus()
+        self.when_read: Callable[[], Awaitable[None]] | None = None
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._refs = [0] * num_blocks
@@ -104,6 +107,11 @@ class BlockPool:
         for block in blocks:
             self._refs[block] = 1
         return blocks
+
+    async def ready(self) -> None:
+        """Wait until nobody reads what was in allocated blocks before."""
+        if self.when_read is not None:
+            await self.when_read()
 
     def seal(self, block_id: int, key: BlockKey, parent: BlockKey | None = None) -> int:
         """Give the held block its key: its content is complete and will not change. ``parent`` is the key

@@ -92,6 +92,7 @@ class KvExchange:
         local = [self._memory.span(block) for block in block_ids]
         checksums = list(blocks.checksum[first:end]) or None
         with tracing.span("read blocks", num_blocks=len(block_ids), nbytes=nbytes * len(block_ids)) as span:
+            await self._memory.pool.ready()
             report = await peer.read(local, remote, deadline_s=deadline_s, checksums=checksums)
             span.set_attribute("transport", report.transport)
             return report

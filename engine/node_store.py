@@ -49,6 +49,7 @@ class NodeStore:
         self._probed_nbytes_per_s = 0.0
         engine.pool.on_sealed = self._sealed
         engine.pool.on_evicted = self._evicted
+        engine.pool.when_read = tiers.copied
 
     @classmethod
     async def open(

@@ -37,6 +37,9 @@ class PoolTier:
     def checksum(self, block: int) -> int:
         return self._memory.checksum(block)
 
+    def known_checksum(self, block: int) -> int | None:
+        return self._memory.known_checksum(block)
+
     def acquire(self, blocks: Sequence[int]) -> None:
         self._pool.acquire(blocks)
 

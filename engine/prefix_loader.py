@@ -86,6 +86,7 @@ class PrefixLoader:
     async def _fill(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> list[Tier]:
         """Where each of the first blocks came from; shorter than ``keys`` where one could not be had."""
         tiers = self._store.match(keys)
+        await self._memory.pool.ready()
         if not self._memory.bytes.in_main_memory:
             return tiers[: await self._fill_gpu(keys, block_ids)]
         try:

@@ -68,7 +68,7 @@ class StepLoop:
         self._wake.set()
 
     def is_stepping(self, sequence: Sequence) -> bool:
-        """Whether the worker thread reads or writes the sequence's blocks at this moment."""
+        """Whether a step reads or writes the sequence's blocks at this moment."""
         return self._in_worker is not None and any(s is sequence for s in self._in_worker.sequences())
 
     async def run(self) -> None:
@@ -94,13 +94,17 @@ class StepLoop:
             begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
             for chunk in plan.chunks:
                 chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
+            self._in_worker = plan
+            await self.scheduler.pool.ready()
             if predicted_s > INLINE_STEP_S or self.runner.device.runs_ahead or not self.runner.alone:
                 result = await self._run_in_worker(plan, events)
                 # They are told while the next step runs, so that a GPU does not wait for it.
                 events = self._take_in(plan, begun_s, predicted_s, result)
             else:
                 self._tell(events)
-                self._tell(self._take_in(plan, begun_s, predicted_s, partial(self._execute, plan)))
+                taken_in = self._take_in(plan, begun_s, predicted_s, partial(self._execute, plan))
+                self._in_worker = None
+                self._tell(taken_in)
                 events = []
                 # Let the loop serve its sockets between two steps.
                 await asyncio.sleep(0)
@@ -111,7 +115,6 @@ class StepLoop:
 
     async def _run_in_worker(self, plan: Plan, events: list[StepEvent]) -> Callable[[], StepOutput]:
         """Run the plan, and tell the events of the step before meanwhile."""
-        self._in_worker = plan
         step = asyncio.get_running_loop().run_in_executor(self._worker, self._execute, plan)
         try:
             self._tell(events)

@@ -25,6 +25,7 @@ class Batch:
         self._loop = asyncio.get_running_loop()
         self._answered: asyncio.Future[None] = self._loop.create_future()
         self._on_done = [on_done]
+        self.ended = asyncio.Event()  # every job has
         self._lock = threading.Lock()
         self._left = 0
         self._touching = 0
@@ -87,6 +88,7 @@ class Batch:
     def _finish(self) -> None:
         for call in self._on_done:
             call()
+        self.ended.set()
         self._answer()
 
     def _answer(self) -> None:

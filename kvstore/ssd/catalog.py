@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 from kvstore.chain_cache import ChainCache
 from kvstore.eviction import make_policy
@@ -14,6 +14,7 @@ from kvstore.keys import BlockKey
 from kvstore.ssd.io_threads import Bytes
 from kvstore.ssd.reading import WantedBlock
 from kvstore.ssd.readopt import Readopted
+from kvstore.ssd.record import StaleRecord
 from kvstore.ssd.segments import Segments
 from kvstore.ssd.stats import SsdTierStats
 from kvstore.ssd.writing import NewBlock, Writing
@@ -27,7 +28,6 @@ _MAX_SPARE = 64
 # Errors that do not speak against the place on the disk.
 _NOT_THE_SLOT = (errno.ENOSPC, errno.EDQUOT, errno.ENODATA)
 
-Stale = tuple[BlockKey, int]
 OnDropped = Callable[[Sequence[BlockKey], str], None]
 
 
@@ -55,19 +55,22 @@ class Catalog:
         self._segments = segments
         self.on_dropped = on_dropped
         self._checksums = array("Q")
+        self._sequences = array("Q")  # of the record of what a slot holds
         self._sequence = found.next_sequence
         # Slots whose record on disk names a block that is not held there: it goes before they are written.
-        self._stale: dict[int, BlockKey] = {}
+        self._stale: dict[int, StaleRecord] = {}
         self.grow()
         self.cache.adopt((block.key, block.parent, block.slot) for block in found.blocks)
         for block in found.blocks:
             self._checksums[block.slot] = block.checksum
+            self._sequences[block.slot] = block.sequence
 
     def grow(self) -> None:
         """Take the segments' new slots into use."""
         more = self._segments.num_slots - self.cache.capacity
         self.cache.grow(more)
         self._checksums.frombytes(bytes(8 * more))
+        self._sequences.frombytes(bytes(8 * more))
 
     def checksum_of(self, slot: int) -> int:
         return self._checksums[slot]
@@ -80,8 +83,10 @@ class Catalog:
         sources: Sequence[Bytes],
         parents: Sequence[BlockKey | None],
         checksums: Sequence[int | None],
+        coming: Container[BlockKey],
     ) -> list[NewBlock]:
-        """Slots for those that are not held, making room by eviction; nobody finds them until ``stored``."""
+        """Slots for those that are not held, making room by eviction; nobody finds them until ``stored``.
+        ``coming``: blocks reserved before and not stored yet."""
         cache, taken = self.cache, dict[BlockKey, NewBlock]()
         above = self._held_above(parents) if len(keys) > cache.num_free else []
         # The chains that these blocks continue must not be eaten from their ends to make room for them.
@@ -89,7 +94,7 @@ class Catalog:
         for key, source, parent, checksum in zip(keys, sources, parents, checksums, strict=True):
             if key in cache or key in taken:
                 continue
-            if parent is not None and parent not in cache and parent not in taken:
+            if parent is not None and not (parent in cache or parent in taken or parent in coming):
                 self.counts.num_unparented += 1
                 continue
             slot = cache.reserve(key, parent)
@@ -123,13 +128,14 @@ class Catalog:
                 self._write_failed(block)
             if block.is_stored and (block.parent is None or block.parent in self.cache):
                 self._checksums[block.slot] = block.checksum or 0
+                self._sequences[block.slot] = block.sequence
                 self.cache.commit(block.slot, block.key, block.parent)
                 self.counts.num_stored += 1
                 self.counts.written_nbytes += self._segments.shape.block_nbytes
                 continue
             if block.is_written:
                 # Its record is on disk, or may be: after an error nobody knows.
-                self._stale[block.slot] = block.key
+                self._stale[block.slot] = StaleRecord(block.key, block.slot, block.sequence)
             elif block.error is None and writing.error is None:
                 self.counts.num_given_up += 1
             self.cache.abandon(block.slot)
@@ -192,7 +198,7 @@ class Catalog:
                 for each in (*self.cache.after(key), key):
                     slot = self.cache.slot_of(each)
                     assert slot is not None
-                    self._stale[slot] = each
+                    self._stale[slot] = StaleRecord(each, slot, self._sequences[slot])
                 gone += self.cache.remove(key)
         return gone
 
@@ -208,7 +214,7 @@ class Catalog:
         return gone
 
     def _evicted(self, key: BlockKey, slot: int) -> None:
-        self._stale[slot] = key
+        self._stale[slot] = StaleRecord(key, slot, self._sequences[slot])
         if self.on_dropped is not None:
             self.on_dropped([key], "evicted")
 
@@ -218,17 +224,17 @@ class Catalog:
 
     # ------------------------------------------------------------------ the index on disk
 
-    def stale(self, slots: Collection[int] = ()) -> tuple[list[Stale], list[Stale]]:
-        """Records on disk (block, slot) that say what does not hold: those of ``slots``, and all others."""
-        theirs = [(self._stale[slot], slot) for slot in slots if slot in self._stale]
-        others = [(key, slot) for slot, key in self._stale.items() if slot not in slots]
+    def stale(self, slots: Collection[int] = ()) -> tuple[list[StaleRecord], list[StaleRecord]]:
+        """Records on disk that say what does not hold: those of ``slots``, and all others."""
+        theirs = [self._stale[slot] for slot in slots if slot in self._stale]
+        others = [record for slot, record in self._stale.items() if slot not in slots]
         return theirs, others
 
-    def forgotten(self, records: Iterable[Stale]) -> None:
+    def forgotten(self, records: Iterable[StaleRecord]) -> None:
         """These records are gone from the disk."""
-        for key, slot in records:
-            if self._stale.get(slot) == key:
-                del self._stale[slot]
+        for record in records:
+            if self._stale.get(record.slot) == record:
+                del self._stale[record.slot]
 
     @property
     def _where(self) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from kvstore.keys import BlockKey
 from kvstore.ssd.batch import Batch
 from kvstore.ssd.budget import ByteBudget
 from kvstore.ssd.index import IndexWriteFailed
 from kvstore.ssd.io_threads import IoThreads
 from kvstore.ssd.opening import OpenDirectory
 from kvstore.ssd.reading import Reading, WantedBlock
+from kvstore.ssd.record import StaleRecord
 from kvstore.ssd.segments import CALL_NBYTES
 from kvstore.ssd.writing import NewBlock, Writing
 
@@ -86,22 +86,25 @@ class Disk:
     def give_write(self, num_blocks: int) -> None:
         self._writes.give(num_blocks * self.segments.shape.slot_nbytes)
 
-    async def write(
+    def write(
         self,
         blocks: Sequence[NewBlock],
-        stale: Sequence[tuple[BlockKey, int]],
-        also_gone: Sequence[tuple[BlockKey, int]],
+        after: Iterable[Writing],
+        stale: Sequence[StaleRecord],
+        also_gone: Sequence[StaleRecord],
         on_done: Callable[[Writing], None],
-    ) -> None:
-        """Returns with the blocks stored or failed, or given up. ``on_done`` as for ``read``."""
+    ) -> Writing:
+        """Begin to write; wait for the ``batch`` of what is returned: then the blocks are stored or failed,
+        or given up. ``after``: what is under way and has to be stored before. ``on_done`` is called, once,
+        when no thread works on it any more."""
         writing = Writing(blocks, stale, also_gone, self.segments, self._index, self._max_run, on_done)
         self._watch_over(writing.batch)
-        writing.begin(self._data, self._commits)
-        await writing.batch.wait()
+        writing.begin(self._data, self._commits, after)
+        return writing
 
-    async def forget(self, gone: Sequence[tuple[BlockKey, int]], on_done: Callable[[], None]) -> bool:
-        """Delete records (of a block in a slot), durably. False: given up, or failed, which is logged.
-        ``on_done`` is called when they are gone."""
+    async def forget(self, gone: Sequence[StaleRecord], on_done: Callable[[], None]) -> bool:
+        """Delete records, durably. False: given up, or failed, which is logged. ``on_done`` is called when
+        they are gone."""
 
         def work() -> None:
             try:

@@ -16,9 +16,9 @@ from pathlib import Path
 import lmdb
 
 from kvstore.errors import StoreError
-from kvstore.keys import KEY_NBYTES, BlockKey
+from kvstore.keys import KEY_NBYTES
 from kvstore.ssd import scan_child
-from kvstore.ssd.record import BlockRecord, encode, slot_of
+from kvstore.ssd.record import BlockRecord, StaleRecord, encode, sequence_of
 
 _SEGMENTS = b"segments"
 # Address space, and file, for each block: LMDB writes changed pages anew before it frees the old ones.
@@ -83,11 +83,11 @@ class BlockIndex:
     def apply(
         self,
         *,
-        gone: Iterable[tuple[BlockKey, int]] = (),
+        gone: Iterable[StaleRecord] = (),
         stored: Iterable[BlockRecord] = (),
         num_segments: int | None = None,
     ) -> None:
-        """One durable transaction. ``gone``: block and slot; a record that names another slot is left.
+        """One durable transaction. ``gone``: where there is a later record of the block, that is left.
 
         Raises:
             IndexWriteFailed: nothing of it is there, or, after a failed sync, perhaps all.
@@ -95,10 +95,10 @@ class BlockIndex:
         env = self._opened()
         try:
             with env.begin(write=True) as transaction:
-                for key, slot in gone:
-                    value = transaction.get(key)
-                    if value is not None and slot_of(value) == slot:
-                        transaction.delete(key)
+                for stale in gone:
+                    value = transaction.get(stale.key)
+                    if value is not None and sequence_of(value) == stale.sequence:
+                        transaction.delete(stale.key)
                 for record in stored:
                     transaction.put(record.key, encode(record))
                 if num_segments is not None:

@@ -24,6 +24,15 @@ class BlockRecord(NamedTuple):
     parent: BlockKey | None
 
 
+class StaleRecord(NamedTuple):
+    """A record on disk that does not hold any more. ``sequence`` tells it from a later one of the same block,
+    perhaps in the same slot."""
+
+    key: BlockKey
+    slot: int
+    sequence: int
+
+
 def encode(record: BlockRecord) -> bytes:
     """The value under ``record.key``, with a checksum of its own."""
     body = _HEAD.pack(record.sequence, record.slot, record.checksum) + (record.parent or b"")
@@ -42,7 +51,7 @@ def decode(key: bytes, value: bytes) -> BlockRecord | None:
     return BlockRecord(sequence, BlockKey(key), slot, checksum, parent)
 
 
-def slot_of(value: bytes) -> int:
-    """The slot in an encoded record."""
-    slot: int = _HEAD.unpack_from(value)[1]
-    return slot
+def sequence_of(value: bytes) -> int:
+    """The sequence in an encoded record."""
+    sequence: int = _HEAD.unpack_from(value)[0]
+    return sequence

@@ -54,7 +54,7 @@ class SsdTier:
         self._cache = catalog.cache
         self._disk = disk
         self._clock = clock
-        self._being_written: dict[BlockKey, asyncio.Event] = {}
+        self._being_written: dict[BlockKey, Writing] = {}
         self._growing = asyncio.Lock()
         self._grow_from_s = -_ROOM_RETRY_S
         self._cleaning: set[asyncio.Task[bool]] = set()
@@ -230,15 +230,16 @@ class SsdTier:
         sources: Sequence[Buffer | Bytes],
         *,
         parents: Sequence[BlockKey | None],
-        checksums: Sequence[int] | None = None,
+        checksums: Sequence[int | None] | None = None,
     ) -> list[bool]:
         """Store blocks, in one batch. True for each that is held, and durable, when this returns.
 
         ``sources[i]`` (``block_nbytes``) must not change meanwhile. ``parents[i]`` is the key before it in
-        its chain, held here or earlier in the batch, or None: a block without it is not taken. ``checksums``
-        (xxh3-64) spare computing them. Not taken are blocks as well that the policy thinks not worth a
-        place, or for which there is none: all pinned, disk full, a write error, a stalled disk. Waits while
-        as many bytes are on their way as may be. A put that is cancelled may or may not have happened.
+        its chain, held here, being put, or earlier in the batch, or None: a block without it is not taken.
+        ``checksums`` (xxh3-64) spare computing them; None: not known. Not taken are blocks as well that the
+        policy thinks not worth a place, or for which there is none: all pinned, disk full, a write error, a
+        stalled disk. Waits while as many bytes are on their way as may be. A put that is cancelled may or may
+        not have happened.
         """
         started_s = self._clock()
         new = [key not in self._cache for key in keys]
@@ -258,25 +259,26 @@ class SsdTier:
         keys: Sequence[BlockKey],
         sources: Sequence[Bytes],
         parents: Sequence[BlockKey | None],
-        checksums: Sequence[int] | None,
+        checksums: Sequence[int | None] | None,
     ) -> None:
         await self._grow(sum(key not in self._cache for key in keys))
         while others := [self._being_written[key] for key in keys if key in self._being_written]:
-            await others[0].wait()
-        blocks = self._catalog.reserve(keys, sources, parents, checksums or [None] * len(keys))
+            await others[0].batch.ended.wait()
+        given = checksums or [None] * len(keys)
+        blocks = self._catalog.reserve(keys, sources, parents, given, self._being_written)
         if not blocks:
             return
-        ended = asyncio.Event()
-        self._being_written.update((block.key, ended) for block in blocks)
         stale, also_gone = self._catalog.stale({block.slot for block in blocks})
+        before = {self._being_written[parent] for parent in parents if parent in self._being_written}
 
         def on_done(writing: Writing) -> None:
             for block in blocks:
                 del self._being_written[block.key]
             self._catalog.stored(writing)
-            ended.set()
 
-        await self._disk.write(blocks, stale, also_gone, on_done)
+        writing = self._disk.write(blocks, before, stale, also_gone, on_done)
+        self._being_written.update((block.key, writing) for block in blocks)
+        await writing.batch.wait()
 
     async def _grow(self, num_blocks: int) -> None:
         """Make segments until so many blocks find room without evicting others, or there are no more."""

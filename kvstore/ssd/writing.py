@@ -8,7 +8,7 @@ So no record ever names a slot whose bytes are not its block's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from kvstore.keys import BlockKey
 from kvstore.ssd.batch import Batch, Share, runs
 from kvstore.ssd.index import BlockIndex, IndexWriteFailed
 from kvstore.ssd.io_threads import Bytes, IoThreads, Worker
-from kvstore.ssd.record import BlockRecord
+from kvstore.ssd.record import BlockRecord, StaleRecord
 from kvstore.ssd.segments import CALL_NBYTES, Segments
 
 
@@ -40,7 +40,7 @@ class NewBlock:
 
 
 class Writing:
-    """``stale``: records (block, slot) of the slots that are written, ``also_gone``: those of other slots.
+    """``stale``: records of the slots that are written, ``also_gone``: those of other slots.
 
     Where the caller takes slots that have been free for a while, ``stale`` is empty, and all of this is one
     transaction.
@@ -49,8 +49,8 @@ class Writing:
     def __init__(
         self,
         blocks: Sequence[NewBlock],
-        stale: Sequence[tuple[BlockKey, int]],
-        also_gone: Sequence[tuple[BlockKey, int]],
+        stale: Sequence[StaleRecord],
+        also_gone: Sequence[StaleRecord],
         segments: Segments,
         index: BlockIndex,
         max_run: int,
@@ -68,12 +68,16 @@ class Writing:
         per_segment = segments.shape.slots_per_segment
         self._runs = [[blocks[i] for i in run] for run in runs(slots, per_segment, max_run)]
         self._lock = threading.Lock()
-        self._runs_left = len(self._runs)
+        self._num_awaited = len(self._runs)  # before the commit
         self.batch = Batch(lambda: on_done(self))
 
-    def begin(self, data: IoThreads, commits: IoThreads) -> None:
-        """``commits``: one thread, so that transactions come in the order they were asked for."""
+    def begin(self, data: IoThreads, commits: IoThreads, after: Iterable[Writing]) -> None:
+        """``commits``: one thread, so that transactions come in the order they were asked for. ``after``:
+        others that have not ended, whose blocks come before these: nothing is stored before they are."""
         self._data, self._commits = data, commits
+        for other in after:
+            self._num_awaited += 1
+            other.batch.when_done(self._one_came)
         if self.stale:
             self.batch.add_jobs(1)
             commits.submit(self.batch.job(f"writing {self._index.path}", self._invalidate))
@@ -94,7 +98,7 @@ class Writing:
     def _submit_data(self) -> None:
         shared = iter(self._runs)
         shares = min(self._data.num_threads, len(self._runs))
-        self.batch.add_jobs(shares)
+        self.batch.add_jobs(shares + 1)  # the commit
         for _ in range(shares):
             self._data.submit(Share(self.batch, shared, self._write, self._name))
 
@@ -117,11 +121,13 @@ class Writing:
         if done == slots_nbytes:
             for block in run:
                 block.is_written = True
+        self._one_came()
+
+    def _one_came(self) -> None:
         with self._lock:
-            self._runs_left -= 1
-            last = not self._runs_left
+            self._num_awaited -= 1
+            last = not self._num_awaited
         if last:
-            self.batch.add_jobs(1)
             self._commits.submit(self.batch.job(f"syncing {self._segments.directory}", self._commit))
 
     # Blocks are copied into the thread's own memory, from where the disk reads faster. The copy ends early

@@ -1,37 +1,33 @@
-"""Blocks on their way to disk: a bounded queue, and the one task that empties it."""
+"""Blocks on their way to disk: a bounded queue, and the task that empties it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvstore.host_tier import HostTier
 from kvstore.keys import BlockKey
 from kvstore.store import metrics
-from kvstore.store.tiers import Bytes, DiskTier, PoolTier
+from kvstore.store.tiers import DiskTier, PoolTier
+from kvstore.store.write_batch import Source, WriteBatch
 
 _log = logging.getLogger(__name__)
 
 # Of one durable write: its sync and commit cost as much as a MiB or two.
 _BATCH_NBYTES = 8 << 20
 _MIN_BATCH_BLOCKS = 16
+# So that the disk has data to take while one of them is synced and committed.
+_MAX_BATCHES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaving:
+class Leaving:
+    """A block that host memory has evicted, and where its bytes still are."""
+
     parent: BlockKey | None
     slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    key: BlockKey
-    parent: BlockKey | None
-    bytes: Bytes
-    checksum: int
 
 
 class DiskWriter:
@@ -52,27 +48,32 @@ class DiskWriter:
         max_queued: int,
         max_leaving: int,
         on_settled: Callable[[BlockKey], None],
+        sources_settled: Callable[[], Awaitable[None]],
     ) -> None:
-        """``on_settled(key)``: a block that was taken over is on disk now, or lost; its slot is free."""
-        self.leaving: dict[BlockKey, _Leaving] = {}
+        """``on_settled(key)``: a block that was taken over is on disk now, or lost; its slot is free.
+        ``sources_settled()`` waits for blocks on their way from the pool to host memory."""
+        self.leaving: dict[BlockKey, Leaving] = {}
         self._disk = disk
         self._host = host
         self._pool = pool
         self._max_queued = max_queued
         self._max_leaving = max_leaving
         self._on_settled = on_settled
+        self._sources_settled = sources_settled
         self._queue: dict[BlockKey, None] = {}
         self._batch_blocks = max(_MIN_BATCH_BLOCKS, _BATCH_NBYTES // host.layout.block_nbytes)
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._task: asyncio.Task[None] | None = None
+        self._writes: set[asyncio.Task[None]] = set()
+        self._coming: set[BlockKey] = set()  # what they write
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="disk-writer")
 
     async def close(self) -> None:
-        """Let the write under way end; what is queued behind it is not written."""
+        """Let the writes under way end; what is queued behind it is not written."""
         if self._task is None:
             return
         for key in list(self._queue):
@@ -113,7 +114,7 @@ class DiskWriter:
     def take_over(self, key: BlockKey, parent: BlockKey | None, slot: int) -> None:
         """Write a block that host memory evicts at this moment; its slot stays until then."""
         self._host.pin((slot,))
-        self.leaving[key] = _Leaving(parent, slot)
+        self.leaving[key] = Leaving(parent, slot)
         self._enqueue(key)
 
     def give_up(self, key: BlockKey) -> list[BlockKey]:
@@ -143,94 +144,59 @@ class DiskWriter:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._queue:
-                try:
-                    await self._write_batch()
-                except Exception:
-                    # Its blocks are settled as not written. Serving goes on without the disk rather than end.
-                    _log.exception("blocks were not written to disk")
-                    metrics.DROPPED_WRITES.labels("error").inc()
-            self._idle.set()
+            await self._sources_settled()
+            while len(self._writes) < _MAX_BATCHES and (batch := self._next_batch()) is not None:
+                self._coming.update(batch)
+                write = asyncio.create_task(self._write(batch), name="disk-write")
+                self._writes.add(write)
+                write.add_done_callback(self._write_ended)
+            if not self._queue and not self._writes:
+                self._idle.set()
 
-    async def _write_batch(self) -> None:
-        """Write the oldest queued blocks with what they need before them, up to a batch, or one such run."""
-        batch: dict[BlockKey, _Source] = {}
-        asked: list[BlockKey] = []
-        slots: list[int] = []
-        held: list[list[int]] = []
-        while self._queue and len(batch) < self._batch_blocks:
-            key = next(iter(self._queue))
+    def _next_batch(self) -> WriteBatch | None:
+        """The blocks queued for longest, up to a batch, or one run of a chain; None: nothing can begin."""
+        batch = WriteBatch(self._disk, self._host, self._pool, self._find, self._coming)
+        for key in list(self._queue):
+            if len(batch) >= self._batch_blocks:
+                break
+            if key in self._coming:
+                continue  # when it is there, or is not
             del self._queue[key]
-            run = self._run_up_to(key, batch)
-            if run is None:
+            if not batch.add(key):
                 self._drop(key, "gone")
-                continue
-            asked.append(key)
-            batch.update((source.key, source) for source, _ in run)
-            run_slots = [slot for _, slot in run if slot is not None]
-            self._host.pin(run_slots)
-            slots += run_slots
-            in_pool = [source.key for source, slot in run if slot is None]
-            if self._pool is not None and in_pool:
-                lineage = self._pool.lineage(in_pool[-1])
-                self._pool.acquire(lineage)
-                held.append(lineage)
+        return batch if batch.asked else None
+
+    async def _write(self, batch: WriteBatch) -> None:
         try:
-            sources = list(batch.values())
-            for first in range(0, len(sources), self._batch_blocks):
-                if not await self._write(sources[first : first + self._batch_blocks]):
-                    break
+            await batch.write(self._batch_blocks)
+        except Exception:
+            # Its blocks are settled as not written. Serving goes on without the disk rather than end.
+            _log.exception("blocks were not written to disk")
+            metrics.DROPPED_WRITES.labels("error").inc()
         finally:
-            self._host.release(slots)
-            for lineage in held:
-                assert self._pool is not None
-                self._pool.release(lineage)
+            batch.release()
+            self._coming.difference_update(batch)
             # What went along too: it may have been removed meanwhile, and is on disk again.
-            for key in dict.fromkeys([*asked, *batch]):
+            for key in dict.fromkeys([*batch.asked, *batch]):
                 self._settle(key)
 
-    async def _write(self, sources: list[_Source]) -> bool:
-        began_s = time.monotonic()
-        kept = await self._disk.put(
-            [source.key for source in sources],
-            [source.bytes.data for source in sources],
-            parents=[source.parent for source in sources],
-            checksums=[source.checksum for source in sources],
-        )
-        metrics.SECONDS.labels("ssd", "store").observe(time.monotonic() - began_s)
-        metrics.WRITTEN_BLOCKS.inc(sum(kept))
-        if not all(kept):
-            metrics.DROPPED_WRITES.labels("disk").inc(len(kept) - sum(kept))
-        return all(kept)
+    def _write_ended(self, write: asyncio.Task[None]) -> None:
+        self._writes.discard(write)
+        self._wake.set()
 
-    def _run_up_to(
-        self, key: BlockKey, batch: dict[BlockKey, _Source]
-    ) -> list[tuple[_Source, int | None]] | None:
-        """The block and those before it that are neither on disk nor in the batch, the first one first; each
-        with its slot, None where the pool has it. None when one of them is nowhere."""
-        run: list[tuple[_Source, int | None]] = []
-        here: BlockKey | None = key
-        while here is not None and here not in self._disk and here not in batch:
-            found = self._find(here)
-            if found is None:
-                return None
-            run.append(found)
-            here = found[0].parent
-        run.reverse()
-        return run
-
-    def _find(self, key: BlockKey) -> tuple[_Source, int | None] | None:
+    def _find(self, key: BlockKey) -> Source | None:
+        """Where the block is read from; None: it is nowhere."""
         host = self._host
         leaving = self.leaving.get(key)
         slot = host.slot_of(key) if leaving is None else leaving.slot
         if slot is not None:
             parent = host.parent_of(key) if leaving is None else leaving.parent
-            return _Source(key, parent, host.bytes_of(slot), host.checksum_of(slot)), slot
+            return Source(key, parent, host.bytes_of(slot), host.checksum_of(slot), slot)
         block = None if self._pool is None else self._pool.block_of(key)
         if self._pool is None or block is None:
             return None
         pool = self._pool
-        return _Source(key, pool.parent_of(key), pool.bytes_of(block), pool.checksum(block)), None
+        return Source(key, pool.parent_of(key), pool.bytes_of(block), pool.known_checksum(block), None)
 
     def _settle(self, key: BlockKey) -> None:
         leaving = self.leaving.pop(key, None)

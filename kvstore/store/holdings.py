@@ -9,6 +9,8 @@ from kvstore.host_tier import HostTier
 from kvstore.keys import BlockKey
 from kvstore.layout import BlockFormat
 from kvstore.store import metrics
+from kvstore.store.copying import Copier
+from kvstore.store.demotion import Demoter
 from kvstore.store.disk_writer import DiskWriter
 from kvstore.store.tiers import Bytes, DiskTier, PoolTier
 from kvstore.tier import Tier
@@ -32,6 +34,7 @@ class Holdings:
         memory: Bytes,
         pool: PoolTier | None,
         disk: DiskTier | None,
+        copier: Copier,
         on_change: OnChange,
         saved_s: SavedSeconds | None = None,
     ) -> None:
@@ -44,6 +47,7 @@ class Holdings:
         )
         self.pool = pool
         self.disk = disk
+        self.demoter = Demoter(self.host, copier, self._demoted)
         self.writer: DiskWriter | None = None
         self._write_policy = options.write_policy
         self._on_change = on_change
@@ -61,6 +65,7 @@ class Holdings:
                 # The queue may not make host memory its own.
                 max_leaving=max(min(max_queued, capacity // 4), 1),
                 on_settled=self.announce,
+                sources_settled=self.demoter.copied,
             )
 
     # ------------------------------------------------------------------ what is where
@@ -87,7 +92,9 @@ class Holdings:
     def held(self) -> Iterator[tuple[BlockKey, Tier]]:
         """Every block with its fastest tier, each once."""
         in_pool = set() if self.pool is None else set(self.pool.keys())
-        in_memory = set(self.host.keys()) | (set() if self.writer is None else self.writer.leaving.keys())
+        in_memory = set(self.host.keys()) | self.demoter.coming.keys()
+        if self.writer is not None:
+            in_memory |= self.writer.leaving.keys()
         on_disk = () if self.disk is None else self.disk.keys()
         yield from ((key, Tier.POOL) for key in in_pool)
         yield from ((key, Tier.HOST) for key in in_memory - in_pool)
@@ -101,7 +108,7 @@ class Holdings:
         return slot
 
     def _tier_below(self, key: BlockKey) -> Tier | None:
-        if self.slot_of(key) is not None:
+        if self.slot_of(key) is not None or key in self.demoter.coming:
             return Tier.HOST
         return Tier.SSD if self.disk is not None and key in self.disk else None
 
@@ -137,13 +144,13 @@ class Holdings:
     def demote(
         self, key: BlockKey, parent: BlockKey | None, source: Bytes, checksum: int | None, surplus: bool
     ) -> None:
-        """The pool drops this block now. One that is ``surplus`` is not worth host memory."""
-        if self.slot_of(key) is None and not surplus:
-            slot = self.host.put(key, source, parent=parent, checksum=checksum)
-            if slot is None:
-                metrics.REFUSED_BLOCKS.inc()
-            else:
+        """The pool drops this block now; ``source`` may be read until ``demoter.copied``. One that is
+        ``surplus`` is not worth host memory."""
+        if self.slot_of(key) is None and key not in self.demoter.coming and not surplus:
+            if self.demoter.take(key, parent, source, checksum):
                 self.relieve()
+            else:
+                metrics.REFUSED_BLOCKS.inc()
         tier = self._tier_below(key)
         reason = "surplus" if surplus else "dropped" if tier is None else "below"
         metrics.EVICTED_BLOCKS.labels("pool", reason).inc()
@@ -164,6 +171,7 @@ class Holdings:
         """Drop blocks with what follows them. Returns those, to be announced."""
         gone: dict[BlockKey, None] = {}
         for key in keys:
+            self.demoter.forget(key)
             if self.writer is not None:
                 self.writer.forget(key)
             gone |= dict.fromkeys([*self.host.remove(key), key])
@@ -207,6 +215,13 @@ class Holdings:
             self._lost(key, in_host=True)
         metrics.EVICTED_BLOCKS.labels("host", reason).inc()
 
+    def _demoted(self, key: BlockKey) -> None:
+        """A block on its way from the pool has come to host memory, or found no room there."""
+        if key not in self.host:
+            metrics.REFUSED_BLOCKS.inc()
+        self.announce(key)
+        self.relieve()
+
     def _dropped_by_disk(self, keys: Sequence[BlockKey], reason: str) -> None:
         metrics.EVICTED_BLOCKS.labels("ssd", reason).inc(len(keys))
         if reason == "corrupt":
@@ -221,6 +236,7 @@ class Holdings:
         """
         self._on_change(key, None)
         orphans = [] if in_host else self.host.after(key)
+        orphans += self.demoter.give_up(key)
         if self.writer is not None:
             orphans += self.writer.give_up(key)
         for orphan in orphans:
@@ -231,6 +247,7 @@ class Holdings:
     def check_integrity(self) -> None:
         """Assert what this class promises; when nothing is under way."""
         self.host.check_integrity()
+        assert not self.demoter.coming, "something is under way"
         for key in list(self.host.keys()):
             parent = self.host.parent_of(key)
             assert parent is None or self.is_held(parent), "a block in host memory nobody can reach"

@@ -36,6 +36,7 @@ class Reader:
 
     async def get(self, keys: Sequence[BlockKey], spans: Sequence[Bytes]) -> list[Tier]:
         """``TieredStore.get``"""
+        await self._holdings.demoter.arrived(keys)
         tiers = self._holdings.match(keys)
         async with self._promoted(keys, tiers) as loose:
             pinned, sources = self._pin_prefix(keys[: len(tiers)], loose)
@@ -61,6 +62,7 @@ class Reader:
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> int:
         """``TieredStore.prefetch``"""
+        await self._holdings.demoter.arrived(keys)
         tiers = self._holdings.match(keys)
         async with self._promoted(keys, tiers):
             tiers = self._holdings.match(keys)
@@ -69,6 +71,7 @@ class Reader:
     async def pin(self, keys: Sequence[BlockKey]) -> tuple[list[Pinned], list[int], list[int]]:
         """Pin the longest prefix that is in memory or can be brought there: the blocks, and what of the pool
         and of host memory is held for them."""
+        await self._holdings.demoter.arrived(keys)
         async with self._promoted(keys, self._holdings.match(keys)):
             pinned, _ = self._pin_prefix(keys, {})
         in_pool = [block.slot for block in pinned if block.tier is Tier.POOL]

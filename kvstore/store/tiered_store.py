@@ -62,10 +62,10 @@ class TieredStore:
         self.layout = layout
         self._options = options
         self._clock = clock
-        self._holdings = Holdings(layout, options, memory, pool, ssd, on_change, saved_s)
+        self._copier = Copier(options.host.io_threads)
+        self._holdings = Holdings(layout, options, memory, pool, ssd, self._copier, on_change, saved_s)
         self.host = self._holdings.host
         self.ssd = ssd
-        self._copier = Copier(options.host.io_threads)
         self._reader = Reader(self._holdings, self._copier, layout.block_nbytes, clock)
         self._leases = LeaseTable(self._reader.let_go, longest_s=options.lease_ttl_s, clock=clock)
 
@@ -78,6 +78,7 @@ class TieredStore:
         """End: leases lapse, the write under way is finished, the disk is closed. What only memory holds is
         lost: ``flush`` first to keep it."""
         self._leases.release_all()
+        await self.copied()
         if self._holdings.writer is not None:
             await self._holdings.writer.close()
         if self._reader.promoter is not None:
@@ -196,9 +197,18 @@ class TieredStore:
         *,
         surplus: bool = False,
     ) -> None:
-        """The pool drops this block now, its bytes still there: keep it in host memory, unless it is
-        ``surplus``, a copy nobody needs any more. Returns at once."""
+        """The pool drops this block now: keep it in host memory, unless it is ``surplus``, a copy nobody
+        needs any more. Returns at once; ``source`` must not change before ``copied``."""
         self._holdings.demote(key, parent, source, checksum, surplus)
+
+    async def copied(self) -> None:
+        """Wait until no block of ``demote`` is being read any more."""
+        await self._holdings.demoter.copied()
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether ``copied`` has anything to wait for."""
+        return self._holdings.demoter.is_copying
 
     async def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Drop blocks, with what follows them, from host memory and disk; leased ones stay readable until
@@ -221,6 +231,7 @@ class TieredStore:
             return
         try:
             async with asyncio.timeout(within_s):
+                await self.copied()
                 for key, _ in list(self._holdings.held()):
                     if key not in self.ssd and not self.ssd.is_stalled and not writer.offer(key):
                         await writer.flush()

@@ -38,6 +38,9 @@ class PoolTier(Protocol):
     def checksum(self, block: int) -> int:
         """xxh3-64 of its bytes."""
 
+    def known_checksum(self, block: int) -> int | None:
+        """``checksum`` where it was computed before."""
+
     def acquire(self, blocks: Sequence[int]) -> None: ...
 
     def release(self, blocks: Sequence[int]) -> None: ...
@@ -68,9 +71,10 @@ class DiskTier(Protocol):
         sources: Sequence[Buffer],
         *,
         parents: Sequence[BlockKey | None],
-        checksums: Sequence[int],
+        checksums: Sequence[int | None],
     ) -> list[bool]:
-        """Which of the blocks are held, durably, when this returns. Parents come before their children."""
+        """Which of the blocks are held, durably, when this returns. Parents come before their children, or
+        are being put. ``checksums``: None where one is not known."""
 
     async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Buffer]) -> list[bool]:
         """Which destinations were filled, verified. The others are unchanged, and are not written later."""

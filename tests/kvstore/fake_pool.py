@@ -74,6 +74,9 @@ class FakePool:
     def checksum(self, block: int) -> int:
         return xxh3_64_intdigest(np.ascontiguousarray(self._blocks[block]).data)
 
+    def known_checksum(self, block: int) -> int | None:
+        return None
+
     def acquire(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self._holds[block] = self._holds.get(block, 0) + 1

@@ -53,7 +53,7 @@ class MemoryDisk:
         sources: Sequence[memoryview],
         *,
         parents: Sequence[BlockKey | None],
-        checksums: Sequence[int],
+        checksums: Sequence[int | None],
     ) -> list[bool]:
         await asyncio.sleep(0)
         await self.may_write.wait()
@@ -64,7 +64,7 @@ class MemoryDisk:
                 fits = self._cache.add(key, parent) is not None
                 if fits:
                     self.bytes[key] = np.frombuffer(source, np.uint8).copy()
-                    self._checksums[key] = checksum
+                    self._checksums[key] = xxh3_64_intdigest(source) if checksum is None else checksum
             kept.append(fits)
         self._drop(self._evicted, "evicted")
         self._evicted = []

@@ -287,7 +287,7 @@ async def test_a_stalled_read_is_a_miss_and_lands_nowhere(
 
 async def test_a_stalled_write_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stall = Stall(monkeypatch, "write")
-    async with await open_tier(tmp_path, io_deadline_s=0.1) as tier:
+    async with await open_tier(tmp_path, io_deadline_s=0.5) as tier:
         await put_chain(tier, chain(10))
         stall.opened.clear()
         sources = [payload(key).copy() for key in chain(5, 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvstore.eviction import POLICIES
 from kvstore.keys import BlockKey
 from kvstore.layout import OpaqueLayout
 from kvstore.ssd import SsdTier
-from kvstore.ssd.segments import CALL_NBYTES
+from kvstore.ssd.segments import CALL_NBYTES, Segments
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import (
     LAYOUT,
@@ -214,3 +215,49 @@ async def test_blocks_larger_than_one_call_to_the_disk(tmp_path: Path) -> None:
     async with await SsdTier.open(tmp_path, layout, capacity_nbytes=32 << 20) as tier:
         assert await tier.get(keys, into) == [True, True, False]
     assert (into[2] == 7).all(), "a destination holds bytes that were not verified"
+
+
+async def test_two_puts_of_one_chain_at_once(tmp_path: Path) -> None:
+    async with await open_tier(tmp_path) as tier:
+        parts = [chain(40)[at : at + 8] for at in range(0, 40, 8)]
+        puts = [
+            put_chain(tier, part, before=chain(40)[8 * i - 1] if i else None) for i, part in enumerate(parts)
+        ]
+        assert await asyncio.gather(*puts) == [[True] * 8] * 5
+        assert await check_every_block(tier) == 40
+    async with await open_tier(tmp_path) as tier:
+        assert tier.keys() == chain(40)
+
+
+async def test_a_record_written_anew_outlives_an_older_put_that_was_to_delete_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block is evicted by a put that takes long, and put again, in its old slot, before that one ends."""
+    may_write = threading.Event()
+    answer = Segments.write
+
+    def wait_first(segments: Segments, slot: int, buffer: memoryview, at: int = 0) -> None:
+        if slot == held_up:
+            may_write.wait()
+        answer(segments, slot, buffer, at)
+
+    monkeypatch.setattr(Segments, "write", wait_first)
+    async with await open_tier(tmp_path, slots=64, threads=4) as tier:
+        again = chain(1, 0)
+        for number in range(60):
+            held_up = -1
+            assert await put_chain(tier, chain(1, number)) == [True]
+        slot = tier.slot_of(again[0])
+        held_up = 60  # of the spare slots the one that is free for longest
+        slow = asyncio.create_task(put_chain(tier, chain(1, 99)))
+        while again[0] in tier:  # noqa: ASYNC110 - a tier tells its state, not when it changes
+            await asyncio.sleep(0)
+        for number in range(100, 103):
+            assert await put_chain(tier, chain(1, number)) == [True]
+        assert await put_chain(tier, again) == [True]
+        assert tier.slot_of(again[0]) == slot
+        may_write.set()
+        assert await slow == [True]
+    async with await open_tier(tmp_path) as tier:
+        assert again[0] in tier
+        await check_every_block(tier)

@@ -1,0 +1,100 @@
+"""Blocks that go to disk in one durable write, and what they need before them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+
+from kvstore.host_tier import HostTier
+from kvstore.keys import BlockKey
+from kvstore.store import metrics
+from kvstore.store.tiers import Bytes, DiskTier, PoolTier
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A block, and where it is read from: ``slot`` of host memory, or the pool (None)."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    bytes: Bytes
+    checksum: int | None
+    slot: int | None
+
+
+class WriteBatch:
+    """With each block those before it that neither the disk has nor another batch brings. All of them stay
+    where they are from ``add`` until ``release``."""
+
+    def __init__(
+        self,
+        disk: DiskTier,
+        host: HostTier,
+        pool: PoolTier | None,
+        find: Callable[[BlockKey], Source | None],
+        coming: Container[BlockKey],
+    ) -> None:
+        """``coming``: blocks that other batches write."""
+        self.asked: list[BlockKey] = []
+        self._sources: dict[BlockKey, Source] = {}
+        self._disk = disk
+        self._host = host
+        self._pool = pool
+        self._find = find
+        self._coming = coming
+        self._pool_blocks: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        """The blocks to be written."""
+        return iter(self._sources)
+
+    def add(self, key: BlockKey) -> bool:
+        """False, and nothing is added: the block or one before it is nowhere."""
+        run: list[Source] = []
+        here: BlockKey | None = key
+        while here is not None and not (here in self._disk or here in self._sources or here in self._coming):
+            source = self._find(here)
+            if source is None:
+                return False
+            run.append(source)
+            here = source.parent
+        self.asked.append(key)
+        self._sources.update((source.key, source) for source in reversed(run))
+        self._host.pin(source.slot for source in run if source.slot is not None)
+        in_pool = next((source.key for source in run if source.slot is None), None)
+        if self._pool is not None and in_pool is not None:
+            lineage = self._pool.lineage(in_pool)
+            self._pool.acquire(lineage)
+            self._pool_blocks.append(lineage)
+        return True
+
+    async def write(self, at_once: int) -> None:
+        """``at_once``: blocks in one durable write, where a single run is longer than a batch."""
+        sources = list(self._sources.values())
+        for first in range(0, len(sources), at_once):
+            if not await self._put(sources[first : first + at_once]):
+                return
+
+    async def _put(self, sources: list[Source]) -> bool:
+        began_s = time.monotonic()
+        kept = await self._disk.put(
+            [source.key for source in sources],
+            [source.bytes.data for source in sources],
+            parents=[source.parent for source in sources],
+            checksums=[source.checksum for source in sources],
+        )
+        metrics.SECONDS.labels("ssd", "store").observe(time.monotonic() - began_s)
+        metrics.WRITTEN_BLOCKS.inc(sum(kept))
+        if not all(kept):
+            metrics.DROPPED_WRITES.labels("disk").inc(len(kept) - sum(kept))
+        return all(kept)
+
+    def release(self) -> None:
+        self._host.release(source.slot for source in self._sources.values() if source.slot is not None)
+        for lineage in self._pool_blocks:
+            assert self._pool is not None
+            self._pool.release(lineage)
