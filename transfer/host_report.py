@@ -10,7 +10,7 @@ from pathlib import Path
 from runtime.options import TransferOptions
 from transfer.host import boot_id, loopback_only
 from transfer.lifeline import readable_by_peers
-from transfer.topology import interfaces, rdma_devices
+from transfer.topology import interfaces, num_rdma_rails, rdma_devices
 from transfer.ucx.library import Ucx, load_ucx
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -57,15 +57,34 @@ def _other_hosts(options: TransferOptions, ucx: Ucx | None) -> str:
             if loopback_only(options.tcp.host):
                 reach += ", so reached from this host only (transfer.tcp.host)"
             tls = "with TLS" if options.tls.cert else "without TLS"
-            return (
-                f"tcp: {options.tcp.streams} connections to each peer, {tls}; {reach}{_no_ucx(options, ucx)}"
-            )
+            way = f"tcp: {options.tcp.streams} connections to each address of a peer, {tls}; {reach}"
+            return f"{way}; {_rails(options)}{_no_ucx(options, ucx)}"
         if name == "ucx" and ucx is not None:
+            after = ", then tcp" if "tcp" in options.transports else ""
             if ucx.rdma:
-                active = [device.name for device in rdma_devices() if device.active]
-                return f"ucx: RDMA by {', '.join(active) or 'no device that is active'}"
-            return f"ucx: its TCP, because {_no_rdma(ucx)}"
+                return f"ucx: RDMA by {_rdma_rails()}{after}"
+            return f"ucx: its TCP, because {_no_rdma(ucx)}{after}"
     return "none: transfer.transports has neither tcp nor a ucx that works here"
+
+
+def _rails(options: TransferOptions) -> str:
+    if options.tcp.rails:
+        return f"batches are spread over it and {', '.join(options.tcp.rails)}"
+    up = [interface.name for interface in interfaces() if interface.up]
+    if len(up) > 1:
+        return f"one address, though {', '.join(up)} are up (transfer.tcp.rails)"
+    return "one address"
+
+
+def _rdma_rails() -> str:
+    """UCX itself takes the nearest; ours is how many."""
+    active = [device for device in rdma_devices() if device.active]
+    if not active:
+        return "no device that is active"
+    nearest = active[: num_rdma_rails(active)]
+    names = ", ".join(device.name for device in nearest)
+    why = f"the nearest of {len(active)}" if len(nearest) < len(active) else "all that are active"
+    return f"{names} ({why})"
 
 
 def _no_ucx(options: TransferOptions, ucx: Ucx | None) -> str:
@@ -81,9 +100,10 @@ def _ucx(ucx: Ucx | None) -> str:
         return "no libucp (pip install moonpool[ucx], or the system's)"
     version = ".".join(map(str, ucx.version))
     transports = ", ".join(ucx.transports) or "its built-in ones"
-    return f"{version} at {ucx.path}; modules: {transports}; " + (
-        "RDMA is possible" if ucx.rdma else f"no RDMA, because {_no_rdma(ucx)}"
-    )
+    origin = "the wheel's" if ucx.from_wheel else "the system's"
+    verbs = "with verbs" if "ib" in ucx.transports else "without verbs"
+    rdma = "RDMA is possible" if ucx.rdma else f"no RDMA, because {_no_rdma(ucx)}"
+    return f"{version}, {origin}, {verbs}, at {ucx.path}; modules: {transports}; {rdma}"
 
 
 def _no_rdma(ucx: Ucx) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from runtime.options import TcpOptions, TransferOptions
 from transfer import host_report as report_module
 from transfer.host_report import host_report
-from transfer.topology import Interface, RdmaDevice, interfaces, rdma_devices
-from transfer.ucx.library import load_ucx
+from transfer.topology import Interface, RdmaDevice, interfaces, num_rdma_rails, rdma_devices
+from transfer.ucx.library import Ucx, load_ucx
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -40,6 +41,8 @@ def test_ucx_is_named_with_its_version_and_what_it_lacks() -> None:
     assert ucx.path in report["UCX"]
     assert ".".join(map(str, ucx.version)) in report["UCX"]
     assert report["other hosts"].startswith("ucx")
+    # The tests install the wheel; a system's libucp is taken only for its verbs.
+    assert ("the wheel's, without verbs" in report["UCX"]) == ("libucx" in ucx.path)
 
 
 def test_devices_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +53,18 @@ def test_devices_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Mo
             "mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)",
             "mlx5_0/device/numa_node": "1",
             "mlx5_1/ports/1/state": "1: DOWN",
+            "mlx5_2/ports/1/state": "4: ACTIVE",
+            "mlx5_2/device/numa_node": "0",
+        },
+    )
+    nodes = write(
+        tmp_path / "node",
+        {
+            "node0/cpulist": "0-511",
+            "node0/distance": "10 21",
+            "node1/cpulist": "512-600,700",
+            "node1/distance": "21 10",
+            "power/runtime": "",
         },
     )
     net = write(
@@ -63,13 +78,27 @@ def test_devices_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Mo
             "eth1/speed": "-1",
         },
     )
-    found = rdma_devices(rdma)
+    found = rdma_devices(rdma, nodes)
     assert found == [
-        RdmaDevice("mlx5_0", True, "400 Gb/sec (4X NDR)", 1),
-        RdmaDevice("mlx5_1", False, "", -1),
+        RdmaDevice("mlx5_1", False, "", -1, 0),
+        RdmaDevice("mlx5_2", True, "", 0, 10),
+        RdmaDevice("mlx5_0", True, "400 Gb/sec (4X NDR)", 1, 21),
     ]
-    assert interfaces(net) == [Interface("eth0", True, 25000, 0), Interface("eth1", False, 0, -1)]
+    assert num_rdma_rails(found) == 1
+    assert num_rdma_rails([*found, RdmaDevice("mlx5_3", True, "", 0, 10)]) == 2
+    assert num_rdma_rails(found[:1]) == num_rdma_rails([]) == 0
+    ethernet = [Interface("eth0", True, 25000, 0, 10), Interface("eth1", False, 0, -1, 0)]
+    assert interfaces(net, nodes) == ethernet
     monkeypatch.setattr(report_module, "rdma_devices", lambda: found)
     assert "lacks ucx" in host_report(TransferOptions())["other hosts"]
-    assert "NUMA node 1" in host_report(TransferOptions())["RDMA"]
+    assert "NUMA node 1 at distance 21" in host_report(TransferOptions())["RDMA"]
+    ucx = Ucx(None, None, (1, 20, 0), "/usr/lib/libucp.so.0", True, ("cma", "ib"), from_wheel=False)  # type: ignore[arg-type]
+    monkeypatch.setattr(report_module, "load_ucx", lambda: ucx)
+    report = host_report(TransferOptions(transports=("ucx", "tcp")))
+    assert report["other hosts"] == "ucx: RDMA by mlx5_2 (the nearest of 2), then tcp"
+    assert report["UCX"].startswith("1.20.0, the system's, with verbs, at /usr/lib/libucp.so.0")
+    monkeypatch.setattr(report_module, "interfaces", lambda: [ethernet[0], replace(ethernet[1], up=True)])
+    assert "eth0, eth1 are up" in host_report(TransferOptions())["other hosts"]
+    railed = TransferOptions(tcp=TcpOptions(host="10.0.0.1", rails=("10.1.0.1",)))
+    assert "spread over it and 10.1.0.1" in host_report(railed)["other hosts"]
     assert rdma_devices(tmp_path / "none") == []

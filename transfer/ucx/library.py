@@ -38,6 +38,8 @@ class Ucx:
     """It was built with verbs, and this host has a device for them."""
     transports: tuple[str, ...]
     """The modules beside it, such as cma, ib, rdmacm, cuda; TCP and posix are built in."""
+    from_wheel: bool
+    """It came with the package libucx, not with the system."""
 
 
 class Params(ctypes.Structure):
@@ -162,7 +164,15 @@ def load_ucx() -> Ucx | None:
         call.ucp_get_version(*(ctypes.byref(part) for part in version))
         major, minor, release = (part.value for part in version)
         if (major, minor) >= _OLDEST and major == _OLDEST[0]:
-            return Ucx(call, quick, (major, minor, release), str(path), _has_rdma(path), _modules(path))
+            return Ucx(
+                call,
+                quick,
+                (major, minor, release),
+                str(path),
+                _has_rdma(path),
+                _modules(path),
+                from_wheel=path.parent.parent.name == "libucx",
+            )
     return None
 
 

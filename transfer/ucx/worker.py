@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from transfer.errors import TransferError
+from transfer.topology import num_rdma_rails, rdma_devices
 from transfer.ucx import library as lib
 from transfer.ucx.library import Ucx
 
@@ -92,7 +93,9 @@ class UcxWorker:
         config, context = ctypes.c_void_p(), ctypes.c_void_p()
         self._check("ucp_config_read", call.ucp_config_read(None, None, ctypes.byref(config)))
         try:
-            for name, value in _CONFIG.items():
+            # By default an operation goes by one device, however many there are.
+            rails = {"MAX_RMA_RAILS": str(max(1, num_rdma_rails(rdma_devices())))}
+            for name, value in (_CONFIG | rails).items():
                 if f"UCX_{name}" not in os.environ:
                     call.ucp_config_modify(config, name.encode(), value.encode())
             params = lib.Params(
