@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from runtime.options import TransferOptions
+from transfer.cuda.library import CudaUnavailable, load_cuda
 from transfer.host import boot_id, loopback_only
 from transfer.lifeline import readable_by_peers
 from transfer.topology import interfaces, num_rdma_rails, rdma_devices
@@ -24,6 +25,7 @@ def host_report(options: TransferOptions) -> dict[str, str]:
         "same process": _same_process(options),
         "same host": _same_host(options),
         "other hosts": _other_hosts(options, ucx),
+        "CUDA": _cuda(options),
         "UCX": _ucx(ucx),
         "RDMA": ", ".join(map(str, rdma_devices())) or "no device",
         "interfaces": ", ".join(map(str, interfaces())) or "none but the loopback",
@@ -47,6 +49,22 @@ def _same_host(options: TransferOptions) -> str:
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "0"
     reason = f"kernel.yama.ptrace_scope is {scope}" if scope not in ("0", "1") else "the sandbox forbids it"
     return f"shm: reads from shared memory, mapped (process_vm_readv is not allowed: {reason})"
+
+
+def _cuda(options: TransferOptions) -> str:
+    """How memory of a device goes, to devices of other processes here and to everybody else."""
+    try:
+        cuda = load_cuda()
+    except CudaUnavailable as error:
+        return f"not in use: {error}"
+    version = ".".join(map(str, cuda.version))
+    found = f"{cuda.num_devices} devices by {version} at {cuda.path}; device memory goes"
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "cuda-ipc" not in options.transports:
+        return f"{found} through locked host memory: transfer.transports lacks cuda-ipc"
+    if "expandable_segments:True" in allocator:
+        return f"{found} through locked host memory: CUDA IPC has no handle for torch's expandable segments"
+    return f"{found} by cuda-ipc to devices of this host's processes, else through locked host memory"
 
 
 def _other_hosts(options: TransferOptions, ucx: Ucx | None) -> str:

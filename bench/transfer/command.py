@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -13,15 +14,24 @@ from bench.transfer.peers.contestant import PEERS
 from bench.transfer.session import Settings, measure
 from bench.transfer.shape import POOL_NBYTES, Shape, all_shapes, default_shapes, size_name, size_of
 from runtime.options import TcpOptions
+from transfer.cuda.library import CudaUnavailable, load_cuda
 from transfer.ucx.library import load_ucx
 
 _PATH = click.Path(path_type=Path)
 _PACKAGES = ("numpy", "xxhash", "uvloop", "libucx-cu12")
 TRANSPORTS = ("local", "shm", "tcp", "ucx", "ucx-tcp")
+ON_DEVICE = ("cuda-ipc", "cuda-shm", "cuda-tcp")
 
 
 @click.command()
-@click.option("--transport", "transports", multiple=True, type=click.Choice(TRANSPORTS))
+@click.option("--transport", "transports", multiple=True, type=click.Choice((*TRANSPORTS, *ON_DEVICE)))
+@click.option(
+    "--memory",
+    type=click.Choice(("host", "cuda")),
+    default="host",
+    show_default=True,
+    help="Without --transport: all of this kind. cuda: needs a GPU.",
+)
 @click.option(
     "--block", "blocks", multiple=True, metavar="SIZE", help="Block size such as 64KiB; repeatable."
 )
@@ -59,6 +69,7 @@ TRANSPORTS = ("local", "shm", "tcp", "ucx", "ucx-tcp")
 @click.option("--plot", "plot_path", type=_PATH, metavar="FILE", help="Draw GB/s against block size (PNG).")
 def transfer(
     transports: tuple[str, ...],
+    memory: str,
     blocks: tuple[str, ...],
     batches: tuple[int, ...],
     directions: tuple[str, ...],
@@ -94,7 +105,7 @@ def transfer(
         for way in directions or ("read", "write")
     ]
     settings = Settings(
-        transports=transports or [name for name in TRANSPORTS if not name.startswith("ucx") or load_ucx()],
+        transports=transports or _all_transports(memory),
         shapes=shapes
         or [
             s
@@ -110,6 +121,11 @@ def transfer(
     )
     if any(name.startswith("ucx") for name in settings.transports) and load_ucx() is None:
         raise click.UsageError("there is no libucp: pip install moonpool[ucx]")
+    if any(name in ON_DEVICE for name in settings.transports):
+        try:
+            load_cuda()
+        except CudaUnavailable as error:
+            raise click.UsageError(str(error)) from error
     for shape in settings.shapes:
         if shape.nbytes > pool_nbytes:
             raise click.BadParameter(f"{shape.name} is more than the pool of {pool_name} holds; see --pool")
@@ -122,6 +138,12 @@ def transfer(
         from bench.transfer.plot import draw
 
         draw(finished, plot_path)
+
+
+def _all_transports(memory: str) -> Sequence[str]:
+    if memory == "cuda":
+        return ON_DEVICE
+    return [name for name in TRANSPORTS if not name.startswith("ucx") or load_ucx()]
 
 
 if __name__ == "__main__":

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bench.transfer.shape import Shape
 from transfer.cuda.library import Cuda
 from transfer.memory import address_of
 
 Bytes = npt.NDArray[np.uint8]
+_STEP_NBYTES = 64 << 20
 
 
 class DeviceBuffer:
-    """``nbytes`` of ``device``, uninitialized. ``free`` it, or use it in a ``with``."""
+    """``nbytes`` of ``device``, zeroed. ``free`` it, or use it in a ``with``."""
 
     def __init__(self, cuda: Cuda, nbytes: int, device: int = 0) -> None:
         """Raises CudaError."""
@@ -25,6 +28,9 @@ class DeviceBuffer:
         with cuda.on(device):
             self.address = cuda.allocate(nbytes)
             self._stream = cuda.new_stream()
+        zeros = np.zeros(min(nbytes, _STEP_NBYTES), np.uint8)
+        for at in range(0, nbytes, _STEP_NBYTES):
+            self.write(at, zeros[: nbytes - at])
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -58,3 +64,23 @@ class DeviceBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.free()
+
+
+class DeviceCopy:
+    """The limit of a copy to or from ``pool``: the device's own, of the same blocks in the same pattern."""
+
+    def __init__(self, cuda: Cuda, shape: Shape, pool: DeviceBuffer, other: int) -> None:
+        """other: the address of as many bytes, of the device or of locked host memory."""
+        self._cuda = cuda
+        here = shape.offsets(pool.nbytes, 0) + np.uint64(pool.address)
+        there = shape.offsets(pool.nbytes, 1) + np.uint64(other)
+        self._to, self._source = (here, there) if shape.direction == "read" else (there, here)
+        self._sizes = np.full(len(here), shape.block_nbytes, np.uint64)
+        self._stream = cuda.new_stream()
+
+    def move(self) -> float:
+        """Seconds for one pass over all blocks."""
+        started = time.perf_counter()
+        self._cuda.copy(self._to, self._source, self._sizes, self._stream)
+        self._cuda.wait_for_stream(self._stream)
+        return time.perf_counter() - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import statistics
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import Row
+from bench.transfer.device_memory import DeviceBuffer, DeviceCopy
 from bench.transfer.goals import IDLE_PERCENT, NOTE_P50_US
 from bench.transfer.memory_limit import MemoryCopy
 from bench.transfer.ours import CpuClock, Ours
@@ -24,7 +26,8 @@ from bench.transfer.raw_stream import RawStream, tuned
 from bench.transfer.samples import rows_of, take_turns
 from bench.transfer.shape import Shape
 from runtime.options import TcpOptions, TransferOptions
-from transfer import AgentDescriptor, Peer, TransferAgent
+from transfer import AgentDescriptor, Peer, Region, TransferAgent
+from transfer.cuda.library import load_cuda
 
 ROOT = Path(__file__).parents[2]
 _NOTES = 400
@@ -55,14 +58,17 @@ async def measure(settings: Settings, say: Callable[[str], None]) -> list[Row]:
 class _Pair:
     """Two processes, this and a target, connected over one transport.
 
-    ucx takes the transport it finds best, shared memory here; ucx-tcp is made to take TCP.
+    ucx takes the transport it finds best, shared memory here; ucx-tcp is made to take TCP. cuda-ipc: both
+    have a pool in the memory of a GPU; cuda-shm, cuda-tcp: this has one there, the target in the host's.
     """
 
     def __init__(self, settings: Settings, transport: str, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._transport = transport
-        self._path = transport.partition("-")[0]
-        self._over_tcp = transport.endswith("tcp")
+        self._on_device = transport.startswith("cuda-")
+        path = transport.removeprefix("cuda-") if transport != "cuda-ipc" else transport
+        self._path = path if path == "cuda-ipc" else path.partition("-")[0]
+        self._over_tcp = transport.endswith("tcp") and not self._on_device
         self._say = say
 
     async def run(self) -> list[Row]:
@@ -71,6 +77,8 @@ class _Pair:
         if self._path == "ucx":
             os.environ["UCX_TLS"] = "tcp,self" if self._over_tcp else "all"
         async with (
+            # Device memory goes after the agents.
+            AsyncExitStack() as owned,
             await TransferAgent.start(options, agent_id="bench", epoch=1) as agent,
             await TransferAgent.start(
                 replace(options, checksum=False), agent_id="trusting bench", epoch=1
@@ -85,31 +93,40 @@ class _Pair:
                 cwd=ROOT,
             )
             try:
-                return await self._with_target(agent, trusting, target)
+                return await self._with_target(agent, trusting, target, owned)
             finally:
                 if target.returncode is None:
                     target.kill()
                 await target.wait()
 
     async def _with_target(
-        self, agent: TransferAgent, trusting: TransferAgent, target: asyncio.subprocess.Process
+        self,
+        agent: TransferAgent,
+        trusting: TransferAgent,
+        target: asyncio.subprocess.Process,
+        owned: AsyncExitStack,
     ) -> list[Row]:
         settings = self._settings
         assert target.stdin is not None
         assert target.stdout is not None
         facts = json.loads(await target.stdout.readline())
         target.stdin.write(agent.describe().pack() + b"\n")
-        pool = agent.allocate(settings.pool_nbytes, "pool")
+        device: DeviceBuffer | None = None
+        if self._on_device:
+            device = owned.enter_context(DeviceBuffer(load_cuda(), settings.pool_nbytes))
+            pool = agent.register(device)
+        else:
+            pool = agent.allocate(settings.pool_nbytes, "pool")
         remote, descriptor = facts["region"], AgentDescriptor.unpack(facts["descriptor"].encode())
         if self._transport == "local":
             remote, descriptor = agent.allocate(pool.nbytes, "other pool").id, agent.describe()
         cpu = CpuClock(target.pid)
         verified = Ours(await agent.connect(descriptor), pool, remote, True, cpu)
-        trusted = Ours(await trusting.connect(descriptor), trusting.register(pool.array), remote, False, cpu)
+        same = trusting.register(pool.array if device is None else device)
+        trusted = Ours(await trusting.connect(descriptor), same, remote, False, cpu)
         ours = [one for one in (trusted, verified) if one.checksums in settings.checksums]
         raw = tuned(facts["raw_port"], pool.buffer) if self._over_tcp else None
-        # Written to, so that it is memory.
-        source = np.full(pool.nbytes if raw is None else 1, 0, np.uint8)
+        limit_of, limit_name = self._limit(agent, pool, device, raw, owned)
         rows: list[Row] = []
         async with AsyncExitStack() as stack:
             peers = []
@@ -118,10 +135,8 @@ class _Pair:
                 peers = await stack.enter_async_context(running)
             for shape in settings.shapes:
                 self._say(f"{self._transport}/{shape.name}")
-                limit = MemoryCopy(shape, pool.array, source).move if raw is None else _raw_move(raw, shape)
-                limit_name = "memcpy" if raw is None else "raw sockets"
                 of_limit, of_each = await take_turns(
-                    shape, limit, limit_name, [*ours, *peers], settings.rounds
+                    shape, limit_of(shape), limit_name, [*ours, *peers], settings.rounds
                 )
                 for one, samples in zip(ours, of_each, strict=False):
                     of_peers = of_each[len(ours) :]
@@ -132,6 +147,27 @@ class _Pair:
             rows += await self._notes(agent, verified.peer)
             rows += await self._idle(cpu)
         return rows
+
+    def _limit(
+        self,
+        agent: TransferAgent,
+        pool: Region,
+        device: DeviceBuffer | None,
+        raw: RawStream | None,
+        owned: AsyncExitStack,
+    ) -> tuple[Callable[[Shape], Callable[[], float]], str]:
+        """What moves the same blocks by the shortest way, and its name."""
+        if raw is not None:
+            return functools.partial(_raw_move, raw), "raw sockets"
+        if device is None:
+            # Written to, so that it is memory.
+            source = np.full(pool.nbytes, 0, np.uint8)
+            return lambda shape: MemoryCopy(shape, pool.array, source).move, "memcpy"
+        if self._path == "cuda-ipc":
+            other = owned.enter_context(DeviceBuffer(load_cuda(), pool.nbytes)).address
+        else:
+            other = agent.allocate(pool.nbytes, "locked").address
+        return lambda shape: DeviceCopy(load_cuda(), shape, device, other).move, "cudaMemcpy"
 
     async def _notes(self, agent: TransferAgent, peer: Peer) -> list[Row]:
         """Half of a round trip of 64 bytes, from one event loop to the other."""

@@ -15,9 +15,11 @@ from contextlib import suppress
 
 import uvloop
 
+from bench.transfer.device_memory import DeviceBuffer
 from bench.transfer.raw_stream import serve_raw
 from runtime.options import TcpOptions, TransferOptions
 from transfer import AgentDescriptor, TransferAgent
+from transfer.cuda.library import load_cuda
 
 
 async def main(transport: str, pool_nbytes: int, streams: int, slice_nbytes: int, busy: bool) -> None:
@@ -25,9 +27,13 @@ async def main(transport: str, pool_nbytes: int, streams: int, slice_nbytes: int
     tcp = TcpOptions(streams=streams, slice_nbytes=slice_nbytes)
     options = TransferOptions(transports=(transport,), tcp=tcp)
     async with await TransferAgent.start(options, agent_id="target", epoch=1) as agent:
-        pool = agent.allocate(pool_nbytes, "pool")
+        if transport == "cuda-ipc":
+            pool = agent.register(DeviceBuffer(load_cuda(), pool_nbytes))
+        else:
+            pool = agent.allocate(pool_nbytes, "pool")
         listening = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=serve_raw, args=(listening, pool.buffer), daemon=True).start()
+        memory = pool.buffer if pool.device is None else memoryview(bytearray(1))
+        threading.Thread(target=serve_raw, args=(listening, memory), daemon=True).start()
         if busy:
             sys.setswitchinterval(0.0005)
             threading.Thread(target=_compute, daemon=True).start()

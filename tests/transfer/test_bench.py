@@ -15,6 +15,8 @@ from bench.peer_home import PeerAbsent, PeerFailed, peers_dir
 from bench.transfer import samples, session, shape
 from bench.transfer.command import transfer
 from bench.transfer.peers.perftest import bandwidth_of
+from tests.transfer.device import use_stand_in
+from transfer.cuda.library import load_cuda
 
 METRICS = ("bandwidth", "latency", "spans", "processor time")
 
@@ -55,6 +57,34 @@ def test_a_run_writes_its_figures(transport: str, tmp_path: Path, monkeypatch: p
             units = {rows[f"{transport}/64KiB/8/{way}/checksum-{checksum}", m]["unit"] for m in METRICS}
             assert units == {"GB/s", "µs", "spans/s", "s/GB"}
     assert (f"{transport}/note/64B" in {case for case, _ in rows}) == (transport != "local")
+
+
+@pytest.mark.parametrize("transport", ["cuda-ipc", "cuda-shm"])
+def test_device_memory_is_measured_beside_copies_of_the_device(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_moment(monkeypatch)
+    use_stand_in(monkeypatch)
+    path = tmp_path / "report.json"
+    arguments = ["--transport", transport, "--block", "64KiB", "--batch", "8", "--rounds", "2"]
+    more = ["--pool", "4MiB", "--json", str(path)]
+    result = CliRunner().invoke(transfer, [*arguments, *more], catch_exceptions=False)
+    assert result.exit_code == 0
+    content = json.loads(path.read_text())
+    report.validate(content)
+    rows = {(row["case"], row["metric"]): row for row in content["rows"]}
+    for case in ("read/checksum-on", "read/checksum-off", "write/checksum-off"):
+        row = rows[f"{transport}/64KiB/8/{case}", "bandwidth"]
+        assert row["value"] > 0
+        assert row["peer"] == "cudaMemcpy"
+
+
+def test_without_a_device_its_memory_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_CUDART", "/nowhere/libcudart.so.13")
+    load_cuda.cache_clear()
+    result = CliRunner().invoke(transfer, ["--memory", "cuda"])
+    assert result.exit_code == 2
+    assert "/nowhere/libcudart.so.13" in result.output
 
 
 def test_sizes_have_names() -> None:

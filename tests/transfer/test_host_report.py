@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from runtime.options import TcpOptions, TransferOptions
+from tests.transfer.device import use_stand_in
 from transfer import host_report as report_module
+from transfer.cuda.library import load_cuda
 from transfer.host_report import host_report
 from transfer.topology import Interface, RdmaDevice, interfaces, num_rdma_rails, rdma_devices
 from transfer.ucx.library import Ucx, load_ucx
@@ -31,6 +33,19 @@ def test_every_kind_of_peer_has_a_way_and_a_reason() -> None:
     assert "this host only" not in host_report(open_host)["other hosts"]
     assert "lacks shm" in host_report(open_host)["same host"]
     assert host_report(TransferOptions(transports=("shm",)))["other hosts"].startswith("none")
+
+
+def test_how_device_memory_goes_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_stand_in(monkeypatch)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert "by cuda-ipc" in host_report(TransferOptions())["CUDA"]
+    assert "lacks cuda-ipc" in host_report(TransferOptions(transports=("shm", "tcp")))["CUDA"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native,expandable_segments:True")
+    assert "expandable segments" in host_report(TransferOptions())["CUDA"]
+    monkeypatch.setenv("MOONPOOL_CUDART", "/nowhere/libcudart.so.13")
+    load_cuda.cache_clear()
+    assert "/nowhere/libcudart.so.13" in host_report(TransferOptions())["CUDA"]
 
 
 @pytest.mark.skipif(load_ucx() is None, reason="there is no libucp: pip install moonpool[ucx]")
