@@ -7,14 +7,13 @@ import time
 from collections.abc import AsyncIterable
 
 from engine.engine import Engine
-from engine.kv_exchange import KvExchange
+from engine.kv_exchange import KvExchange, KvSource
 from engine.node_store import USE_DELAY_S, NodeStore
 from engine.sequence import Sequence
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
 from runtime.errors import MoonpoolError
-from transfer import Peer
 
 
 class HandoverBroken(MoonpoolError):
@@ -85,7 +84,7 @@ async def _read_chunks(
     received: node_pb2.KvReceived,
     deadline_s: float,
 ) -> node_pb2.TokenOut:
-    peer: Peer | None = None
+    peer: KvSource | None = None
     reads: list[tuple[float, node_pb2.Stretch]] = []  # when each began
     num_local = received.num_local_blocks
     async for chunk in chunks:

@@ -59,6 +59,17 @@ class BlockMemory:
                 self._checksums[block] = value
         return [found[block] if block in found else self._checksums[block] for block in block_ids]
 
+    async def hash(self, block_ids: Sequence[int]) -> list[int]:
+        """xxh3-64 of the bytes as they are now, computed on a thread and not remembered. Cancelled, it first
+        lets that end."""
+        loop = asyncio.get_running_loop()
+        hashing = loop.run_in_executor(self._thread, self.bytes.checksums, list(block_ids))
+        try:
+            return await asyncio.shield(hashing)
+        except asyncio.CancelledError:
+            await asyncio.wait((hashing,))
+            raise
+
     async def copy_in(
         self, sources: Sequence[Bytes], block_ids: Sequence[int], checksums: Sequence[int]
     ) -> int | None:

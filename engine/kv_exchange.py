@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from engine.block_memory import BlockMemory
+from engine.parallel.sharded_reader import ShardedReader
 from kvstore.keys import BlockKey
 from kvstore.remote_lease import RemoteLeases
 from protos import node_pb2
 from runtime import tracing
 from runtime.errors import MoonpoolError
-from transfer import AgentDescriptor, Peer, Span, TransferAgent, TransferReport
+from transfer import AgentDescriptor, ChecksumMismatch, Peer, Span, TransferAgent, TransferReport
 
 
 class PeerIncompatible(MoonpoolError):
@@ -28,6 +29,14 @@ class PeerIncompatible(MoonpoolError):
             "all nodes need the same model, dtype and engine.block_size"
         )
         self.node_id = node_id
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """A node whose blocks are read. ``peer``: its agent, where its blocks and ours are whole."""
+
+    address: node_pb2.KvAddress
+    peer: Peer | None
 
 
 @dataclass(slots=True)
@@ -44,7 +53,18 @@ class Fetched:
 class KvExchange:
     """Reads blocks from peers into the pool. One for each node, on its event loop."""
 
-    def __init__(self, memory: BlockMemory, agent: TransferAgent, *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        memory: BlockMemory,
+        agent: TransferAgent,
+        *,
+        deadline_s: float,
+        reader: ShardedReader,
+        in_parts: bool,
+    ) -> None:
+        """``reader``: for blocks that lie in parts, here (``in_parts``) or there."""
+        self._reader = reader
+        self._in_parts = in_parts
         self._memory = memory
         self._agent = agent
         self._deadline_s = deadline_s
@@ -58,7 +78,7 @@ class KvExchange:
         """The one channel to a peer's gRPC server; it reconnects by itself."""
         return self._leases.channel(address)
 
-    async def connect(self, source: node_pb2.KvAddress) -> Peer:
+    async def connect(self, source: node_pb2.KvAddress) -> KvSource:
         """The peer whose memory ``source`` describes.
 
         Raises:
@@ -66,14 +86,15 @@ class KvExchange:
             TransferError: it cannot be reached.
         """
         if source.layout_fingerprint != self._memory.layout.fingerprint:
-            raise PeerIncompatible(
-                source.node_id, source.layout_fingerprint.hex(), self._memory.layout.fingerprint.hex()
-            )
-        return await self._agent.connect(AgentDescriptor.unpack(source.agent))
+            theirs = source.layout or source.layout_fingerprint.hex()
+            raise PeerIncompatible(source.node_id, theirs, str(self._memory.layout))
+        if self._in_parts or source.ranks:
+            return KvSource(source, None)
+        return KvSource(source, await self._agent.connect(AgentDescriptor.unpack(source.agent)))
 
     async def read(
         self,
-        peer: Peer,
+        source: KvSource,
         blocks: node_pb2.BlockSpans,
         first: int,
         block_ids: Sequence[int],
@@ -85,17 +106,28 @@ class KvExchange:
         After an error or a cancellation the bytes of ``block_ids`` are undefined; they must not be sealed.
         """
         nbytes, end = self._memory.layout.block_nbytes, first + len(block_ids)
-        remote = [
-            Span(region, offset, nbytes)
-            for region, offset in zip(blocks.region[first:end], blocks.offset[first:end], strict=True)
-        ]
-        local = [self._memory.span(block) for block in block_ids]
+        regions, offsets = blocks.region[first:end], blocks.offset[first:end]
         checksums = list(blocks.checksum[first:end]) or None
         with tracing.span("read blocks", num_blocks=len(block_ids), nbytes=nbytes * len(block_ids)) as span:
             await self._memory.pool.ready()
-            report = await peer.read(local, remote, deadline_s=deadline_s, checksums=checksums)
+            if source.peer is None:
+                report = await self._reader.read(
+                    source.address, regions, offsets, block_ids, deadline_s=deadline_s
+                )
+                await self._verify(block_ids, checksums or ())
+            else:
+                remote = [Span(*place, nbytes) for place in zip(regions, offsets, strict=True)]
+                local = [self._memory.span(block) for block in block_ids]
+                report = await source.peer.read(local, remote, deadline_s=deadline_s, checksums=checksums)
             span.set_attribute("transport", report.transport)
             return report
+
+    async def _verify(self, block_ids: Sequence[int], checksums: Sequence[int]) -> None:
+        """What came in parts is known as a whole only now. Raises ChecksumMismatch."""
+        found = await self._memory.hash(block_ids[: len(checksums)])
+        for i, (expected, value) in enumerate(zip(checksums, found, strict=True)):
+            if value != expected:
+                raise ChecksumMismatch(i, expected, value)
 
     async def fetch(self, source: node_pb2.KvAddress, chain: Sequence[BlockKey]) -> Fetched:
         """Read what this node lacks of ``chain`` from ``source`` and seal it here.

@@ -12,11 +12,8 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from engine.block_bytes import DeviceBytes, HostBytes
-from engine.block_memory import BlockMemory
-from engine.dtype import choose_device
-from engine.engine import Engine
 from engine.kv_exchange import KvExchange
+from engine.node_memory import NodeMemory
 from engine.node_metrics import observe_engine
 from engine.node_store import NodeStore
 from engine.sampling import Sampling
@@ -34,7 +31,7 @@ from kvstore.tenant_quota import TenantQuotas
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
-from runtime.errors import ConfigError, MoonpoolError
+from runtime.errors import MoonpoolError
 from runtime.metrics import serve_metrics
 from runtime.options import Config
 from runtime.service import ServiceContext
@@ -127,14 +124,17 @@ class EngineNode(node_pb2_grpc.NodeServicer):
 
     async def _start(self, agent: TransferAgent) -> None:
         config, self.agent = self.config, agent
-        if config.engine.parallel.tp * config.engine.parallel.pp > 1:
-            raise ConfigError(
-                "engine.parallel: a node's blocks lie in one process as yet", "engine.parallel.tp"
-            )
-        await self._start_engine()
-        engine = self.engine
+        memory = await NodeMemory.open(config, agent, _LoadProgress(self.node_id))
+        self.engine = engine = memory.engine
+        self.memory = memory.blocks
         self.quotas = TenantQuotas(engine.layout.block_nbytes)
-        self.exchange = KvExchange(self.memory, agent, deadline_s=config.transfer.deadline_s)
+        self.exchange = KvExchange(
+            self.memory,
+            agent,
+            deadline_s=config.transfer.deadline_s,
+            reader=memory.reader,
+            in_parts=bool(memory.ranks),
+        )
         folder = config.node.id or self.role
         self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._moved)
         self._server, port = await rpc.serve(
@@ -150,6 +150,8 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             agent=agent.describe().pack(),
             layout_fingerprint=engine.layout.fingerprint,
             block_nbytes=engine.layout.block_nbytes,
+            layout=str(engine.layout),
+            ranks=memory.ranks,
         )
         self._packed_kv_address = self.kv_address.SerializeToString()
         self.metrics_url = (
@@ -164,28 +166,6 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self.state = "ready"
         await self.publisher.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
-
-    async def _start_engine(self) -> None:
-        """The engine, and its pool as memory that peers read: ours on a CPU, on a GPU the engine's own, as
-        large as what is left there."""
-        config, progress = self.config, _LoadProgress(self.node_id)
-        device = choose_device(config.model.device)
-        if device.memory() is None:
-            region = self.agent.allocate(config.engine.host_pool_nbytes, "pool")
-            self.engine = engine = Engine(
-                config.model.directory, config.engine, config.model, device=device, pool_memory=region.array
-            )
-            await engine.start(progress)
-            num_blocks, nbytes = engine.pool.num_blocks, engine.layout.block_nbytes
-            blocks = region.array[: num_blocks * nbytes].reshape(num_blocks, nbytes)
-            self.memory = BlockMemory(engine.pool, region, engine.layout, HostBytes(blocks))
-        else:
-            self.engine = engine = Engine(config.model.directory, config.engine, config.model, device=device)
-            await engine.start(progress)
-            region = self.agent.register(engine.pool_tensor, name="pool")
-            self.memory = BlockMemory(
-                engine.pool, region, engine.layout, DeviceBytes(engine.pool_tensor, device)
-            )
 
     async def _start_events(self) -> None:
         if not self.config.events.zmq_endpoint:

@@ -58,6 +58,12 @@ class KVLayout:
     def block_nbytes(self) -> int:
         return prod(self.shape) * DTYPE_NBYTES[self.dtype]
 
+    def __str__(self) -> str:
+        return (
+            f"{self.num_layers} layers × {self.num_kv_heads} KV heads × {self.head_dim}, "
+            f"{self.block_size} tokens a block, {self.dtype}"
+        )
+
     @property
     def fingerprint(self) -> bytes:
         """16 bytes; two nodes can exchange blocks only when theirs are equal."""

@@ -282,6 +282,8 @@ class KvAddress(_message.Message):
     AGENT_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_NBYTES_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.int
     rpc_address: _builtins.str
@@ -291,6 +293,14 @@ class KvAddress(_message.Message):
     layout_fingerprint: _builtins.bytes
     """kvstore.KVLayout.fingerprint; different ones cannot exchange blocks"""
     block_nbytes: _builtins.int
+    layout: _builtins.str
+    """the same in words"""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankMemory]:
+        """Where the pool's blocks lie in parts: block i of the pool, named as if it were whole, is block i of each of
+        these. Empty: whole, with `agent`, as are blocks that are not in the pool.
+        """
+
     def __init__(
         self,
         *,
@@ -300,14 +310,53 @@ class KvAddress(_message.Message):
         agent: _builtins.bytes = ...,
         layout_fingerprint: _builtins.bytes = ...,
         block_nbytes: _builtins.int = ...,
+        layout: _builtins.str = ...,
+        ranks: _abc.Iterable[Global___RankMemory] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "block_nbytes", b"block_nbytes", "epoch", b"epoch", "layout_fingerprint", b"layout_fingerprint", "node_id", b"node_id", "rpc_address", b"rpc_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "block_nbytes", b"block_nbytes", "epoch", b"epoch", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "node_id", b"node_id", "ranks", b"ranks", "rpc_address", b"rpc_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvAddress: _TypeAlias = KvAddress  # noqa: Y015
+
+@_typing.final
+class RankMemory(_message.Message):
+    """The part of every pool block that one rank of a node holds, from the begin of `region` on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    FIRST_HEAD_FIELD_NUMBER: _builtins.int
+    NUM_HEADS_FIELD_NUMBER: _builtins.int
+    agent: _builtins.bytes
+    region: _builtins.int
+    first_layer: _builtins.int
+    num_layers: _builtins.int
+    first_head: _builtins.int
+    """KV heads"""
+    num_heads: _builtins.int
+    def __init__(
+        self,
+        *,
+        agent: _builtins.bytes = ...,
+        region: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        num_layers: _builtins.int = ...,
+        first_head: _builtins.int = ...,
+        num_heads: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "first_head", b"first_head", "first_layer", b"first_layer", "num_heads", b"num_heads", "num_layers", b"num_layers", "region", b"region"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankMemory: _TypeAlias = RankMemory  # noqa: Y015
 
 @_typing.final
 class BlockSpans(_message.Message):

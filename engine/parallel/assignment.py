@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from engine.errors import RankRefused
 from engine.parallel.plan import ParallelPlan, Shard
 from engine.runner import LOGIT_ROWS
 from engine.weights import fingerprint
-from runtime.options import EngineOptions, ParallelOptions
+from runtime.options import EngineOptions, ParallelOptions, TcpOptions, TlsOptions, TransferOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,18 @@ class Assignment:
             "longest sequence": str(self.max_len),
             "torch": torch.__version__,
         }
+
+
+def unpack_transfer_options(words: dict[str, Any]) -> TransferOptions:
+    """Of their ``asdict``, having been JSON."""
+    return TransferOptions(
+        **words
+        | {
+            "transports": tuple(words["transports"]),
+            "tcp": TcpOptions(**words["tcp"]),
+            "tls": TlsOptions(**words["tls"]),
+        }
+    )
 
 
 def check_identity(rank: int, theirs: dict[str, str], ours: dict[str, str]) -> None:

@@ -26,6 +26,7 @@ from engine.parallel.rank_process import RankProcess
 from engine.parallel.runner import ParallelRunner
 from engine.parallel.step_message import payload_nbytes
 from engine.weights import Progress
+from runtime.options import TransferOptions
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +46,18 @@ class RankGroup:
         self.ranks = [RankProcess(rank) for rank in range(1, world_size)]
         self.on_lost: Callable[[RankLost], None] | None = None
         self.lost: RankLost | None = None
-        self.pools: list[npt.NDArray[np.uint8]] = []  # of ranks 1 and up, while a model is open
+        self._pools: list[SharedMemory] = []  # of ranks 1 and up, while a model is open on CPUs
         self._timeout_s = timeout_s
         self._board: Board | None = None
         self._runner: ParallelRunner | None = None
         self._store: TCPStore | None = None
         self._memories: list[SharedMemory] = []
         self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def pools(self) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of the other ranks' pools, as they see them."""
+        return [pool.array for pool in self._pools]
 
     async def start(self, threads: int) -> None:
         """Start the processes. Call it on a thread that lives as long as they should: they are tied to it."""
@@ -128,6 +134,18 @@ class RankGroup:
         )
         return runner
 
+    async def start_agents(
+        self, options: TransferOptions, agent_id: str, epoch: int
+    ) -> list[tuple[bytes, int]]:
+        """A transfer agent in each other rank, over its pool: (descriptor, region). A model must be open, on
+        CPUs. Raises RankLost."""
+        return await asyncio.gather(
+            *(
+                rank.start_agent(options, f"{agent_id}/{rank.rank}", epoch, pool.path)
+                for rank, pool in zip(self.ranks, self._pools, strict=True)
+            )
+        )
+
     async def leave(self) -> None:
         """No step is running: the ranks let the model go and wait for another. Raises RankLost."""
         await self._stop_watching()
@@ -163,16 +181,14 @@ class RankGroup:
             self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
             store = f"{_HOST}:{self._store.port}"
         leader = replace(leader, board=self._board.path, exchange=exchange.path, store=store)
-        self._memories = [exchange]
-        self.pools = []
+        self._memories, self._pools = [exchange], []
         assignments = [leader]
         for rank in range(1, plan.world_size):
             assigned = self.assign(leader, rank)
             if leader.device == "cpu":
                 layout = plan.shard(config, rank).layout(config, options.block_size, leader.dtype)
                 pool = SharedMemory.create(f"pool-{rank}", leader.num_blocks * layout.block_nbytes)
-                self._memories.append(pool)
-                self.pools.append(pool.array)
+                self._pools.append(pool)
                 assigned = replace(assigned, pool=pool.path)
             assignments.append(assigned)
         return assignments
@@ -210,11 +226,12 @@ class RankGroup:
     def _forget(self) -> None:
         if self._runner is not None:
             self._runner.close()
-        for memory in self._memories:
+        for memory in [*self._memories, *self._pools]:
             memory.close()
         if self._board is not None:
             self._board.close()
-        self._memories, self._board, self._runner, self._store = [], None, None, None
+        self._memories, self._pools = [], []
+        self._board, self._runner, self._store = None, None, None
 
 
 class _Progress:

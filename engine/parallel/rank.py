@@ -14,6 +14,7 @@ import queue
 import sys
 import threading
 import time
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from engine.config import ModelConfig
 from engine.dtype import TORCH_DTYPES
 from engine.errors import RankLost
 from engine.model import Model
-from engine.parallel.assignment import Assignment
+from engine.parallel.assignment import Assignment, unpack_transfer_options
 from engine.parallel.board import Board, SharedMemory
 from engine.parallel.clock import ExchangeClock
 from engine.parallel.links import open_link
+from engine.parallel.rank_reader import AgentReader, RankRead
 from engine.parallel.slices import Slices
 from engine.parallel.stage import Stage, run_steps
 from engine.runner import pool_tensor
@@ -34,6 +36,7 @@ from engine.weights import Checkpoint
 from runtime.errors import MoonpoolError
 from runtime.log import setup_logging
 from runtime.options import LogOptions
+from transfer import TransferAgent
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +45,24 @@ _PROGRESS_S = 0.1
 _MAX_LINE_NBYTES = 64 << 20
 
 
+_reporting = threading.Lock()
+
+
 def report(kind: str, **facts: object) -> None:
-    sys.stdout.write(json.dumps({"kind": kind, **facts}) + "\n")
-    sys.stdout.flush()
+    """From any thread."""
+    with _reporting:
+        sys.stdout.write(json.dumps({"kind": kind, **facts}) + "\n")
+        sys.stdout.flush()
 
 
 class Control:
-    """The thread that listens to the leader. Ends the process when the leader is gone."""
+    """The thread that listens to the leader, and reads blocks for it. Ends the process when the leader is
+    gone."""
 
     def __init__(self) -> None:
+        self._agent: TransferAgent | None = None
+        self._reader: AgentReader | None = None
+        self._reads: dict[int, asyncio.Task[None]] = {}
         self.assignments: queue.Queue[Assignment] = queue.Queue()
         self.board: Board | None = None
         threading.Thread(target=lambda: asyncio.run(self._listen()), name="control", daemon=True).start()
@@ -62,9 +74,42 @@ class Control:
         beating = loop.create_task(self._beat())
         async for line in reader:
             command: dict[str, Any] = json.loads(line)
-            self.assignments.put(Assignment.unpack(command["load"]))
+            match command:
+                case {"load": words}:
+                    self.assignments.put(Assignment.unpack(words))
+                case {"agent": words}:
+                    await self._start_agent(words)
+                case {"read": number, **words}:
+                    self._reads[number] = loop.create_task(
+                        self._read(number, RankRead.unpack(words["request"]))
+                    )
+                case {"cancel": number}:
+                    if number in self._reads:
+                        self._reads[number].cancel()
         beating.cancel()
         os._exit(0)
+
+    async def _start_agent(self, words: dict[str, Any]) -> None:
+        if self._agent is not None:
+            await self._agent.close()
+        options = unpack_transfer_options(words["options"])
+        self._agent = agent = await TransferAgent.start(
+            options, agent_id=words["agent_id"], epoch=words["epoch"]
+        )
+        region = agent.register(SharedMemory.open(words["pool"]).array, name="pool")
+        self._reader = AgentReader(agent, region)
+        report("agent", descriptor=b64encode(agent.describe().pack()).decode(), region=region.id)
+
+    async def _read(self, number: int, request: RankRead) -> None:
+        assert self._reader is not None
+        try:
+            report("read", number=number, transport=await self._reader.read(request))
+        except asyncio.CancelledError:
+            report("read", number=number, error="cancelled")
+        except MoonpoolError as error:
+            report("read", number=number, error=str(error))
+        finally:
+            del self._reads[number]
 
     async def _beat(self) -> None:
         while True:

@@ -7,13 +7,18 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
+from base64 import b64decode
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from engine.errors import RankLost
 from engine.parallel.assignment import Assignment
+from engine.parallel.rank_reader import RankRead
 from engine.weights import Progress
 from runtime.child import tied_command
+from runtime.options import TransferOptions
+from transfer import TransferError
 
 _MAX_LINE_NBYTES = 64 << 20
 
@@ -29,6 +34,9 @@ class RankProcess:
         self._loaded: asyncio.Future[dict[str, str]] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._progress: Progress | None = None
+        self._agent: asyncio.Future[tuple[bytes, int]] | None = None
+        self._reads: dict[int, asyncio.Future[str]] = {}
+        self._num_reads = 0
         self._failure = ""
         self._closing = False
 
@@ -66,6 +74,32 @@ class RankProcess:
             raise RankLost(self.rank, self._failure)
         self._send({"load": assignment.pack()})
         return await self._loaded
+
+    async def start_agent(
+        self, options: TransferOptions, agent_id: str, epoch: int, pool: str
+    ) -> tuple[bytes, int]:
+        """Have it start a transfer agent of its own; the agent's descriptor, and the region of its pool.
+
+        Raises RankLost.
+        """
+        self._agent = asyncio.get_running_loop().create_future()
+        self._send(
+            {"agent": {"options": asdict(options), "agent_id": agent_id, "epoch": epoch, "pool": pool}}
+        )
+        return await self._agent
+
+    async def read(self, request: RankRead) -> str:
+        """See ``RankReader``; raises RankLost too. Cancelled, it first lets the read end."""
+        self._num_reads = number = self._num_reads + 1
+        done = self._reads[number] = asyncio.get_running_loop().create_future()
+        self._send({"read": number, "request": request.pack()})
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            self._send({"cancel": number})
+            await asyncio.wait((done,))
+            done.exception()  # seen
+            raise
 
     async def ended(self) -> None:
         """When it has left the steps it was assigned to. Raises RankLost when it is gone instead."""
@@ -107,13 +141,23 @@ class RankProcess:
                 case "ended":
                     assert self._ended is not None
                     self._ended.set_result(None)
+                case "agent":
+                    assert self._agent is not None
+                    self._agent.set_result((b64decode(message["descriptor"]), message["region"]))
+                case "read":
+                    read = self._reads.pop(message["number"])
+                    if "error" in message:
+                        read.set_exception(TransferError(f"rank {self.rank}: {message['error']}"))
+                    else:
+                        read.set_result(message["transport"])
                 case "failed":
                     self._failure = message["error"]
         code = await process.wait()
         how = f"it ended by signal {-code}" if code < 0 else f"it ended with code {code}"
         self._failure = f"{how}: {self._failure}" if self._failure else how
         error = RankLost(self.rank, self._failure)
-        for future in (self._loaded, self._ended):
+        waiting: list[asyncio.Future[Any] | None] = [self._loaded, self._ended, self._agent]
+        for future in [*waiting, *self._reads.values()]:
             if future is not None and not future.done():
                 future.set_exception(error)
                 future.exception()  # seen, should nobody wait any more

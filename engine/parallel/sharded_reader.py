@@ -1,0 +1,116 @@
+"""Blocks between two nodes whose ranks hold them in parts: every rank reads what it needs where that lies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.parallel.rank_reader import RankRead, RankReader
+from kvstore.layout import KVLayout
+from kvstore.shards import BlockShard, parts
+from protos import node_pb2
+from transfer import TransferReport
+
+
+@dataclass(frozen=True, slots=True)
+class RankTarget:
+    """A rank of this node: what it holds, and who reads for it."""
+
+    shard: BlockShard
+    reader: RankReader
+
+
+class ShardedReader:
+    """``layout``: of whole blocks."""
+
+    def __init__(self, layout: KVLayout, targets: Sequence[RankTarget]) -> None:
+        self._layout = layout
+        self._targets = list(targets)
+
+    async def read(
+        self,
+        source: node_pb2.KvAddress,
+        regions: Sequence[int],
+        offsets: Sequence[int],
+        block_ids: Sequence[int],
+        *,
+        deadline_s: float,
+    ) -> TransferReport:
+        """Fill this node's ``block_ids`` with the blocks of ``source`` named as whole ones by region and
+        offset.
+
+        Raises TransferError, when nothing reads any more; the blocks' bytes are undefined then. Checksums are
+        the caller's: no rank has a whole block.
+        """
+        began_s = time.monotonic()
+        reads = self._reads(source, regions, offsets, block_ids, deadline_s)
+        tasks = [asyncio.ensure_future(target.reader.read(read)) for target, read in reads]
+        try:
+            transports = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            raise
+        nbytes = sum(len(read.source_begins) * sum(n for _, _, n in read.runs) for _, read in reads)
+        return TransferReport(nbytes, time.monotonic() - began_s, "+".join(sorted(set(transports))))
+
+    def _reads(
+        self,
+        source: node_pb2.KvAddress,
+        regions: Sequence[int],
+        offsets: Sequence[int],
+        block_ids: Sequence[int],
+        deadline_s: float,
+    ) -> list[tuple[RankTarget, RankRead]]:
+        """One for each (target, source rank) that have bytes in common."""
+        layout = self._layout
+        pool = source.ranks[0].region if source.ranks else None
+        in_parts = [i for i, region in enumerate(regions) if region == pool]
+        whole: dict[int, list[int]] = {}
+        for i, region in enumerate(regions):
+            if region != pool:
+                whole.setdefault(region, []).append(i)
+        reads: list[tuple[RankTarget, RankRead]] = []
+
+        def add(which: list[int], agents: list[bytes], owned: list[int], shards: list[BlockShard]) -> None:
+            for place, target in enumerate(self._targets):
+                into = [block_ids[i] * target.shard.block_nbytes(layout) for i in which]
+                for part in parts(layout, shards, target.shard, place):
+                    size = shards[part.source].block_nbytes(layout)
+                    runs = [(run.source, run.target, run.nbytes) for run in part.runs]
+                    # The pool's are named as if they were whole; all others are.
+                    begins = [offsets[i] * size // layout.block_nbytes for i in which]
+                    agent, region = agents[part.source], owned[part.source]
+                    reads.append((target, RankRead(agent, region, begins, into, runs, deadline_s)))
+
+        if in_parts:
+            add(
+                in_parts,
+                [rank.agent for rank in source.ranks],
+                [rank.region for rank in source.ranks],
+                [shard_of(rank) for rank in source.ranks],
+            )
+        for region, which in whole.items():
+            add(which, [source.agent], [region], [BlockShard.whole(layout)])
+        return reads
+
+
+def shard_of(rank: node_pb2.RankMemory) -> BlockShard:
+    return BlockShard(
+        range(rank.first_layer, rank.first_layer + rank.num_layers),
+        range(rank.first_head, rank.first_head + rank.num_heads),
+    )
+
+
+def rank_memory(shard: BlockShard, agent: bytes, region: int) -> node_pb2.RankMemory:
+    return node_pb2.RankMemory(
+        agent=agent,
+        region=region,
+        first_layer=shard.layers.start,
+        num_layers=len(shard.layers),
+        first_head=shard.heads.start,
+        num_heads=len(shard.heads),
+    )

@@ -1,0 +1,180 @@
+"""Prompts computed by ranks of one plan and continued by ranks of another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from engine.kv_exchange import KvExchange, PeerIncompatible
+from engine.node_memory import NodeMemory
+from protos import node_pb2
+from runtime.options import Config, EngineOptions, ModelOptions, ParallelOptions
+from tests.engine.conftest import Driver, Result
+from tests.engine.parallel.test_exact import SHAPE
+from transfer import ChecksumMismatch, TransferAgent
+
+PLANS = list(itertools.product((1, 2), (1, 2)))  # tp, pp
+NUM_TOKENS = 12
+
+
+class Side:
+    """Half a node: an engine, its blocks, and what reads into them and describes them."""
+
+    def __init__(self, memory: NodeMemory, agent: TransferAgent) -> None:
+        self.memory = memory
+        self.driver = Driver(memory.engine)
+        self.exchange = KvExchange(
+            memory.blocks, agent, deadline_s=10, reader=memory.reader, in_parts=bool(memory.ranks)
+        )
+        layout = memory.engine.layout
+        self.address = node_pb2.KvAddress(
+            node_id=agent.agent_id,
+            agent=agent.describe().pack(),
+            layout_fingerprint=layout.fingerprint,
+            layout=str(layout),
+            block_nbytes=layout.block_nbytes,
+            ranks=memory.ranks,
+        )
+
+    async def prefill(self, prompt: list[int]) -> tuple[Any, int]:
+        sequence = self.driver.sequence(prompt, max_tokens=NUM_TOKENS)
+        (result,) = await self.driver.run(sequence, prefill_only=True)
+        return sequence, result.token_ids[0]
+
+    async def read(self, source: Side, theirs: Any) -> Any:
+        """A sequence of our own with the blocks of theirs, all of them read."""
+        engine = self.memory.engine
+        ours = self.driver.sequence(theirs.token_ids[: theirs.num_prompt_tokens], max_tokens=NUM_TOKENS)
+        assert engine.reserve(ours)
+        assert ours.num_computed_tokens == 0
+        spans = await source.memory.blocks.describe(theirs.block_table)
+        peer = await self.exchange.connect(source.address)
+        num_blocks = len(theirs.block_table)
+        report = await self.exchange.read(peer, spans, 0, ours.block_table[:num_blocks], deadline_s=10)
+        # With copies of KV heads on several ranks, all of them.
+        copies = sum(layout.block_nbytes for layout in engine.rank_layouts) // engine.layout.block_nbytes
+        assert report.nbytes == num_blocks * engine.layout.block_nbytes * copies
+        return ours
+
+    async def decode(self, sequence: Any, first: int) -> list[int]:
+        engine = self.memory.engine
+        engine.seal_received(sequence, sequence.num_tokens)
+        sequence.append(first)
+        # The driver counts from the first token on, which came from elsewhere.
+        self.driver.results[sequence.key] = Result(token_ids=[first])
+        (result,) = await self.driver.run(sequence)
+        return result.token_ids
+
+
+@asynccontextmanager
+async def side(path: Path, name: str, tp: int, pp: int, **words: Any) -> AsyncIterator[Side]:
+    options = EngineOptions(
+        **{"block_size": 8, "pool_nbytes": 4 << 20, "parallel": ParallelOptions(tp=tp, pp=pp), **words}
+    )
+    config = replace(Config(), engine=options, model=ModelOptions(path=str(path), device="cpu"))
+    async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
+        with patch("engine.profile._BUDGET_S", 0.02):
+            memory = await NodeMemory.open(config, agent, lambda *_: None)
+        try:
+            yield Side(memory, agent)
+        finally:
+            await memory.engine.close()
+            memory.blocks.close()
+
+
+def prompt(seed: int, n: int = 43) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 160, n).tolist()
+
+
+async def continues_exactly(reference: Any, source: Side, target: Side, seed: int) -> None:
+    tokens = prompt(seed)
+    theirs, first = await source.prefill(tokens)
+    ours = await target.read(source, theirs)
+    got = await target.decode(ours, first)
+    source.memory.engine.release(theirs)
+    assert got == reference.greedy(tokens, NUM_TOKENS)
+
+
+@pytest.mark.slow
+async def test_every_plan_continues_what_every_plan_began(make_checkpoint) -> None:
+    reference = make_checkpoint("qwen3", **SHAPE)
+    async with AsyncExitStack() as stack:
+        sides = [
+            [
+                await stack.enter_async_context(side(reference.path, f"{name}-{tp}-{pp}", tp, pp))
+                for tp, pp in PLANS
+            ]
+            for name in ("prefill", "decode")
+        ]
+        for seed, (source, target) in enumerate(itertools.product(*sides)):
+            await continues_exactly(reference, source, target, seed)
+
+
+async def test_other_plans_continue_exactly_and_whole_blocks_come_out(make_checkpoint) -> None:
+    reference = make_checkpoint("llama", **SHAPE)
+    async with (
+        side(reference.path, "tensor", 2, 1) as tensor,
+        side(reference.path, "pipeline", 1, 2) as pipeline,
+        side(reference.path, "alone", 1, 1) as alone,
+    ):
+        pairs = itertools.permutations((tensor, pipeline, alone), 2)
+        for seed, (source, target) in enumerate(pairs):
+            await continues_exactly(reference, source, target, seed)
+
+        # What leaves the pool is the same whatever the plan, and goes back into any.
+        sequences = [await one.prefill(prompt(99)) for one in (tensor, pipeline, alone)]
+        blocks = []
+        for one, (sequence, _) in zip((tensor, pipeline, alone), sequences, strict=True):
+            block = np.empty(one.memory.engine.layout.block_nbytes, np.uint8)
+            first = sequence.block_table[0]
+            assert one.memory.blocks.bytes.copy_out([first], [block]) == [one.memory.blocks.checksum(first)]
+            assert (one.memory.blocks.bytes.view(first) == block).all()
+            blocks.append(block.view(np.float32))
+        np.testing.assert_allclose(blocks[0], blocks[2], atol=1e-5)
+        np.testing.assert_allclose(blocks[1], blocks[2], atol=1e-5)
+        bytes_, (sequence, _) = tensor.memory.blocks.bytes, sequences[0]
+        source = blocks[2].view(np.uint8)
+        checksum = alone.memory.blocks.checksum(sequences[2][0].block_table[0])
+        assert bytes_.copy_in([source], sequence.block_table[:1], [checksum]) is None
+        assert (bytes_.view(sequence.block_table[0]) == source).all()
+        assert bytes_.copy_in([source], sequence.block_table[:1], [checksum ^ 1]) == 0
+
+
+async def test_kv_heads_held_twice_go_to_all_who_hold_them(make_checkpoint) -> None:
+    reference = make_checkpoint("llama", **SHAPE | {"num_key_value_heads": 1})
+    async with side(reference.path, "two", 2, 1) as two, side(reference.path, "one", 1, 1) as one:
+        await continues_exactly(reference, two, one, 1)
+        await continues_exactly(reference, one, two, 2)
+
+
+async def test_what_cannot_be_converted_is_refused_by_name_and_wrong_bytes_are_noticed(
+    make_checkpoint,
+) -> None:
+    path = make_checkpoint("llama", **SHAPE).path
+    async with (
+        side(path, "small", 2, 1) as small,
+        side(path, "large", 1, 1, block_size=16) as large,
+        side(path, "same", 1, 1) as same,
+    ):
+        with pytest.raises(PeerIncompatible, match="small keeps KV blocks of layout 3 layers × 2 KV heads"):
+            await large.exchange.connect(small.address)
+        theirs, _ = await small.prefill(prompt(3))
+        pool = small.memory.engine.ranks.pools[0]
+        described = small.memory.blocks.describe
+
+        async def describe_then_spoil(block_ids: list[int]) -> node_pb2.BlockSpans:
+            spans = await described(block_ids)
+            pool[theirs.block_table[1] * small.memory.engine.rank_layouts[1].block_nbytes] ^= 1
+            return spans
+
+        small.memory.blocks.describe = describe_then_spoil  # type: ignore[method-assign]
+        with pytest.raises(ChecksumMismatch, match="span 1: checksum"):
+            await same.read(small, theirs)
