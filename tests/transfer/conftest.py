@@ -10,14 +10,16 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import trustme
 
 from runtime.options import TransferOptions
 from tests.transfer.cables import Cabled, obstacle
 from transfer import AgentDescriptor, TransferAgent
+
+if TYPE_CHECKING:
+    import trustme
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,6 +90,8 @@ def issue(authority: trustme.CA, directory: Path) -> Path:
 @pytest.fixture(scope="session")
 def tls_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``peer_process.tls_options`` takes."""
+    import trustme
+
     return issue(trustme.CA(), tmp_path_factory.mktemp("tls"))
 
 

@@ -24,7 +24,7 @@ import pytest
 
 from bench.transfer.device_memory import DeviceBuffer
 from tests.transfer.conftest import RemotePeer, StartPeer
-from tests.transfer.device import DeviceRegion, Owned, stand_in, use_stand_in
+from tests.transfer.device import DeviceRegion, Owned, stand_in, use_gpu, use_stand_in
 from tests.transfer.faults import Proxy, outcome, start_here
 from tests.transfer.peer_process import pattern
 from transfer import NoPath, Peer, PeerLost, RegionError, Span, TransferAgent, TransferReport
@@ -361,6 +361,31 @@ def test_slots_are_filled_while_others_are_copied(monkeypatch: pytest.MonkeyPatc
         assert times[2] - times[0] < 0.2
         assert np.array_equal(buffer.read(0, buffer.nbytes), source)
     staging.close()
+
+
+# ------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+async def test_a_tensor_of_torch_is_a_pool_for_peers(start_peer: StartPeer) -> None:
+    """A part of what its allocator took of the device, written by a kernel just before."""
+    environment = use_gpu()
+    torch = pytest.importorskip("torch")
+    theirs = start_peer("cuda-ipc", **environment)
+    async with await start_here("cuda-ipc") as agent:
+        torch.zeros(3 << 20, dtype=torch.uint8, device="cuda")
+        pool = torch.zeros((8, NBYTES // 8), dtype=torch.uint8, device="cuda")
+        region = agent.register(pool)
+        assert (region.address, region.nbytes) == (pool.data_ptr(), NBYTES)
+        peer, remote = await connected(agent, theirs)
+        assert (await peer.read(halves(region), halves(remote), deadline_s=10)).transport == "cuda-ipc"
+        assert np.array_equal(pool.cpu().numpy().reshape(-1), pattern(NBYTES, 1))
+        for turn in range(20):
+            pool.fill_(turn)
+            torch.cuda.current_stream().synchronize()
+            await peer.write(halves(region), halves(remote), deadline_s=10)
+            await peer.read(halves(region), halves(remote), deadline_s=10)
+            assert bool((pool == turn).all())
 
 
 # ------------------------------------------------------------------ ends

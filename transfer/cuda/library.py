@@ -162,14 +162,14 @@ class Cuda:
     def on(self, device: int) -> Iterator[None]:
         """Make ``device`` the calling thread's, and give it back the one it had."""
         before = self._integer("cudaGetDevice")
-        if before == device:
-            yield
-            return
-        self._check("cudaSetDevice", self._quick.cudaSetDevice(device))
+        # Also where it is that one: the driver's own calls need the context that this makes the thread's.
+        self._run("cudaSetDevice", device)
         try:
             yield
         finally:
-            self._check("cudaSetDevice", self._quick.cudaSetDevice(before))
+            # Not for nothing: it would take memory of a device that is not in use yet.
+            if before != device:
+                self._run("cudaSetDevice", before)
 
     # ------------------------------------------------------------------ memory
 
