@@ -26,12 +26,15 @@ class Backoff:
         """May be tried (again)."""
         return self.paused_until <= self._clock()
 
-    def failed(self) -> None:
-        """Once for all that fail together: who was under way when the pause began adds nothing to it."""
+    def failed(self) -> bool:
+        """Once for all that fail together: who was under way when the pause began adds nothing to it. True: a
+        pause has begun.
+        """
         if not self.ready:
-            return
+            return False
         self.paused_until = self._clock() + min(_FIRST_PAUSE_S * 2**self._failures, _MAX_PAUSE_S)
         self._failures = min(self._failures + 1, _MAX_FAILURES)
+        return True
 
     def succeeded(self) -> None:
         if self._failures:

@@ -25,6 +25,11 @@ FAILURES = Counter(
 RETRIES = Counter(
     "moonpool_transfer_retries_total", "Attempts that failed and were followed by another", _LABELS
 )
+RAIL_FAILURES = Counter(
+    "moonpool_transfer_rail_failures_total",
+    "Times that one of several addresses of a peer was left alone for a while",
+    ("path",),
+)
 CHECKSUM_MISMATCHES = Counter(
     "moonpool_transfer_checksum_mismatches_total",
     "Spans that arrived with other bytes than promised",

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
+from transfer import metrics
 from transfer.attempt import Attempt, Direction
 from transfer.errors import PathFailed, TransferError
 from transfer.rail import Rail
@@ -114,7 +115,7 @@ class StreamPath:
                     sock = await rail.connect(number)
                     self._add(rail, Stream(self, byte_stream(sock, self._slice_nbytes), number))
         except (OSError, TransferError) as error:
-            rail.backoff.failed()
+            self._pause(rail)
             if rail.num_streams:
                 return
             if isinstance(error, OSError):
@@ -174,8 +175,12 @@ class StreamPath:
                     # An idle one ends with the first request it takes, which goes to the next.
                     stream.bytes.shut()
         for rail in stuck:
-            rail.backoff.failed()
+            self._pause(rail)
         return True
+
+    def _pause(self, rail: Rail) -> None:
+        if rail.backoff.failed() and len(self._rails) > 1:
+            metrics.RAIL_FAILURES.labels(self.name).inc()
 
     # ------------------------------------------------------------------ called by streams, on their threads
 
@@ -209,7 +214,7 @@ class StreamPath:
             for attempt in writes:
                 attempt.left_behind.append(stream.number)
             if not stream.kicked and len(self._rails) > 1:
-                rail.backoff.failed()
+                self._pause(rail)
             if self._streams:
                 if isinstance(error, PathFailed):
                     for task in tasks:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import aiohttp
 import pytest
 
 from kvstore import keys as block_keys
@@ -54,6 +57,14 @@ async def test_a_prefill_node_pulls_a_chain_from_another(cluster: LocalCluster, 
             return bool(nodes[target]["links_nbytes_per_s"].get(source, 0) > 0)
 
         await eventually(told)
+        async with aiohttp.ClientSession() as session, session.get(records[target].metrics_url) as answer:
+            page = await answer.text()
+        for name in ("bytes_total", "spans_total", "batch_seconds_count", "bandwidth_bytes_per_second"):
+            found = re.search(rf'^moonpool_transfer_{name}{{.*direction="read".*}} (.*)$', page, re.M)
+            assert found is not None and float(found[1]) > 0, name
+        assert 'moonpool_transfer_in_flight_bytes{direction="read"} 0' in page
+        for name in ("failures_total", "retries_total", "checksum_mismatches_total"):
+            assert f"# HELP moonpool_transfer_{name}" in page
         # Asked again, there is nothing left to read.
         again = await stub.Replicate(request)
         assert (again.num_blocks, again.num_read) == (len(chain), 0)

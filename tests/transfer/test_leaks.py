@@ -127,10 +127,12 @@ class BriefPeer:
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.process.close()
-        self._pipe.close()
+        """Idempotent."""
+        if not self._pipe.closed:
+            self.process.kill()
+            self.process.join()
+            self.process.close()
+            self._pipe.close()
 
 
 def _serve(pipe: Connection, transport: str, ucx_tls: str, epoch: int, port: int) -> None:
@@ -217,7 +219,11 @@ class Cycle:
 
     async def run(self) -> None:
         fourth = self.killed if self.transport == "shm" else self.cut
-        await (self.killed, self.stopped, self.restarted, fourth)[self.turn % 4]()
+        try:
+            await (self.killed, self.stopped, self.restarted, fourth)[self.turn % 4]()
+        finally:
+            # A stopped process cannot be ended politely, and whoever waits for it waits for ever.
+            self.theirs.kill()
         self.memory.close()
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from runtime.options import TcpOptions, TransferOptions
 from tests.transfer.cables import Cabled
@@ -132,6 +133,7 @@ async def test_a_batch_goes_on_when_a_rail_is_cut_and_the_rail_comes_back(
     batch = railed.move(direction, 4)
     await asyncio.sleep(0.005)
     cable.hold()
+    failures = REGISTRY.get_sample_value("moonpool_transfer_rail_failures_total", {"path": "tcp"}) or 0
     report = await batch
     assert railed.arrived()
     assert report.seconds < 3
@@ -142,6 +144,8 @@ async def test_a_batch_goes_on_when_a_rail_is_cut_and_the_rail_comes_back(
     assert (await railed.move(direction, 4)).seconds < 1
     assert railed.arrived()
     assert cable.passed_nbytes == held
+    counted = REGISTRY.get_sample_value("moonpool_transfer_rail_failures_total", {"path": "tcp"})
+    assert counted is not None and counted > failures
     cable.release()
     async with asyncio.timeout(8):
         while cable.passed_nbytes < held + (1 << 20):
