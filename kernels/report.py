@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from kernels.cpu import build, library
-from kernels.cpu.features import cpuinfo, features, has_amx
+from kernels.cpu import library
+from kernels.cpu.features import features, has_amx
+from runtime.compiled import find_compiler
+from runtime.processor import cpuinfo
 
 
 def backend_report() -> dict[str, Any]:
@@ -22,10 +24,8 @@ def backend_report() -> dict[str, Any]:
         "library": None if loaded is None else str(loaded.path),
         "bfloat16_linear": "torch (oneDNN drives the matrix unit)" if has_amx() and loaded else None,
     }
-    try:
-        cpu["compiler"] = build.find_compiler().path
-    except build.BuildFailed:
-        cpu["compiler"] = None
+    compiler = find_compiler()
+    cpu["compiler"] = None if compiler is None else compiler.path
     return {
         "cpu": cpu,
         "torch": torch.__version__,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
+
+from runtime.processor import instructions
 
 # Of all a processor lists, those that the kernels or torch's own are written for.
 _RELEVANT = (
@@ -23,21 +24,10 @@ _RELEVANT = (
 )
 
 
-def cpuinfo() -> dict[str, str]:
-    """The first processor's entry of /proc/cpuinfo; empty where there is none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return {}
-    rows = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
-    return {name.strip(): value.strip() for name, _, value in rows}
-
-
 @cache
 def features() -> tuple[str, ...]:
-    info = cpuinfo()
-    flags = set((info.get("flags") or info.get("Features") or "").split())
-    return tuple(name for name in _RELEVANT if name in flags)
+    has = instructions()
+    return tuple(name for name in _RELEVANT if name in has)
 
 
 def has_amx() -> bool:

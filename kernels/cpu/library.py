@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cpu.build import BuildFailed, build
+from kernels.cpu.build import KERNELS
 from kernels.mode import mode
+from runtime.compiled import BuildFailed
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ def _loaded() -> tuple[Library | None, str]:
     if mode() == "torch":
         return None, "MOONPOOL_KERNELS=torch asks for the plain forms"
     try:
-        return Library(build()), ""
+        return Library(KERNELS.build()), ""
     except (BuildFailed, OSError) as error:
         log.warning("%s", error)
         return None, str(error)

@@ -113,9 +113,9 @@ def test_a_library_is_named_after_all_it_depends_on(monkeypatch: pytest.MonkeyPa
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text("1")
     other.write_text("2")
-    first = build.library_path(build.Compiler(str(one)))
+    first = KERNELS.path(Compiler(str(one)))
     assert first.is_relative_to(tmp_path)
-    assert first == build.library_path(build.Compiler(str(one)))
-    assert first != build.library_path(build.Compiler(str(other)))
+    assert first == KERNELS.path(Compiler(str(one)))
+    assert first != KERNELS.path(Compiler(str(other)))
     monkeypatch.setenv("CXXFLAGS", "-O0")
-    assert first != build.library_path(build.Compiler(str(one)))
+    assert first != KERNELS.path(Compiler(str(one)))
