@@ -92,12 +92,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 # Compiled for this machine's CPU; without a compiler Moonpool runs all the same, more slowly.
-$(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/build.py)
-	@if $(BIN)/python -m kernels.cpu.build; then
+$(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/build.py \
+  transfer/native/*)
+	@if $(BIN)/python -m kernels.cpu.build && $(BIN)/python -m transfer.native; then
 	  touch $@
 	else
-	  echo "moonpool: the CPU kernels are not compiled, so torch's own forms are used, which are slower. \
-	On Debian and Ubuntu: apt install g++" >&2
+	  echo "moonpool: the CPU kernels or the copying between processes are not compiled, so what stands in for them \
+	is used, which is slower. On Debian and Ubuntu: apt install g++" >&2
 	fi
 
 .PHONY: docs

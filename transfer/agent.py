@@ -278,6 +278,9 @@ class TransferAgent:
             control.pause()
             self.notes.when_drained(control.resume)
 
+    def region_gone(self, control: Control, region_id: int) -> None:
+        self._server.forget(control.met.identity.incarnation, region_id)
+
     def region_let_go(self, control: Control, region_id: int) -> None:
         self.memory.let_go(control, region_id)
 

@@ -16,6 +16,7 @@ from transfer.host import loopback_only
 from transfer.lifeline import Lifeline, readable_by_peers
 from transfer.lingering import Lingering
 from transfer.local_link import LocalLink
+from transfer.native.library import mover
 from transfer.peer_memory import LIFELINE_ID
 from transfer.region import Region, RegionTable
 from transfer.ucx.library import load_ucx
@@ -35,15 +36,23 @@ class AgentMemory:
     def __init__(self, options: TransferOptions, incarnation: bytes, controls: set[Control]) -> None:
         """controls: the connections there are, kept up to date by the agent."""
         self.lifeline = Lifeline(incarnation)
-        self.regions = RegionTable(self.lifeline.open_ids, self._closed)
+        self.regions = RegionTable(self.lifeline.open_ids, self.lifeline.place, self._closed)
         self.local_links: set[LocalLink] = set()
         self._controls = controls
-        # Anonymous memory has huge pages, so it is preferred wherever peers can read it.
-        self._backing: memory.Backing = "anonymous" if readable_by_peers() else "memfd"
         self.ucx = self._start_ucx(options) if "ucx" in options.transports else None
+        self._backing = self._choose_backing(options)
         self.cuda: CudaRegions | None = None
         """From the first region in a device's memory on: using CUDA costs a process some of that."""
         self._lingering = Lingering(self._forget)
+
+    def _choose_backing(self, options: TransferOptions) -> memory.Backing:
+        """A memfd, where peers on this host map it and the compiled copy makes that the faster way. Else
+        anonymous memory, which has huge pages: who copies through the kernel, as UCX does, needs them.
+        """
+        if not readable_by_peers():
+            return "memfd"
+        mapped = "shm" in options.transports and self.ucx is None and mover() is not None
+        return "memfd" if mapped else "anonymous"
 
     def _start_ucx(self, options: TransferOptions) -> UcxRegions | None:
         ucx = load_ucx()

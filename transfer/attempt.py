@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 
 from transfer.errors import ChecksumMismatch
+from transfer.native.library import Stop
 from transfer.plan import Plan, Rows
 from transfer.region import Hold
-from transfer.span import Index, Spans
+from transfer.span import U64, Index, Spans
 
 Direction = Literal["read", "write"]
 
@@ -36,7 +37,7 @@ class Attempt:
         plan: Plan,
         *,
         deadline_s: Callable[[], float],
-        promised: Sequence[int] | None,
+        promised: U64 | None,
         verify_remote: bool,
         left_behind: list[int],
         on_spans: Callable[[Index], None] | None,
@@ -63,8 +64,12 @@ class Attempt:
         self.chunks_left = len(plan.chunks)
         self._ended = False
         self._afterwards: list[Callable[[], None]] = []
-        self.stopped = False
+        self.stop_byte: Stop = np.zeros(1, np.uint8)
         self.error: Exception | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.stop_byte[0])
 
     def enter(self, kick: Callable[[], None]) -> bool:
         """False: it is over, keep out. ``kick`` must make this thread leave soon; it is called at most
@@ -105,7 +110,7 @@ class Attempt:
     def _stop(self, error: Exception) -> None:
         if self.stopped or self.chunks_left == 0:
             return
-        self.stopped, self.error = True, error
+        self.stop_byte[0], self.error = 1, error
         # Under the lock, so that a thread cannot leave and be kicked out of somebody else's work.
         for kick in self._inside:
             kick()
@@ -145,43 +150,50 @@ class Attempt:
         """The first span in row ``row`` of a chunk."""
         return self.plan.span_at(self.plan.chunks[chunk][0] + row)
 
+    @property
+    def followed(self) -> bool:
+        """Somebody wants to hear of spans as they become complete."""
+        return self._on_spans is not None
+
     def arrived(self, chunk: int) -> Index:
         """A chunk's bytes are where they should be. Returns the spans this completed, if anybody asks. Call
         inside.
         """
-        if self._on_spans is None and self.promised is None and not self.verify_remote:
+        if not self.followed and self.promised is None and not self.verify_remote:
             return _NONE
         return self.plan.done(chunk)
 
     def verify_arrival(self, spans: Index) -> None:
         """Compare what a read brought with what was promised. Call inside. Raises ChecksumMismatch."""
         if self.promised is not None and len(spans):
-            compare(spans, self.promised, self._local_checksums(spans))
+            self.verify(spans, self._local_checksums(spans))
 
-    def verify_delivery(self, spans: Index, found: Sequence[int]) -> None:
-        """Compare the checksums ``found`` at the peer after a write with ours. Call inside.
-
-        Raises ChecksumMismatch.
+    def verify_delivery(self, spans: Index, found: U64) -> None:
+        """Compare the checksums ``found`` at the peer after a write with those promised, or else with ours.
+        Call inside. Raises ChecksumMismatch.
         """
         if self.promised is not None:
-            compare(spans, self.promised, found)
+            self.verify(spans, found)
         else:
-            promised = dict(zip(spans.tolist(), self._local_checksums(spans), strict=True))
-            compare(spans, promised, found)
+            _compare(spans, self._local_checksums(spans), found)
+
+    def verify(self, spans: Index, found: U64) -> None:
+        """Compare what arrived with what was promised. Raises ChecksumMismatch."""
+        assert self.promised is not None
+        _compare(spans, self.promised[spans], found)
 
     def announce(self, spans: Index) -> None:
         """Tell whoever follows the batch span by span."""
         if self._on_spans is not None and len(spans):
             self._on_spans(spans)
 
-    def _local_checksums(self, spans: Index) -> list[int]:
+    def _local_checksums(self, spans: Index) -> U64:
         return self.hold.checksums(self.local.take(spans))
 
 
-def compare(spans: Index, promised: Sequence[int] | Mapping[int, int], found: Sequence[int]) -> None:
-    """``found[k]`` is the checksum of span ``spans[k]``, ``promised[i]`` that of span i. Raises
-    ChecksumMismatch.
-    """
-    for index, arrived in zip(spans.tolist(), found, strict=True):
-        if promised[index] != arrived:
-            raise ChecksumMismatch(index, promised[index], arrived)
+def _compare(spans: Index, promised: U64, found: U64) -> None:
+    """``promised[k]`` and ``found[k]`` are checksums of span ``spans[k]``. Raises ChecksumMismatch."""
+    differ = promised != found
+    if differ.any():
+        at = int(differ.argmax())
+        raise ChecksumMismatch(int(spans[at]), int(promised[at]), int(found[at]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ class Batch:
         remote: Spans,
         *,
         deadline_s: float,
-        checksums: Sequence[int] | None,
+        checksums: U64 | None,
         verify_on_network: bool,
         notify: bytes | None,
     ) -> None:
@@ -238,17 +238,10 @@ class Batch:
         """Returns what it ended with. Until then nobody else may touch the spans, cancelled or not."""
         ended: asyncio.Future[Exception | None] = self._loop.create_future()
         observed = self._completed is not None or self._checksums is not None
-        chunk_nbytes, chunk_rows = path.chunking(self._direction, self.nbytes, observed)
+        chunking = path.chunking(self._direction, self.nbytes, observed)
         verify = self._checksums is not None or (self._verify_on_network and path.networked)
         verify_remote = verify and self._direction == "write"
-        plan = Plan(
-            self._local,
-            self._addresses,
-            self._remote,
-            chunk_nbytes=chunk_nbytes,
-            chunk_rows=chunk_rows,
-            merge=not verify_remote,
-        )
+        plan = Plan(self._local, self._addresses, self._remote, chunking, merge=not verify_remote)
         attempt: Attempt | None = None
 
         def region_closed(error: RegionError) -> None:

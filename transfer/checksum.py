@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
 
-from transfer.span import Spans
+from transfer.native.library import SHORT_NBYTES, mover
+from transfer.span import U64
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -18,15 +20,19 @@ def checksum(buffer: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(buffer)
 
 
-def checksums(spans: Spans, buffer: Callable[[int], memoryview]) -> list[int]:
-    """Of each span's bytes; ``buffer`` gives the bytes of a region. The spans must be within bounds."""
-    digest = xxhash.xxh3_64_intdigest
-    begins = spans.offset.tolist()
-    ends = (spans.offset + spans.nbytes).tolist()
-    regions = spans.region.tolist()
-    if regions.count(regions[0]) == len(regions):
-        view = buffer(regions[0])
-        return [digest(view[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-    return [
-        digest(buffer(region)[begin:end]) for region, begin, end in zip(regions, begins, ends, strict=True)
-    ]
+def checksums(addresses: U64, nbytes: U64) -> U64:
+    """Of ``nbytes[i]`` bytes at each of ``addresses``, which must be mapped: uint64 [n]."""
+    digests = np.empty(len(nbytes), np.uint64)
+    compiled = mover()
+    if compiled is not None:
+        compiled.move(None, addresses, nbytes, digests=digests)
+    fill_rest(digests, addresses, nbytes, SHORT_NBYTES if compiled else None)
+    return digests
+
+
+def fill_rest(digests: U64, addresses: U64, nbytes: U64, most_nbytes: int | None = SHORT_NBYTES) -> None:
+    """``digests`` of the runs of up to ``most_nbytes``, None: of all."""
+    rest = range(len(nbytes)) if most_nbytes is None else np.flatnonzero(nbytes <= most_nbytes).tolist()
+    for index in rest:
+        run = (ctypes.c_char * int(nbytes[index])).from_address(int(addresses[index]))
+        digests[index] = xxhash.xxh3_64_intdigest(run)

@@ -24,6 +24,9 @@ class ControlOwner(Protocol):
     def region_let_go(self, control: Control, region_id: int) -> None:
         """The other side reads a closed region of ours no more."""
 
+    def region_gone(self, control: Control, region_id: int) -> None:
+        """The other side closed a region."""
+
     def note_received(self, control: Control, payload: bytes) -> None:
         """May call ``control.pause()``."""
 
@@ -213,6 +216,7 @@ class Control:
                 answer.set_result(info)
 
     def _region_gone(self, region_id: int) -> None:
+        self._owner.region_gone(self, region_id)
         known = self._known.pop(region_id, None)
         if known is None:
             self.let_go(region_id)

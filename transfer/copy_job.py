@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import Protocol
+
+import numpy as np
 
 from transfer.attempt import Attempt
 from transfer.copy_pool import CopyPool
-from transfer.memory_copy import SLICE_NBYTES
-from transfer.span import U64, Index
+from transfer.memory_copy import SLICE_NBYTES, Copy
+from transfer.native.library import mover
+from transfer.plan import Chunking
+from transfer.span import U64
 
 # Below this the hop to a thread and back costs more than the copy; the event loop's thread does it, in 0.1
 # ms.
 _INLINE_NBYTES = 1 << 20
 _INLINE_ROWS = 256
-# Small enough that what has been copied is still in the cache when it is verified.
+# Small enough that what has been copied is still in the cache when it is verified, where that is a second
+# pass.
 _OBSERVED_CHUNK_NBYTES = 2 << 20
 _MAX_CHUNK_NBYTES = 32 << 20
 _MAX_CHUNK_ROWS = 16 * 1024
@@ -25,17 +29,12 @@ _OBSERVED_CHUNK_ROWS = 1024
 _MIN_SHARED_NBYTES = 8 << 20
 
 
-def copy_chunking(nbytes: int, observed: bool) -> tuple[int, int]:
-    """``Path.chunking`` of a batch that is copied: large chunks, or small ones for those who follow it."""
-    if observed:
-        return _OBSERVED_CHUNK_NBYTES, _OBSERVED_CHUNK_ROWS
-    return min(max(nbytes // 8, SLICE_NBYTES), _MAX_CHUNK_NBYTES), _MAX_CHUNK_ROWS
-
-
-class Copy(Protocol):
-    """``memory_copy.copy_from`` for some process, ``copy_here``, or what moves device memory."""
-
-    def __call__(self, to: U64, source: U64, nbytes: U64, wanted: Callable[[], bool]) -> bool: ...
+def copy_chunking(nbytes: int, observed: bool) -> Chunking:
+    """``Path.chunking`` of a batch that is copied."""
+    if observed and mover() is None:
+        return Chunking(_OBSERVED_CHUNK_NBYTES, _OBSERVED_CHUNK_ROWS, whole_spans=True)
+    chunk_nbytes = min(max(nbytes // 8, SLICE_NBYTES), _MAX_CHUNK_NBYTES)
+    return Chunking(chunk_nbytes, _MAX_CHUNK_ROWS, whole_spans=observed)
 
 
 class CopyJob:
@@ -48,11 +47,10 @@ class CopyJob:
         source: U64,
         copy: Copy,
         *,
-        verify: Callable[[Index], None],
         conclude: Callable[[OSError | None], None],
         waits: bool = False,
     ) -> None:
-        """to, source: addresses of the attempt's rows. verify: called with spans that are complete.
+        """to, source: addresses of the attempt's rows.
 
         waits: a copy sleeps until a device is done, so no event loop can wait, and no processor is busy.
 
@@ -63,7 +61,6 @@ class CopyJob:
         self._to = to
         self._source = source
         self._copy = copy
-        self._verify = verify
         self._conclude = conclude
         self._waits = waits
         self._chunks = itertools.count()
@@ -112,12 +109,17 @@ class CopyJob:
         attempt, plan = self._attempt, self._attempt.plan
         done = 0
         while (chunk := next(self._chunks)) < len(plan.chunks):
-            rows = slice(*plan.chunks[chunk])
-            sizes = plan.rows.nbytes[rows]
-            if not self._copy(self._to[rows], self._source[rows], sizes, lambda: not attempt.stopped):
+            begin, end = plan.chunks[chunk]
+            rows = slice(begin, end)
+            # One that is verified is planned in whole spans.
+            digests = None if attempt.promised is None else np.empty(end - begin, np.uint64)
+            if not self._copy(
+                self._to[rows], self._source[rows], plan.rows.nbytes[rows], attempt.stop_byte, digests
+            ):
                 break
-            spans = attempt.arrived(chunk)
-            self._verify(spans)
-            attempt.announce(spans)
+            if digests is not None:
+                attempt.verify(np.arange(begin, end), digests)
+            if attempt.followed:
+                attempt.announce(attempt.arrived(chunk))
             done += 1
         return done

@@ -10,6 +10,7 @@ MADV_POPULATE_WRITE = 23
 PR_GET_DUMPABLE = 3
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
+_SYS_PIDFD_GETFD = 438  # the same number on all machines
 IOV_MAX = 1024
 """Most buffers in one vectored call."""
 
@@ -38,6 +39,7 @@ _prctl = _declare("prctl", ctypes.c_int, ctypes.c_int, *([ctypes.c_ulong] * 4))
 _vm_arguments = (ctypes.c_int, _pointer, ctypes.c_ulong, _pointer, *([ctypes.c_ulong] * 2))
 _process_vm_readv = _declare("process_vm_readv", ctypes.c_ssize_t, *_vm_arguments)
 _quick_vm_readv = _declare("process_vm_readv", ctypes.c_ssize_t, *_vm_arguments, library=_quick_libc)
+_syscall = _declare("syscall", ctypes.c_long, ctypes.c_long, *([ctypes.c_long] * 3))
 _sendmsg = _declare("sendmsg", ctypes.c_ssize_t, ctypes.c_int, _pointer, ctypes.c_int)
 _recvmsg = _declare("recvmsg", ctypes.c_ssize_t, ctypes.c_int, _pointer, ctypes.c_int)
 
@@ -99,6 +101,18 @@ def process_vm_readv(
     if copied < 0:
         raise _failure()
     return int(copied)
+
+
+def pidfd_getfd(pidfd: int, fd: int) -> int:
+    """A descriptor of our own for what ``fd`` is in another process; it takes the right to read that
+    process's memory. Raises OSError.
+    """
+    if _syscall is None:
+        raise OSError(38, "pidfd_getfd is not available")
+    own = _syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)
+    if own < 0:
+        raise _failure()
+    return int(own)
 
 
 def send_vectors(fd: int, vectors: int, num_vectors: int, flags: int) -> int:

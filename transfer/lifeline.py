@@ -6,7 +6,9 @@ import contextlib
 import errno
 import os
 import select
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +17,17 @@ from transfer import libc
 from transfer.descriptor import INCARNATION_NBYTES
 from transfer.memory import address_of, allocate
 from transfer.plan import vectors
-from transfer.region import MAX_OPEN_REGIONS
+from transfer.region import MAX_OPEN_REGIONS, Region
 from transfer.span import U32
 
-LIFELINE_NBYTES = INCARNATION_NBYTES + 4 * MAX_OPEN_REGIONS
+_PLACES_OFFSET = INCARNATION_NBYTES + 4 * MAX_OPEN_REGIONS
+_PLACE = struct.Struct("<QQq")
+LIFELINE_NBYTES = _PLACES_OFFSET + _PLACE.size * MAX_OPEN_REGIONS
 
 
 class Lifeline:
-    """incarnation, then the ids of the open regions by slot, uint32 [MAX_OPEN_REGIONS]; see ``RegionTable``.
+    """incarnation, then by slot the ids of the open regions, uint32 [MAX_OPEN_REGIONS], and where each is:
+    address, bytes, descriptor of its memfd or -1, 64 bits each. See ``RegionTable``.
 
     A peer that has copied from our memory looks for the region's id afterwards: ids are never used twice, so
     a region that is open has been open throughout.
@@ -32,7 +37,13 @@ class Lifeline:
         self._memory = allocate(LIFELINE_NBYTES, "lifeline", "memfd")
         self._memory.array[:INCARNATION_NBYTES] = np.frombuffer(incarnation, np.uint8)
         self.address = address_of(self._memory.array)
-        self.open_ids: U32 = self._memory.array[INCARNATION_NBYTES:].view(np.uint32)
+        self.open_ids: U32 = self._memory.array[INCARNATION_NBYTES:_PLACES_OFFSET].view(np.uint32)
+        self._places = self._memory.array[_PLACES_OFFSET:]
+
+    def place(self, region: Region) -> None:
+        """Say where a region is; before its id is among the open ones."""
+        at = _PLACE.size * (region.id % MAX_OPEN_REGIONS)
+        _PLACE.pack_into(self._places.data, at, region.address, region.nbytes, region.fd)
 
     @property
     def fd(self) -> int:
@@ -46,6 +57,15 @@ def lifeline_parts(region_ids: Sequence[int]) -> list[tuple[int, int]]:
     """(offset, size) of what to look at for some regions: the incarnation, then the slot of each."""
     slots = [(INCARNATION_NBYTES + 4 * (region_id % MAX_OPEN_REGIONS), 4) for region_id in region_ids]
     return [(0, INCARNATION_NBYTES), *slots]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a region is in its owner's process. fd: of its memfd there, or -1."""
+
+    address: int
+    nbytes: int
+    fd: int
 
 
 class Process:
@@ -79,6 +99,19 @@ class Process:
         ) != len(copy):
             raise OSError(errno.EFAULT, "the other process has no memory there")
         return copy.tobytes()
+
+    def place(self, lifeline: int, region_id: int) -> Place | None:
+        """Where an open region of the agent with that ``lifeline`` is. OSError as ``read``."""
+        slot = region_id % MAX_OPEN_REGIONS
+        parts = [(INCARNATION_NBYTES + 4 * slot, 4), (_PLACES_OFFSET + _PLACE.size * slot, _PLACE.size)]
+        facts = self.read(lifeline, parts)
+        if not region_id or int.from_bytes(facts[:4], "little") != region_id:
+            return None
+        return Place(*_PLACE.unpack(facts[4:]))
+
+    def descriptor(self, fd: int) -> int:
+        """One of our own for its descriptor ``fd``. Raises OSError."""
+        return libc.pidfd_getfd(self._fd, fd)
 
     def close(self) -> None:
         """Idempotent."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
-from transfer.attempt import Attempt, Direction, compare
+from transfer.attempt import Attempt, Direction
 from transfer.copy_job import CopyJob, copy_chunking
 from transfer.copy_pool import CopyPool
 from transfer.cuda.copy import direct_copy
 from transfer.errors import PathFailed, RegionError, SpanError
 from transfer.memory_copy import copy_here
-from transfer.region import Hold, Region, RegionTable
-from transfer.span import Index, Spans, region_ids
+from transfer.plan import Chunking
+from transfer.region import Region, RegionTable
+from transfer.span import Spans, region_ids
 from transfer.wire import RegionInfo
 
 
@@ -27,7 +27,7 @@ class LocalPath:
         self._pool = pool
         self._regions = regions
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
         return copy_chunking(nbytes, observed)
 
     def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
@@ -56,8 +56,7 @@ class LocalPath:
             attempt,
             rows.address if reads else there,
             there if reads else rows.address,
-            copy_here if on_device is None else direct_copy(on_device),
-            verify=attempt.verify_arrival if reads else functools.partial(_verify_there, attempt, hold),
+            copy_here if on_device is None else direct_copy(on_device.staging),
             conclude=self._conclude,
             waits=on_device is not None,
         ).start(self._pool)
@@ -74,8 +73,3 @@ class LocalPath:
 
     async def close(self) -> None:
         pass
-
-
-def _verify_there(attempt: Attempt, hold: Hold, spans: Index) -> None:
-    if attempt.promised is not None and len(spans):
-        compare(spans, attempt.promised, hold.checksums(attempt.remote.take(spans)))

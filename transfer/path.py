@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from transfer.attempt import Attempt, Direction
+from transfer.plan import Chunking
 from transfer.region import Region
 from transfer.wire import RegionInfo
 
@@ -24,8 +25,8 @@ class Path(Protocol):
     def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
         """Whether it can move bytes between these regions, by where they lie."""
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
-        """(most bytes, most rows) of the chunks it wants a batch of ``nbytes`` cut into.
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
+        """How it wants a batch of ``nbytes`` cut.
 
         observed: somebody follows the batch span by span, or verifies it, and that goes chunk by chunk.
         """

@@ -9,6 +9,8 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from transfer import metrics
 from transfer.attempt import Direction
 from transfer.batch import Batch
@@ -17,7 +19,7 @@ from transfer.link import Link
 from transfer.path import Path
 from transfer.path_choice import PathChoice
 from transfer.region import RegionTable
-from transfer.span import Span, Spans, check_disjoint, check_pairs
+from transfer.span import U64, Span, Spans, check_disjoint, check_pairs
 from transfer.wire import MAX_FRAME_NBYTES
 
 
@@ -137,8 +139,7 @@ class Peer:
             raise ValueError(f"deadline_s must be positive and finite, got {deadline_s}")
         here, there = Spans.of(local), Spans.of(remote)
         check_pairs(here, there)
-        if checksums is not None:
-            _check_checksums(checksums, len(here))
+        promised = None if checksums is None else _check_checksums(checksums, len(here))
         if notify is not None:
             _check_note(notify)
         addresses = self.regions.addresses(here, writable=direction == "read")
@@ -150,7 +151,7 @@ class Peer:
             addresses,
             there,
             deadline_s=deadline_s,
-            checksums=checksums if self._verify else None,
+            checksums=promised if self._verify else None,
             verify_on_network=self._verify,
             notify=notify,
         )
@@ -203,11 +204,11 @@ def _check_note(payload: bytes) -> None:
         raise ValueError(f"a note has at most {MAX_FRAME_NBYTES} bytes, not {len(payload)}")
 
 
-def _check_checksums(checksums: Sequence[int], num_spans: int) -> None:
+def _check_checksums(checksums: Sequence[int], num_spans: int) -> U64:
     if len(checksums) != num_spans:
         raise SpanError(min(len(checksums), num_spans), f"{num_spans} spans, but {len(checksums)} checksums")
     try:
-        array("Q", checksums)
+        return np.frombuffer(array("Q", checksums), np.uint64)
     except (TypeError, OverflowError):
         for index, value in enumerate(checksums):
             if not hasattr(value, "__index__") or not 0 <= value < 1 << 64:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import threading
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,10 @@ class Rows:
     def total_nbytes(self) -> int:
         return int(self.nbytes.sum())
 
+    def based(self, bases: Mapping[int, int]) -> U64:
+        """Addresses there, of regions that begin at ``bases``: uint64 [n]."""
+        return based(self.region, self.offset, bases)
+
     def merged(self, local_region: U32 | None = None) -> Rows:
         """Neighbours that are adjacent both here and there become one run; not across ``local_region``s."""
         if len(self) < 2:
@@ -63,6 +68,17 @@ class Rows:
             return self
         row, skipped, nbytes = pieces(self.nbytes, most_nbytes)
         return Rows(self.address[row] + skipped, self.region[row], self.offset[row] + skipped, nbytes)
+
+
+def based(region: U32, offset: U64, bases: Mapping[int, int]) -> U64:
+    """Where each ``offset`` is, of regions that begin at ``bases``, which names all of them: uint64 [n]."""
+    if len(bases) == 1:
+        (base,) = bases.values()
+        return offset + np.uint64(base)
+    addresses = offset.copy()
+    for region_id, base in bases.items():
+        addresses[region == region_id] += np.uint64(base)
+    return addresses
 
 
 def pieces(nbytes: U64, most_nbytes: int) -> tuple[Index, U64, U64]:
@@ -104,6 +120,17 @@ def windows(nbytes: U64, most_rows: int, most_nbytes: int) -> list[tuple[int, in
     return ranges
 
 
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """The chunks that a path wants a batch cut into: of at most ``nbytes`` and ``rows``. whole_spans: each
+    row is a span, however long.
+    """
+
+    nbytes: int
+    rows: int
+    whole_spans: bool = False
+
+
 class Plan:
     """The rows of a batch in ``chunks``, and which spans are complete once some of the chunks are.
 
@@ -115,15 +142,16 @@ class Plan:
         local: Spans,
         addresses: U64,
         remote: Spans,
+        chunking: Chunking,
         *,
-        chunk_nbytes: int,
-        chunk_rows: int,
         merge: bool = True,
     ) -> None:
-        """``merge`` False: no chunk completes more than ``chunk_rows`` spans."""
+        """addresses: of the local spans. ``merge`` False: no chunk completes more spans than it has rows."""
         rows = Rows(addresses, remote.region, remote.offset, local.nbytes)
-        self.rows = (rows.merged(local.region) if merge else rows).split(chunk_nbytes)
-        self.chunks = [(a, b) for a, b, _ in windows(self.rows.nbytes, chunk_rows, chunk_nbytes)]
+        if not chunking.whole_spans:
+            rows = (rows.merged(local.region) if merge else rows).split(chunking.nbytes)
+        self.rows = rows
+        self.chunks = [(a, b) for a, b, _ in windows(rows.nbytes, chunking.rows, chunking.nbytes)]
         self.nbytes = rows.total_nbytes
         self._spans = local
         self._lock = threading.Lock()

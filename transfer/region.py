@@ -14,6 +14,7 @@ from transfer.checksum import checksums
 from transfer.cuda.staging import Staging, StagingPool
 from transfer.errors import RegionError, SpanError, TransferError
 from transfer.memory import DeviceMemory, Memory
+from transfer.plan import based
 from transfer.span import U32, U64, Spans, check_bounds, region_ids, spans_in
 
 # A use that was told to stop must be gone in this time: it is between two system calls, or its socket was
@@ -118,18 +119,14 @@ class Hold:
         assert self._table.staging is not None
         return self._table.staging.borrow(self.device)
 
-    def checksums(self, spans: Spans) -> list[int]:
-        """Of the bytes of its regions as they are now."""
+    def checksums(self, spans: Spans) -> U64:
+        """Of the bytes of its regions as they are now: uint64 [n]."""
+        bases = {region.id: region.address for region in self.regions}
+        addresses = based(spans.region, spans.offset, bases)
         if self.device is None:
-            return checksums(spans, self._buffer)
+            return checksums(addresses, spans.nbytes)
         with self.staging() as staging:
-            address = spans.offset.copy()
-            for region in self.regions:
-                address[spans.region == region.id] += np.uint64(region.address)
-            return staging.checksums(address, spans.nbytes)
-
-    def _buffer(self, region_id: int) -> memoryview:
-        return next(region.buffer for region in self.regions if region.id == region_id)
+            return np.array(staging.checksums(addresses, spans.nbytes), np.uint64)
 
     def release(self) -> None:
         """From any thread; idempotent."""
@@ -142,13 +139,16 @@ class RegionTable:
 
     open_ids: uint32 [MAX_OPEN_REGIONS]; a region lives in slot id % MAX_OPEN_REGIONS, which holds its id
     while it is open. Peers on this host look there after a copy, to know that the memory was still meant to
-    be read.
+    be read. place: called with each region before that.
     """
 
-    def __init__(self, open_ids: U32, on_close: Callable[[Region], None]) -> None:
+    def __init__(
+        self, open_ids: U32, place: Callable[[Region], None], on_close: Callable[[Region], None]
+    ) -> None:
         self.staging: StagingPool | None = None
         """As soon as a region is in a device's memory."""
         self._open_ids = open_ids
+        self._place = place
         self._on_close = on_close
         # The id each slot gives next; the slot that has been free for longest comes first. 0 is no region's
         # id.
@@ -181,6 +181,7 @@ class RegionTable:
         region = Region(self, self._next_ids.popleft(), name, memory, writable)
         with self._changed:
             self._regions[region.id] = region
+            self._place(region)
             self._open_ids[region.id % MAX_OPEN_REGIONS] = region.id
         return region
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import select
@@ -15,18 +14,18 @@ from concurrent.futures import Future
 import numpy as np
 
 from transfer.byte_stream import ByteStream
-from transfer.cuda.copy import bounced, receive, send
+from transfer.cuda.copy import receive, send
 from transfer.cuda.library import CudaError
 from transfer.errors import RegionError, SpanError
 from transfer.handshake import Met
-from transfer.lifeline import Process, readable_process
-from transfer.memory_copy import copy_from
-from transfer.plan import windows
+from transfer.lifeline import readable_process
+from transfer.native.library import Stop, mover
+from transfer.peer_memory import Located, ProcessMemory
+from transfer.plan import based, windows
 from transfer.region import Hold, RegionTable
-from transfer.span import U64, Spans, region_ids
+from transfer.span import U64, Spans, check_bounds, region_ids, spans_in
 from transfer.tls import byte_stream
 from transfer.wire import (
-    MAX_REQUEST_NBYTES,
     REPLY_NBYTES,
     REQUEST_NBYTES,
     Op,
@@ -34,7 +33,6 @@ from transfer.wire import (
     Request,
     Status,
     WireError,
-    unpack_fetch,
     unpack_numbers,
     unpack_sources,
     unpack_spans,
@@ -42,7 +40,10 @@ from transfer.wire import (
 
 _log = logging.getLogger(__name__)
 _MAX_BUDGET_S = 600.0
-# Small enough that what has been copied is still in the cache when it is verified.
+# Between two looks at whether the client still wants its write: some 0.7 ms.
+_LOOK_NBYTES = 16 << 20
+# Small enough that what has been copied is still in the cache when it is verified, where that is a second
+# pass.
 _CACHED_NBYTES = 2 << 20
 
 
@@ -71,6 +72,13 @@ class StreamServer:
         with self._lock:
             self._threads[thread] = served
         thread.start()
+
+    def forget(self, incarnation: bytes, region_id: int) -> None:
+        """A client closed one of its regions."""
+        with self._lock:
+            served = [one for one in self._threads.values() if one.met.identity.incarnation == incarnation]
+        for one in served:
+            one.forget(region_id)
 
     def ended(self) -> None:
         """The calling thread is done."""
@@ -109,9 +117,14 @@ class _ServedStream:
         self.stream = stream
         self.met = met
         self._server = server
-        self._client: Process | None = None
+        self._memory: ProcessMemory | None = None
+        self._stop: Stop = np.zeros(1, np.uint8)
         self._poll = select.poll()
         self._poll.register(stream.sock, select.POLLRDHUP)
+
+    def forget(self, region_id: int) -> None:
+        if self._memory is not None:
+            self._memory.forget(region_id)
 
     def run(self) -> None:
         try:
@@ -122,8 +135,8 @@ class _ServedStream:
         except CudaError as error:
             _log.error("data connection of %s ended: %s", self.met.identity.agent_id, error)
         finally:
-            if self._client is not None:
-                self._client.close()
+            if self._memory is not None:
+                self._memory.close()
             self.stream.close()
             self._server.ended()
 
@@ -139,9 +152,9 @@ class _ServedStream:
         writes = request.op in (Op.WRITE, Op.PULL, Op.PULL_CHECKED)
         try:
             if request.op is Op.FETCH:
-                self._fetch(spans, unpack_fetch(body, spans), budget_s)
+                self._fetch(spans, unpack_sources(body, spans), budget_s)
                 return
-            hold = self._server.regions.hold(region_ids(spans), lambda _: self.stream.shut())
+            hold = self._server.regions.hold(region_ids(spans), self._region_closed)
             try:
                 addresses = self._server.regions.addresses(spans, writable=writes)
                 if spans.total_nbytes != request.nbytes:
@@ -172,6 +185,11 @@ class _ServedStream:
         message = reason.encode()[:1024]
         self.stream.send(Reply(status, detail, len(message)).pack() + message)
 
+    def _region_closed(self, error: RegionError) -> None:
+        """One that is being served. From any thread."""
+        self._stop[0] = 1
+        self.stream.shut()
+
     def _serve(
         self, request: Request, body: bytes, spans: Spans, addresses: U64, hold: Hold, deadline: float
     ) -> None:
@@ -182,42 +200,54 @@ class _ServedStream:
         elif request.op is Op.WRITE:
             receive(self.stream, hold, addresses, spans.nbytes, lambda: self._wanted(deadline))
             self.stream.send(Reply(Status.OK, 0, 0).pack())
-        elif request.op is Op.PULL:
-            self._pull(unpack_sources(body, request.num_spans), addresses, spans, hold, False, deadline)
-        elif request.op is Op.PULL_CHECKED:
-            self._pull(unpack_sources(body, request.num_spans), addresses, spans, hold, True, deadline)
+        elif request.op in (Op.PULL, Op.PULL_CHECKED):
+            checked = request.op is Op.PULL_CHECKED
+            self._pull(unpack_sources(body, spans), addresses, spans.nbytes, hold, checked, deadline)
         else:
             self._tell(hold.checksums(spans))
 
-    def _tell(self, found: list[int]) -> None:
-        payload = np.array(found, np.uint64).tobytes()
+    def _tell(self, found: U64) -> None:
+        payload = found.tobytes()
         self.stream.send(Reply(Status.OK, 0, len(payload)).pack() + payload)
 
     def _pull(
-        self, sources: U64, addresses: U64, spans: Spans, hold: Hold, checked: bool, deadline: float
+        self, sources: Spans, addresses: U64, nbytes: U64, hold: Hold, checked: bool, deadline: float
     ) -> None:
         """checked: answer with the checksums of what was copied."""
-        if self._client is None:
-            identity = self.met.identity
-            self._client = readable_process(self.met.pid, identity.lifeline, identity.incarnation)
-        if self._client is None:
+        located = self._locate(sources, hold)
+        if located is None:
             message = b"the memory of the writing process cannot be read"
             self.stream.send(Reply(Status.FAILED, 0, len(message)).pack() + message)
             return
-
-        def wanted() -> bool:
-            return self._wanted(deadline)
-
-        found: list[int] = []
-        copy = bounced(hold, functools.partial(copy_from, self._client.pid))
-        most_nbytes = _CACHED_NBYTES if checked else MAX_REQUEST_NBYTES
-        for begin, end, _ in windows(spans.nbytes, len(spans), most_nbytes):
+        there = based(sources.region, sources.offset, located.bases)
+        digests = np.empty(len(nbytes) if checked else 0, np.uint64)
+        most_nbytes = _CACHED_NBYTES if checked and mover() is None else _LOOK_NBYTES
+        for begin, end, _ in windows(nbytes, len(nbytes), most_nbytes):
             part = slice(begin, end)
-            if not copy(addresses[part], sources[part], spans.nbytes[part], wanted):
+            wanted = self._wanted(deadline) and located.copy(
+                addresses[part], there[part], nbytes[part], self._stop, digests[part] if checked else None
+            )
+            if not wanted:
                 raise ConnectionResetError("the client no longer wants its write")
-            if checked:
-                found += hold.checksums(spans.take(np.arange(begin, end)))
-        self._tell(found)
+        self._tell(digests)
+
+    def _locate(self, sources: Spans, hold: Hold) -> Located | None:
+        """None: the client's memory cannot be read, or its region is closed. Raises SpanError."""
+        identity = self.met.identity
+        if self._memory is None:
+            process = readable_process(self.met.pid, identity.lifeline, identity.incarnation)
+            if process is None:
+                return None
+            self._memory = ProcessMemory(process, identity)
+        places: dict[int, int] = {}
+        ids = region_ids(sources)
+        for region_id in ids:
+            place = self._memory.place(region_id)
+            if place is None:
+                return None
+            check_bounds(sources, region_id, place.nbytes, spans_in(sources, region_id, ids))
+            places[region_id] = place.address
+        return self._memory.located(places, hold)
 
     def _fetch(self, spans: Spans, sources: Spans, budget_s: float) -> None:
         """An ordinary read of the client's regions, with all that makes reads safe, until it hangs up."""

@@ -17,6 +17,7 @@ from transfer.descriptor import INCARNATION_NBYTES
 from transfer.errors import PathFailed, PeerLost, RegionError
 from transfer.handshake import Identity
 from transfer.peer_memory import PeerMemory
+from transfer.plan import Chunking
 from transfer.region import Region
 from transfer.span import Spans, region_ids
 from transfer.stream_path import StreamPath
@@ -54,7 +55,7 @@ class ShmPath:
     def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
         return True
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
         if self._streams is not None and (direction == "write" or self._unreachable):
             return self._streams.chunking(direction, nbytes, observed)
         return copy_chunking(nbytes, observed)
@@ -76,28 +77,20 @@ class ShmPath:
         ):
             self._streams.start(attempt)
             return
-        source = rows.offset.copy()
-        keep: list[object] = []
         infos: list[RegionInfo] = []
         for region_id in ids:
             info = self._region(region_id)
             if info is None:
                 attempt.stop(RegionError(region_id, "was closed by its owner"))
                 return
-            base, kept = self._memory.base(info)
-            keep.append(kept)
             infos.append(info)
-            if len(ids) == 1:
-                source += np.uint64(base)
-            else:
-                source[rows.region == region_id] += np.uint64(base)
-        attempt.afterwards(keep.clear)
+        located = self._memory.locate(infos, attempt.hold)
+        attempt.afterwards(located.keep.clear)
         CopyJob(
             attempt,
             rows.address,
-            source,
-            self._memory.copier(attempt.hold),
-            verify=attempt.verify_arrival,
+            rows.based(located.bases),
+            located.copy,
             conclude=functools.partial(self._conclude, ids),
             waits=attempt.hold.device is not None or any(info.on_device for info in infos),
         ).start(self._pool)

@@ -15,6 +15,7 @@ from transfer.cuda.copy import receive, send
 from transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError, TransferError
 from transfer.span import Index, Spans
 from transfer.wire import (
+    PULLS,
     REPLY_NBYTES,
     REQUEST_NBYTES,
     Op,
@@ -23,7 +24,7 @@ from transfer.wire import (
     Status,
     WireError,
     pack_end,
-    pack_fetch,
+    pack_sources,
     pack_spans,
 )
 
@@ -150,10 +151,8 @@ class Stream:
             head = replace(request, padding=padding).pack() + pack_spans(spans) + bytes(padding)
         else:
             head = request.pack() + pack_spans(spans)
-        if task.op in (Op.PULL, Op.PULL_CHECKED):
-            head += rows.address.tobytes()
-        elif task.op is Op.FETCH:
-            head += pack_fetch(attempt.local_spans(rows))
+        if task.op in PULLS:
+            head += pack_sources(attempt.local_spans(rows))
         while len(self._sent) > 1 and len(head) > _MAX_AHEAD_NBYTES:
             self._receive()
         if task.op is Op.WRITE:
@@ -193,7 +192,7 @@ class Stream:
             if reply.nbytes != 8 * len(task.written):
                 raise WireError("it sent too few or too many checksums")
             found = np.frombuffer(self.bytes.receive(reply.nbytes), np.uint64)
-            attempt.verify_delivery(task.written, found.tolist())
+            attempt.verify_delivery(task.written, found)
             attempt.announce(task.written)
             return True
         if task.op is Op.READ:
@@ -217,7 +216,7 @@ class Stream:
             return RegionError(reply.detail, f"the peer says it {reason}")
         if reply.status is Status.BAD_SPAN:
             return SpanError(task.attempt.span_at(task.chunk, reply.detail), f"the peer says: {reason}")
-        if task.op in (Op.PULL, Op.PULL_CHECKED, Op.FETCH):
+        if task.op in PULLS:
             self._path.cannot_pull()
             return PathFailed(self._path.name, reason, interrupted=True)
         return PathFailed(self._path.name, reason)

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from transfer import metrics
 from transfer.attempt import Attempt, Direction
 from transfer.errors import PathFailed, TransferError
+from transfer.plan import Chunking
 from transfer.rail import Rail
 from transfer.region import Region
 from transfer.sockets import moved_nbytes
@@ -71,13 +72,13 @@ class StreamPath:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._num_idle = 0
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
         if direction == "write" and self.write_op in (Op.PULL, Op.FETCH):
-            return _MAX_PULL_NBYTES, MAX_REQUEST_SPANS
+            return Chunking(_MAX_PULL_NBYTES, MAX_REQUEST_SPANS)
         lanes = self._num_streams * len(self._rails)
         share = -(-nbytes // (lanes if len(self._rails) == 1 else lanes * _CHUNKS_A_STREAM))
         most = min(_OBSERVED_CHUNK_NBYTES, _MAX_CHUNK_NBYTES) if observed else _MAX_CHUNK_NBYTES
-        return min(max(share, _MIN_CHUNK_NBYTES), most), MAX_REQUEST_SPANS
+        return Chunking(min(max(share, _MIN_CHUNK_NBYTES), most), MAX_REQUEST_SPANS)
 
     def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
         return True

@@ -47,7 +47,7 @@ class Op(enum.IntEnum):
 
     READ = 1  # the reply carries the spans' bytes
     WRITE = 2  # the spans' bytes follow the request
-    PULL = 3  # the server copies from the client's memory itself; the sources' addresses follow the spans
+    PULL = 3  # the server copies from the client's regions itself; which bytes of them follows the spans
     CHECKSUM = 4  # the reply carries one u64 a span
     FETCH = 5  # the server reads the client's regions as a peer; which bytes of them follows the spans
     PULL_CHECKED = 6  # PULL and CHECKSUM in one: each span is looked at while it is in the cache
@@ -85,7 +85,8 @@ REQUEST_NBYTES = _REQUEST.size
 REPLY_NBYTES = _REPLY.size
 _SPAN_NBYTES = 8 + 8 + 4
 _NUMBER_NBYTES = 4
-_SOURCE_NBYTES = {Op.PULL: 8, Op.PULL_CHECKED: 8, Op.FETCH: 8 + 4}
+_SOURCE_NBYTES = 8 + 4
+PULLS = (Op.PULL, Op.PULL_CHECKED, Op.FETCH)
 _REQUEST_MAGIC = b"MPq1"
 _REPLY_MAGIC = b"MPr1"
 
@@ -114,7 +115,7 @@ class Request:
         """Of the spans, and the sources of a PULL or FETCH; or of the numbers of an END."""
         if self.op is Op.END:
             return _NUMBER_NBYTES * self.num_spans
-        return self.num_spans * (_SPAN_NBYTES + _SOURCE_NBYTES.get(self.op, 0))
+        return self.num_spans * (_SPAN_NBYTES + (_SOURCE_NBYTES if self.op in PULLS else 0))
 
     @classmethod
     def unpack(cls, header: bytes) -> Request:
@@ -177,18 +178,13 @@ def unpack_spans(body: bytes, num_spans: int) -> Spans:
     )
 
 
-def unpack_sources(body: bytes, num_spans: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """The addresses behind the spans of a PULL. Unaligned in ``body``, so they are copied."""
-    return np.frombuffer(body[_SPAN_NBYTES * num_spans :], np.uint64, num_spans)
-
-
-def pack_fetch(sources: Spans) -> bytes:
-    """Where the bytes for a FETCH lie in the client's regions; the sizes are those of the spans."""
+def pack_sources(sources: Spans) -> bytes:
+    """Where the bytes for a PULL or FETCH lie in the client's regions; the sizes are those of the spans."""
     return sources.offset.tobytes() + sources.region.tobytes()
 
 
-def unpack_fetch(body: bytes, spans: Spans) -> Spans:
-    """The sources behind ``spans`` in the body of a FETCH."""
+def unpack_sources(body: bytes, spans: Spans) -> Spans:
+    """The sources behind ``spans`` in the body of a PULL or FETCH."""
     count = len(spans)
     rest = body[_SPAN_NBYTES * count :]
     return Spans(

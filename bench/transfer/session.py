@@ -122,8 +122,9 @@ class _Pair:
             remote, descriptor = agent.allocate(pool.nbytes, "other pool").id, agent.describe()
         cpu = CpuClock(target.pid)
         verified = Ours(await agent.connect(descriptor), pool, remote, True, cpu)
-        same = trusting.register(pool.array if device is None else device)
-        trusted = Ours(await trusting.connect(descriptor), same, remote, False, cpu)
+        # A pool of its own: registered memory of another agent is not what peers map.
+        own = trusting.allocate(pool.nbytes, "pool") if device is None else trusting.register(device)
+        trusted = Ours(await trusting.connect(descriptor), own, remote, False, cpu)
         ours = [one for one in (trusted, verified) if one.checksums in settings.checksums]
         raw = tuned(facts["raw_port"], pool.buffer) if self._over_tcp else None
         limit_of, limit_name = self._limit(agent, pool, device, raw, owned)

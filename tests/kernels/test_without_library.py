@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu import build
+from kernels.cpu.build import KERNELS
+from runtime.compiled import Compiler
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,6 +17,7 @@ import pytest
 from runtime.options import TransferOptions
 from tests.transfer.cables import Cabled, obstacle
 from transfer import AgentDescriptor, TransferAgent
+from transfer.native.library import mover
 
 if TYPE_CHECKING:
     import trustme
@@ -93,6 +94,14 @@ def tls_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import trustme
 
     return issue(trustme.CA(), tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+def fresh_mover() -> Iterator[None]:
+    """Whether copies are compiled is found out anew, by what the environment says then, and afterwards."""
+    mover.cache_clear()
+    yield
+    mover.cache_clear()
 
 
 @pytest.fixture

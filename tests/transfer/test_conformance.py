@@ -33,12 +33,13 @@ from transfer import (
     stream_path,
 )
 from transfer import wire as wire_format
+from transfer.native.library import mover
 from transfer.ucx.library import load_ucx
 
 # shm-mapped and shm-stream are what is left of shm where process_vm_readv is forbidden: for memory that is a
 # memfd, and for memory that is not. ucx picks its own transport, shared memory here; ucx-tcp is made to use
 # TCP.
-TRANSPORTS = ("local", "shm", "shm-mapped", "shm-stream", "tcp", "tcp-tls", "ucx", "ucx-tcp")
+TRANSPORTS = ("local", "shm", "shm-plain", "shm-mapped", "shm-stream", "tcp", "tcp-tls", "ucx", "ucx-tcp")
 # Memory of a device on both sides, or only ours, or only theirs; of the stand-in (cuda), or a real one (gpu).
 DEVICES = ("local+{}", "cuda-ipc+{}", "tcp+{}", "shm+{}-ours", "shm+{}-theirs")
 WIRES = [
@@ -101,6 +102,7 @@ async def wire(
     shared_peer: StartPeer,
     tls_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
+    fresh_mover: None,
 ) -> AsyncIterator[Wire]:
     path, _, where = request.param.partition("+")
     runtime, _, side = where.partition("-")
@@ -109,9 +111,14 @@ async def wire(
         (connecting, "readable_process"), (serving, "readable_process"), (agent_memory, "readable_by_peers")
     ):  # fmt: skip
         monkeypatch.setattr(module, name, getattr(module, name))
-    environment = {"tcp": {"UCX_TLS": "tcp,self"}, "tls": {"TLS_DIR": str(tls_directory)}}.get(variant, {})
+    environment = {
+        "tcp": {"UCX_TLS": "tcp,self"},
+        "tls": {"TLS_DIR": str(tls_directory)},
+        "plain": {"MOONPOOL_TRANSFER": "plain"},
+    }.get(variant, {})
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    mover.cache_clear()
     if runtime:
         environment |= use_stand_in(monkeypatch) if runtime == "cuda" else use_gpu()
     if transport == "ucx" and load_ucx() is None:

@@ -243,12 +243,12 @@ def requests(region: int) -> dict[str, tuple[bytes, Status | None]]:
         "not a request": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2, None),
         "write past the end": (ask(Op.WRITE, (region, NBYTES - 4, 8)) + bytes(8), Status.BAD_SPAN),
         "fetch and check from nowhere": (
-            ask(Op.PULL_CHECKED, (region, 0, 8)) + bytes(8),
+            ask(Op.PULL_CHECKED, (region, 0, 8)) + bytes(12),
             Status.FAILED,
         ),
         "the end of itself": (wire.pack_end([7, 0], 1000), None),
         "the end of nothing": (Request(Op.END, 0, 1000, 8).pack(), None),
-        "fetch from nowhere": (ask(Op.PULL, (region, 0, 8)) + bytes(8), Status.FAILED),
+        "fetch from nowhere": (ask(Op.PULL, (region, 0, 8)) + bytes(12), Status.FAILED),
     }
 
 

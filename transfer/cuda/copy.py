@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from transfer.byte_stream import ByteStream
-from transfer.copy_job import Copy
+from transfer.cuda.staging import Staging
+from transfer.memory_copy import Copy
+from transfer.native.library import Stop
 from transfer.region import Hold
 from transfer.span import U64
 
 
-def direct_copy(hold: Hold) -> Copy:
-    """Between addresses that the device of ``hold`` reaches: its own, other devices', this process's."""
+def direct_copy(borrow: Callable[[], AbstractContextManager[Staging]]) -> Copy:
+    """Between addresses that the device of a staging reaches: its own, other devices', this process's."""
 
-    def copy(to: U64, source: U64, nbytes: U64, wanted: Callable[[], bool]) -> bool:
-        with hold.staging() as staging:
-            return staging.copy(to, source, nbytes, wanted)
+    def copy(to: U64, source: U64, nbytes: U64, stop: Stop, digests: U64 | None) -> bool:
+        with borrow() as staging:
+            whole = staging.copy(to, source, nbytes, lambda: not stop[0])
+            if whole and digests is not None:
+                digests[:] = staging.checksums(to, nbytes)
+            return whole
 
     return copy
 
@@ -25,12 +31,15 @@ def bounced(hold: Hold, fetch: Copy) -> Copy:
     if hold.device is None:
         return fetch
 
-    def copy(to: U64, source: U64, nbytes: U64, wanted: Callable[[], bool]) -> bool:
+    def copy(to: U64, source: U64, nbytes: U64, stop: Stop, digests: U64 | None) -> bool:
         def fill(slot: U64, there: U64, sizes: U64) -> bool:
-            return fetch(slot, there, sizes, wanted)
+            return fetch(slot, there, sizes, stop, None)
 
         with hold.staging() as staging:
-            return staging.bring(to, source, nbytes, fill)
+            whole = staging.bring(to, source, nbytes, fill)
+            if whole and digests is not None:
+                digests[:] = staging.checksums(to, nbytes)
+            return whole
 
     return copy
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 
 from transfer.attempt import Direction
-from transfer.copy_job import Copy
 from transfer.copy_pool import CopyPool
+from transfer.cuda.copy import direct_copy
 from transfer.cuda.library import IPC_HANDLE_NBYTES, Cuda, CudaError
 from transfer.cuda.regions import CudaRegions
 from transfer.errors import PathFailed
 from transfer.handshake import Identity
-from transfer.peer_memory import PeerMemory
+from transfer.peer_memory import Located, PeerMemory
+from transfer.plan import Chunking
 from transfer.region import Hold, Region
 from transfer.shm_path import ShmPath
-from transfer.span import U64
 from transfer.stream_path import StreamPath
 from transfer.wire import Op, RegionInfo
 
@@ -78,16 +79,6 @@ class IpcMemory:
         self._cuda = cuda
         self._mappings: dict[int, _Mapping] = {}
 
-    def copier(self, hold: Hold) -> Copy:
-        cuda = self._cuda()
-        assert cuda is not None
-
-        def copy(to: U64, source: U64, nbytes: U64, wanted: Callable[[], bool]) -> bool:
-            with cuda.staging.borrow(cuda.device) as staging:
-                return staging.copy(to, source, nbytes, wanted)
-
-        return copy
-
     async def reach(self, region: RegionInfo) -> bool:
         cuda = self._cuda()
         if cuda is None or len(region.ipc) != IPC_HANDLE_NBYTES + 8:
@@ -103,9 +94,16 @@ class IpcMemory:
         self._mappings[region.id] = mapping
         return True
 
-    def base(self, region: RegionInfo) -> tuple[int, object]:
-        mapping = self._mappings[region.id]
-        return mapping.address + int.from_bytes(region.ipc[IPC_HANDLE_NBYTES:], "little"), mapping
+    def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> Located:
+        cuda = self._cuda()
+        assert cuda is not None
+        maps = {region.id: self._mappings[region.id] for region in regions}
+        bases = {
+            region.id: maps[region.id].address + int.from_bytes(region.ipc[IPC_HANDLE_NBYTES:], "little")
+            for region in regions
+        }
+        borrow = functools.partial(cuda.staging.borrow, cuda.device)
+        return Located(direct_copy(borrow), bases, list(maps.values()))
 
     def lifeline(self, region_ids: Sequence[int]) -> bytes:
         return self._host.lifeline(region_ids)
@@ -149,11 +147,11 @@ class CudaIpcPath(ShmPath):
         fetched = self._streams.device_write_op is Op.FETCH
         return fetched and all(region.device is not None and cuda.handle(region) for region in ours)
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
         if direction == "write" or observed:
             return super().chunking(direction, nbytes, observed)
         # Each chunk is waited for, and a device moves a gigabyte in a millisecond.
-        return _CHUNK_NBYTES, _CHUNK_ROWS
+        return Chunking(_CHUNK_NBYTES, _CHUNK_ROWS)
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         await super().open(direction, region_ids)

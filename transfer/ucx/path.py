@@ -14,6 +14,7 @@ from transfer.attempt import Attempt, Direction
 from transfer.descriptor import INCARNATION_NBYTES
 from transfer.errors import PathFailed, PeerLost, RegionError
 from transfer.peer_memory import LIFELINE_ID
+from transfer.plan import Chunking
 from transfer.region import Region
 from transfer.span import Spans, region_ids
 from transfer.stream_path import StreamPath
@@ -73,11 +74,11 @@ class UcxPath:
             region.on_device for region in theirs
         )
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> tuple[int, int]:
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
         if direction == "write":
             assert self._writes is not None
             return self._writes.chunking(direction, nbytes, observed)
-        return _CHUNK_NBYTES, _CHUNK_ROWS
+        return Chunking(_CHUNK_NBYTES, _CHUNK_ROWS)
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         if direction == "write":

@@ -1,0 +1,119 @@
+"""The compiled copy: every byte where it belongs, none elsewhere, and the checksum all others compute."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from transfer.checksum import checksums
+from transfer.memory import address_of
+from transfer.memory_copy import copy_here
+from transfer.native.library import NEVER, SHORT_NBYTES, Mover, forms, library, mover
+from transfer.span import U64
+
+ROOM = 4 << 20
+LENGTHS = [*range(1, 300), *range(1000, 1100), *range(2040, 2060), 4096, 65_537, 1 << 20, (3 << 20) + 13]
+
+
+@pytest.fixture(scope="module", params=forms(), ids=lambda form: form or "plain")
+def compiled(request: pytest.FixtureRequest) -> Mover:
+    return Mover(library(request.param).build())
+
+
+@pytest.fixture(scope="module")
+def source() -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, ROOM, np.uint8)
+
+
+def column(*values: int) -> U64:
+    return np.array(values, np.uint64)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 32])
+def test_runs_of_every_length(compiled: Mover, source: np.ndarray, shift: int) -> None:
+    """shift: of the destination from where lines begin; the source lies elsewhere in its own."""
+    to = np.zeros(ROOM + 256, np.uint8)
+    first = -address_of(to) % 64 + 64 + shift
+    for nbytes in LENGTHS:
+        digest = np.zeros(1, np.uint64)
+        run = source[7 : 7 + nbytes]
+        assert compiled.move(
+            column(address_of(to) + first), column(address_of(run)), column(nbytes), digests=digest
+        )
+        assert np.array_equal(to[first : first + nbytes], run)
+        assert not to[:first].any()
+        assert not to[first + nbytes :].any()
+        if nbytes > SHORT_NBYTES:
+            assert int(digest[0]) == xxhash.xxh3_64_intdigest(run)
+        to[first : first + nbytes] = 0
+
+
+def test_many_runs_in_one_call(compiled: Mover, source: np.ndarray) -> None:
+    """More than the caches hold, so that stores go past them."""
+    order = np.random.default_rng(2).permutation(ROOM >> 12).astype(np.uint64) << np.uint64(12)
+    to, digests = np.zeros(ROOM, np.uint8), np.zeros(len(order), np.uint64)
+    sizes = np.full(len(order), 4096, np.uint64)
+    here = np.arange(len(order), dtype=np.uint64) * np.uint64(4096) + np.uint64(address_of(to))
+    assert compiled.move(here, order + np.uint64(address_of(source)), sizes, digests=digests)
+    expected = source.reshape(-1, 4096)[(order >> np.uint64(12)).astype(np.intp)]
+    assert np.array_equal(to.reshape(-1, 4096), expected)
+    assert digests.tolist() == [xxhash.xxh3_64_intdigest(row) for row in expected]
+
+
+def test_looking_without_copying(compiled: Mover, source: np.ndarray) -> None:
+    digests = np.zeros(2, np.uint64)
+    addresses = column(address_of(source), address_of(source) + 3)
+    assert compiled.move(None, addresses, column(5000, 700), digests=digests)
+    assert digests.tolist() == [
+        xxhash.xxh3_64_intdigest(source[:5000]),
+        xxhash.xxh3_64_intdigest(source[3:703]),
+    ]
+
+
+def test_a_stopped_copy_touches_nothing_more(compiled: Mover, source: np.ndarray) -> None:
+    to, stop = np.zeros(ROOM, np.uint8), np.ones(1, np.uint8)
+    assert not compiled.move(column(address_of(to)), column(address_of(source)), column(ROOM), stop=stop)
+    assert not to.any()
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fresh_mover: None) -> None:
+    monkeypatch.setenv("MOONPOOL_TRANSFER", "plain" if request.param == "plain" else "")
+    assert (mover() is None) == (request.param == "plain")
+
+
+@pytest.mark.usefixtures("either")
+def test_checksums_and_copies_are_the_same_without_a_compiler(source: np.ndarray) -> None:
+    sizes = np.array([1, 17, 240, 241, 4096, 1 << 20], np.uint64)
+    offsets = np.cumsum(sizes) - sizes
+    there = offsets + np.uint64(address_of(source))
+    expected = [
+        xxhash.xxh3_64_intdigest(source[int(offset) : int(offset + size)])
+        for offset, size in zip(offsets, sizes, strict=True)
+    ]
+    assert checksums(there, sizes).tolist() == expected
+    to, digests = np.zeros(ROOM, np.uint8), np.zeros(len(sizes), np.uint64)
+    assert copy_here(offsets + np.uint64(address_of(to)), there, sizes, NEVER, digests)
+    assert digests.tolist() == expected
+    whole = int(sizes.sum())
+    assert np.array_equal(to[:whole], source[:whole])
+
+
+def test_without_a_compiler_it_is_said_once(tmp_path: Path) -> None:
+    program = "from transfer.native.library import mover; print(mover(), mover())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PATH": str(tmp_path), "CXX": "", "XDG_CACHE_HOME": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "None None"
+    assert done.stderr.count("no C++ compiler found") == 1

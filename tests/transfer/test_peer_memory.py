@@ -1,0 +1,112 @@
+"""Memory of a peer on this host: mapped when first needed, let go when closed, never read past its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from runtime.options import TransferOptions
+from tests.transfer.conftest import StartPeer
+from transfer import Region, Span, TransferAgent
+from transfer.handshake import meet_server
+from transfer.native.library import mover
+from transfer.span import Spans
+from transfer.wire import REPLY_NBYTES, Kind, Op, Reply, Request, Status, pack_sources, pack_spans
+
+NBYTES = 3 << 20
+
+pytestmark = pytest.mark.skipif(mover() is None, reason="there is no compiler")
+
+
+async def start(agent_id: str) -> TransferAgent:
+    return await TransferAgent.start(TransferOptions(transports=("shm",)), agent_id=agent_id, epoch=1)
+
+
+def mapped(pid: int, name: str) -> int:
+    """How many memfds of agents' regions of that name a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text().count(f"memfd:moonpool-{name}")
+
+
+async def until_let_go(pid: int, name: str) -> None:
+    async with asyncio.timeout(5):
+        while mapped(pid, name):  # noqa: ASYNC110 (the other process cannot set an event)
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+async def test_whoever_copies_maps_the_other_side(start_peer: StartPeer, direction: str) -> None:
+    theirs = start_peer("shm")
+    async with await start("here") as agent:
+        region = agent.allocate(NBYTES, "ours")
+        remote = (await theirs.do("allocate", nbytes=NBYTES, seed=1))["region"]
+        peer = await agent.connect(theirs.descriptor)
+        here, there = [Span(region.id, 0, NBYTES)], [Span(remote, 0, NBYTES)]
+        await getattr(peer, direction)(here, there, deadline_s=5)
+        if direction == "read":
+            assert mapped(os.getpid(), "peer") == 1
+            await theirs.do("close_regions")
+            await until_let_go(os.getpid(), "peer")
+        else:
+            assert mapped(theirs.process.pid, "ours") == 1
+            region.close()
+            await until_let_go(theirs.process.pid, "ours")
+
+
+@pytest.fixture
+async def writer() -> AsyncIterator[tuple[TransferAgent, TransferAgent, Region]]:
+    """(server, client, a region of the client)."""
+    async with await start("server") as server, await start("client") as client:
+        yield server, client, client.allocate(NBYTES, "source")
+
+
+@pytest.mark.parametrize("op", [Op.PULL, Op.PULL_CHECKED])
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [
+        ((0, 8), Status.OK),
+        ((NBYTES - 8, 8), Status.OK),
+        ((NBYTES - 7, 8), Status.BAD_SPAN),
+        (((1 << 64) - 4, 8), Status.BAD_SPAN),
+    ],
+)
+async def test_a_writer_cannot_make_us_read_past_its_memory(
+    writer: tuple[TransferAgent, TransferAgent, Region], op: Op, source: tuple[int, int], status: Status
+) -> None:
+    server, _, region = writer
+    target = server.allocate(4096, "target")
+    offset, nbytes = source
+    assert await ask(writer, op, Span(target.id, 0, nbytes), Span(region.id, offset, nbytes)) is status
+
+
+async def test_what_a_writer_has_closed_is_not_read(
+    writer: tuple[TransferAgent, TransferAgent, Region],
+) -> None:
+    server, _, region = writer
+    target = server.allocate(4096, "target")
+    to, source = Span(target.id, 0, 8), Span(region.id, 0, 8)
+    assert await ask(writer, Op.PULL, to, source) is Status.OK
+    region.close()
+    assert await ask(writer, Op.PULL, to, source) is Status.FAILED
+
+
+async def ask(writer: tuple[TransferAgent, TransferAgent, Region], op: Op, to: Span, source: Span) -> Status:
+    """The answer to a request of ``op``, sent as the client."""
+    server, client, _ = writer
+    descriptor, loop = server.describe(), asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, f"\0{descriptor.unix_name}")
+        await meet_server(sock, descriptor, client.identity, "", Kind.DATA)
+        request = Request(op, 1, 1000, to.nbytes).pack()
+        await loop.sock_sendall(sock, request + pack_spans(Spans.of([to])) + pack_sources(Spans.of([source])))
+        reply = b""
+        while len(reply) < REPLY_NBYTES:
+            part = await loop.sock_recv(sock, REPLY_NBYTES - len(reply))
+            assert part, "it hung up"
+            reply += part
+        return Reply.unpack(reply).status

@@ -1,0 +1,1 @@
+"""The compiled part of transfer: moving and checksumming many runs of bytes in one call."""
