@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.block_memory import BlockMemory
 from engine.engine import Engine
@@ -12,8 +13,6 @@ from engine.pool_tier import PoolTier
 from engine.prefix_loader import PrefixLoader
 from engine.tier_savings import TierSavings
 from kvstore.keys import BlockKey
-from kvstore.node_record import TierFill
-from kvstore.ssd import SsdTier
 from kvstore.store import Lease, TieredStore
 from kvstore.store.holdings import OnChange
 from kvstore.tier import Tier
@@ -21,6 +20,10 @@ from protos import node_pb2
 from runtime.errors import ConfigError
 from runtime.options import Config
 from transfer import Region, TransferAgent, checksum
+
+if TYPE_CHECKING:
+    from kvstore.node_record import TierFill
+    from kvstore.ssd import SsdTier
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +80,9 @@ class NodeStore:
         savings = TierSavings(engine.layout, engine.profile)
         ssd: SsdTier | None = None
         if options.ssd.path:
+            # Here, as below: who has no disk tier and no index needs neither of their packages.
+            from kvstore.ssd import SsdTier
+
             directory = Path(options.ssd.path) / folder
             ssd = await SsdTier.open(
                 directory,
@@ -129,6 +135,8 @@ class NodeStore:
 
     def fill(self) -> dict[str, TierFill]:
         """How full the tiers below the pool are, for the index."""
+        from kvstore.node_record import TierFill
+
         return {tier.name: TierFill(tier.capacity_blocks, tier.num_blocks) for tier in self.tiers.stats.tiers}
 
     def status(self) -> list[node_pb2.TierStatus]:

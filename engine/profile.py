@@ -80,6 +80,8 @@ def measure(runner: ModelRunner, clock: Callable[[], float]) -> CostProfile:
     shapes alone, and the coefficients they do not tell are 0.
     """
     bench = _Bench(runner, clock)
+    if runner.device.runs_ahead:
+        bench.warm_up()
     profile = CostProfile()
     profile.prefill_base_s, profile.prefill_token_s, profile.prefill_attention_s = _fit(
         [
@@ -110,6 +112,15 @@ class _Bench:
         self._room = min(runner.max_len, self._num_blocks * options.block_size) - 1
         self._max_tokens = min(options.max_batch_tokens, self._room)
         self._max_rows = min(options.max_batch_size, options.max_batch_tokens)
+
+    def warm_up(self) -> None:
+        """A GPU's kernels are compiled when a shape is first met: seconds that no request should wait, nor
+        any estimate be made of."""
+        self._end_s = self._clock()  # once each
+        for shape in self.prefill_shapes():
+            self.prefill_s(*shape)
+        for shape in self.decode_shapes():
+            self.decode_s(*shape)
 
     def in_time(self, shapes: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """The first shape, and the others while half of the budget lasts."""

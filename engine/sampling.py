@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from protos import node_pb2
+if TYPE_CHECKING:
+    from protos import node_pb2
 
 # Below this a temperature is taken for 0, as vLLM does: dividing by less overflows float32 logits.
 GREEDY_TEMPERATURE = 1e-5

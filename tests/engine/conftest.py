@@ -16,7 +16,8 @@ import torch
 import transformers
 
 from engine import Engine, FinishReason, Sampling, Sequence, StepEvent
-from engine.device import CpuDevice
+from engine.device import CpuDevice, Device
+from engine.dtype import choose_device
 from runtime.options import EngineOptions, ModelOptions
 
 # Two threads on a busy core wait for each other.
@@ -157,17 +158,27 @@ class Driver:
         return results
 
 
-@pytest.fixture
-def serve() -> Callable[..., Any]:
-    """async with serve(path, block_size=…, dtype=…) as driver; afterwards no block may be held.
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def serve(request: pytest.FixtureRequest, serve_on: Callable[..., Any]) -> Callable[..., Any]:
+    """``serve_on`` a CPU, and where there is one a GPU."""
+    return lambda path, **words: serve_on(choose_device(request.param), path, **words)
 
-    ``device``: another than the CPU. ``num_blocks=0``: as many as fit there.
+
+@pytest.fixture
+def serve_on() -> Callable[..., Any]:
+    """async with serve_on(device, path, block_size=…, dtype=…) as driver; afterwards no block may be held.
+
+    ``num_blocks=0``: as many as fit. On a GPU, too, the dtype is float32 unless another is asked for, so that
+    tokens can be compared.
     """
 
     @asynccontextmanager
-    async def run(path: Path, **words: Any) -> Any:
+    async def run(device: Device, path: Path, **words: Any) -> Any:
         model = {k: words.pop(k) for k in ("dtype", "max_model_len") if k in words}
-        num_blocks, device = words.pop("num_blocks", 128), words.pop("device", CpuDevice())
+        num_blocks = words.pop("num_blocks", 128)
+        if device.torch.type == "cuda":
+            model.setdefault("dtype", "float32")
+            words.setdefault("max_batch_size", 8)  # so few steps are recorded
         words.setdefault("block_size", 8)
         if num_blocks:
             probe = Engine(path, EngineOptions(**words), ModelOptions(**model), device=CpuDevice())

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from engine.block_bytes import DeviceBytes, HostBytes
 from engine.block_memory import BlockMemory
 from engine.device import CpuDevice
+from engine.dtype import choose_device
 from engine.node_store import NodeStore
 from engine.prefix_loader import Loaded
 from kvstore.keys import BlockKey
@@ -25,6 +27,11 @@ from tests.engine.late_device import LateDevice
 from transfer import TransferAgent, checksum
 
 NUM_BLOCKS = 12
+DEVICES = [
+    pytest.param(CpuDevice, id="cpu"),
+    pytest.param(LateDevice, id="late"),
+    pytest.param(partial(choose_device, "cuda"), id="cuda", marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture
@@ -58,12 +65,14 @@ class Node:
 
 
 @pytest.fixture
-def run_node(serve: Callable[..., Any], checkpoint: Any) -> Callable[..., Any]:
+def run_node(serve_on: Callable[..., Any], checkpoint: Any) -> Callable[..., Any]:
+    """run_node(device): the device of the pool."""
+
     @asynccontextmanager
     async def run(device: Any) -> AsyncIterator[Node]:
         config = Config(store=StoreOptions(host=HostTierOptions(capacity_nbytes=8 << 20)))
         async with (
-            serve(checkpoint.path, device=device, num_blocks=NUM_BLOCKS) as driver,
+            serve_on(device, checkpoint.path, num_blocks=NUM_BLOCKS) as driver,
             await TransferAgent.start(config.transfer, agent_id="node", epoch=1) as agent,
         ):
             engine = driver.engine
@@ -85,7 +94,7 @@ def prompt(n: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 160, n).tolist()
 
 
-@pytest.mark.parametrize("make_device", [CpuDevice, LateDevice])
+@pytest.mark.parametrize("make_device", DEVICES)
 async def test_what_was_evicted_comes_back(run_node, checkpoint, make_device) -> None:
     tokens = prompt(41)
     expected = checkpoint.greedy(tokens, 6)
@@ -105,7 +114,7 @@ async def test_what_was_evicted_comes_back(run_node, checkpoint, make_device) ->
         assert node.store.profile()["host_load_nbytes_per_s"] > 0
 
 
-@pytest.mark.parametrize("make_device", [CpuDevice, LateDevice])
+@pytest.mark.parametrize("make_device", DEVICES)
 async def test_a_block_gone_bad_is_not_loaded(run_node, make_device) -> None:
     tokens = prompt(40)
     async with run_node(make_device()) as node:
@@ -142,7 +151,7 @@ async def test_nothing_is_found_of_a_load_under_way(run_node) -> None:
         pool.release(loaded.block_ids)
 
 
-@pytest.mark.parametrize("make_device", [CpuDevice, LateDevice])
+@pytest.mark.parametrize("make_device", DEVICES)
 async def test_a_follower_is_told_what_the_bytes_hash_to(run_node, make_device) -> None:
     """On a GPU they are hashed beside the loop, which goes on; the last block is not full."""
     device = make_device()
@@ -152,11 +161,11 @@ async def test_a_follower_is_told_what_the_bytes_hash_to(run_node, make_device) 
         await node.driver.run(sequence, prefill_only=True)
         handover = Handover(node.memory, node_pb2.KvAddress(node_id="me"))
         handover.finish(sequence, node_pb2.TokenOut())
-        if device.runs_ahead:
+        if isinstance(device, LateDevice):
             device.copies.hold()
             given = device.copies.num_given
         telling = asyncio.create_task(anext(handover.chunks()))
-        if device.runs_ahead:
+        if isinstance(device, LateDevice):
             await device.copies.until_given(given + 1)
             assert not telling.done()
             device.copies.release()

@@ -11,7 +11,7 @@ import pytest
 
 from engine import State
 from engine.decode_graphs import padded_sizes
-from engine.device import DeviceMemory
+from engine.device import CpuDevice, DeviceMemory
 from engine.errors import GpuMemoryShort
 from engine.gpu_memory import CONTEXT_NBYTES, Needs, pool_room
 from tests.engine.late_device import LateDevice
@@ -29,24 +29,24 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("decode_graphs", [True, False])
-async def test_the_tokens_are_the_same(checkpoint, serve, decode_graphs) -> None:
+async def test_the_tokens_are_the_same(checkpoint, serve_on, decode_graphs) -> None:
     """Also with too few blocks for all: sequences come, go and move between the rows of a batch."""
     batch = [prompt(n, seed=n) for n in (5, 16, 30, 2, 9)]
     expected = [checkpoint.greedy(tokens, 40) for tokens in batch]
     device = LateDevice()
     words = {"num_blocks": 20, "max_batch_tokens": 24, "max_batch_size": 5, "decode_graphs": decode_graphs}
-    async with serve(checkpoint.path, device=device, **words) as driver:
+    async with serve_on(device, checkpoint.path, **words) as driver:
         results = await driver.run(*(driver.sequence(tokens, max_tokens=40) for tokens in batch))
         assert [result.token_ids for result in results] == expected
         assert driver.engine.stats().num_preemptions > 0
     assert (device.num_replays > 40) == decode_graphs
 
 
-async def test_sampled_tokens_and_logprobs_are_the_same(checkpoint, serve) -> None:
+async def test_sampled_tokens_and_logprobs_are_the_same(checkpoint, serve_on) -> None:
     words = [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 5}, {"temperature": 1.2, "num_logprobs": 3}]
     said = []
-    for device in ({}, {"device": LateDevice()}):
-        async with serve(checkpoint.path, **device) as driver:
+    for device in (CpuDevice(), LateDevice()):
+        async with serve_on(device, checkpoint.path) as driver:
             some = [
                 driver.sequence(prompt(9 + i), max_tokens=20, **more, request_id=f"r{i}")
                 for i, more in enumerate(words)
@@ -56,10 +56,10 @@ async def test_sampled_tokens_and_logprobs_are_the_same(checkpoint, serve) -> No
     assert said[0] == said[1]
 
 
-async def test_nothing_is_sealed_before_the_device_has_ended_the_step(checkpoint, serve) -> None:
+async def test_nothing_is_sealed_before_the_device_has_ended_the_step(checkpoint, serve_on) -> None:
     """A chunk that samples nothing is no exception, though nothing of it comes back to the host."""
     device = LateDevice()
-    async with serve(checkpoint.path, device=device, max_batch_tokens=16) as driver:
+    async with serve_on(device, checkpoint.path, max_batch_tokens=16) as driver:
         sealed: list[int] = []
         driver.engine.pool.on_sealed = lambda block, key: sealed.append(block)
         sequence = driver.sequence(prompt(40), max_tokens=2)
@@ -75,9 +75,9 @@ async def test_nothing_is_sealed_before_the_device_has_ended_the_step(checkpoint
         assert len(sealed) == 5
 
 
-async def test_a_step_is_told_while_the_next_one_runs(checkpoint, serve) -> None:
+async def test_a_step_is_told_while_the_next_one_runs(checkpoint, serve_on) -> None:
     device = LateDevice()
-    async with serve(checkpoint.path, device=device) as driver:
+    async with serve_on(device, checkpoint.path) as driver:
         sequence = driver.sequence(prompt(5), max_tokens=30)
         device.steps.hold()
         given = device.steps.num_given
@@ -91,9 +91,13 @@ async def test_a_step_is_told_while_the_next_one_runs(checkpoint, serve) -> None
         device.steps.release()
 
 
-async def test_a_pool_of_what_fits(checkpoint, serve) -> None:
+async def test_a_pool_of_what_fits(checkpoint, serve_on) -> None:
     device = LateDevice(DeviceMemory(2 * GIB, 2 * GIB, 100 << 20))
-    async with serve(checkpoint.path, num_blocks=0, device=device) as driver:
+    async with serve_on(
+        device,
+        checkpoint.path,
+        num_blocks=0,
+    ) as driver:
         engine = driver.engine
         nbytes = engine.pool.num_blocks * engine.layout.block_nbytes
         assert 0.2 * GIB < nbytes < 0.9 * 2 * GIB - CONTEXT_NBYTES
@@ -102,14 +106,22 @@ async def test_a_pool_of_what_fits(checkpoint, serve) -> None:
         assert result.token_ids == checkpoint.greedy(prompt(20), 4)
 
 
-async def test_a_pool_that_does_not_fit_says_what_would(checkpoint, serve) -> None:
+async def test_a_pool_that_does_not_fit_says_what_would(checkpoint, serve_on) -> None:
     full = LateDevice(DeviceMemory(80 * GIB, 1 * GIB, 1 << 20))
     with pytest.raises(GpuMemoryShort, match=r"0 blocks of 8 tokens would fit"):
-        async with serve(checkpoint.path, num_blocks=0, device=full):
+        async with serve_on(
+            full,
+            checkpoint.path,
+            num_blocks=0,
+        ):
             pass
     small = LateDevice(DeviceMemory(2 * GIB, 2 * GIB, 1 << 20))
     with pytest.raises(GpuMemoryShort, match=r"engine\.gpu_memory") as caught:
-        async with serve(checkpoint.path, num_blocks=1_000_000, device=small):
+        async with serve_on(
+            small,
+            checkpoint.path,
+            num_blocks=1_000_000,
+        ):
             pass
     assert 0 < caught.value.room_nbytes < caught.value.wanted_nbytes
 

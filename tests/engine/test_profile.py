@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.device import CpuDevice
 from engine.plan import Chunk, Plan
 from engine.profile import CostProfile, measure
 from engine.sampling import Sampling
@@ -22,6 +23,7 @@ class Machine:
         self.now_s = 100.0
         self.num_steps = 0
         self.options = EngineOptions()
+        self.device = CpuDevice()
         self.max_len = max_len
         self.pool = SimpleNamespace(shape=(4096,))
 
