@@ -34,6 +34,13 @@ test: env ## run the tests; ARGS='tests/kvstore -k lease'
 test-slow: env ## run the tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
+# The tests and measurements for a GPU. On a machine that has torch with CUDA but no .venv they run with that
+# Python as it is: nothing is installed, and neither Redis nor a network is needed.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(or $(PYTHON),python3))
+.PHONY: gpu
+gpu: ## on a GPU: test and measure; PARTS='kernels engine' for some, ARGS='--within 300 --results DIR'
+	@$(GPU_PYTHON) -m bench.gpu $(PARTS) $(ARGS)
+
 .PHONY: lint
 lint: env ## ruff, mypy --strict, and whether the generated protobuf code is fresh
 	@$(BIN)/ruff check .

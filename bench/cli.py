@@ -8,6 +8,7 @@ import click
 
 _COMMANDS = {
     "conductor": "bench.conductor.command:conductor",
+    "engine": "bench.engine.command:engine",
     "eviction": "bench.eviction:eviction",
     "index": "bench.index:index",
     "kernels": "bench.kernels.command:kernels",

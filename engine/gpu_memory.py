@@ -16,6 +16,7 @@ from engine.model import StepInputs
 from engine.sampler import SamplingBatch, sample
 from engine.sampling import Sampling
 from engine.sequence import Sequence
+from kvstore.layout import KVLayout
 
 if TYPE_CHECKING:
     from engine.runner import ModelRunner
@@ -48,8 +49,9 @@ def pool_room(memory: DeviceMemory, share: float, needs: Needs) -> int:
     return max(0, min(allowed, left) - needs.step_nbytes - needs.graphs_nbytes)
 
 
-def choose_num_blocks(runner: ModelRunner, num_blocks: int | None) -> int:
-    """``num_blocks``, or as many as fit where that is None. Runs a step of the largest shape on a GPU.
+def choose_num_blocks(runner: ModelRunner, layout: KVLayout, num_blocks: int | None, *, alone: bool) -> int:
+    """``num_blocks``, or as many blocks of ``layout`` as fit where that is None. Runs a step of the largest
+    shape on a GPU; not where the model is one rank's part of it (not ``alone``), whose step needs the others.
 
     Raises GpuMemoryShort where they do not fit, or not even one does.
     """
@@ -58,7 +60,7 @@ def choose_num_blocks(runner: ModelRunner, num_blocks: int | None) -> int:
     if memory is None:
         assert num_blocks is not None, "main memory is not sized by what is free"
         return num_blocks
-    step_nbytes = device.peak_nbytes(lambda: largest_step(runner))
+    step_nbytes = device.peak_nbytes(lambda: largest_step(runner, layout)) if alone else 0
     rows = min(options.max_batch_size, options.max_batch_tokens)
     itemsize = runner.model.dtype.itemsize
     logits_nbytes = sum(padded_sizes(rows)) * config.vocab_size * itemsize
@@ -66,10 +68,7 @@ def choose_num_blocks(runner: ModelRunner, num_blocks: int | None) -> int:
         memory.held_nbytes, step_nbytes, logits_nbytes + GRAPHS_NBYTES if options.decode_graphs else 0
     )
     room = pool_room(memory, options.gpu_memory, needs)
-    block_nbytes = (
-        2 * config.num_layers * config.num_kv_heads * options.block_size * config.head_dim * itemsize
-    )
-    fitting = room // block_nbytes
+    fitting = room // layout.block_nbytes
     log.info(
         "GPU memory: weights %d MiB, largest step %d MiB, recorded steps %d MiB; %d KV blocks fit",
         *(n >> 20 for n in (needs.weights_nbytes, needs.step_nbytes, needs.graphs_nbytes)),
@@ -78,7 +77,7 @@ def choose_num_blocks(runner: ModelRunner, num_blocks: int | None) -> int:
     wanted = fitting if num_blocks is None else num_blocks
     if not 0 < wanted <= fitting:
         raise GpuMemoryShort(
-            max(wanted, 1) * block_nbytes,
+            max(wanted, 1) * layout.block_nbytes,
             room,
             f"weights {needs.weights_nbytes:,} bytes, largest step {needs.step_nbytes:,}, "
             f"recorded decode steps {needs.graphs_nbytes:,}, engine.gpu_memory {options.gpu_memory:g} of "
@@ -89,12 +88,12 @@ def choose_num_blocks(runner: ModelRunner, num_blocks: int | None) -> int:
 
 
 @torch.inference_mode()
-def largest_step(runner: ModelRunner) -> None:
+def largest_step(runner: ModelRunner, layout: KVLayout) -> None:
     """A prompt of as many tokens as a step takes, and the largest batch sampled in the costliest way. It
     writes no KV: every token has slot -1, and what it attends to is one block of zeros."""
     device, options, config, model = runner.device, runner.options, runner.config, runner.model
     n, size = options.max_batch_tokens, options.block_size
-    shape = (1, config.num_layers, 2, config.num_kv_heads, size, config.head_dim)
+    shape = (1, layout.num_layers, 2, layout.num_kv_heads, size, layout.head_dim)
 
     def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return device.upload(torch.tensor(values, dtype=dtype))

@@ -87,9 +87,9 @@ class ModelRunner:
                 link=link,
             )
         ).wait()
-        self.num_blocks = choose_num_blocks(self, num_blocks)
-        self.max_len = min(max_len, self.num_blocks * options.block_size)
         layout = shard.layout(config, options.block_size, dtype)
+        self.num_blocks = choose_num_blocks(self, layout, num_blocks, alone=link is None)
+        self.max_len = min(max_len, self.num_blocks * options.block_size)
         self.pool = device.run(lambda: pool_tensor(layout, self.num_blocks, device.torch, pool_memory)).wait()
         self._inputs = BatchInputs(
             max_batch_size=options.max_batch_size,

@@ -1,0 +1,107 @@
+"""Models of a known shape with random weights, and the least a step of theirs can take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from engine.config import ModelConfig
+from engine.loading import Mlp
+from engine.model import Model
+from engine.weights import expected_tensors
+
+_LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+}
+_SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "rope_theta": 10000.0,
+}
+SHAPES = {"llama-3-8b": _LLAMA_8B, "small": _SMALL}
+
+
+def make_checkpoint(name: str, directory: Path, max_position: int) -> ModelConfig:
+    """A bfloat16 checkpoint of this shape whose weights are all 0: a file that is one hole."""
+    words = {
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "max_position_embeddings": max_position,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        **SHAPES[name],
+    }
+    (directory / "config.json").write_text(json.dumps(words))
+    config = ModelConfig.from_checkpoint(directory)
+    header, end = {}, 0
+    for tensor, shape in expected_tensors(config).items():
+        begin, end = end, end + 2 * prod(shape)
+        header[tensor] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + end)
+    return config
+
+
+@torch.inference_mode()
+def randomize(model: Model) -> None:
+    """Give a GPU's weights random values where they lie: products of zeros are faster than those of numbers.
+    (A CPU's are packed: they stay 0, and take as long.)"""
+    matrices = [model.embedding, model.head.weight]
+    model.norm.fill_(1)
+    for layer in model.layers:
+        assert isinstance(layer.mlp, Mlp)
+        matrices += [part.weight for part in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
+        layer.input_norm.fill_(1)
+        layer.post_norm.fill_(1)
+    for matrix in matrices:
+        matrix.normal_(0, 0.02)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What one machine cannot beat, from what it was measured to give."""
+
+    config: ModelConfig
+    nbytes_per_s: float  # of a large copy, bytes read and bytes written both counted
+    flops_per_s: float  # of a large product
+
+    @property
+    def num_layer_weights(self) -> int:
+        config = self.config
+        attention = 2 * config.num_heads + 2 * config.num_kv_heads
+        return (
+            config.num_layers
+            * config.hidden_size
+            * (attention * config.head_dim + 3 * config.intermediate_size)
+        )
+
+    def decode_s(self, batch: int, context: float, itemsize: int = 2) -> float:
+        """Every weight and every cached K and V read once."""
+        config = self.config
+        weights = self.num_layer_weights + config.vocab_size * config.hidden_size
+        kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * batch * context
+        return (weights + kv) * itemsize / self.nbytes_per_s
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Every product of the layers, half of the attention square, one row of logits."""
+        config = self.config
+        products = 2 * num_tokens * self.num_layer_weights + 2 * config.vocab_size * config.hidden_size
+        attention = 2 * num_tokens**2 * config.num_layers * config.num_heads * config.head_dim
+        return (products + attention) / self.flops_per_s

@@ -1,0 +1,52 @@
+"""What there is to run on a GPU: tests and measurements, each a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_PYTEST = (
+    "pytest",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    # A package that is missing costs the tests of one file, not all.
+    "--continue-on-collection-errors",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``report``: it writes its figures as JSON to the path that follows its arguments."""
+
+    name: str
+    timeout_s: float
+    module: tuple[str, ...]  # python -m …
+    report: bool = False
+
+    def command(self, json_path: Path) -> list[str]:
+        return [sys.executable, "-m", *self.module, *(("--json", str(json_path)) if self.report else ())]
+
+
+# In the order they run: what is short and tells whether anything works comes first.
+PARTS = (
+    Part("kernels", 150, (*_PYTEST, "tests/kernels/interpreted.py")),
+    Part("transfer", 90, (*_PYTEST, "-m", "gpu", "tests/transfer")),
+    Part("engine", 240, (*_PYTEST, "-m", "gpu", "tests/engine")),
+    Part("bench-engine", 150, ("bench", "engine"), report=True),
+    Part(
+        "bench-transfer",
+        120,
+        (
+            "bench",
+            "transfer",
+            *("--transport", "cuda-ipc", "--transport", "cuda-shm", "--transport", "cuda-tcp"),
+        ),
+        report=True,
+    ),
+    Part("bench-kernels", 360, ("bench", "kernels"), report=True),
+    Part("compile", 300, ("kernels.triton_compile",)),
+)
+# All but what needs no GPU.
+DEFAULT = tuple(part.name for part in PARTS if part.name != "compile")
