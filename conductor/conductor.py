@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from conductor.activity import Activity
 from conductor.admission import Admission
 from conductor.batch_turn import BatchTurn
 from conductor.cluster_view import Slo
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 # Timelines kept for those who ask afterwards; a few kilobytes each.
 _TIMELINES_KEPT = 2048
 
+# Of the hottest prefixes, so many are shown.
+_PREFIXES_SHOWN = 12
+
 # How long closing waits for requests to end and for nodes to be told.
 _FAREWELL_S = 1.0
 
@@ -60,6 +64,7 @@ class Conductor:
         self.model = model
         rng = rng or random.Random()
         cost_model = CostModel()
+        activity = Activity(time.time)
         conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"
         self._redis = connect(index.redis_url)
         kv_index = KVIndex(self._redis, index.namespace)
@@ -68,6 +73,7 @@ class Conductor:
             index.lease_ttl_s,
             model,
             cost_model,
+            activity,
             conductor_id=conductor_id,
             clock=clock,
             rng=rng,
@@ -78,6 +84,7 @@ class Conductor:
             registry=registry,
             sharing=Sharing(Bookings(kv_index, conductor_id, lease_ttl_s=index.lease_ttl_s), registry),
             cost_model=cost_model,
+            activity=activity,
             admission=Admission(options.max_requests, clock),
             timelines=TimelineRing(_TIMELINES_KEPT),
             policy=POLICIES[options.policy],
@@ -177,6 +184,16 @@ class Conductor:
                 name: errors.to_dict() for name, errors in self._services.cost_model.errors.items()
             },
         }
+
+    def activity(self) -> dict[str, Any]:
+        """What went on since the start, for the dashboard: ``Activity.to_dict``, hot prefixes, the SLO."""
+        slo = self._services.slo
+        limits = {
+            "ttft_s": None if math.isinf(slo.ttft_s) else slo.ttft_s,
+            "tbt_s": None if math.isinf(slo.tbt_s) else slo.tbt_s,
+        }
+        prefixes = self._services.replicator.hottest(_PREFIXES_SHOWN)
+        return self._services.activity.to_dict() | {"prefixes": prefixes, "slo": limits}
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether requests can be served now, and what is degraded, in sentences."""

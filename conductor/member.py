@@ -248,6 +248,7 @@ class Member:
                     "name": "pool",
                     "num_blocks": load.num_blocks,
                     "num_used_blocks": load.num_blocks - load.free_blocks,
+                    "num_cached_blocks": load.cached_blocks,
                 },
                 *(
                     {"name": name, "num_blocks": fill.num_blocks, "num_used_blocks": fill.num_held}

@@ -64,7 +64,7 @@ class RequestMetrics:
 
     def __init__(self, model: str, registry: CollectorRegistry = REGISTRY) -> None:
         self.registry = registry
-        own = CollectorRegistry()
+        own = self._own = CollectorRegistry()
 
         def of_model(kind: type[Any], name: str, text: str, **options: Any) -> Any:
             return kind(name, text, ["model_name"], registry=own, **options).labels(model)
@@ -145,6 +145,25 @@ class RequestMetrics:
         )
         registry.register(_Own(own))
         registry.register(_Aliases(own))
+
+    def snapshot(self) -> dict[str, Any]:
+        """The request-level metrics as the dashboard takes them: a number, or a histogram's cumulative
+        ``[le, count]`` pairs under ``buckets`` with ``sum``; by name without ``moonpool_``.
+        """
+        found: dict[str, Any] = {}
+        for metric in self._own.collect():
+            name = metric.name.removeprefix("moonpool_")
+            if metric.type == "histogram" and metric.samples and "model_name" in metric.samples[0].labels:
+                pairs = [
+                    [sample.labels["le"], sample.value]
+                    for sample in metric.samples
+                    if sample.name.endswith("_bucket")
+                ]
+                total = next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
+                found[name] = {"buckets": pairs, "sum": total}
+            elif metric.type in ("counter", "gauge") and len(metric.samples) == 1:
+                found[name] = metric.samples[0].value
+        return found
 
     def of_tenant(self, tenant: str, status: str, tokens: Mapping[str, int]) -> None:
         """One HTTP request of a configured tenant ended; ``tokens`` by kind: prompt, cached, output."""

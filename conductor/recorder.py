@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from conductor import core_metrics
+from conductor.activity import Activity
 from conductor.attempt import AttemptFailed, AttemptPlan
 from conductor.cost_model import CostModel
+from conductor.errors import RequestRejected
 from conductor.placement import Placement
 from conductor.spans import CONDUCTOR, spans_of
 from conductor.timeline import RequestTimeline
@@ -18,10 +20,20 @@ from runtime import tracing
 class Recorder:
     """One a request. Every method is called when the thing it is named after has just happened."""
 
-    def __init__(self, timeline: RequestTimeline, cost_model: CostModel, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        timeline: RequestTimeline,
+        cost_model: CostModel,
+        activity: Activity,
+        clock: Callable[[], float],
+        tenant: str,
+    ) -> None:
+        """``tenant``: a configured one's name, or nothing."""
         self.timeline = timeline
         self._summary = timeline.summary
         self._cost_model = cost_model
+        self._activity = activity
+        self._tenant = tenant
         self._clock = clock
         self._started_s = timeline.started_s
         self._first_s = 0.0  # when the first token came; 0: not yet
@@ -45,6 +57,7 @@ class Recorder:
             "placed", now_s, attempt=attempt, hash_s=hash_s, place_s=place_s, placement=placement
         )
         core_metrics.placements.labels(placement.reason.value).inc()
+        self._activity.placements[placement.reason.value] += 1
 
     def prefilled(self, plan: AttemptPlan, num_tokens: int, reply: node_pb2.PrefillReply) -> None:
         """``num_tokens`` were given to it, of which it computed those it did not have."""
@@ -83,6 +96,16 @@ class Recorder:
             computed_tokens=num_tokens - reply.num_cached_tokens,
             chunks=self._stretches(reply.chunks, now_s),
         )
+        sources = {
+            "computed": num_tokens - reply.num_cached_tokens,
+            "pool": reply.num_pool_tokens,
+            "host": reply.num_host_tokens,
+            "ssd": reply.num_ssd_tokens,
+            "fetched": reply.num_fetched_tokens,
+        }
+        self._activity.prompt(self._tenant, sources)
+        if reply.fetch_error:
+            self._activity.not_moved(plan.placement.prefill.fetch_from, node_id)
         if plan.prefill.prefilled_alone(plan.key):
             self._cost_model.observe_prefill(
                 plan.prefill.view.cost,
@@ -92,6 +115,8 @@ class Recorder:
                 now_s=now_s,
             )
         if reply.fetched_nbytes:
+            source = plan.placement.prefill.fetch_from
+            self._activity.moved(source, node_id, "", reply.fetched_nbytes, reply.fetch_s)
             self._cost_model.observe_transfer(
                 plan.placement.prefill.fetch_from,
                 node_id,
@@ -128,6 +153,9 @@ class Recorder:
             reads=self._stretches(received.reads, now_s),
         )
         if received.nbytes:
+            self._activity.moved(
+                plan.prefill.node_id, node_id, received.transport, received.nbytes, received.seconds
+            )
             self._cost_model.observe_transfer(
                 plan.prefill.node_id,
                 node_id,
@@ -163,10 +191,17 @@ class Recorder:
             streamed_tokens=num_tokens,
         )
         core_metrics.replacements.labels(failure.cause).inc()
+        self._activity.event(
+            "retry", ", ".join(failure.nodes), f"{self.timeline.request_id}: {failure.reason}"
+        )
 
     def waits(self, role: str) -> None:
         self.timeline.add("waits_for_node", self._clock(), role=role)
         core_metrics.waits.labels(role).inc()
+
+    def rejected(self, error: RequestRejected) -> None:
+        core_metrics.rejections.labels(error.stage).inc()
+        self._activity.rejections[error.stage] += 1
 
     def done(self, finish_reason: str, num_tokens: int, error: str = "") -> None:
         """``finish_reason``: stop, length, cancelled, or the error's name."""

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from conductor.activity import Activity
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
 from conductor.fleet import Fleet
@@ -40,6 +41,7 @@ class NodeRegistry:
         lease_ttl_s: float,
         model: ServedModel,
         cost_model: CostModel,
+        activity: Activity,
         *,
         conductor_id: str,
         clock: Callable[[], float],
@@ -59,6 +61,7 @@ class NodeRegistry:
         self._layouts = model.layouts()
         self._identity: tuple[str, str] | None = None  # model and layout of the members that are used
         self._cost_model = cost_model
+        self._activity = activity
         self._conductor_id = conductor_id
         self._clock = clock
         self._rng = rng
@@ -181,6 +184,7 @@ class NodeRegistry:
         if why := self.incompatible(record):
             log.warning("%s at %s is not used: %s", record.node_id, record.rpc_address, why)
         member = self._back(record) or self._new(record)
+        self._activity.event("joined", record.node_id, f"{record.role} at {record.rpc_address}")
         member.view.slot = self.mirror.slot_of(record.node_id)
         self._members[record.node_id] = member
         self._reachable(member)
@@ -238,6 +242,7 @@ class NodeRegistry:
         if member is None:
             return
         log.info("%s left: %s", record.node_id, reason)
+        self._activity.event("left", record.node_id, reason)
         self._former.add(member)
         self._fleets.drop(member)
         if reason == "left":

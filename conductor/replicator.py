@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from conductor import core_metrics
 from conductor.cost_model import CostModel
@@ -62,6 +63,23 @@ class Replicator:
     def note(self, keys: Sequence[BlockKey], prefixes: Mapping[str, int], compute_s: float) -> None:
         """A request with these keys was placed; ``prefixes``: who held how much of it."""
         self._heat.touch(keys[: longest_blocks(prefixes)], self._clock(), compute_s)
+
+    def hottest(self, count: int) -> list[dict[str, Any]]:
+        """The prefixes most in demand, for the dashboard: plain JSON types."""
+        now_s = self._clock()
+        return [
+            {
+                "key": chain.keys[-1].hex(),
+                "blocks": len(chain.keys),
+                "uses_per_s": self._heat.uses_per_s(chain, now_s),
+                "holders": sorted(
+                    node
+                    for node, held in self._registry.holders(chain.keys).items()
+                    if held >= len(chain.keys)
+                ),
+            }
+            for chain in self._heat.hottest(count, now_s)
+        ]
 
     async def round(self) -> None:
         """Plan once and carry it out. A copy that fails is made by a later round, if it is still wanted."""

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 
-from conductor import core_metrics
 from conductor.attempt import Attempt, AttemptFailed, AttemptUseless
 from conductor.errors import (
     DeadlineExceeded,
@@ -50,7 +49,9 @@ class RequestRun:
         timeline = RequestTimeline(self.request_id, time.time(), self.started_s)
         self.request = request
         self._services = services
-        self._recorder = Recorder(timeline, services.cost_model, services.clock)
+        self._recorder = Recorder(
+            timeline, services.cost_model, services.activity, services.clock, request.client.name
+        )
         self._lineage = Lineage(request.prompt_token_ids, services.model.block_size)
         room = services.model.max_model_len - self._lineage.num_prompt_tokens
         self._limit = min(request.sampling.max_tokens, room)  # tokens it may produce
@@ -75,7 +76,7 @@ class RequestRun:
         try:
             services.admission.enter(self)
         except RequestRejected as error:
-            core_metrics.rejections.labels(error.stage).inc()
+            self._recorder.rejected(error)
             raise
         # An id may be used again, as by a client that retries. What nodes still say of its former life, or
         # are still told about it, must not be taken for this one: the numbers of its attempts go on.
@@ -112,7 +113,7 @@ class RequestRun:
                     attempt.close()
         except Exception as error:
             if isinstance(error, RequestRejected):
-                core_metrics.rejections.labels(error.stage).inc()
+                self._recorder.rejected(error)
             self._end(type(error).__name__, str(error))
             raise
         finally:

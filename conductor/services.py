@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from conductor.activity import Activity
 from conductor.admission import Admission
 from conductor.batch_turn import BatchTurn
 from conductor.cluster_view import Slo
@@ -28,6 +29,7 @@ class Services:
     model: ServedModel
     registry: NodeRegistry
     cost_model: CostModel
+    activity: Activity
     admission: Admission
     timelines: TimelineRing
     policy: Policy

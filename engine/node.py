@@ -241,6 +241,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
                 num_queued_tokens=stats.num_queued_tokens,
                 num_blocks=stats.num_blocks,
                 free_blocks=stats.num_free_blocks,
+                cached_blocks=stats.num_cached_blocks,
             ),
             tiers=self.store.fill(),
             profile=self._profile(),

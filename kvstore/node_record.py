@@ -27,6 +27,7 @@ class NodeLoad:
     num_queued_tokens: int = 0  # prompt tokens still to compute
     num_blocks: int = 0
     free_blocks: int = 0  # free, or cached and evictable
+    cached_blocks: int = 0  # of those, the ones that hold something
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from conductor.api import endpoints, pages
 from conductor.api.context import CONTEXT, ApiContext
 from conductor.api.errors import as_api_error
 from conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
+from conductor.api.live import FEED, LiveFeed, live
 from conductor.api.openapi import openapi
 from runtime.errors import PortInUse
 
@@ -26,6 +27,7 @@ def create_app(context: ApiContext) -> web.Application:
     """All routes. Run it with ``handler_cancellation``: closing a connection must cancel its request."""
     app = web.Application(middlewares=[_boundary], client_max_size=context.options.max_body_nbytes)
     app[CONTEXT] = context
+    app[FEED] = LiveFeed(context)
     app.on_response_prepare.append(_name_request)
     app.add_routes(
         [
@@ -36,6 +38,7 @@ def create_app(context: ApiContext) -> web.Application:
             web.get("/v1/cluster", pages.cluster),
             web.get("/v1/prometheus-targets", pages.prometheus_targets),
             web.get("/v1/index/{node}", pages.index),
+            web.get("/v1/live", live),
             web.get("/v1/requests", pages.requests),
             web.get("/v1/requests/{id}/timeline", pages.timeline),
             web.get("/openapi.json", openapi),
@@ -43,7 +46,7 @@ def create_app(context: ApiContext) -> web.Application:
             web.get("/readyz", pages.readyz),
             web.get("/metrics", pages.metrics),
             web.get("/", pages.dashboard),
-            web.get("/static/{name}", pages.static),
+            web.get("/static/{name:.+}", pages.static),
         ]
     )
     return app

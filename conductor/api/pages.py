@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,19 @@ from yarl import URL
 from conductor.api.context import CONTEXT, ApiContext
 from conductor.api.errors import ApiError
 from conductor.api.exchange import unknown_model
+from conductor.spans import spans_of
 
 STATIC = Path(__file__).parent.parent / "static"
 MAX_LISTED = 200
 
-_DASHBOARD_FILES = ("dashboard.css", "dashboard.js")
+_DASHBOARD_FILES = frozenset(
+    str(path.relative_to(STATIC)) for path in STATIC.rglob("*") if path.suffix in (".css", ".js", ".txt")
+)
 # Always the version that serves; and nothing in the page may reach for another host.
-_PAGE_HEADERS = {"Cache-Control": "no-cache", "Content-Security-Policy": "default-src 'self'"}
+_PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:",
+}
 
 
 def reply(value: Any, status: int = 200) -> web.Response:
@@ -114,6 +121,8 @@ async def timeline(http: web.Request) -> web.Response:
             code="request_not_found",
         )
     api = record.to_dict() if record is not None else None
+    for one in found:
+        one["spans"] = [asdict(span) for span in spans_of(one)]
     if len(names) == 1 and found:
         return reply(found[0] | {"api": api})
     return reply({"request_id": asked, "sequences": found, "api": api})

@@ -1,168 +1,205 @@
-// The dashboard: reads the conductor's own JSON pages once a second and draws them. Every text goes in as text,
-// never as HTML, because node names and request ids come from outside.
-"use strict";
+// The dashboard: follows /v1/live, which tells once a second how the cluster is, and draws it.
+import * as charts from "./charts.js";
+import { bars, byId, bytes, cell, element, fill, format, percent, pill, row, seconds } from "./draw.js";
+import { drawMap, tiers } from "./map.js";
+import * as playground from "./playground.js";
+import { showTimeline } from "./timeline.js";
 
-const EVERY_MS = 1000;
-const METRICS_EVERY = 4; // of those rounds: a page of many series costs the conductor some milliseconds
-const byId = (id) => document.getElementById(id);
-const number = new Intl.NumberFormat("en");
+const RETRY_MS = 2000;
+const LOST_SHOWN_S = 120; // a node whose lease ended stays in sight for so long
 
-function seconds(value) {
-  if (!value) return "–";
-  return value < 1 ? `${(value * 1000).toFixed(value < 0.01 ? 2 : 1)} ms` : `${value.toFixed(2)} s`;
+const roles = new Map(); // of every node seen, for those that are gone
+let before = null; // the snapshot of the second before, for rates
+
+function rate(now, name) {
+  const span = before ? now.unix_s - before.unix_s : 0;
+  return span > 0 ? Math.max(0, now.metrics[name] - before.metrics[name]) / span : 0;
 }
 
-function element(name, text, className) {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  return made;
+function withRates(now) {
+  const span = before ? now.unix_s - before.unix_s : 0;
+  const known = new Map((before?.routes ?? []).map((route) => [`${route.source}\n${route.target}`, route.nbytes]));
+  return now.routes.map((route) => {
+    const past = known.get(`${route.source}\n${route.target}`) ?? (before ? 0 : route.nbytes);
+    return { ...route, rate: span > 0 ? (route.nbytes - past) / span : 0 };
+  });
 }
 
-function row(...cells) {
-  const made = element("tr");
-  for (const cell of cells) {
-    const isNode = cell instanceof Node;
-    if (isNode && cell.nodeName === "TD") { made.append(cell); continue; }
-    const td = element("td", isNode ? undefined : typeof cell === "number" ? number.format(cell) : cell);
-    if (isNode) td.append(cell);
-    if (typeof cell === "number") td.className = "number";
-    made.append(td);
+// The nodes there are, and those that went without saying so a moment ago.
+function withLost(now) {
+  const present = new Set(now.cluster.nodes.map((node) => node.node_id));
+  const lost = new Map();
+  for (const event of now.events) {
+    const role = roles.get(event.node);
+    if (event.kind === "left" && event.text !== "left" && role && !present.has(event.node)
+      && now.unix_s - event.unix_s < LOST_SHOWN_S) {
+      lost.set(event.node, { node_id: event.node, role, state: "lost", host: "", pid: "" });
+    }
   }
-  return made;
+  if (roles.size > 4096) roles.clear();
+  for (const node of now.cluster.nodes) roles.set(node.node_id, node.role);
+  return [...now.cluster.nodes, ...lost.values()];
 }
 
-function status(text, className) {
-  const td = element("td", undefined, "status");
-  td.append(element("span", text, className));
-  return td;
-}
-
-function blocks(tiers) {
-  const all = element("span");
-  for (const tier of tiers ?? []) {
-    const meter = element("meter");
-    meter.max = tier.num_blocks || 1;
-    meter.value = tier.num_used_blocks || 0;
-    const cached = tier.num_cached_blocks === undefined ? "" : `, ${number.format(tier.num_cached_blocks)} cached`;
-    const used = `${number.format(tier.num_used_blocks ?? 0)} of ${number.format(tier.num_blocks ?? 0)} used${cached}`;
-    meter.title = `${tier.name}: ${used}`;
-    all.append(`${tier.name} `, meter, ` ${used} `);
-  }
-  return all;
-}
-
-// One fact of a timeline; of a placement, which is an object, the sentence that says why.
-function fact([key, value]) {
-  if (value && typeof value === "object") return value.detail ?? "";
-  if (typeof value === "number" && key.endsWith("_s")) return `${key.slice(0, -2)} ${seconds(value)}`;
-  return value === "" || value === null ? "" : `${key} ${typeof value === "number" ? number.format(value) : value}`;
-}
-
-async function json(path) {
-  const response = await fetch(path, { cache: "no-store" });
-  return response.json();
-}
-
-// The one line of a metrics page that begins with this name, as a number.
-function metric(page, name) {
-  const line = page.split("\n").find((one) => one.startsWith(name));
-  return line ? Number(line.slice(line.lastIndexOf(" "))) : 0;
-}
-
-let round = 0;
-let last = null; // output tokens and when they were read, for the rate
-
-function drawFigures(page, cluster) {
-  const queried = metric(page, "moonpool_prefix_queried_tokens_total");
-  const hit = metric(page, "moonpool_prefix_hit_tokens_total");
-  const output = metric(page, "moonpool_output_tokens_total");
-  const now = performance.now();
-  const rate = last && now > last.now ? ((output - last.output) * 1000) / (now - last.now) : 0;
-  last = { now, output };
+function drawNow(now) {
+  const { metrics } = now;
+  const hits = metrics.prefix_hit_tokens / metrics.prefix_queried_tokens;
   const figures = [
-    [number.format(metric(page, "moonpool_running_requests")), "running"],
-    [number.format(metric(page, "moonpool_waiting_requests")), "waiting for a first token"],
-    [number.format(Math.round(rate)), "tokens a second"],
-    [queried ? `${((100 * hit) / queried).toFixed(1)} %` : "–", "of prompt tokens from the cache"],
-    [number.format(cluster.index?.num_blocks ?? 0), "blocks in the index"],
-    [cluster.index?.connected === false ? "lost" : "connected", "index"],
+    ["running", format.format(metrics.running_requests), "requests running"],
+    ["waiting", format.format(metrics.waiting_requests), "waiting for a first token"],
+    ["tokens", format.format(Math.round(rate(now, "output_tokens"))), "tokens a second"],
+    ["hits", percent(hits), "of prompt tokens from the cache"],
+    ["blocks", format.format(now.cluster.index.num_blocks), "blocks in the index"],
+    ["index", now.cluster.index.connected ? seconds(now.cluster.index.lag_s) : "lost", now.cluster.index.connected ? "behind the index" : "Redis does not answer"],
   ];
-  byId("figures").replaceChildren(...figures.map(([value, name]) => {
+  byId("now").replaceChildren(...figures.map(([id, value, name]) => {
     const card = element("div");
+    card.dataset.figure = id;
     card.append(element("b", value), element("span", name));
     return card;
   }));
 }
 
+function drawCharts(now, routes) {
+  const prompt = rate(now, "prefix_queried_tokens"), hit = rate(now, "prefix_hit_tokens");
+  charts.add(now.unix_s, {
+    "chart-tokens": [rate(now, "output_tokens"), prompt],
+    "chart-requests": [now.metrics.running_requests, now.metrics.waiting_requests],
+    "chart-hits": [prompt ? (100 * hit) / prompt : null],
+    "chart-moved": [routes.reduce((sum, route) => sum + route.rate, 0) / 1e6],
+  });
+}
+
 function drawNodes(nodes) {
-  byId("nodes").tBodies[0].replaceChildren(...nodes.map((node) => {
+  fill(byId("nodes"), nodes.map((node) => {
     const load = node.load ?? {};
-    const name = node.metrics_url ? element("a", node.node_id ?? node.id) : element("span", node.node_id ?? node.id);
-    if (node.metrics_url) name.href = node.metrics_url;
-    const className = node.state === "ready" ? "good" : node.state === "draining" || node.state === "starting" ? "warn" : "bad";
-    return row(name, node.role ?? "", status(node.state ?? "", className), load.num_running ?? 0, load.num_waiting ?? 0,
-      load.num_queued_tokens ?? 0, blocks(node.tiers), node.num_index_blocks ?? 0,
-      element("td", `${node.host ?? ""}, ${node.pid ?? ""}`, "soft"), element("td", String(node.epoch ?? ""), "soft"));
+    const className = { ready: "good", draining: "warn", starting: "warn" }[node.state] ?? "bad";
+    return row(node.node_id, node.role, pill(node.state, className), load.num_running ?? 0, load.num_waiting ?? 0,
+      load.num_queued_tokens ?? 0, tiers(node), node.num_index_blocks ?? 0, node.num_placed ?? 0,
+      cell(`${node.host}, ${node.pid}`, "soft"));
+  }));
+}
+
+function drawCache(now) {
+  const names = { computed: "computed", pool: "its own pool", host: "host memory", ssd: "disk", fetched: "another node" };
+  const all = Object.values(now.tokens).reduce((sum, count) => sum + count, 0);
+  const shown = Object.entries(names).map(([name, title]) => [title, now.tokens[name] ?? 0]);
+  bars(byId("sources"), all ? shown : [], (count) => `${format.format(count)} (${percent(count / all)})`);
+  fill(byId("tenants"), Object.entries(now.tenants).map(([name, counts]) =>
+    row(name, counts.prompt ?? 0, cell(percent((counts.cached ?? 0) / counts.prompt), "number"))));
+  fill(byId("prefixes"), now.prefixes.map((prefix) =>
+    row(cell(prefix.key.slice(0, 12), "id"), prefix.blocks, cell((60 * prefix.uses_per_s).toFixed(1), "number"),
+      prefix.holders.join(", ") || "nobody now")));
+}
+
+function drawRoutes(routes) {
+  const sorted = [...routes].sort((a, b) => b.rate - a.rate || b.nbytes - a.nbytes);
+  fill(byId("routes"), sorted.map((route) => {
+    const mean = route.transfers ? route.seconds / route.transfers : 0;
+    return row(route.source, route.target, route.transport || "–", cell(`${bytes(route.rate)}/s`, "number"),
+      cell(route.seconds ? `${bytes(route.nbytes / route.seconds)}/s` : "–", "number"),
+      cell(bytes(route.nbytes), "number"), route.transfers, cell(seconds(mean), "number"), route.failures);
   }));
 }
 
 function drawRequests(requests) {
-  byId("nothing").hidden = requests.length > 0;
-  byId("requests").tBodies[0].replaceChildren(...requests.map((request) => {
+  const table = byId("requests").querySelector("table");
+  const focused = document.activeElement?.dataset?.request;
+  fill(table, requests.map((request) => {
     const open = element("button", "show");
+    open.dataset.request = request.id;
+    open.setAttribute("aria-label", `timeline of ${request.id}`);
     open.onclick = () => showTimeline(request.id);
     const className = { done: "good", running: "warn", cancelled: "soft" }[request.status] ?? "bad";
-    return row(element("td", request.id, "id"), status(request.status, className), request.prompt_tokens,
-      request.cached_tokens, request.output_tokens, seconds(request.ttft_s), seconds(request.tpot_s),
-      seconds(request.e2e_s), open);
+    return row(cell(request.id, "id"), pill(request.status, className), request.prompt_tokens, request.cached_tokens,
+      request.output_tokens, cell(seconds(request.ttft_s), "number"), cell(seconds(request.tpot_s), "number"),
+      cell(seconds(request.e2e_s), "number"), open);
   }));
+  // Rows are made anew every second: whoever is on one with the keyboard stays there.
+  if (focused) table.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
 }
 
-async function showTimeline(id) {
-  const path = `/v1/requests/${encodeURIComponent(id)}/timeline`;
-  const timeline = await json(path);
-  const box = byId("timeline");
-  box.querySelector("h2").textContent = id;
-  box.querySelector("a").href = path;
-  const several = timeline.sequences ?? [timeline];
-  box.querySelector("p").textContent = several.map((one) => one.summary?.detail).filter(Boolean).join(" · ");
-  const events = several.flatMap((one) => one.events ?? []);
-  const end = Math.max(...events.map((event) => event.at_s), 1e-9);
-  box.querySelector("ol").replaceChildren(...events.map(({ event, at_s, unix_s, ...facts }) => {
-    const item = element("li");
-    const told = Object.entries(facts).map(fact).filter(Boolean).join(", ");
-    const bar = element("progress");
-    bar.max = end;
-    bar.value = at_s;
-    item.append(element("b", event), element("span", seconds(at_s) === "–" ? "0 ms" : seconds(at_s)),
-      element("small", told), bar);
+// A histogram's buckets that hold something, and the share that keeps the limit.
+function drawLatency(id, histogram, limit_s) {
+  const buckets = histogram.buckets.map(([le, count], at, all) => [le === "+Inf" ? Infinity : Number(le), count - (at ? all[at - 1][1] : 0)]);
+  const used = buckets.filter(([, count]) => count);
+  const shown = used.length ? buckets.slice(buckets.indexOf(used[0]), buckets.indexOf(used.at(-1)) + 1) : [];
+  bars(byId(id), shown.map(([le, count]) => [le === Infinity ? "more" : `≤ ${seconds(le)}`, count]));
+  const all = buckets.reduce((sum, [, count]) => sum + count, 0);
+  const within = buckets.filter(([le]) => le <= limit_s).reduce((sum, [, count]) => sum + count, 0);
+  const mean = all ? `mean ${seconds(histogram.sum / all)} of ${format.format(all)}` : "";
+  const kept = limit_s ? `; at least ${percent(within / all)} within ${seconds(limit_s)}` : "";
+  byId(id).nextElementSibling.textContent = all ? mean + kept : "";
+}
+
+function drawCost(errors) {
+  const shown = (value) => cell(value === null ? "–" : `${value.toFixed(1)} %`, "number");
+  fill(byId("cost").querySelector("table"), Object.entries(errors).map(([name, error]) =>
+    row(name, error.count, shown(error.p50_percent), shown(error.p90_percent))));
+}
+
+function drawEvents(events) {
+  const list = byId("events").querySelector("ol");
+  byId("events").querySelector(".none").hidden = events.length > 0;
+  list.replaceChildren(...[...events].reverse().slice(0, 40).map((event) => {
+    const item = element("li", undefined, { left: "bad", joined: "good", retry: "warn" }[event.kind]);
+    item.append(element("time", new Date(event.unix_s * 1000).toLocaleTimeString()), element("b", `${event.kind} ${event.node}`),
+      element("span", event.text));
     return item;
   }));
-  box.showModal();
 }
 
-async function refresh() {
-  try {
-    const [ready, cluster, requests] = await Promise.all([
-      json("/readyz"), json("/v1/cluster"), json("/v1/requests?limit=50"),
-    ]);
-    if (round++ % METRICS_EVERY === 0) {
-      const page = await fetch("/metrics", { cache: "no-store" });
-      drawFigures(await page.text(), cluster);
-    }
-    byId("model").textContent = cluster.model ?? "";
-    byId("state").textContent = ready.status;
-    byId("state").className = `pill ${{ ready: "good", degraded: "warn" }[ready.status] ?? "bad"}`;
-    byId("degraded").replaceChildren(...ready.degraded.map((text) => element("li", text)));
-    drawNodes(cluster.nodes ?? []);
-    drawRequests(requests.data);
-  } catch (error) {
+function draw(now) {
+  const routes = withRates(now);
+  const state = !now.ready ? "not ready" : now.degraded.length ? "degraded" : "ready";
+  byId("model").textContent = now.cluster.model;
+  byId("state").textContent = state;
+  byId("state").className = `pill ${{ ready: "good", degraded: "warn" }[state] ?? "bad"}`;
+  byId("degraded").replaceChildren(...now.degraded.map((text) => element("li", text)));
+  drawNow(now);
+  drawCharts(now, routes);
+  const nodes = withLost(now);
+  drawMap(nodes, routes);
+  drawNodes(nodes);
+  drawCache(now);
+  drawRoutes(routes);
+  drawRequests(now.requests);
+  drawLatency("ttft", now.metrics.time_to_first_token_seconds, now.slo.ttft_s);
+  drawLatency("gap", now.metrics.inter_token_latency_seconds, now.slo.tbt_s);
+  bars(byId("rejections"), Object.entries(now.rejections));
+  bars(byId("placements"), Object.entries(now.placements));
+  drawCost(now.cluster.prediction_errors);
+  drawEvents(now.events);
+  before = now;
+}
+
+function follow() {
+  const source = new EventSource("/v1/live");
+  source.onmessage = (event) => draw(JSON.parse(event.data));
+  source.onerror = () => {
     byId("state").textContent = "the conductor does not answer";
     byId("state").className = "pill bad";
-  } finally {
-    setTimeout(refresh, EVERY_MS);
-  }
+    source.close();
+    setTimeout(follow, RETRY_MS);
+  };
 }
 
-refresh();
+function theme() {
+  const button = byId("theme"), names = ["auto", "light", "dark"];
+  const apply = (name) => {
+    document.documentElement.style.colorScheme = name === "auto" ? "light dark" : name;
+    button.querySelector("span").textContent = name;
+  };
+  let chosen = localStorage.getItem("theme") ?? "auto";
+  apply(chosen);
+  button.onclick = () => {
+    chosen = names[(names.indexOf(chosen) + 1) % names.length];
+    localStorage.setItem("theme", chosen);
+    apply(chosen);
+    charts.redraw();
+  };
+}
+
+theme();
+playground.start();
+follow();

@@ -1,0 +1,84 @@
+// Nodes in columns by role, tiers filling, and what moves between them just now.
+import { byId, bytes, element, svg } from "./draw.js";
+
+const ROLES = ["prefill", "decode", "store"];
+const WIDTH = 190, HEIGHT = 74, GAP = 18, BETWEEN = 210, TOP = 26;
+
+function stateClass(node) {
+  if (node.state === "ready") return "good";
+  return node.state === "draining" || node.state === "starting" ? "warn" : "bad";
+}
+
+function box(node, x, y) {
+  const group = svg("g", { transform: `translate(${x} ${y})`, class: `node ${stateClass(node)}`, "data-node": node.node_id });
+  group.append(svg("title", {}, `${node.node_id}: ${node.state}`));
+  group.append(svg("rect", { width: WIDTH, height: HEIGHT, rx: 7 }));
+  group.append(svg("circle", { cx: 12, cy: 15, r: 4 }));
+  group.append(svg("text", { x: 22, y: 19, class: "name" }, node.node_id));
+  const load = node.load ?? {};
+  const words = node.state === "ready" ? `${load.num_running ?? 0} run, ${load.num_waiting ?? 0} wait` : node.state;
+  group.append(svg("text", { x: 22, y: 35, class: "soft" }, words));
+  (node.tiers ?? []).slice(0, 3).forEach((tier, number) => {
+    const held = (tier.num_used_blocks ?? 0) + (tier.num_cached_blocks ?? 0);
+    const share = tier.num_blocks ? Math.min(held / tier.num_blocks, 1) : 0;
+    const at = 43 + number * 10;
+    group.append(svg("text", { x: 12, y: at + 6, class: "tier" }, tier.name));
+    group.append(svg("rect", { x: 44, y: at, width: WIDTH - 56, height: 6, rx: 3, class: "track" }));
+    const filled = svg("rect", { x: 44, y: at, width: (WIDTH - 56) * share, height: 6, rx: 3, class: "filled" });
+    filled.append(svg("title", {}, `${tier.name}: ${held} of ${tier.num_blocks} blocks`));
+    group.append(filled);
+  });
+  return group;
+}
+
+// routes: [{source, target, rate}], rate in bytes a second.
+export function drawMap(nodes, routes) {
+  const picture = byId("map").querySelector("svg");
+  const columns = ROLES.map((role) => nodes.filter((node) => node.role === role)).filter((column) => column.length);
+  const most = Math.max(1, ...columns.map((column) => column.length));
+  const width = Math.max(columns.length, 1) * (WIDTH + BETWEEN) - BETWEEN + 2;
+  const height = TOP + most * (HEIGHT + GAP);
+  picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  picture.setAttribute("width", width);
+  picture.setAttribute("height", height);
+  const places = new Map();
+  const parts = [];
+  columns.forEach((column, position) => {
+    const x = 1 + position * (WIDTH + BETWEEN);
+    parts.push(svg("text", { x, y: 15, class: "soft" }, `${column[0].role} (${column.length})`));
+    column.forEach((node, line) => {
+      const y = TOP + (line + (most - column.length) / 2) * (HEIGHT + GAP);
+      places.set(node.node_id, { x, y });
+      parts.push(box(node, x, y));
+    });
+  });
+  const lines = routes.filter((route) => places.has(route.source) && places.has(route.target)).map((route) => {
+    const from = places.get(route.source), to = places.get(route.target);
+    const right = to.x > from.x, same = to.x === from.x;
+    const x1 = from.x + (right || same ? WIDTH : 0), x2 = to.x + (right ? 0 : WIDTH);
+    const y1 = from.y + HEIGHT / 2, y2 = to.y + HEIGHT / 2;
+    const bend = same ? 50 : (x2 - x1) / 2;
+    const path = `M${x1} ${y1} C${x1 + (same ? 50 : bend)} ${y1} ${same ? x2 + 50 : x2 - bend} ${y2} ${x2} ${y2}`;
+    const line = svg("path", { d: path, class: route.rate ? "link moving" : "link" });
+    line.style.strokeWidth = route.rate ? 1.5 + Math.min(6, Math.log10(1 + route.rate / 1e5)) : 1;
+    line.append(svg("title", {}, `${route.source} to ${route.target}: ${bytes(route.rate)}/s`));
+    return line;
+  });
+  picture.replaceChildren(...lines, ...parts);
+  const alive = nodes.filter((node) => node.state === "ready").length;
+  picture.setAttribute("aria-label", `${nodes.length} nodes, ${alive} of them ready; the table below says the same`);
+  if (!nodes.length) picture.replaceChildren(svg("text", { x: 0, y: 15, class: "soft" }, "no node has registered"));
+}
+
+export function tiers(node) {
+  const all = element("span");
+  for (const tier of node.tiers ?? []) {
+    const held = (tier.num_used_blocks ?? 0) + (tier.num_cached_blocks ?? 0);
+    const meter = element("meter");
+    meter.max = tier.num_blocks || 1;
+    meter.value = held;
+    meter.setAttribute("aria-label", `${tier.name}: ${held} of ${tier.num_blocks} blocks`);
+    all.append(`${tier.name} `, meter, ` ${held} of ${tier.num_blocks}  `);
+  }
+  return all;
+}

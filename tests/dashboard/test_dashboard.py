@@ -1,0 +1,191 @@
+"""The dashboard in a real browser, against a real cluster: what it shows is what the conductor says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, Page, async_playwright, expect
+
+from moonpool.client import Client
+from moonpool.local_cluster import LocalCluster
+from runtime.child import tied_command
+from tests.cluster.conftest import eventually, kill, small_config
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt install chromium; CI has it"),
+]
+# Kept, so that somebody can look at them: CI's artefacts.
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+MARKUP = "<img src=x onerror='window.pwned=1'>"
+TENANTS = f"""
+["{MARKUP}"]
+keys = ["sk-1"]
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    directory: Path = tmp_path_factory.mktemp("dashboard")
+    (directory / "tenants.toml").write_text(TENANTS)
+    config = small_config()
+    config = replace(
+        config,
+        cluster=replace(config.cluster, prefill=1, decode=2),
+        conductor=replace(config.conductor, tenants_path=str(directory / "tenants.toml")),
+    )
+    async with LocalCluster(config, directory=directory) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        opened = await playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield opened
+        await opened.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(browser: Browser, cluster: LocalCluster) -> AsyncIterator[Page]:
+    """The dashboard; the test fails on any error of its scripts."""
+    errors: list[str] = []
+    opened = await browser.new_page(viewport={"width": 1280, "height": 900})
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    await opened.goto(cluster.url)
+    await expect(opened.locator("#state")).to_have_text("ready")
+    yield opened
+    assert await opened.evaluate("window.pwned") is None
+    await opened.close()
+    # A request that is refused is told to the user, and by the browser to its console.
+    assert [error for error in errors if not error.startswith("Failed to load resource")] == []
+
+
+async def ask(url: str, prompt: str, max_tokens: int = 8) -> str:
+    headers = {"Authorization": "Bearer sk-1"}
+    body = {"prompt": prompt, "max_tokens": max_tokens, "user": MARKUP, "ignore_eos": True}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json=body, headers=headers) as answer,
+    ):
+        assert answer.status == 200
+        return str((await answer.json())["id"])
+
+
+async def metric(url: str, name: str) -> float:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as answer:
+        found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", await answer.text(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+
+async def test_the_figures_are_those_of_the_metrics(page: Page, cluster: LocalCluster) -> None:
+    for _ in range(3):
+        await ask(cluster.url, f"{MARKUP} In the beginning God created the heaven and the earth. " * 4)
+    hit = await metric(cluster.url, "moonpool_prefix_hit_tokens_total")
+    queried = await metric(cluster.url, "moonpool_prefix_queried_tokens_total")
+    assert hit > 0
+    await expect(page.locator("[data-figure=hits] b")).to_have_text(f"{100 * hit / queried:.1f} %")
+    count = await metric(cluster.url, "moonpool_time_to_first_token_seconds_count")
+    await expect(page.locator("#ttft + p")).to_contain_text(f"of {count:.0f}")
+    tenant = page.locator("#tenants tbody tr")
+    await expect(tenant).to_have_count(1)
+    await expect(tenant).to_contain_text(MARKUP)
+    await expect(tenant).to_contain_text(f"{queried:,.0f}")
+    moved = page.locator("#routes tbody tr", has_text="prefill-0")
+    await expect(moved.first).to_contain_text("decode-")
+
+
+async def test_a_timeline_is_that_of_the_api(page: Page, cluster: LocalCluster) -> None:
+    request = await ask(cluster.url, "And God said, Let there be light: and there was light.")
+    async with Client(cluster.url) as client:
+        timeline = await client.timeline(request)
+    row = page.locator("#requests tbody tr", has_text=request)
+    await expect(row).to_contain_text("done")
+    await row.get_by_role("button").click()
+    dialog = page.locator("#timeline")
+    await expect(dialog.locator("h2")).to_have_text(request)
+    await expect(dialog.locator(".why")).to_have_text(timeline["summary"]["detail"])
+    names = await dialog.locator("ol b").all_text_contents()
+    assert names == [event["event"] for event in timeline["events"]]
+    assert await dialog.locator("svg rect").count() == sum(span["seconds"] > 0 for span in timeline["spans"])
+    await dialog.locator("summary").click()
+    await expect(dialog.locator("table tr", has_text="chosen").first).to_contain_text("prefill-0")
+    await page.keyboard.press("Escape")
+    await expect(dialog).not_to_be_visible()
+
+
+async def test_the_playground_answers_and_says_what_is_wrong(page: Page, cluster: LocalCluster) -> None:
+    form = page.locator("#playground form")
+    await form.locator("textarea").fill(f"{MARKUP} The end")
+    await form.get_by_role("button", name="Send").click()
+    await expect(form.locator("output")).to_contain_text("no API key")
+    await form.locator("#api-key").fill("sk-1")
+    await form.get_by_role("button", name="Send").click()
+    await form.get_by_role("button", name="What happened to it").click()
+    await expect(page.locator("#timeline ol")).to_contain_text("first_token")
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 1280), ("dark", 390)])
+async def test_every_part_is_on_the_page(page: Page, theme: str, width: int) -> None:
+    await page.emulate_media(color_scheme=theme)
+    await page.set_viewport_size({"width": width, "height": 900})
+    await expect(page.locator("#map svg .node")).to_have_count(3)
+    # Nothing is wider than the page, but for what scrolls in itself.
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    for heading in ("Cluster", "Cache", "Transfers", "Requests", "Latency", "Events", "Playground"):
+        await expect(page.get_by_role("heading", name=heading, exact=True)).to_be_visible()
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    await page.screenshot(path=SCREENSHOTS / f"dashboard-{theme}-{width}.png", full_page=True)
+
+
+async def test_a_page_left_open_does_not_grow(page: Page) -> None:
+    """Ten minutes' worth of snapshots at once, twice: the second time nothing is kept that was not before."""
+    await page.evaluate("import('/static/charts.js').then((m) => { window.charts = m })")
+    fill = """(from) => { for (let i = 0; i < 1200; i++) charts.add(from + i, {'chart-tokens': [i, i],
+        'chart-requests': [i, i], 'chart-hits': [i], 'chart-moved': [i]}); return charts.kept(); }"""
+    assert await page.evaluate(fill, 0) == await page.evaluate(fill, 5000) == 600
+
+
+async def test_a_killed_node_is_seen_to_go(page: Page, cluster: LocalCluster) -> None:
+    node = page.locator("#map svg [data-node=decode-1]")
+    await expect(node).to_have_class(re.compile("good"))
+    kill(cluster, "decode-1")
+    await expect(node).to_have_class(re.compile("bad"), timeout=15_000)
+    await expect(page.locator("#nodes tr", has_text="decode-1").locator(".bad")).to_be_visible()
+    await expect(page.locator("#events li", has_text="decode-1").first).to_contain_text(
+        "left", timeout=15_000
+    )
+
+
+async def test_names_with_markup_are_text(page: Page, cluster: LocalCluster) -> None:
+    """A node of another's making: it registers as any does, with a name of its own choice."""
+    file = cluster.directory / "cluster.toml"
+    command = [sys.executable, "-m", "decode_node", "--config", str(file), "--set", f"node.id={MARKUP}"]
+    process = await asyncio.create_subprocess_exec(
+        *tied_command(command), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with Client(cluster.url) as client:
+
+            async def joined() -> bool:
+                return any(node["node_id"] == MARKUP for node in (await client.cluster())["nodes"])
+
+            await eventually(joined)
+        await expect(page.locator("#nodes tbody tr", has_text=MARKUP)).to_be_visible()
+        await expect(page.locator("#map svg text", has_text=MARKUP)).to_be_visible()
+    finally:
+        process.kill()
+        await process.wait()
