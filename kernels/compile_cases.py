@@ -173,7 +173,7 @@ def merge_cases() -> Iterator[Case]:
         triton_decode.merge_states,
         {"outs": "*bf16", "lses": "*fp32", "out": "*bf16", "lse": "*fp32"},
         {"num_rows": "i32", "num_parts": "i32"},
-        shape | {"PARTS": 8},
+        shape,
         num_warps=4,
     )
 

@@ -54,7 +54,8 @@ def plan_parts(
     return first_tile, parts, tl.cumsum(parts, 0), tiles_per_part
 
 
-@triton.jit
+# What changes from step to step is not compiled in, so that nothing compiles while serving.
+@triton.jit(do_not_specialize=["batch", "wanted", "window"])
 def decode_part(
     q,
     pool,
@@ -217,7 +218,7 @@ def weighed(parts, lse, at, step, count, TILE: tl.constexpr, DIM: tl.constexpr, 
     return gathered, tl.where(total == 0, float("-inf"), top + tl.log2(total) * 0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "wanted", "window"])
 def merge_split(
     scratch,
     scratch_lse,
@@ -261,7 +262,7 @@ def merge_split(
         tl.store(lse + to, log)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def merge_states(
     outs,
     lses,
@@ -303,7 +304,7 @@ def decode_constants(
         "DIM_PADDED": padded(head_dim, 16),
         "TILE": choice.tile,
         "FEWEST": max(1, FEWEST_TOKENS // choice.tile),
-        "BATCH_PADDED": padded(batch, 2),
+        "BATCH_PADDED": padded(batch, 256),  # the same for all that are likely
         "POSITIONS": positions,
     }
 
@@ -322,7 +323,7 @@ def merge_attention_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
             outs.shape[0],
             DIM=head_dim,
             DIM_PADDED=padded(head_dim, 16),
-            PARTS=min(PARTS, padded(outs.shape[0], 2)),
+            PARTS=PARTS,
             num_warps=4,
         )
     return out, lse

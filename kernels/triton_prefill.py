@@ -109,7 +109,8 @@ def attend_tiles(
     return top, total, gathered, odd
 
 
-@triton.jit
+# What changes from step to step is not compiled in, so that nothing compiles while serving.
+@triton.jit(do_not_specialize=["batch", "window"])
 def prefill_tile(
     q,
     pool,
@@ -211,7 +212,7 @@ def prefill_constants(
         "DIM_PADDED": padded(head_dim, 16),
         "BLOCK_SIZE": block_size,
         "TILE": choice.tile,
-        "STEPS": batch.bit_length(),  # of a binary search among them
+        "STEPS": max(10, batch.bit_length()),  # of a binary search among them
     }
 
 

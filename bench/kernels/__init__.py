@@ -1,1 +1,1 @@
-"""How fast the CPU kernels are, beside torch's own and beside what memory gives, in one run."""
+"""How fast the kernels are, beside others' own and beside what the machine gives, in one run."""

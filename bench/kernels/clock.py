@@ -1,35 +1,94 @@
-"""Timing contestants in turn on a machine that others use too."""
+"""Timing contestants in turn: CPU time on a machine that others use too, events and graphs on a GPU."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
 
 Work = Callable[[], object]
 
 
-def seconds_of(contestants: Mapping[str, Work], rounds: int, wanted_s: float = 0.002) -> dict[str, float]:
-    """Median seconds of CPU a call of each, measured in turn so that all see the same weather.
+class Clock(Protocol):
+    name: str
 
-    CPU time of this thread, since others' work on the same core is none of ours; a reading lasts ``wanted_s``
-    or longer.
-    """
-    calls = {name: _calls_in(work, wanted_s) for name, work in contestants.items()}
-    readings: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, work in contestants.items():
-            readings[name].append(_read(work, calls[name]))
-    return {name: statistics.median(found) for name, found in readings.items()}
+    def seconds_of(self, contestants: Mapping[str, Work], rounds: int) -> dict[str, float]:
+        """Median seconds a call of each, measured in turn so that all see the same weather."""
+        ...
 
 
-def _read(work: Work, calls: int) -> float:
-    begin = time.thread_time()
-    for _ in range(calls):
+class CpuClock:
+    """CPU time of this thread, since others' work on the same core is none of ours."""
+
+    name = "CPU time of one thread"
+
+    def __init__(self, wanted_s: float = 0.002) -> None:
+        """wanted_s: a reading lasts so long or longer."""
+        self._wanted_s = wanted_s
+
+    def seconds_of(self, contestants: Mapping[str, Work], rounds: int) -> dict[str, float]:
+        calls = {name: self._calls_in(work) for name, work in contestants.items()}
+        readings: dict[str, list[float]] = {name: [] for name in contestants}
+        for _ in range(rounds):
+            for name, work in contestants.items():
+                readings[name].append(self._read(work, calls[name]))
+        return {name: statistics.median(found) for name, found in readings.items()}
+
+    def _read(self, work: Work, calls: int) -> float:
+        begin = time.thread_time()
+        for _ in range(calls):
+            work()
+        return (time.thread_time() - begin) / calls
+
+    def _calls_in(self, work: Work) -> int:
         work()
-    return (time.thread_time() - begin) / calls
+        return max(1, int(self._wanted_s / max(1e-7, self._read(work, 1))))
 
 
-def _calls_in(work: Work, wanted_s: float) -> int:
-    work()
-    return max(1, int(wanted_s / max(1e-7, _read(work, 1))))
+class CudaClock:
+    """Time between events on the device. Each contestant is captured into a graph first, so that what is
+    measured is kernels and not their launching from Python, which an engine's graphs do not pay either."""
+
+    name = "time on the device, replayed from a graph"
+
+    def seconds_of(self, contestants: Mapping[str, Work], rounds: int) -> dict[str, float]:
+        graphs = {name: _captured(work) for name, work in contestants.items()}
+        events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
+        for _ in range(rounds):
+            for name, graph in graphs.items():
+                begin, end = _event(), _event()
+                begin.record()
+                graph.replay()
+                end.record()
+                events[name].append((begin, end))
+        torch.cuda.synchronize()
+        found = {
+            name: statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in pairs)
+            for name, pairs in events.items()
+        }
+        del graphs
+        return found
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _captured(work: Work) -> torch.cuda.CUDAGraph:
+    """The work in a graph, after it has run outside of one: that compiles kernels and loads libraries."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -10,64 +11,85 @@ import torch
 from rich.console import Console
 
 from bench import report
-from bench.kernels.cases import AttentionCase, LinearCase, step_row
+from bench.kernels import moves, products, sweep
+from bench.kernels.machine import Machine
 from bench.report import Report, Row
 from kernels import backend_report
 
 _PATH = click.Path(path_type=Path)
-_PACKAGES = ("torch", "numpy")
-_F32, _BF16 = torch.float32, torch.bfloat16
-PARTS = ("step", "linear", "decode", "prefill")
+_PACKAGES = ("torch", "numpy", "triton", "flashinfer-python", "flash-attn")
+Part = Callable[[Machine, bool, bool], Iterator[Row]]
 
 
-def step_rows(rounds: int, quick: bool) -> Iterator[Row]:
-    for dtype, stored in ((_F32, _BF16), (_F32, _F32), (_BF16, _BF16))[: 1 if quick else 3]:
-        for batch, limit_ms in ((1, 0.5), (8, 1.0)):
-            # The bounds are for a checkpoint in bf16, as the shipped one is.
-            yield step_row(dtype, stored, batch, 192, limit_ms if stored is _BF16 else None, rounds)
+def _plain(rows: Callable[[Machine, bool], Iterator[Row]]) -> Part:
+    return lambda machine, quick, _full: rows(machine, quick)
 
 
-def linear_rows(rounds: int, quick: bool) -> Iterator[Row]:
-    shapes = ((256, 1408), (704, 256), (2048, 2048), (4096, 4096))[: 1 if quick else 4]
-    for shape in shapes:
-        for dtype, stored in ((_F32, _F32), (_F32, _BF16), (_BF16, _BF16)):
-            yield from LinearCase(*shape, dtype, stored).rows(
-                (1, 8, 32, 128, 512)[: 2 if quick else 5], rounds
-            )
-
-
-def decode_rows(rounds: int, quick: bool) -> Iterator[Row]:
-    shapes = ((8, 4, 32, 16), (16, 16, 64, 16), (32, 8, 128, 16), (32, 8, 128, 64))
-    for shape in shapes[: 1 if quick else 4]:
-        for dtype in (_F32, _BF16):
-            yield AttentionCase(*shape, dtype).decode_row(8, 2048, rounds)
-
-
-def prefill_rows(rounds: int, quick: bool) -> Iterator[Row]:
-    for shape in ((8, 4, 32, 16), (32, 8, 128, 16))[: 1 if quick else 2]:
-        for dtype in (_F32, _BF16):
-            for new, context in ((512, 512), (512, 2048))[: 1 if quick else 2]:
-                yield AttentionCase(*shape, dtype).prefill_row(new, context, rounds)
+PARTS: dict[str, Part] = {
+    "step": _plain(sweep.step_rows),
+    "linear": _plain(products.linear_rows),
+    "decode": sweep.decode_rows,
+    "prefill": sweep.prefill_rows,
+    "blocks": _plain(moves.block_rows),
+    "write": _plain(moves.write_rows),
+    "merge": _plain(moves.merge_rows),
+    "experts": _plain(products.expert_rows),
+    "lora": _plain(products.lora_rows),
+}
 
 
 @click.command()
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Repeatable; default: all.")
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(tuple(PARTS)), help="Repeatable; default: all."
+)
+@click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True)
 @click.option("--rounds", default=9, show_default=True, help="Readings of each contestant, in turn.")
 @click.option("--quick", is_flag=True, help="A few cases only.")
+@click.option("--full", is_flag=True, help="On a GPU: every batch and context for every shape (an hour).")
 @click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
-def kernels(parts: tuple[str, ...], rounds: int, quick: bool, json_path: Path | None) -> None:
-    """Measure the CPU kernels on one thread, beside torch's own and beside what memory gives."""
+def kernels(
+    parts: tuple[str, ...], device: str, rounds: int, quick: bool, full: bool, json_path: Path | None
+) -> None:
+    """Measure the kernels beside torch's own and others', and beside what the machine gives at the plainest.
+
+    On a CPU with one thread; on a GPU replayed from graphs, over more memory than its cache holds.
+    """
     torch.set_num_threads(1)
-    cpu = backend_report()["cpu"]
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.BadParameter("torch sees no CUDA device here", param_hint="--device")
     console = Console(stderr=True, highlight=False)
-    console.print(f"kernels: {cpu['form']} ({cpu['reason']}); medians of {rounds}, CPU time of one thread")
-    measures = {"step": step_rows, "linear": linear_rows, "decode": decode_rows, "prefill": prefill_rows}
-    rows: list[Row] = []
+    machine = Machine.of(torch.device(device), rounds)
+    cpu = backend_report()["cpu"]
+    form = "Triton" if machine.is_cuda else f"{cpu['form']} ({cpu['reason']})"
+    console.print(f"kernels: {form}; medians of {rounds}, {machine.clock.name}")
+    rows = limit_rows(machine)
     for part in parts or PARTS:
-        for row in measures[part](rounds, quick):
+        for row in PARTS[part](machine, quick, full):
             rows.append(row)
             console.print(f"  {row.case}: {row.metric} {report.number(row.value)} {row.unit}", style="dim")
-    found = Report(report.measure_environment(_PACKAGES), rows)
+            if json_path is not None and machine.is_cuda:
+                # What has been measured is kept should the machine be taken away.
+                report.write(_report(machine, rows), json_path)
+    found = _report(machine, rows)
     if json_path is not None:
         report.write(found, json_path)
     report.show(found)
+
+
+def limit_rows(machine: Machine) -> list[Row]:
+    units = {"copy": (1e9, "GB/s"), "read": (1e9, "GB/s"), "matmul": (1e12, "TFLOP/s")}
+    return [
+        Row("limits of this machine", f"large {name}", machine.limits[name] / scale, unit)
+        for name, (scale, unit) in units.items()
+    ]
+
+
+def _report(machine: Machine, rows: list[Row]) -> Report:
+    environment = report.measure_environment(_PACKAGES)
+    if machine.is_cuda:
+        facts = torch.cuda.get_device_properties(machine.device)
+        gpu = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        environment = replace(environment, machine=f"{gpu}; {environment.machine}")
+    return Report(environment, rows)

@@ -1,4 +1,4 @@
-// The checksum of whole blocks: reference/blocks.py says what it is.
+// Whole blocks: copies within a pool, and the checksum that reference/blocks.py defines.
 
 #include "simd.h"
 
@@ -19,4 +19,9 @@ MP_EXPORT void block_checksums(const uint64_t* blocks, int64_t n, int64_t words,
         for (int64_t i = 0; i < words; i++) sum += mix(blocks[i] ^ (uint64_t)(i + 1) * 0x9e3779b97f4a7c15u);
         sums[block] = sum;
     }
+}
+
+// Block sources[i] goes to targets[i], `nbytes` each.
+MP_EXPORT void copy_blocks(char* pool, const int64_t* sources, const int64_t* targets, int64_t n, int64_t nbytes) {
+    for (int64_t i = 0; i < n; i++) memcpy(pool + targets[i] * nbytes, pool + sources[i] * nbytes, nbytes);
 }

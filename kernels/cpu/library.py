@@ -115,6 +115,13 @@ class Library:
         words = blocks.nbytes // 8 // n if n else 0
         self.freed["block_checksums"][None](blocks.data_ptr(), n, words, sums.data_ptr())
 
+    def copy_blocks(self, pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+        """pool: contiguous; ids: int64 [n]."""
+        nbytes = pool[:1].nbytes
+        self.freed["copy_blocks"][None](
+            pool.data_ptr(), source_ids.data_ptr(), target_ids.data_ptr(), target_ids.shape[0], nbytes
+        )
+
     def packed_size(self, dtype: torch.dtype, in_features: int, out_features: int) -> int:
         """Elements the packed form of a weight takes."""
         return int(self.freed["packed_size"][dtype](in_features, out_features))
@@ -142,6 +149,9 @@ def _bind(loaded: ctypes.CDLL) -> dict[str, dict[Any, Function]]:
     checksums = loaded.block_checksums
     checksums.argtypes, checksums.restype = [_P, _I, _I, _P], None
     table["block_checksums"] = {None: checksums}
+    copies = loaded.copy_blocks
+    copies.argtypes, copies.restype = [_P, _P, _P, _I, _I], None
+    table["copy_blocks"] = {None: copies}
     table["packed_size"] = {}
     for dtype, suffix in DTYPE_NAMES.items():
         function = getattr(loaded, f"packed_size_{suffix}")

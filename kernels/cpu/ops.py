@@ -309,3 +309,7 @@ def scatter_blocks(
     reference.scatter_blocks(blocks, pool, block_ids)
     if checksums is not None:
         LIBRARY.block_checksums(blocks, checksums)
+
+
+def copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    LIBRARY.copy_blocks(pool, source_ids, target_ids)

@@ -7,6 +7,7 @@ is wrong.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import (
+    launch,
     reference,
     triton_adapters,
     triton_blocks,
@@ -358,3 +360,45 @@ def test_reshard(size: int, target_size: int) -> None:
     reference.reshard_blocks(source, expected, **part)
     triton_blocks.reshard_blocks(source, found, **part)
     assert torch.equal(found, expected)
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """The last blocks of a pool of more than 2^31 elements, of which only what is touched exists."""
+    if INTERPRETED:
+        memory = mmap.mmap(-1, (1 << 31) + (4 << 20), flags=mmap.MAP_PRIVATE)
+        pool = torch.frombuffer(memory, dtype=FP8).view(-1, 1, 2, 2, 16, 64)
+    else:
+        pool = torch.zeros((1 << 31) // 4096 + 1024, 1, 2, 2, 16, 64).to(FP8)
+    ids = [len(pool) - 1, 3, len(pool) - 500]
+    n = 40
+    slots = (torch.tensor(ids)[:, None] * 16 + torch.arange(16)).flatten()[:n]
+    k, v = torch.randn(2, n, 2, 64).half().unbind(0)
+    scales = {"k_scale": 0.02, "v_scale": 0.02}
+    triton_kv.write_kv(k, v, pool, 0, slots, **scales)
+    small = torch.zeros(3, 1, 2, 2, 16, 64).to(FP8)
+    reference.write_kv(k, v, small, 0, torch.arange(n), **scales)
+    named, table = torch.tensor(ids), torch.tensor([ids], dtype=torch.int32)
+    assert torch.equal(triton_blocks.gather_blocks(pool, named).view(torch.uint8), small.view(torch.uint8))
+    near, lens = torch.arange(3, dtype=torch.int32)[None], torch.tensor([n], dtype=torch.int32)
+    q = torch.randn(1, 4, 64).half()
+    found = triton_decode.paged_decode_attention(q, pool, 0, table, lens, scale=0.1, **scales)
+    expected = reference.paged_decode_attention(q.double(), small, 0, near, lens, scale=0.1, **scales)
+    assert_near(found, expected, torch.float16, factor=2)
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    found = triton_prefill.paged_prefill_attention(q, pool, 0, table, starts, lens, scale=0.1, **scales)
+    assert_near(found, expected, torch.float16, factor=2)
+    triton_blocks.copy_blocks(pool, named[:1], torch.tensor([len(pool) - 9]))
+    assert torch.equal(pool[len(pool) - 9].view(torch.uint8), small[0].view(torch.uint8))
+
+
+def test_lengths_and_batches_compile_nothing_new() -> None:
+    """What changes from step to step is no constant of the kernels."""
+    shape = {"group": 4, "head_dim": 64, "block_size": 16}
+    choice = launch.decode_choice(64, 16, torch.float16, torch.float16, 90)
+    decodes = [
+        triton_decode.decode_constants(queries=1, batch=n, choice=choice, **shape) for n in (1, 7, 256)
+    ]
+    assert decodes[0] == decodes[1] == decodes[2]
+    chunks = launch.prefill_choice(64, torch.float16, torch.float16, 90)
+    prefills = [triton_prefill.prefill_constants(batch=n, choice=chunks, **shape) for n in (1, 7, 256)]
+    assert prefills[0] == prefills[1] == prefills[2]

@@ -28,10 +28,10 @@ def test_gather_then_scatter_puts_every_block_back() -> None:
     assert torch.equal(out, staged)
 
 
-def test_copy_blocks() -> None:
+def test_copy_blocks(form: ModuleType) -> None:
     pool = torch.randn(9, 1, 2, 1, 8, 16).half()
     before = pool.clone()
-    kernels.copy_blocks(pool, torch.tensor([1, 1, 2]), torch.tensor([8, 7, 0]))
+    form.copy_blocks(pool, torch.tensor([1, 1, 2]), torch.tensor([8, 7, 0]))
     assert torch.equal(pool[[8, 7, 0]], before[[1, 1, 2]])
     assert torch.equal(pool[1:7], before[1:7])
 

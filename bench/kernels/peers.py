@@ -1,0 +1,111 @@
+"""Others' attention on the same work, gathered into dense tensors beforehand where they want it so."""
+
+# What is not installed everywhere has no types here.
+# mypy: disable-error-code="import-untyped,import-not-found,no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.kernels.clock import Work
+
+LAYER_MAJOR = "layer-major pool"
+SDPA, FLASH, CUDNN, FLEX = "SDPA", "SDPA flash", "SDPA cuDNN", "flex attention"
+FLASHINFER, FLASH_ATTN = "FlashInfer", "flash-attn"
+CUDA_PEERS = (FLASH, CUDNN, FLEX, FLASHINFER, FLASH_ATTN)
+
+
+def peers_here(cuda: bool) -> tuple[str, ...]:
+    """Those that can be asked on this machine."""
+    if not cuda:
+        return (SDPA,)
+    modules = {FLASHINFER: "flashinfer", FLASH_ATTN: "flash_attn"}
+    return tuple(name for name in CUDA_PEERS if name not in modules or find_spec(modules[name]))
+
+
+def dense(pool: Tensor, layer: int, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """K and V of the same length each sequence: [batch, num_kv_heads, context, head_dim]."""
+    blocks = pool[table.long(), layer]  # [batch, blocks, 2, kv_heads, block_size, head_dim]
+    k, v = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :context].contiguous().unbind(0)
+    return k, v
+
+
+def _flex() -> Callable[..., Any]:
+    """Compiled for one shape. Those of other shapes are forgotten, of which only a few are kept anyway."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Work:
+    def run() -> Tensor:
+        if backend is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    return run
+
+
+def dense_work(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Work:
+    """q: [batch, num_heads, queries, head_dim]; k, v: [batch, num_kv_heads, keys, head_dim]; with ``causal``
+    as many queries as keys. Called once before it is timed, so that what it cannot do is raised here."""
+    if name == FLEX:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        mask = None
+        if causal:
+            n = q.shape[2]
+            mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, n, n, device=q.device.type)
+        flex, grouped = _flex(), q.shape[1] != k.shape[1]
+        work: Work = lambda: flex(q, k, v, block_mask=mask, enable_gqa=grouped)  # noqa: E731
+    elif name == FLASH_ATTN:
+        from flash_attn import flash_attn_func
+
+        turned = [x.transpose(1, 2) for x in (q, k, v)]
+        work = lambda: flash_attn_func(*turned, causal=causal)  # noqa: E731
+    elif name == FLASHINFER and causal and q.shape[0] == 1:
+        import flashinfer
+
+        rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+        work = lambda: flashinfer.single_prefill_with_kv_cache(*rows, causal=True)  # noqa: E731
+    else:
+        backends = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
+        work = _sdpa(backends.get(name), q, k, v, causal)
+    work()
+    return work
+
+
+def paged_decode_work(q: Tensor, pool: Tensor, layer: int, table: Tensor, context: int) -> Work:
+    """FlashInfer over the very pages: our layer of the pool is its HND layout, but for the stride of a block,
+    so the layer is copied out first."""
+    import flashinfer
+
+    batch, num_heads, head_dim = q.shape
+    pages = pool[:, layer].contiguous()
+    num_kv_heads, block_size = pages.shape[2], pages.shape[3]
+    blocks = -(-context // block_size)
+    scratch = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(scratch, "HND", use_tensor_cores=True)
+    wrapper.plan(
+        torch.arange(0, (batch + 1) * blocks, blocks, dtype=torch.int32, device=q.device),
+        table[:, :blocks].flatten().int(),
+        torch.full((batch,), (context - 1) % block_size + 1, dtype=torch.int32, device=q.device),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        q_data_type=q.dtype,
+        kv_data_type=pages.dtype,
+    )
+    work: Work = lambda: wrapper.run(q, pages)  # noqa: E731
+    work()
+    return work
