@@ -58,6 +58,8 @@ class Proxy:
         self._plugged = threading.Event()
         self._plugged.set()
         self.passed_nbytes = 0
+        self.change: Callable[[bytes], bytes] = lambda answered: answered
+        """Of what the target answers."""
         self._listener = socket.create_server((host, 0))
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -89,15 +91,15 @@ class Proxy:
                 far = socket.create_connection(self._target)
                 self._sockets += [near, far]
                 for source, sink in ((near, far), (far, near)):
-                    self._start(self._forward, source, sink)
+                    self._start(self._forward, source, sink, source is far)
 
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
         with contextlib.suppress(OSError):
             while received := source.recv(1 << 16):
                 self._plugged.wait()
                 self._see(received)
                 self.passed_nbytes += len(received)
-                sink.sendall(received)
+                sink.sendall(self.change(received) if answers else received)
             self._plugged.wait()
             sink.shutdown(socket.SHUT_WR)
 
