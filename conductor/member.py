@@ -228,6 +228,9 @@ class Member:
             "role": record.role,
             "host": record.host,
             "pid": record.pid,
+            "ranks": str(record.extra.get("ranks", "")),  # such as tp 2 × pp 1; empty: one process
+            "join_s": record.extra.get("join_s"),  # from its life's begin until it served
+            "num_lives": record.extra.get("num_lives", 1),  # of its process
             "epoch": str(record.epoch),  # JSON readers lose 64-bit integers
             "state": record.state if self.client.connected else "unreachable",
             "rpc_address": record.rpc_address,

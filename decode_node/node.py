@@ -60,6 +60,11 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         for key in list(self._requests):
             self.cancel(key)
 
+    def begin_again(self) -> None:
+        super().begin_again()
+        # What was not told of the last life must not be told of this one.
+        self._outboxes.clear()
+
     def cancel(self, key: Key) -> None:
         request = self._requests.pop(key, None)
         if request is not None:

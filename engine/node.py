@@ -11,10 +11,12 @@ from typing import Any
 
 import grpc.aio
 import numpy as np
+from prometheus_client import REGISTRY
 
+from engine.errors import RankLost
 from engine.kv_exchange import KvExchange
 from engine.node_memory import NodeMemory
-from engine.node_metrics import observe_engine
+from engine.node_metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
 from engine.node_store import NodeStore
 from engine.sampling import Sampling
 from engine.sequence import Sequence
@@ -40,6 +42,9 @@ from transfer import TransferAgent
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.5
+# A node whose ranks are lost again and again this soon after it was ready is not mended by new ones.
+SHORT_LIFE_S = 10.0
+MAX_SHORT_LIVES = 5
 
 Key = tuple[str, int]  # request id, attempt
 
@@ -71,6 +76,8 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self.rpc_address = ""
         self.metrics_url = ""
         self.draining = asyncio.Event()
+        self.num_lives = 1
+        self._began_s = self._ready_s = 0.0  # of this life
         self.events: EventPublisher | None = None  # where they are asked for
         self._trim: asyncio.Task[None] | None = None
 
@@ -87,6 +94,18 @@ class EngineNode(node_pb2_grpc.NodeServicer):
     async def stop(self) -> None:
         """End what still runs. Called once, before the engine closes."""
         raise NotImplementedError
+
+    def begin_again(self) -> None:
+        """All that was of the life that ended is forgotten."""
+        self.epoch = time.time_ns()
+        self.num_lives += 1
+        self.state = "starting"
+        self.events = self._trim = None
+
+    @property
+    def join_s(self) -> float:
+        """From the begin of this life until it served."""
+        return self._ready_s - self._began_s
 
     def cancel(self, key: Key) -> None:
         """Stop this attempt of a request; nothing happens when it is not here."""
@@ -107,20 +126,44 @@ class EngineNode(node_pb2_grpc.NodeServicer):
     async def run(self, context: ServiceContext) -> None:
         """Start, announce, serve until told to drain, finish, leave the index.
 
+        When a rank is lost the node leaves the index with all it holds and begins a new life, with other
+        ranks, another epoch, and what its disk kept; but not when lives have become too short.
+
         Raises whatever keeps the node from starting, and what stopped its engine; it has left the index then.
         """
+        num_short_lives = 0
+        while (lost := await self._live(context)) is not None:
+            RANKS_LOST.inc()
+            num_short_lives = num_short_lives + 1 if time.monotonic() - self._ready_s < SHORT_LIFE_S else 0
+            if num_short_lives == MAX_SHORT_LIVES or context.draining.is_set() or self.draining.is_set():
+                raise lost
+            log.error("%s: node %s begins a new life", lost, self.node_id)
+            self.begin_again()
+
+    async def _live(self, context: ServiceContext) -> RankLost | None:
+        """One life of the node; the loss it ended with, or None when it has drained."""
+        self._began_s = time.monotonic()
         async with await TransferAgent.start(
             self.config.transfer, agent_id=self.node_id, epoch=self.epoch
         ) as agent:
             await self._start(agent)
             try:
                 self.state = "ready"
+                NODE_JOIN_SECONDS.set(self.join_s)
+                log.info("epoch %d is ready after %.2f s", self.epoch, self.join_s)
                 context.ready(
-                    node_id=self.node_id, rpc_address=self.rpc_address, metrics_url=self.metrics_url
+                    node_id=self.node_id,
+                    rpc_address=self.rpc_address,
+                    metrics_url=self.metrics_url,
+                    epoch=self.epoch,
+                    join_s=round(self.join_s, 3),
                 )
                 await self._serve_until_drained(context)
+            except RankLost as lost:
+                return lost
             finally:
                 await self._close()
+        return None
 
     async def _start(self, agent: TransferAgent) -> None:
         config, self.agent = self.config, agent
@@ -154,16 +197,16 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             ranks=memory.ranks,
         )
         self._packed_kv_address = self.kv_address.SerializeToString()
-        self.metrics_url = (
-            f"http://{config.node.host}:{serve_metrics(config.node.host, config.node.metrics_port)}/metrics"
-        )
-        observe_engine(engine)
-        observe_store(self.store.tiers)
+        if not self.metrics_url:
+            port = serve_metrics(config.node.host, config.node.metrics_port)
+            self.metrics_url = f"http://{config.node.host}:{port}/metrics"
+        self._observed = [observe_engine(engine), observe_store(self.store.tiers)]
         self._redis = connect(config.index.redis_url)
         index = KVIndex(self._redis, config.index.namespace)
         self.publisher = IndexPublisher(index, self.record, config.index, self.store.tiers.held)
         await self._start_events()
         self.state = "ready"
+        self._ready_s = time.monotonic()
         await self.publisher.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
 
@@ -190,8 +233,11 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             self.publisher.announce()
             deadline_s = time.monotonic() + self.config.node.drain_s
             # Polled: an event would have to be kept right by every request of a life, for its last second.
-            while self.num_requests() and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            while self.num_requests() and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.02)
+                if engine_ended.done():
+                    engine_ended.result()
+                    break
             if left := self.num_requests():
                 log.warning("drained for %g s; %d requests are cut off", self.config.node.drain_s, left)
         finally:
@@ -202,6 +248,8 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self._sweeper.cancel()
         if self._trim is not None:
             self._trim.cancel()
+        for collector in self._observed:
+            REGISTRY.unregister(collector)
         await self.publisher.close()
         await self.stop()
         await self._server.stop(grace=0.5)
@@ -246,8 +294,17 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             tiers=self.store.fill(),
             profile=self._profile(),
             links=self.agent.bandwidth(),
-            extra={"kv_events": self.events.endpoint} if self.events is not None else {},
+            extra=self._extra(),
         )
+
+    def _extra(self) -> dict[str, Any]:
+        plan = self.engine.plan
+        extra: dict[str, Any] = {"join_s": round(self.join_s, 3), "num_lives": self.num_lives}
+        if plan.world_size > 1:
+            extra["ranks"] = f"tp {plan.tp} × pp {plan.pp}"
+        if self.events is not None:
+            extra["kv_events"] = self.events.endpoint
+        return extra
 
     def _profile(self) -> dict[str, float]:
         return self.engine.profile() | self.store.profile()

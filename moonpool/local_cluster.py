@@ -163,15 +163,15 @@ class LocalCluster:
 
         create("conductor", "conductor")
         counts = self.config.cluster
-        roles = (
-            ("prefill", "prefill_node", counts.prefill),
-            ("decode", "decode_node", counts.decode),
-            ("store", "kvstore.store_node", counts.store),
+        roles: tuple[tuple[str, str, int, tuple[str, ...]], ...] = (
+            ("prefill", "prefill_node", counts.prefill, counts.prefill_options),
+            ("decode", "decode_node", counts.decode, counts.decode_options),
+            ("store", "kvstore.store_node", counts.store, ()),
         )
-        for role, module, count in roles:
+        for role, module, count, options in roles:
             for number in range(count):
                 name = f"{role}-{number}"
-                create(name, module, f"node.id={name}", "node.port=0", "node.metrics_port=0")
+                create(name, module, *options, f"node.id={name}", "node.port=0", "node.metrics_port=0")
 
     async def _start_child(self, child: Child) -> None:
         began_s = asyncio.get_running_loop().time()

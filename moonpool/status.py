@@ -39,7 +39,7 @@ async def show_status(client: Client, console: Console, *, live: bool) -> None:
 
 def cluster_view(url: str, cluster: dict[str, Any]) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("node", "role", "state", "host", "pid"):
+    for heading in ("node", "role", "state", "host", "pid", "ranks", "joined in"):
         table.add_column(heading, no_wrap=True)
     for heading in (
         "running",
@@ -60,6 +60,8 @@ def cluster_view(url: str, cluster: dict[str, Any]) -> RenderableType:
             Text(node["state"], style=_STYLES.get(node["state"], "")),
             node["host"],
             str(node["pid"]),
+            node.get("ranks") or "1",
+            f"{node['join_s']:.1f} s" if node.get("join_s") is not None else "–",
             str(load["num_running"]),
             str(load["num_waiting"]),
             str(load["num_queued_tokens"]),

@@ -61,6 +61,11 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         for task in list(self._holds):
             task.cancel()
 
+    def begin_again(self) -> None:
+        super().begin_again()
+        self._first_tokens.clear()
+        self._handovers.clear()
+
     def cancel(self, key: Key) -> None:
         """Before the first token the call itself is cancelled; this is for what is held after it."""
         handover = self._handovers.get(key)

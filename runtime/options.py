@@ -394,6 +394,10 @@ class ClusterOptions:
     prefill: int = option(2, "nodes", "prefill nodes `moonpool up` starts")
     decode: int = option(2, "nodes", "decode nodes `moonpool up` starts")
     store: int = option(0, "nodes", "store nodes `moonpool up` starts")
+    prefill_options: tuple[str, ...] = option(
+        (), "names", "options of prefill nodes alone, as key=value, such as engine.parallel.tp=2"
+    )
+    decode_options: tuple[str, ...] = option((), "names", "options of decode nodes alone, as key=value")
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):

@@ -21,6 +21,7 @@ from engine.errors import RankLost
 from engine.parallel.assignment import Assignment, check_identity
 from engine.parallel.board import Board, SharedMemory
 from engine.parallel.clock import ExchangeClock
+from engine.parallel.heart import Heart
 from engine.parallel.links import exchange_shape, open_link
 from engine.parallel.rank_process import RankProcess
 from engine.parallel.runner import ParallelRunner
@@ -53,6 +54,7 @@ class RankGroup:
         self._store: TCPStore | None = None
         self._memories: list[SharedMemory] = []
         self._watcher: asyncio.Task[None] | None = None
+        self._beating: Heart | None = None
 
     @property
     def pools(self) -> list[npt.NDArray[np.uint8]]:
@@ -86,7 +88,7 @@ class RankGroup:
         assignments = self._assign(config, assignment)
         board = self._board
         assert board is not None
-        board.beat()
+        self._beating = Heart(board)
         self._watcher = asyncio.create_task(self._watch(board), name="ranks")
         total = _Progress(progress, self.world_size)
         clock = ExchangeClock()
@@ -194,9 +196,8 @@ class RankGroup:
         return assignments
 
     async def _watch(self, board: Board) -> None:
-        """Beat for the leader, and look whether the others do."""
+        """Look whether the others' hearts beat."""
         while True:
-            board.beat()
             for rank in self.ranks:
                 if (silent_s := board.silent_s(rank.rank)) > self._timeout_s:
                     self.lose(RankLost(rank.rank, f"it has been silent for {silent_s:.1f} s"))
@@ -218,6 +219,9 @@ class RankGroup:
             self.on_lost(error)
 
     async def _stop_watching(self) -> None:
+        if self._beating is not None:
+            self._beating.stop()
+            self._beating = None
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait((self._watcher,))

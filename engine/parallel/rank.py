@@ -1,7 +1,7 @@
 """``python -m engine.parallel.rank``: a rank that does not lead.
 
 One line of JSON on stdin is a command, one on stdout a report. The main thread runs the tensors; another one
-listens, and beats while it does.
+listens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from engine.model import Model
 from engine.parallel.assignment import Assignment, unpack_transfer_options
 from engine.parallel.board import Board, SharedMemory
 from engine.parallel.clock import ExchangeClock
+from engine.parallel.heart import Heart
 from engine.parallel.links import open_link
 from engine.parallel.rank_reader import AgentReader, RankRead
 from engine.parallel.slices import Slices
@@ -40,7 +41,6 @@ from transfer import TransferAgent
 
 log = logging.getLogger(__name__)
 
-BEATS_PER_TIMEOUT = 10
 _PROGRESS_S = 0.1
 _MAX_LINE_NBYTES = 64 << 20
 
@@ -64,14 +64,12 @@ class Control:
         self._reader: AgentReader | None = None
         self._reads: dict[int, asyncio.Task[None]] = {}
         self.assignments: queue.Queue[Assignment] = queue.Queue()
-        self.board: Board | None = None
         threading.Thread(target=lambda: asyncio.run(self._listen()), name="control", daemon=True).start()
 
     async def _listen(self) -> None:
         reader = asyncio.StreamReader(limit=_MAX_LINE_NBYTES)
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        beating = loop.create_task(self._beat())
         async for line in reader:
             command: dict[str, Any] = json.loads(line)
             match command:
@@ -86,7 +84,6 @@ class Control:
                 case {"cancel": number}:
                     if number in self._reads:
                         self._reads[number].cancel()
-        beating.cancel()
         os._exit(0)
 
     async def _start_agent(self, words: dict[str, Any]) -> None:
@@ -111,15 +108,8 @@ class Control:
         finally:
             del self._reads[number]
 
-    async def _beat(self) -> None:
-        while True:
-            board = self.board
-            if board is not None:
-                board.beat()
-            await asyncio.sleep(0.05 if board is None else board.timeout_s / BEATS_PER_TIMEOUT)
 
-
-def serve(control: Control, assignment: Assignment) -> None:
+def serve(assignment: Assignment) -> None:
     """Load what is assigned, report it, and run steps until the leader ends them.
 
     Raises RankLost when the group is aborted, MoonpoolError when loading fails.
@@ -129,8 +119,16 @@ def serve(control: Control, assignment: Assignment) -> None:
     board = Board(
         SharedMemory.open(assignment.board), assignment.rank, assignment.plan.world_size, parallel.timeout_s
     )
-    board.beat()
-    control.board = board
+    heart = Heart(board)
+    try:
+        _run(assignment, board)
+    finally:
+        heart.stop()
+    report("ended")
+
+
+def _run(assignment: Assignment, board: Board) -> None:
+    options = assignment.options
     config = ModelConfig.from_checkpoint(Path(assignment.model))
     shard, device = assignment.shard(config), assignment.torch_device()
     clock = ExchangeClock()
@@ -157,11 +155,9 @@ def serve(control: Control, assignment: Assignment) -> None:
     pool = pool_tensor(layout, assignment.num_blocks, device, memory)
     report("loaded", identity=assignment.identity(config))
     try:
-        run_steps(Stage(model, pool, link, board, clock, parallel.piece_tokens), board, device)
+        run_steps(Stage(model, pool, link, board, clock, options.parallel.piece_tokens), board, device)
     finally:
         link.close()
-        control.board = None
-    report("ended")
 
 
 def main() -> int:
@@ -170,7 +166,7 @@ def main() -> int:
     control = Control()
     while True:
         try:
-            serve(control, control.assignments.get())
+            serve(control.assignments.get())
         except RankLost as error:
             log.warning("%s; this rank ends", error)
             return 1

@@ -47,6 +47,8 @@ class _StoreCollector(Collector):
         yield GaugeMetricFamily("moonpool_store_leases", "Leases that are held", value=stats.num_leases)
 
 
-def observe_store(store: TieredStore) -> None:
-    """Export what the store's tiers hold. Once a process."""
-    REGISTRY.register(_StoreCollector(store))
+def observe_store(store: TieredStore) -> Collector:
+    """Export what the store's tiers hold, until what is returned is unregistered. One store at a time."""
+    collector = _StoreCollector(store)
+    REGISTRY.register(collector)
+    return collector

@@ -1,0 +1,140 @@
+"""Nodes of several ranks, cut differently: served exactly, and a rank that dies or stops costs no token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import tokenizers
+import torch
+import transformers
+
+from moonpool.client import Client, Reply
+from moonpool.local_cluster import LocalCluster
+from runtime.options import Config, ParallelOptions
+from tests.cluster.conftest import eventually, small_config
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+DEMO = Path(__file__).parents[2] / "moonpool" / "demo" / "model"
+TIMEOUT_S = 2.0
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
+
+
+def config_of(*, prefill: int, decode: int) -> Config:
+    """Prefill nodes of two tensor-parallel ranks, decode nodes of two stages."""
+    config = small_config()
+    return replace(
+        config,
+        engine=replace(config.engine, parallel=ParallelOptions(timeout_s=TIMEOUT_S)),
+        cluster=replace(
+            config.cluster,
+            prefill=prefill,
+            decode=decode,
+            prefill_options=("engine.parallel.tp=2",),
+            decode_options=("engine.parallel.pp=2",),
+        ),
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    directory: Path = tmp_path_factory.mktemp("ranks")
+    async with LocalCluster(config_of(prefill=1, decode=2), directory=directory) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(cluster: LocalCluster) -> AsyncIterator[Client]:
+    async with Client(cluster.url) as connected:
+        yield connected
+
+
+async def whole(client: Client, prompt: str, **parameters: Any) -> str:
+    reply = Reply()
+    async for _ in client.complete(prompt, reply, **{**GREEDY, **parameters}):
+        pass
+    return reply.text
+
+
+async def nodes(client: Client) -> dict[str, dict[str, Any]]:
+    return {node["node_id"]: node for node in (await client.cluster())["nodes"]}
+
+
+def rank_pid(cluster: LocalCluster, name: str) -> int:
+    """Of the node's only rank that does not lead."""
+    (child,) = psutil.Process(int(cluster.children[name].ready["pid"])).children()
+    return child.pid
+
+
+async def test_two_plans_serve_what_one_process_serves(cluster: LocalCluster, client: Client) -> None:
+    seen = await nodes(client)
+    assert seen["prefill-0"]["ranks"] == "tp 2 × pp 1"
+    assert seen["decode-0"]["ranks"] == "tp 1 × pp 2"
+    assert seen["decode-0"]["join_s"] > 0
+    prompt = "In the beginning " * 20
+    tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    expected = model.generate(ids, max_new_tokens=48, min_new_tokens=48, do_sample=False, eos_token_id=None)
+    expected_text = tokenizer.decode(expected[0, ids.shape[1] :].tolist())
+    for _ in range(2):  # the second time from what both nodes keep
+        assert await whole(client, prompt, max_tokens=48) == expected_text
+
+
+async def is_back(client: Client, before: dict[str, Any]) -> bool:
+    """In another life of the same process."""
+    node = (await nodes(client)).get(before["node_id"])
+    if node is None or node["state"] != "ready" or node["epoch"] == before["epoch"]:
+        return False
+    assert node["pid"] == before["pid"]
+    assert node["num_lives"] == before["num_lives"] + 1
+    assert 0 < node["join_s"] < 20
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+async def test_a_rank_lost_while_decoding_costs_no_token(
+    cluster: LocalCluster, client: Client, number: signal.Signals
+) -> None:
+    prompt = "And the LORD said unto him " * 8
+    expected = await whole(client, prompt)
+    reply, before = Reply(), dict[str, Any]()
+    async for _ in client.complete(prompt, reply, **GREEDY):
+        if not before and len(reply.pieces_s) >= 20:
+            name = (await client.timeline(reply.id))["summary"]["decode_node"]
+            before = (await nodes(client))[name]
+            os.kill(rank_pid(cluster, name), number)
+    assert before, "it was over too soon"
+    assert reply.text == expected
+    events = [event["event"] for event in (await client.timeline(reply.id))["events"]]
+    assert "retry" in events
+    await eventually(lambda: is_back(client, before))
+    assert await whole(client, prompt) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+async def test_a_rank_lost_while_prefilling_costs_no_request(tmp_path: Path, number: signal.Signals) -> None:
+    async with (
+        LocalCluster(config_of(prefill=2, decode=1), directory=tmp_path) as cluster,
+        Client(cluster.url) as client,
+    ):
+        prompt = "The words of the preacher, the son of David. " * 100
+        task = asyncio.ensure_future(whole(client, prompt, max_tokens=32))
+        busy: list[dict[str, Any]] = []
+        while not busy and not task.done():
+            busy = [n for n in (await nodes(client)).values() if n["load"]["own_prefills"]]
+        assert busy, "it was over too soon"
+        os.kill(rank_pid(cluster, busy[0]["node_id"]), number)
+        text = await task
+        await eventually(lambda: is_back(client, busy[0]))
+        assert await whole(client, prompt, max_tokens=32) == text
