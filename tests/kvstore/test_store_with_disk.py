@@ -1,0 +1,248 @@
+"""Laws of the store over host memory and a disk below it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvstore.errors import BlockMissing
+from kvstore.surplus import Surplus
+from kvstore.tier import Tier
+from tests.kvstore.fake_pool import FakePool
+from tests.kvstore.nodes import chain, key
+from tests.kvstore.small_store import (
+    Listener,
+    get,
+    payload,
+    put,
+    settled,
+    with_disk,
+)
+
+
+async def test_write_back_writes_what_host_memory_evicts_and_what_is_before_it() -> None:
+    heard = Listener()
+    store, disk = await with_disk(8, 64, on_change=heard)
+    await put(store, 8)
+    await settled(store)
+    # Half of host memory is to be free; the end of the chain left, and its beginning went along.
+    assert disk.keys() == chain(len(disk))
+    assert len(disk) == 8
+    assert store.match(chain(8)) == [Tier.HOST] * 6 + [Tier.SSD] * 2
+    assert heard.tiers == dict(zip(chain(8), store.match(chain(8)), strict=True))
+    assert await get(store, 8) == [Tier.HOST] * 6 + [Tier.SSD] * 2
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_cold_copy_for_busy_times_goes_first_and_is_not_written() -> None:
+    now_s = 0.0
+    store, disk = await with_disk(8, 64)
+    store.host._cache.surplus = Surplus(clock=lambda: now_s)
+    await put(store, 2)
+    await put(store, 1, number=1)
+    store.host.surplus.mark(chain(1, number=1))
+    await put(store, 1, number=2)
+    await put(store, 1, number=3)  # more than the watermark allows
+    await settled(store)
+    assert disk.keys() == chain(2), "the copy is still wanted"
+    now_s = 60.0
+    await put(store, 1, number=4)
+    await settled(store)
+    assert store.tier_of(key(0, 1)) is None
+    assert disk.keys() == chain(2), "what goes is the copy, and it goes for good"
+    store.check_integrity()
+    await store.close()
+
+
+async def test_write_through_writes_at_once_from_pool_and_host() -> None:
+    pool = FakePool()
+    store, disk = await with_disk(8, 64, write_policy="write-through", pool=pool)
+    pool.store = store
+    for i, name in enumerate(chain(3)):
+        pool.seal(name, key(i - 1) if i else None, payload(name))
+    await put(store, 2, number=1)
+    await settled(store)
+    assert sorted(disk.keys()) == sorted(chain(3) + chain(2, 1))
+    assert pool.num_holds == 0
+    await store.close()
+
+
+async def test_selective_writes_on_the_second_touch() -> None:
+    store, disk = await with_disk(8, 64, write_policy="selective")
+    store.use(chain(4))
+    await put(store, 4)
+    await put(store, 2, number=1)
+    await settled(store)
+    assert len(disk) == 0
+    store.use(chain(4))
+    await settled(store)
+    assert disk.keys() == chain(4)
+    await store.close()
+
+
+async def test_a_full_queue_drops_the_write_and_blocks_nobody() -> None:
+    store, disk = await with_disk(8, 64)
+    disk.may_write.clear()
+    for number in range(12):
+        assert await put(store, 2, number) == 2
+    assert store.stats.num_leaving <= 2
+    assert await get(store, 2, 11) == [Tier.HOST] * 2
+    disk.may_write.set()
+    await settled(store)
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_block_on_its_way_to_disk_is_still_there() -> None:
+    heard = Listener()
+    store, disk = await with_disk(8, 64, on_change=heard)
+    disk.may_write.clear()
+    await put(store, 8)
+    assert store.stats.num_leaving == 2
+    assert await get(store, 8) == [Tier.HOST] * 8
+    lease = await store.pin(chain(8), 5.0)
+    assert len(lease.blocks) == 8
+    disk.may_write.set()
+    await settled(store)
+    assert store.match(chain(8))[7] is Tier.SSD
+    store.release(lease.id)
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_disk_that_refuses_loses_blocks_and_says_so() -> None:
+    heard = Listener()
+    store, disk = await with_disk(8, 64, on_change=heard)
+    disk.refuses = True
+    await put(store, 8)
+    await settled(store)
+    assert store.match(chain(8)) == [Tier.HOST] * 6
+    assert set(heard.tiers) == set(chain(6))
+    store.check_integrity()
+    await store.close()
+
+
+async def test_what_follows_a_block_that_is_lost_on_its_way_to_disk_is_lost_too() -> None:
+    heard, pool = Listener(), FakePool()
+    store, disk = await with_disk(8, 64, on_change=heard, pool=pool)
+    pool.store = store
+    disk.may_write.clear()
+    await put(store, 2)
+    await put(store, 4, number=1)
+    assert store.stats.num_leaving == 2
+    # Computed again while they are on their way, and continued by one more.
+    for i, name in enumerate(chain(3)):
+        pool.seal(name, key(i - 1) if i else None, payload(name))
+    while key(0) in pool:
+        pool.evict(key(0))
+    assert store.match(chain(3)) == [Tier.HOST] * 3
+    disk.refuses = True
+    disk.may_write.set()
+    await settled(store)
+    assert store.match(chain(3)) == []
+    assert not heard.tiers.keys() & set(chain(3))
+    assert key(2) not in store.host
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_stalled_disk_is_a_miss_and_host_memory_serves_on() -> None:
+    store, disk = await with_disk(8, 64)
+    await put(store, 8)
+    await settled(store)
+    disk.is_stalled = True
+    with pytest.raises(BlockMissing) as missing:
+        await get(store, 8)
+    assert missing.value.first_missing == 6
+    assert await get(store, 6) == [Tier.HOST] * 6
+    assert await put(store, 8, number=1) == 8
+    store.check_integrity()
+    disk.is_stalled = False
+    assert await get(store, 8, number=1) == store.match(chain(8, 1))
+    await store.close()
+
+
+async def test_a_block_gone_bad_on_disk_is_a_miss() -> None:
+    heard = Listener()
+    store, disk = await with_disk(8, 64, on_change=heard)
+    await put(store, 8)
+    await settled(store)
+    disk.bytes[key(6)][3] ^= 1
+    with pytest.raises(BlockMissing) as missing:
+        await get(store, 8)
+    assert missing.value.first_missing == 6
+    assert store.match(chain(8)) == [Tier.HOST] * 6
+    assert set(heard.tiers) == set(chain(6))
+    store.check_integrity()
+    await store.close()
+
+
+async def test_prefetch_brings_blocks_up_once_for_all_who_ask() -> None:
+    store, disk = await with_disk(16, 64, write_policy="write-through")
+    await put(store, 6)
+    await settled(store)
+    await put(store, 16, number=1)
+    await settled(store)
+    assert store.match(chain(6)) == [Tier.SSD] * 6
+    numbers = await asyncio.gather(store.prefetch(chain(6)), store.prefetch(chain(6)), get(store, 6))
+    assert numbers[:2] == [6, 6]
+    assert disk.num_reads == 6
+    assert store.match(chain(6)) == [Tier.HOST] * 6
+    store.check_integrity()
+    await store.close()
+
+
+async def test_more_than_host_memory_holds_comes_from_disk_in_one_get() -> None:
+    pool = FakePool()
+    store, _ = await with_disk(4, 64, write_policy="write-through", watermark=1.0, pool=pool)
+    pool.store = store
+    for i, name in enumerate(chain(12)):
+        pool.seal(name, key(i - 1) if i else None, payload(name))
+    await settled(store)
+    for _ in range(12):
+        pool.evict(key(0))
+    assert store.match(chain(12)).count(Tier.SSD) == 8
+    await get(store, 12)
+    store.check_integrity()
+    await store.close()
+
+
+async def test_flush_writes_everything_also_what_only_the_pool_has() -> None:
+    pool = FakePool()
+    store, disk = await with_disk(64, 64, pool=pool)
+    pool.store = store
+    for i, name in enumerate(chain(3)):
+        pool.seal(name, key(i - 1) if i else None, payload(name))
+    await put(store, 20, number=1)
+    await store.flush(10.0)
+    assert sorted(disk.keys()) == sorted(chain(3) + chain(20, 1))
+    await store.close()
+
+
+async def test_removed_blocks_are_in_no_tier() -> None:
+    heard = Listener()
+    store, disk = await with_disk(8, 64, on_change=heard)
+    await put(store, 8)
+    await settled(store)
+    assert sorted(await store.remove([key(3)])) == chain(8)[3:]
+    assert store.match(chain(8)) == [Tier.HOST] * 3
+    assert set(heard.tiers) == set(chain(3))
+    assert len(disk) == 3
+    store.check_integrity()
+    await store.close()
+
+
+async def test_verify_finds_and_drops_what_changed() -> None:
+    store, disk = await with_disk(8, 64)
+    await put(store, 8)
+    await settled(store)
+    seen: list[tuple[int, int]] = []
+    assert await store.verify(lambda done, total: seen.append((done, total))) == []
+    assert seen[-1] == (14, 14)
+    store.host.bytes_of(store.host.slot_of(key(1)))[0] ^= 1
+    disk.bytes[key(5)][0] ^= 1
+    assert sorted(await store.verify()) == [key(1), key(5)]
+    store.check_integrity()
+    await store.close()
