@@ -7,8 +7,9 @@ import json
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from time import perf_counter
+from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
@@ -28,6 +29,8 @@ _DELAY_S = 0.1
 _STREAM_TOKENS = 2000
 _ROUNDS = 5
 _PROMPT_TOKENS = 128
+_DASHBOARD_NODES = 64
+_DASHBOARD_S = 6.0
 
 
 class ChildFailed(MoonpoolError):
@@ -70,6 +73,46 @@ async def sse_rows() -> list[Row]:
     ]
 
 
+async def dashboard_rows() -> list[Row]:
+    """What somebody who looks at the dashboard costs the conductor of a large cluster, second by second.
+
+    Measured between requests, after enough of them: beside a load the difference drowns in its spread, and a
+    snapshot costs the same then.
+    """
+    half = _DASHBOARD_NODES // 2
+    shares: dict[bool, list[float]] = {False: [], True: []}
+    async with _cluster(_DELAY_S, half, half) as (url, process), HttpClient(url) as client:
+        await client.warm(_CONCURRENCY)
+        await _ask(client, 400, 2)
+        for watched in (False, True) * _ROUNDS:
+            cpu_s, began_s = _cpu_s(process), perf_counter()
+            if watched:
+                assert await _watch(url) >= _DASHBOARD_S - 1, "it saw too few snapshots"
+            else:
+                await asyncio.sleep(_DASHBOARD_S)
+            shares[watched].append((_cpu_s(process) - cpu_s) / (perf_counter() - began_s))
+    cost = float(np.median(shares[True]) - np.median(shares[False]))
+    case = f"dashboard, {_DASHBOARD_NODES} nodes"
+    return [
+        Row(case, "a viewer's share of a core", 100 * cost, "%", limit="at most", limit_value=2.0),
+        Row(case, "the conductor's without", 100 * float(np.median(shares[False])), "%"),
+    ]
+
+
+async def _watch(url: str) -> int:
+    """Look for ``_DASHBOARD_S``; how many snapshots came."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24)
+    writer.write(f"GET /v1/live HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
+    events = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DASHBOARD_S):
+            async for line in reader:
+                events += line.startswith(b"data: ")
+    writer.close()
+    return events
+
+
 async def _ask(client: HttpClient, count: int, max_tokens: int) -> list[float]:
     """``count`` streamed completions, ``_CONCURRENCY`` at a time: seconds of each."""
     left = iter(range(count))
@@ -92,7 +135,9 @@ async def _ask(client: HttpClient, count: int, max_tokens: int) -> list[float]:
 
 
 @asynccontextmanager
-async def _cluster(delay_s: float) -> AsyncIterator[tuple[str, psutil.Process]]:
+async def _cluster(
+    delay_s: float, prefill: int = 1, decode: int = 2
+) -> AsyncIterator[tuple[str, psutil.Process]]:
     """A conductor over fake nodes: the URL of its API, and its process."""
     with private_redis() as redis_url:
         namespace = "bench"
@@ -103,7 +148,8 @@ async def _cluster(delay_s: float) -> AsyncIterator[tuple[str, psutil.Process]]:
             "log.level=warning",
         ]
         options = [word for one in sets for word in ("--set", one)]
-        nodes_command = ["-m", "bench.conductor.fake_nodes", redis_url, namespace, str(delay_s)]
+        words = [redis_url, namespace, delay_s, prefill, decode]
+        nodes_command = ["-m", "bench.conductor.fake_nodes", *map(str, words)]
         async with _child(nodes_command), _child(["-m", "conductor", *options]) as (child, ready):
             url = str(ready["url"])
             async with HttpClient(url) as client:

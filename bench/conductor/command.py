@@ -9,7 +9,7 @@ import uvloop
 from rich.console import Console
 
 from bench import report
-from bench.conductor.api import http_rows, sse_rows
+from bench.conductor.api import dashboard_rows, http_rows, sse_rows
 from bench.conductor.dynamo import dynamo_rows
 from bench.conductor.plot import draw
 from bench.conductor.scale import FULL, QUICK, scale_rows
@@ -17,7 +17,7 @@ from bench.report import Report, Row
 from conductor.policies import POLICIES
 
 _PATH = click.Path(path_type=Path)
-PARTS = ("scale", "http", "sse")
+PARTS = ("scale", "http", "sse", "dashboard")
 
 
 @click.command()
@@ -55,6 +55,9 @@ def conductor(
         if not parts or "sse" in parts:
             status.update("streams of tokens")
             rows += uvloop.run(sse_rows())
+        if not parts or "dashboard" in parts:
+            status.update("somebody who looks at the dashboard")
+            rows += uvloop.run(dashboard_rows())
         if "dynamo" in peers:
             status.update("prefix matching, ours and Dynamo's")
             rows += dynamo_rows()

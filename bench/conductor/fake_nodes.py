@@ -1,7 +1,8 @@
 """Nodes that compute nothing, so that what a request takes is the conductor's: one process, real gRPC.
 
-``python -m bench.conductor.fake_nodes REDIS_URL NAMESPACE DELAY_S`` runs a prefill and two decode nodes until
-its input ends. A prefill takes ``DELAY_S``, and so does all of a decode; 0: as fast as messages leave.
+``python -m bench.conductor.fake_nodes REDIS_URL NAMESPACE DELAY_S PREFILL DECODE`` runs so many nodes of
+each role until its input ends. A prefill takes ``DELAY_S``, and so does all of a decode; 0: as fast as
+messages leave.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _token(work: node_pb2.Work, index: int) -> node_pb2.TokenOut:
     return token
 
 
-async def main(redis_url: str, namespace: str, delay_s: float) -> None:
+async def main(redis_url: str, namespace: str, delay_s: float, counts: dict[str, int]) -> None:
     """Serve until standard input ends."""
     config = Config()
     model = ServedModel.from_checkpoint(config.model.directory, block_size=config.engine.block_size)
@@ -155,12 +156,14 @@ async def main(redis_url: str, namespace: str, delay_s: float) -> None:
     client = connect(redis_url)
     index = KVIndex(client, namespace)
     options = IndexOptions(redis_url=redis_url, namespace=namespace)
-    for role, number in (("prefill", 0), ("decode", 0), ("decode", 1)):
-        node = FakeNode(role, number, delay_s, record)  # type: ignore[abstract]
-        await node.start(index, options)
+    for role, count in counts.items():
+        for number in range(count):
+            node = FakeNode(role, number, delay_s, record)  # type: ignore[abstract]
+            await node.start(index, options)
     print(json.dumps({"ready": True}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
+    redis_url, namespace, delay_s, prefill, decode = sys.argv[1:]
+    uvloop.run(main(redis_url, namespace, float(delay_s), {"prefill": int(prefill), "decode": int(decode)}))
