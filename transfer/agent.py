@@ -13,18 +13,17 @@ from runtime.options import TransferOptions
 from transfer import libc, metrics
 from transfer.adopted import SupportsCuda, SupportsDLPack
 from transfer.agent_memory import AgentMemory
-from transfer.connecting import connect_peer, writer_of
 from transfer.control import Control
 from transfer.copy_pool import CopyPool
 from transfer.descriptor import INCARNATION_NBYTES, AgentDescriptor, check_agent_id
-from transfer.errors import AgentClosed, DeadlineExceeded, PeerLost
+from transfer.errors import AgentClosed
 from transfer.handshake import Identity, Met
 from transfer.host import announced_host, boot_id, loopback_only
-from transfer.link import Link
 from transfer.listener import Listener
 from transfer.local_link import AGENTS
 from transfer.notification import Notification, Notifications
 from transfer.peer import Peer
+from transfer.peers import Peers
 from transfer.region import Region, RegionTable
 from transfer.serving import StreamServer
 from transfer.span import Spans
@@ -61,8 +60,7 @@ class TransferAgent:
         self.pool = CopyPool(min(_COPY_THREADS, os.cpu_count() or 1))
         self.notes = Notifications()
         self._server = StreamServer(self.regions, options.tcp.slice_nbytes, self._fetch)
-        self._peers: dict[bytes, asyncio.Task[Peer]] = {}
-        self._links: dict[Link, Peer] = {}
+        self.peers = Peers(self, self._controls)
         self._listener = Listener(
             self.identity,
             options.secret,
@@ -73,7 +71,6 @@ class TransferAgent:
         self._unix_name = ""
         self._tcp_host, self._tcp_port = "", 0
         self._tcp_rails: tuple[str, ...] = ()
-        self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @classmethod
@@ -95,24 +92,16 @@ class TransferAgent:
             # Where Yama lets only a parent read its children's memory, say that peers of the same user may
             # read ours.
             libc.allow_readers()
-            name = f"moonpool-{self.incarnation.hex()}"
-            unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            unix.bind(f"\0{name}")
-            self._unix_name = name
-            self._listener.listen(unix)
+            self._unix_name = f"moonpool-{self.incarnation.hex()}"
+            self._listener.listen_unix(self._unix_name)
         if "tcp" in self.options.transports or self.memory.ucx is not None:
             # UCX has no control connection of its own, and no way to refuse a write.
             host = self.options.tcp.host
             if not self.options.secret and not all(map(loopback_only, (host, *self.options.tcp.rails))):
                 _log.warning("transfer.secret is empty: whoever reaches %s can read and write the pool", host)
-            self._tcp_host, self._tcp_port = announced_host(host), self._listen_tcp(host)
-            self._tcp_rails = tuple(f"{rail}:{self._listen_tcp(rail)}" for rail in self.options.tcp.rails)
-
-    def _listen_tcp(self, host: str) -> int:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.create_server((host, 0), family=family)
-        self._listener.listen(sock)
-        return int(sock.getsockname()[1])
+            listen = self._listener.listen_tcp
+            self._tcp_host, self._tcp_port = announced_host(host), listen(host)
+            self._tcp_rails = tuple(f"{rail}:{listen(rail)}" for rail in self.options.tcp.rails)
 
     # ------------------------------------------------------------------ memory
 
@@ -175,66 +164,11 @@ class TransferAgent:
         """
         self._raise_if_closed()
         limit_s = self.options.deadline_s if deadline_s is None else deadline_s
-        task = self._peers.get(descriptor.incarnation)
-        if task is None:
-            task = self.loop.create_task(self._connect(descriptor))
-            # When all who waited have given up, nobody is left to look at how it ended.
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            self._peers[descriptor.incarnation] = task
-        try:
-            async with asyncio.timeout(limit_s):
-                # Shielded: others may be waiting for the same peer.
-                return await asyncio.shield(task)
-        except TimeoutError:
-            raise DeadlineExceeded(descriptor.agent_id, limit_s, "connecting") from None
-
-    async def _connect(self, descriptor: AgentDescriptor) -> Peer:
-        try:
-            async with asyncio.timeout(self.options.deadline_s):
-                peer = await connect_peer(self, descriptor)
-        except BaseException as error:
-            self._peers.pop(descriptor.incarnation, None)
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(descriptor.agent_id, self.options.deadline_s, "connecting") from None
-            raise
-        self._watch(peer)
-        if not peer.link.open:
-            # Lost before it was ours to be told of.
-            gone = PeerLost(peer.agent_id, "it went away while we were connecting")
-            self._peers.pop(descriptor.incarnation, None)
-            peer.lose(gone)
-            raise gone
-        return peer
-
-    def _watch(self, peer: Peer) -> None:
-        self._links[peer.link] = peer
-        peer.on_lost = self._forget
-        if isinstance(peer.link, Control):
-            # It may read from us, for a write; so it must hear of regions that are closed.
-            self._controls.add(peer.link)
-
-    def link_lost(self, link: Link, reason: str) -> None:
-        """The process at the other end of a peer's link is gone."""
-        peer = self._links.get(link)
-        if peer is not None:
-            peer.lose(PeerLost(peer.agent_id, reason))
-
-    def _forget(self, peer: Peer) -> None:
-        """``peer`` is lost: whoever asks for it connects anew."""
-        self._links.pop(peer.link, None)
-        if isinstance(peer.link, Control) and (peer.owns_link or not peer.link.open):
-            self._controls.discard(peer.link)
-            self.memory.gone(peer.link)
-        for incarnation, task in list(self._peers.items()):
-            if task.done() and not task.cancelled() and task.exception() is None and task.result() is peer:
-                del self._peers[incarnation]
-        closing = self.loop.create_task(peer.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        return await self.peers.connect(descriptor, limit_s)
 
     def bandwidth(self) -> dict[str, float]:
         """Bytes/s by agent id, of the peers there are now and with which something was measured."""
-        return {peer.agent_id: rate for peer in self._links.values() if (rate := peer.nbytes_per_s)}
+        return self.peers.bandwidth()
 
     def notifications(self) -> Notifications:
         """What peers send with ``notify``: ``async for note in agent.notifications()``. One reader at a
@@ -260,15 +194,7 @@ class TransferAgent:
         return asyncio.run_coroutine_threadsafe(self._read_from(client, spans, sources, seconds), self.loop)
 
     async def _read_from(self, client: Met, spans: Spans, sources: Spans, seconds: float) -> object:
-        incarnation = client.identity.incarnation
-        control = next((c for c in self._controls if c.met.identity.incarnation == incarnation), None)
-        if control is None:
-            raise PeerLost(client.identity.agent_id, "it has no control connection")
-        writer = self._links.get(control)
-        if writer is None:
-            writer = writer_of(self, control)
-            self._watch(writer)
-        return await writer.read(spans, sources, deadline_s=seconds)
+        return await self.peers.writer(client.identity).read(spans, sources, deadline_s=seconds)
 
     def note_received(self, control: Control, payload: bytes) -> None:
         identity = control.met.identity
@@ -287,7 +213,7 @@ class TransferAgent:
     def control_lost(self, control: Control, reason: str) -> None:
         self._controls.discard(control)
         self.memory.gone(control)
-        self.link_lost(control, reason)
+        self.peers.link_lost(control, reason)
 
     # ------------------------------------------------------------------ the end
 
@@ -301,15 +227,7 @@ class TransferAgent:
         self._closed = True
         AGENTS.pop((os.getpid(), self.incarnation), None)
         await self._listener.close()
-        connecting = [task for task in self._peers.values() if not task.done()]
-        for task in connecting:
-            task.cancel()
-        if connecting:
-            await asyncio.wait(connecting)
-        for peer in list(self._links.values()):
-            peer.lose(AgentClosed(self.agent_id))
-        if self._closing:
-            await asyncio.wait(list(self._closing))
+        await self.peers.close()
         for control in list(self._controls):
             control.close()
         for link in list(self.memory.local_links):

@@ -52,7 +52,7 @@ async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
     )
     there = AGENTS.get((os.getpid(), target.incarnation))
     if "local" in names and there is not None:
-        link = LocalLink(agent, there, lambda link: agent.link_lost(link, "its agent was closed"))
+        link = LocalLink(agent, there, lambda link: agent.peers.link_lost(link, "its agent was closed"))
         return peer(link=link, paths=[LocalPath(agent.pool, there.regions)])
 
     failures: list[str] = []

@@ -48,8 +48,24 @@ class Listener:
         self._strangers: dict[asyncio.Task[None], None] = {}
         self._closed = False
 
-    def listen(self, sock: socket.socket) -> None:
-        """``sock``: bound. Taken over."""
+    def listen_unix(self, name: str) -> None:
+        """At an abstract name, which goes with the process. Raises OSError."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(f"\0{name}")
+        except BaseException:
+            sock.close()
+            raise
+        self._listen(sock)
+
+    def listen_tcp(self, host: str) -> int:
+        """At an address, on a port that is free. Returns it. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.create_server((host, 0), family=family)
+        self._listen(sock)
+        return int(sock.getsockname()[1])
+
+    def _listen(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         sock.listen(512)
         self._listening.append(sock)

@@ -28,7 +28,7 @@ from transfer import (
     TransferAgent,
     TransferReport,
 )
-from transfer import agent as agent_module
+from transfer import peers as peers_module
 
 NBYTES = 32 << 20
 # What an error may be late. A machine that is busy with other things gets more.
@@ -247,7 +247,7 @@ async def test_a_peer_that_goes_while_we_connect_is_lost(
     start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = start_peer(transport)
-    connect_peer = agent_module.connect_peer
+    connect_peer = peers_module.connect_peer
 
     async def slow(*arguments: Any) -> Peer:
         peer = await connect_peer(*arguments)
@@ -256,7 +256,7 @@ async def test_a_peer_that_goes_while_we_connect_is_lost(
             await asyncio.sleep(0)
         return peer
 
-    monkeypatch.setattr(agent_module, "connect_peer", slow)
+    monkeypatch.setattr(peers_module, "connect_peer", slow)
     async with await start_here(transport) as agent:
         for _ in range(2):
             with pytest.raises(PeerLost):

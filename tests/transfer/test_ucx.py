@@ -13,7 +13,7 @@ import pytest
 from runtime.options import TransferOptions
 from tests.transfer.peer_process import pattern
 from transfer import PathFailed, Peer, Region, RegionError, Span, TransferAgent, connecting
-from transfer import agent as agent_module
+from transfer import peers as peers_module
 from transfer.attempt import Attempt
 from transfer.ucx.library import load_ucx
 from transfer.ucx.path import UcxPath
@@ -108,7 +108,7 @@ async def test_where_the_target_cannot_reach_us_the_bytes_are_sent(
             path.start = fail  # type: ignore[method-assign]
         return writer
 
-    monkeypatch.setattr(agent_module, "writer_of", unreachable)
+    monkeypatch.setattr(peers_module, "writer_of", unreachable)
     await pair.write(pair.ours)
     assert pair.write_op is Op.WRITE
     assert not pair.peer.lost
