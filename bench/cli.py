@@ -11,6 +11,7 @@ _COMMANDS = {
     "engine": "bench.engine.command:engine",
     "eviction": "bench.eviction:eviction",
     "index": "bench.index:index",
+    "parallel": "bench.parallel.command:parallel",
     "kernels": "bench.kernels.command:kernels",
     "serve": "bench.serve.command:serve",
     "simulate": "bench.simulate.command:simulate",

@@ -28,9 +28,11 @@ from engine.errors import (
 )
 from engine.events import StepEvent
 from engine.parallel.assignment import Assignment
+from engine.parallel.clock import ExchangeClock
 from engine.parallel.group import RankGroup
 from engine.parallel.links import choose_link
 from engine.parallel.plan import ParallelPlan
+from engine.parallel.runner import ParallelRunner, StepTimes
 from engine.profile import CostProfile
 from engine.reservations import Reservations
 from engine.runner import ModelRunner
@@ -249,6 +251,15 @@ class Engine:
             pool_memory=self._pool_memory,
             progress=progress,
         )
+
+    def observe_steps(self, observe: Callable[[StepTimes], None] | None) -> ExchangeClock:
+        """Have ``observe`` called with where each step's time went, in the worker's thread; of the clock
+        returned, what this rank's exchanges with others took. Started, and with several ranks."""
+        assert self._loop is not None
+        runner = self._loop.runner
+        assert isinstance(runner, ParallelRunner)
+        runner.on_times = observe
+        return runner.clock
 
     async def _run(self, loop: StepLoop) -> None:
         try:

@@ -159,8 +159,6 @@ class RankGroup:
     async def close(self) -> None:
         """End all ranks. No step is running. Idempotent."""
         await self._stop_watching()
-        if self._board is not None:
-            self._board.abort(0)
         await asyncio.gather(*(rank.close() for rank in self.ranks))
         self._forget()
 

@@ -34,6 +34,8 @@ class StepTimes:
     step_s: float
     publish_s: float  # packing the batch and telling the ranks
     settle_s: float  # from the last token to all ranks being done and compared
+    num_exchanges: int  # rank 0's with others
+    exchanged_nbytes: int
     compute_s: list[float]
     collective_s: list[float]
     bubble_s: list[float]
@@ -85,6 +87,7 @@ class ParallelRunner(ModelRunner):
         Raises RankLost, also for whatever went wrong here, or RankDiverged: the group is of no use then.
         """
         began_s = time.perf_counter()
+        before = self.clock.num_collectives, self.clock.collective_nbytes
         try:
             output = super().execute(plan)
             sampled_s = time.perf_counter()
@@ -100,7 +103,7 @@ class ParallelRunner(ModelRunner):
             self._board.abort(0)
             raise RankLost(0, f"{type(error).__name__}: {error}") from error
         if self.on_times is not None:
-            self.on_times(self._times(began_s, sampled_s))
+            self.on_times(self._times(began_s, sampled_s, *before))
         return output
 
     def leave(self) -> None:
@@ -132,7 +135,7 @@ class ParallelRunner(ModelRunner):
         assert logits is not None
         return logits
 
-    def _times(self, began_s: float, sampled_s: float) -> StepTimes:
+    def _times(self, began_s: float, sampled_s: float, num_before: int, nbytes_before: int) -> StepTimes:
         ended_s = time.perf_counter()
 
         def seconds(word: Count) -> list[float]:
@@ -142,6 +145,8 @@ class ParallelRunner(ModelRunner):
             ended_s - began_s,
             self._publish_s,
             ended_s - sampled_s,
+            self.clock.num_collectives - num_before,
+            self.clock.collective_nbytes - nbytes_before,
             seconds(Count.COMPUTE_NS),
             seconds(Count.COLLECTIVE_NS),
             seconds(Count.BUBBLE_NS),

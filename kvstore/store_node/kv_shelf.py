@@ -13,7 +13,7 @@ from kvstore.layout import OpaqueLayout
 from kvstore.remote_lease import RemoteLeases
 from kvstore.store import TieredStore
 from kvstore.store_node import metrics
-from kvstore.store_node.errors import OtherLayout
+from kvstore.store_node.errors import BlocksInParts, OtherLayout
 from kvstore.tier import Tier
 from protos import node_pb2
 from transfer import AgentDescriptor, Region, Span, TransferAgent
@@ -126,9 +126,12 @@ class KvShelf:
 
         Raises:
             OtherLayout: blocks of another shape are held here.
+            BlocksInParts: those of the source are not whole.
             NodeUnavailable, RemoteError, TransferError: nothing more is held than before.
         """
         started_s = time.monotonic()
+        if source.ranks:
+            raise BlocksInParts(self._node_id, source.node_id)
         store = await self.adopt(OpaqueLayout(source.block_nbytes, source.layout_fingerprint))
         num_held = len(store.match(keys))
         num_read = 0

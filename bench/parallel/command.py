@@ -1,0 +1,76 @@
+"""The command ``moonpool bench parallel``."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bench import report
+from bench.parallel import handover, steps
+from bench.parallel.plot import draw
+from bench.report import Report, Row
+from runtime.options import ModelOptions
+
+_PATH = click.Path(path_type=Path)
+_PACKAGES = ("torch", "numpy")
+_PLANS = ("1,1", "2,1", "1,2", "2,2")
+
+
+def _plan(text: str) -> tuple[int, int]:
+    tp, _, pp = text.partition(",")
+    try:
+        return int(tp), int(pp)
+    except ValueError:
+        raise click.BadParameter(f"{text} is not TP,PP", param_hint="--plan") from None
+
+
+@click.command()
+@click.option("--plan", "texts", multiple=True, default=_PLANS, show_default=True, metavar="TP,PP")
+@click.option("--model", type=_PATH, help="Checkpoint directory; default: the model that ships.")
+@click.option("--rounds", default=5, show_default=True, help="Prompts a plan, and readings of each pair.")
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(("steps", "handover")), help="Default: both."
+)
+@click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
+@click.option("--plot", "plot_path", type=_PATH, metavar="FILE", help="Draw where steps' time goes (PNG).")
+def parallel(
+    texts: tuple[str, ...],
+    model: Path | None,
+    rounds: int,
+    parts: tuple[str, ...],
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    """Measure a model spread over processes of this machine, on CPUs, one thread each.
+
+    Of each plan: a decode step and a long prompt, what of it ranks compute, exchange and wait, and what the
+    leader adds; then blocks from each plan to each.
+    """
+    console = Console(stderr=True, highlight=False)
+    plans = [_plan(text) for text in texts]
+    directory = model or ModelOptions().directory
+
+    async def run() -> list[Row]:
+        rows: list[Row] = []
+        if not parts or "steps" in parts:
+            # One rank first: the others are compared with it.
+            alone: steps.OneRank | None = None
+            for tp, pp in [(1, 1), *(plan for plan in plans if plan != (1, 1))]:
+                console.print(f"tp {tp} × pp {pp}", style="dim")
+                found, took = await steps.measure(directory, tp, pp, rounds, alone)
+                rows += found
+                alone = alone or took
+        if not parts or "handover" in parts:
+            console.print("blocks between plans", style="dim")
+            rows += await handover.measure(directory, plans, rounds)
+        return rows
+
+    found = Report(report.measure_environment(_PACKAGES), asyncio.run(run()))
+    if json_path is not None:
+        report.write(found, json_path)
+    if plot_path is not None:
+        draw(found, plot_path)
+    report.show(found)

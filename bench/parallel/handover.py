@@ -1,0 +1,96 @@
+"""Blocks from the ranks of one plan to those of another, beside blocks between equal plans."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench import report
+from bench.report import Row
+from engine.kv_exchange import KvExchange, KvSource
+from engine.node_memory import NodeMemory
+from protos import node_pb2
+from runtime.options import Config, EngineOptions, ModelOptions, ParallelOptions
+from transfer import TransferAgent
+
+BLOCK_TOKENS = 64
+NUM_BLOCKS = 96
+# Of the bandwidth between equal plans.
+GOAL = 0.7
+_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    memory: NodeMemory
+    exchange: KvExchange
+    address: node_pb2.KvAddress
+    blocks: list[int]
+
+
+@asynccontextmanager
+async def side(model: Path, name: str, tp: int, pp: int) -> AsyncIterator[Side]:
+    options = EngineOptions(
+        block_size=BLOCK_TOKENS, pool_nbytes=64 << 20, parallel=ParallelOptions(tp=tp, pp=pp)
+    )
+    config = Config()
+    # As between nodes: the leaders of both sides are one process here, which no two nodes are.
+    transfer = replace(config.transfer, transports=("shm", "tcp"))
+    model_options = ModelOptions(path=str(model), device="cpu")
+    config = replace(config, engine=options, model=model_options, transfer=transfer)
+    async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
+        memory = await NodeMemory.open(config, agent, lambda *_: None)
+        layout = memory.engine.layout
+        exchange = KvExchange(
+            memory.blocks, agent, deadline_s=_DEADLINE_S, reader=memory.reader, in_parts=bool(memory.ranks)
+        )
+        address = node_pb2.KvAddress(
+            node_id=name,
+            agent=agent.describe().pack(),
+            layout_fingerprint=layout.fingerprint,
+            block_nbytes=layout.block_nbytes,
+            ranks=memory.ranks,
+        )
+        try:
+            yield Side(memory, exchange, address, memory.engine.pool.allocate(NUM_BLOCKS))
+        finally:
+            await memory.engine.close()
+            memory.blocks.close()
+
+
+async def measure(model: Path, plans: Sequence[tuple[int, int]], rounds: int) -> list[Row]:
+    """A row for each pair, in turn in each round, checksums verified."""
+    async with AsyncExitStack() as stack:
+        sources, targets = [
+            [await stack.enter_async_context(side(model, f"{name}-{tp}-{pp}", tp, pp)) for tp, pp in plans]
+            for name in ("source", "target")
+        ]
+        seconds: dict[tuple[int, int], list[float]] = {}
+        described = [await source.memory.blocks.describe(source.blocks) for source in sources]
+        for _ in range(rounds + 1):
+            for i, source in enumerate(sources):
+                for j, target in enumerate(targets):
+                    peer = await target.exchange.connect(source.address)
+                    read = await _timed(target, peer, described[i])
+                    seconds.setdefault((i, j), []).append(read)
+        nbytes = NUM_BLOCKS * sources[0].memory.engine.layout.block_nbytes
+    rate = {pair: nbytes / statistics.median(took[1:]) / 1e9 for pair, took in seconds.items()}
+    rows = []
+    for (i, j), value in rate.items():
+        case = f"tp {plans[i][0]} × pp {plans[i][1]} → tp {plans[j][0]} × pp {plans[j][1]}"
+        row = Row(case, f"blocks of {BLOCK_TOKENS} tokens", value, "GB/s")
+        if i != j:
+            row = replace(row, limit="at least", limit_value=GOAL)
+            row = report.versus(row, "equal plans", rate[j, j])
+        rows.append(row)
+    return rows
+
+
+async def _timed(target: Side, peer: KvSource, blocks: node_pb2.BlockSpans) -> float:
+    began_s = time.perf_counter()
+    await target.exchange.read(peer, blocks, 0, target.blocks, deadline_s=_DEADLINE_S)
+    return time.perf_counter() - began_s
