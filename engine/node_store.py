@@ -174,8 +174,7 @@ class NodeStore:
         self.tiers.demote(
             key,
             memory.pool.parent_of(block_id),
-            memory.bytes.view(block_id),
-            memory.known_checksum(block_id),
+            block_id,
             surplus=key in memory.pool.surplus,
         )
         memory.forget(block_id)

@@ -34,6 +34,9 @@ class PoolTier:
     def bytes_of(self, block: int) -> Bytes:
         return self._memory.bytes.view(block)
 
+    def copy_out(self, blocks: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
+        return self._memory.bytes.copy_out(blocks, destinations)
+
     def checksum(self, block: int) -> int:
         return self._memory.checksum(block)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -21,20 +19,15 @@ from kvstore.layout import BlockFormat
 from kvstore.ssd.catalog import Catalog, OnDropped
 from kvstore.ssd.directory import TierFormat
 from kvstore.ssd.disk import Disk
-from kvstore.ssd.index import IndexWriteFailed
+from kvstore.ssd.incoming import Incoming
 from kvstore.ssd.io_threads import Bytes
 from kvstore.ssd.opening import open_directory
 from kvstore.ssd.reading import WantedBlock
 from kvstore.ssd.stats import SsdTierStats
-from kvstore.ssd.writing import Writing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-log = logging.getLogger(__name__)
-
-# A disk that had no room for another segment is asked again after this long, not at every block.
-_ROOM_RETRY_S = 30.0
 # Segment files are kept open: a large tier has larger ones, not thousands.
 _MIN_SEGMENT_NBYTES = 256 << 20
 _MAX_SEGMENTS = 64
@@ -54,9 +47,7 @@ class SsdTier:
         self._cache = catalog.cache
         self._disk = disk
         self._clock = clock
-        self._being_written: dict[BlockKey, Writing] = {}
-        self._growing = asyncio.Lock()
-        self._grow_from_s = -_ROOM_RETRY_S
+        self._incoming = Incoming(catalog, disk, clock)
         self._cleaning: set[asyncio.Task[bool]] = set()
 
     @classmethod
@@ -242,65 +233,18 @@ class SsdTier:
         not have happened.
         """
         started_s = self._clock()
-        new = [key not in self._cache for key in keys]
-        if any(new):
-            if await self._disk.take_write(sum(new)):
+        num_new = sum(key not in self._cache for key in keys)
+        if num_new:
+            if await self._disk.take_write(num_new):
                 try:
-                    await self._write(keys, [self._bytes(source) for source in sources], parents, checksums)
+                    blocks = [self._bytes(source) for source in sources]
+                    await self._incoming.put(keys, blocks, parents, checksums or [None] * len(keys))
                 finally:
-                    self._disk.give_write(sum(new))
+                    self._disk.give_write(num_new)
             else:
-                self._catalog.counts.num_given_up += sum(new)
+                self._catalog.counts.num_given_up += num_new
         self._catalog.counts.write_s += self._clock() - started_s
         return [key in self._cache for key in keys]
-
-    async def _write(
-        self,
-        keys: Sequence[BlockKey],
-        sources: Sequence[Bytes],
-        parents: Sequence[BlockKey | None],
-        checksums: Sequence[int | None] | None,
-    ) -> None:
-        await self._grow(sum(key not in self._cache for key in keys))
-        while others := [self._being_written[key] for key in keys if key in self._being_written]:
-            await others[0].batch.ended.wait()
-        given = checksums or [None] * len(keys)
-        blocks = self._catalog.reserve(keys, sources, parents, given, self._being_written)
-        if not blocks:
-            return
-        stale, also_gone = self._catalog.stale({block.slot for block in blocks})
-        before = {self._being_written[parent] for parent in parents if parent in self._being_written}
-
-        def on_done(writing: Writing) -> None:
-            for block in blocks:
-                del self._being_written[block.key]
-            self._catalog.stored(writing)
-
-        writing = self._disk.write(blocks, before, stale, also_gone, on_done)
-        self._being_written.update((block.key, writing) for block in blocks)
-        await writing.batch.wait()
-
-    async def _grow(self, num_blocks: int) -> None:
-        """Make segments until so many blocks find room without evicting others, or there are no more."""
-        segments = self._disk.segments
-        async with self._growing:
-            while (
-                self._cache.num_free < num_blocks
-                and segments.num_segments < segments.max_segments
-                and self._clock() >= self._grow_from_s
-                and not self._disk.is_stalled
-            ):
-                await self._disk.grow(self._grown)
-
-    def _grown(self, error: OSError | IndexWriteFailed | None) -> None:
-        self._catalog.grow()
-        if error is not None:
-            self._grow_from_s = self._clock() + _ROOM_RETRY_S
-            self._catalog.counts.num_no_space += 1
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            what = "no room for another segment" if full else "cannot make another segment"
-            message = "%s: %s (%s); blocks are evicted to make room in the %d there are"
-            log.error(message, self._disk.directory, what, error, self._disk.segments.num_segments)
 
     async def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Drop blocks and what follows them; durable when it returns (or, while the disk stalls, when it

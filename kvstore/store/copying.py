@@ -32,24 +32,17 @@ class Copier:
         """
         return await self._run(sources, lambda: _copy(sources, destinations, checksums))
 
-    async def take(
-        self,
-        sources: Sequence[Bytes],
-        destinations: Sequence[Bytes],
-        known: Sequence[int | None] | None = None,
-        *,
-        inline_nbytes: int = _INLINE_NBYTES,
-    ) -> list[int]:
-        """Copy each source; returns the checksums of what was copied, those that are ``known`` as they are.
-        Cancelled, as ``copy``. ``inline_nbytes``: up to here on the caller's thread."""
-        checksums = [None] * len(sources) if known is None else known
-        return await self._run(sources, lambda: _take(sources, destinations, checksums), inline_nbytes)
+    async def take(self, sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> list[int]:
+        """Copy each source; returns the checksums of what was copied. Cancelled, as ``copy``."""
+        return await self._run(sources, lambda: _take(sources, destinations))
 
-    async def _run(
-        self, sources: Sequence[Bytes], work: Callable[[], Result], inline_nbytes: int = _INLINE_NBYTES
-    ) -> Result:
-        if sum(source.nbytes for source in sources) <= inline_nbytes:
+    async def _run(self, sources: Sequence[Bytes], work: Callable[[], Result]) -> Result:
+        if sum(source.nbytes for source in sources) <= _INLINE_NBYTES:
             return work()
+        return await self.run(work)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """On a thread. Cancelled, it first lets it end."""
         copying = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
             return await asyncio.shield(copying)
@@ -71,9 +64,9 @@ def _copy(sources: Sequence[Bytes], destinations: Sequence[Bytes], checksums: Se
     return None
 
 
-def _take(sources: Sequence[Bytes], destinations: Sequence[Bytes], known: Sequence[int | None]) -> list[int]:
+def _take(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> list[int]:
     checksums = []
-    for source, destination, checksum in zip(sources, destinations, known, strict=True):
+    for source, destination in zip(sources, destinations, strict=True):
         np.copyto(destination, source)
-        checksums.append(xxh3_64_intdigest(destination.data) if checksum is None else checksum)
+        checksums.append(xxh3_64_intdigest(destination.data))
     return checksums

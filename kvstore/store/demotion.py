@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.host_tier import HostTier
 from kvstore.keys import BlockKey
 from kvstore.store.copying import Copier
-from kvstore.store.tiers import Bytes
+from kvstore.store.tiers import PoolTier
 
 # Copied at once in one turn of the event loop: about 0.1 ms, what waking a thread takes. The rest is copied
 # on a thread, so much at a time, because reads of host memory use that thread too.
@@ -23,8 +24,7 @@ class _Coming:
     key: BlockKey
     parent: BlockKey | None
     slot: int
-    source: Bytes
-    checksum: int | None
+    block: int  # of the pool
     is_wanted: bool = True
 
 
@@ -32,10 +32,13 @@ class Demoter:
     """The pool drops a block at once; its bytes stay until ``copied`` says that they are not needed any more.
     Until then the block is found here (``coming``), and nowhere else."""
 
-    def __init__(self, host: HostTier, copier: Copier, on_settled: Callable[[BlockKey], None]) -> None:
+    def __init__(
+        self, host: HostTier, pool: PoolTier | None, copier: Copier, on_settled: Callable[[BlockKey], None]
+    ) -> None:
         """``on_settled(key)``: host memory holds the block now, or, had it no room after all, does not."""
         self.coming: dict[BlockKey, _Coming] = {}
         self._host = host
+        self._pool = pool
         # Blocks on their way have slots that cannot be evicted: they may not fill host memory.
         self._max_coming = max(host.stats.num_blocks // 2, 1)
         self._batch_blocks = max(_BATCH_NBYTES // host.layout.block_nbytes, 1)
@@ -49,17 +52,20 @@ class Demoter:
     def is_copying(self) -> bool:
         return self._task is not None
 
-    def take(self, key: BlockKey, parent: BlockKey | None, source: Bytes, checksum: int | None) -> bool:
-        """Keep this block. False: host memory has no place for it."""
-        if self._task is None and self._copies_inline(source.nbytes):
-            return self._host.put(key, source, parent=parent, checksum=checksum) is not None
+    def take(self, key: BlockKey, parent: BlockKey | None, block: int) -> bool:
+        """Keep this block of the pool. False: host memory has no place for it."""
         while len(self.coming) >= self._max_coming and self._waiting:
             self._leave_out(self._waiting.popleft())
         slot = self._host.reserve(key, parent)
         if slot is None:
             return False
-        self.coming[key] = block = _Coming(key, parent, slot, source, checksum)
-        self._waiting.append(block)
+        coming = _Coming(key, parent, slot, block)
+        if self._task is None and self._copies_inline():
+            (checksum,) = self._copy([coming])
+            self._host.commit(slot, key, parent, checksum)
+            return True
+        self.coming[key] = coming
+        self._waiting.append(coming)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="demote")
         return True
@@ -87,13 +93,13 @@ class Demoter:
             self.forget(each)
         return gone
 
-    def _copies_inline(self, nbytes: int) -> bool:
+    def _copies_inline(self) -> bool:
         if not self._inline_nbytes:
             try:
                 asyncio.get_running_loop().call_soon(self._begin_turn)
             except RuntimeError:
                 return True  # nobody's loop is held up
-        self._inline_nbytes += nbytes
+        self._inline_nbytes += self._host.layout.block_nbytes
         return self._inline_nbytes <= _INLINE_NBYTES
 
     def _begin_turn(self) -> None:
@@ -104,15 +110,16 @@ class Demoter:
             while self._waiting:
                 num_blocks = min(len(self._waiting), self._batch_blocks)
                 blocks = [self._waiting.popleft() for _ in range(num_blocks)]
-                spans = [self._host.bytes_of(block.slot) for block in blocks]
-                sources = [block.source for block in blocks]
-                checksums = await self._copier.take(
-                    sources, spans, [block.checksum for block in blocks], inline_nbytes=0
-                )
+                checksums = await self._copier.run(partial(self._copy, blocks))
                 for block, checksum in zip(blocks, checksums, strict=True):
                     self._copied(block, checksum)
         finally:
             self._task = None
+
+    def _copy(self, blocks: Sequence[_Coming]) -> list[int]:
+        assert self._pool is not None
+        spans = [self._host.bytes_of(block.slot) for block in blocks]
+        return self._pool.copy_out([block.block for block in blocks], spans)
 
     def _copied(self, block: _Coming, checksum: int) -> None:
         if not block.is_wanted:

@@ -47,7 +47,7 @@ class Holdings:
         )
         self.pool = pool
         self.disk = disk
-        self.demoter = Demoter(self.host, copier, self._demoted)
+        self.demoter = Demoter(self.host, pool, copier, self._demoted)
         self.writer: DiskWriter | None = None
         self._write_policy = options.write_policy
         self._on_change = on_change
@@ -141,13 +141,12 @@ class Holdings:
 
     # ------------------------------------------------------------------ blocks go
 
-    def demote(
-        self, key: BlockKey, parent: BlockKey | None, source: Bytes, checksum: int | None, surplus: bool
-    ) -> None:
-        """The pool drops this block now; ``source`` may be read until ``demoter.copied``. One that is
+    def demote(self, key: BlockKey, parent: BlockKey | None, block: int, surplus: bool) -> None:
+        """The pool drops this block now; its bytes may be read until ``demoter.copied``. One that is
         ``surplus`` is not worth host memory."""
+        assert self.pool is not None
         if self.slot_of(key) is None and key not in self.demoter.coming and not surplus:
-            if self.demoter.take(key, parent, source, checksum):
+            if self.demoter.take(key, parent, block):
                 self.relieve()
             else:
                 metrics.REFUSED_BLOCKS.inc()

@@ -192,14 +192,13 @@ class TieredStore:
         self,
         key: BlockKey,
         parent: BlockKey | None,
-        source: Bytes,
-        checksum: int | None = None,
+        block: int,
         *,
         surplus: bool = False,
     ) -> None:
         """The pool drops this block now: keep it in host memory, unless it is ``surplus``, a copy nobody
-        needs any more. Returns at once; ``source`` must not change before ``copied``."""
-        self._holdings.demote(key, parent, source, checksum, surplus)
+        needs any more. Returns at once; the block's bytes must not change before ``copied``."""
+        self._holdings.demote(key, parent, block, surplus)
 
     async def copied(self) -> None:
         """Wait until no block of ``demote`` is being read any more."""

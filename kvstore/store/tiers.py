@@ -35,6 +35,9 @@ class PoolTier(Protocol):
     def bytes_of(self, block: int) -> Bytes:
         """uint8 [block_nbytes], to be read while the block is acquired, or before the next await."""
 
+    def copy_out(self, blocks: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
+        """Copy blocks to main memory, on any thread; xxh3-64 of what arrived there."""
+
     def checksum(self, block: int) -> int:
         """xxh3-64 of its bytes."""
 

@@ -14,9 +14,10 @@ from kvstore.store import Bytes, TieredStore
 class FakePool:
     """Holds what ``seal`` gave it until ``evict``, which takes the end of a chain and tells the store."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Iterable[Bytes] = ()) -> None:
+        """``blocks``: there from the beginning, without keys."""
         self.store: TieredStore | None = None
-        self._blocks: list[Bytes] = []
+        self._blocks: list[Bytes] = list(blocks)
         self._block_of: dict[BlockKey, int] = {}
         self._parents: dict[BlockKey, BlockKey | None] = {}
         self._holds: dict[int, int] = {}
@@ -40,7 +41,7 @@ class FakePool:
         # The order the engine's pool keeps: the block is still there while its owner hears of it.
         parent, content = self._parents[key], self._blocks[block]
         del self._block_of[key], self._parents[key]
-        self.store.demote(key, parent, content)
+        self.store.demote(key, parent, block)
         content[:] = 0
         return True
 
@@ -70,6 +71,11 @@ class FakePool:
 
     def bytes_of(self, block: int) -> Bytes:
         return self._blocks[block]
+
+    def copy_out(self, blocks: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
+        for block, destination in zip(blocks, destinations, strict=True):
+            destination[:] = self._blocks[block]
+        return [xxh3_64_intdigest(destination.data) for destination in destinations]
 
     def checksum(self, block: int) -> int:
         return xxh3_64_intdigest(np.ascontiguousarray(self._blocks[block]).data)

@@ -20,6 +20,7 @@ from kvstore.ssd.segments import Segments
 from kvstore.store import TieredStore
 from kvstore.tier import Tier
 from runtime.options import HostTierOptions, StoreOptions
+from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain
 
 MIB = 1 << 20
@@ -30,13 +31,13 @@ POOL = np.random.default_rng(0).integers(0, 256, (64, MIB), np.uint8)
 
 def make(num_slots: int, **kwargs: Any) -> TieredStore:
     memory = np.full(num_slots * MIB, 1, np.uint8)  # as a node's: every page is there
-    return TieredStore(LAYOUT, LRU, memory, **kwargs)
+    return TieredStore(LAYOUT, LRU, memory, pool=FakePool(POOL), **kwargs)
 
 
 def drop(store: TieredStore, keys: list[BlockKey]) -> None:
     """The pool drops a chain, its end first; block i of the chain lies in place i of the pool."""
     for i in reversed(range(len(keys))):
-        store.demote(keys[i], keys[i - 1] if i else None, POOL[i])
+        store.demote(keys[i], keys[i - 1] if i else None, i)
 
 
 async def test_blocks_are_found_while_they_are_copied_and_after() -> None:

@@ -137,9 +137,9 @@ async def test_what_the_pool_drops_as_surplus_is_kept_nowhere() -> None:
     store = pool.store = make(8, pool=pool, on_change=heard)
     for i, name in enumerate(chain(2)):
         pool.seal(name, key(i - 1) if i else None, payload(name))
-    store.demote(key(1), key(0), payload(key(1)), surplus=True)
+    store.demote(key(1), key(0), pool.block_of(key(1)), surplus=True)
     assert store.host.stats.num_held == 0
-    store.demote(key(1), key(0), payload(key(1)))
+    store.demote(key(1), key(0), pool.block_of(key(1)))
     assert store.host.stats.num_held == 1
 
 
