@@ -7,8 +7,14 @@ import torch
 from engine.config import ModelConfig
 from engine.device import CpuDevice, Device
 from runtime.errors import ConfigError
+from runtime.options import EngineOptions
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,  # of pages only
+}
 
 
 def choose_device(option: str) -> Device:
@@ -35,3 +41,8 @@ def choose_dtype(option: str, config: ModelConfig, device: Device) -> str:
     if option != "auto":
         return option
     return "float32" if device.torch.type == "cpu" else config.stored_dtype
+
+
+def page_dtype(options: EngineOptions, dtype: str) -> str:
+    """What K and V are kept in by an engine that computes in ``dtype``."""
+    return "float8_e4m3fn" if options.kv_dtype == "fp8_e4m3" else dtype

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.block_pool import BlockPool
 from engine.config import ModelConfig
 from engine.device import Device
-from engine.dtype import choose_device, choose_dtype
+from engine.dtype import choose_device, choose_dtype, page_dtype
 from engine.errors import (
     DuplicateSequence,
     EngineClosed,
@@ -111,12 +111,12 @@ class Engine:
             num_kv_heads=self.config.num_kv_heads,
             block_size=options.block_size,
             head_dim=self.config.head_dim,
-            dtype=self.dtype,
+            dtype=page_dtype(options, self.dtype),
         )
         self.plan = ParallelPlan.of(options.parallel, self.config, self.device.torch)
         self.shards = self.plan.shards(self.config)
         self.rank_layouts = [
-            shard.layout(self.config, options.block_size, self.dtype) for shard in self.shards
+            shard.layout(self.config, options.block_size, self.layout.dtype) for shard in self.shards
         ]
         self.ranks = ranks
         self._keep_ranks = ranks is not None

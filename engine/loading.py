@@ -35,6 +35,8 @@ class Layer:
     post_norm: Tensor
     mlp: Callable[[Tensor], Tensor]
     window: int
+    k_scale: float = 1.0  # of pages in float8, where the checkpoint has them
+    v_scale: float = 1.0
 
 
 class Loader:
@@ -84,7 +86,17 @@ class Loader:
                 down=self._linear([f"{mlp}.down_proj"], bias=config.mlp_bias and leads),
             ),
             window=config.windows[i],
+            k_scale=self._scale(attention, "k"),
+            v_scale=self._scale(attention, "v"),
         )
+
+    def _scale(self, attention: str, which: str) -> float:
+        """Where vLLM looks for it; 1 where there is none."""
+        for name in (f"{attention}.{which}_scale", f"{attention}.{which}_proj.{which}_scale"):
+            found = self._checkpoint.find(name)
+            if found is not None:
+                return float(found)
+        return 1.0
 
     def tensor(self, *names: str) -> Tensor:
         """The tensors, stacked along their first dimension, in our dtype, on our device, in our memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,12 +101,15 @@ class Model:
         eps, scale, head_dim = config.rms_norm_eps, self.scale, config.head_dim
         hidden = self.embed(inputs.token_ids) if hidden is None else hidden
         num_tokens = hidden.shape[0]
+        quantized = pool.dtype != self.dtype
         residual = hidden
         for i, layer in enumerate(self.layers):
             if i == 0:
                 x = rms_norm(hidden, layer.input_norm, eps)
             else:
                 x, residual = rms_norm(hidden, layer.input_norm, eps, residual=residual)
+            # Only pages in float8 have scales.
+            scales: dict[str, Any] = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if quantized else {}
             q = rotate_and_write(
                 layer.qkv(x),
                 inputs.positions,
@@ -120,8 +124,9 @@ class Model:
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=eps,
+                **scales,
             )
-            attended = self._attend(q, inputs, pool, i, scale, layer.window)
+            attended = self._attend(q, inputs, pool, i, scale=scale, window=layer.window, **scales)
             hidden = self._sum(layer.o(attended.view(num_tokens, -1)))
             x, residual = rms_norm(hidden, layer.post_norm, eps, residual=residual)
             hidden = self._sum(layer.mlp(x))
@@ -149,13 +154,11 @@ class Model:
         return part if self.shard.tp == 1 or self.link is None else self.link.all_reduce(part)
 
     @staticmethod
-    def _attend(q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, scale: float, window: int) -> Tensor:
+    def _attend(q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, **rules: Any) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns the same shape."""
         n = inputs.num_decodes
         if inputs.chunk_table is None:
-            return paged_decode_attention(
-                q, pool, layer, inputs.decode_table, inputs.decode_lens, scale=scale, window=window
-            )
+            return paged_decode_attention(q, pool, layer, inputs.decode_table, inputs.decode_lens, **rules)
         assert inputs.chunk_starts is not None
         assert inputs.chunk_lens is not None
         out = torch.empty_like(q)
@@ -166,9 +169,8 @@ class Model:
                 layer,
                 inputs.decode_table,
                 inputs.decode_lens,
-                scale=scale,
-                window=window,
                 out=out[:n],
+                **rules,
             )
         paged_prefill_attention(
             q[n:],
@@ -177,8 +179,7 @@ class Model:
             inputs.chunk_table,
             inputs.chunk_starts,
             inputs.chunk_lens,
-            scale=scale,
-            window=window,
             out=out[n:],
+            **rules,
         )
         return out

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.decode_graphs import DecodeGraphs
 from engine.device import Device
-from engine.dtype import TORCH_DTYPES
+from engine.dtype import TORCH_DTYPES, page_dtype
 from engine.gpu_memory import choose_num_blocks
 from engine.inputs import BatchInputs
 from engine.model import Model, StepInputs
@@ -87,7 +87,7 @@ class ModelRunner:
                 link=link,
             )
         ).wait()
-        layout = shard.layout(config, options.block_size, dtype)
+        layout = shard.layout(config, options.block_size, page_dtype(options, dtype))
         self.num_blocks = choose_num_blocks(self, layout, num_blocks, alone=link is None)
         self.max_len = min(max_len, self.num_blocks * options.block_size)
         self.pool = device.run(lambda: pool_tensor(layout, self.num_blocks, device.torch, pool_memory)).wait()

@@ -40,6 +40,10 @@ class _Entry:
     end: int
 
 
+# Frequencies are computed; scales are for pages in float8.
+_READ_WHERE_WANTED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+
+
 class Checkpoint:
     """The tensors of one checkpoint directory, by name. Opening reads headers only; files are mapped when
     used, and of a tensor no other pages are touched than those of its part.
@@ -84,9 +88,9 @@ class Checkpoint:
                 raise UnsupportedModel(self.path, f"tensor {name} is stored as {entry.dtype}")
         self._unread = set(expected)
         self._nbytes_total = sum(self._nbytes(name) for name in expected)
-        # Frequencies are computed, and a head beside tied embeddings is a copy of them.
+        # A head beside tied embeddings is a copy of them.
         used = {*expected, *others, "lm_head.weight"}
-        ignored = [n for n in self._entries if n not in used and not n.endswith("rotary_emb.inv_freq")]
+        ignored = [n for n in self._entries if n not in used and not n.endswith(_READ_WHERE_WANTED)]
         if ignored:
             log.warning(
                 "checkpoint %s: %d tensors are not used, first %s", self.path, len(ignored), ignored[0]
@@ -110,6 +114,10 @@ class Checkpoint:
         if self._progress is not None:
             self._progress(self._nbytes_done, self._nbytes_total, name)
         return tensor.view(entry.shape)[self._part(name)]
+
+    def find(self, name: str) -> Tensor | None:
+        """As ``read``, of a tensor that need not be there."""
+        return self.read(name) if name in self._entries else None
 
     def _nbytes(self, name: str) -> int:
         """Of the tensor's part."""

@@ -91,6 +91,11 @@ class ParallelOptions:
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     block_size: int = option(16, "tokens", "tokens a KV block")
+    kv_dtype: str = option(
+        "auto",
+        "name",
+        "of the pages: auto (that of the computation) or fp8_e4m3, with the checkpoint's k_scale and v_scale",
+    )
     pool_nbytes: int = option(
         0,
         "bytes",
@@ -116,6 +121,7 @@ class EngineOptions:
             "a power of two from 8 to 512",
             self.block_size,
         )
+        _require(self.kv_dtype in ("auto", "fp8_e4m3"), "engine.kv_dtype", "auto or fp8_e4m3", self.kv_dtype)
         for name in ("max_batch_size", "max_batch_tokens", "threads"):
             _require(getattr(self, name) > 0, f"engine.{name}", "positive", getattr(self, name))
         _require(self.pool_nbytes >= 0, "engine.pool_nbytes", "0 or more", self.pool_nbytes)

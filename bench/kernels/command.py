@@ -18,6 +18,7 @@ from kernels import backend_report
 
 _PATH = click.Path(path_type=Path)
 _PACKAGES = ("torch", "numpy", "triton", "flashinfer-python", "flash-attn")
+LIMITS_CASE = "limits of this machine"
 Part = Callable[[Machine, bool, bool], Iterator[Row]]
 
 
@@ -81,7 +82,7 @@ def kernels(
 def limit_rows(machine: Machine) -> list[Row]:
     units = {"copy": (1e9, "GB/s"), "read": (1e9, "GB/s"), "matmul": (1e12, "TFLOP/s")}
     return [
-        Row("limits of this machine", f"large {name}", machine.limits[name] / scale, unit)
+        Row(LIMITS_CASE, f"large {name}", machine.limits[name] / scale, unit)
         for name, (scale, unit) in units.items()
     ]
 

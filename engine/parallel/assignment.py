@@ -70,6 +70,7 @@ class Assignment:
             "dtype": self.dtype,
             "plan": f"tp {self.tp} × pp {self.pp}",
             "block size": str(self.options.block_size),
+            "pages": self.options.kv_dtype,
             "number of blocks": str(self.num_blocks),
             "longest sequence": str(self.max_len),
             "torch": torch.__version__,

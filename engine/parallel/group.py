@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from engine.config import ModelConfig
 from engine.device import Device
+from engine.dtype import page_dtype
 from engine.errors import RankLost
 from engine.parallel.assignment import Assignment, check_identity
 from engine.parallel.board import Board, SharedMemory
@@ -186,7 +187,8 @@ class RankGroup:
         for rank in range(1, plan.world_size):
             assigned = self.assign(leader, rank)
             if leader.device == "cpu":
-                layout = plan.shard(config, rank).layout(config, options.block_size, leader.dtype)
+                pages = page_dtype(options, leader.dtype)
+                layout = plan.shard(config, rank).layout(config, options.block_size, pages)
                 pool = SharedMemory.create(f"pool-{rank}", leader.num_blocks * layout.block_nbytes)
                 self._pools.append(pool)
                 assigned = replace(assigned, pool=pool.path)

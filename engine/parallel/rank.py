@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from engine.config import ModelConfig
-from engine.dtype import TORCH_DTYPES
+from engine.dtype import TORCH_DTYPES, page_dtype
 from engine.errors import RankLost
 from engine.model import Model
 from engine.parallel.assignment import Assignment, unpack_transfer_options
@@ -151,7 +151,7 @@ def _run(assignment: Assignment, board: Board) -> None:
         link=link,
     )
     memory = SharedMemory.open(assignment.pool).array if device.type == "cpu" else None
-    layout = shard.layout(config, options.block_size, assignment.dtype)
+    layout = shard.layout(config, options.block_size, page_dtype(options, assignment.dtype))
     pool = pool_tensor(layout, assignment.num_blocks, device, memory)
     report("loaded", identity=assignment.identity(config))
     try:

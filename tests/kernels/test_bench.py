@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from bench import report
 from bench.cli import bench
-from bench.kernels import goals, tune
+from bench.kernels import goals, readme, tune
 from bench.kernels.clock import CpuClock
-from bench.kernels.command import PARTS
+from bench.kernels.command import LIMITS_CASE, PARTS
 from bench.kernels.machine import Machine
 from bench.kernels.step import ModelShape, llama_rows
 from bench.kernels.sweep import decode_cases
@@ -128,3 +128,34 @@ def test_a_row_that_is_put_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch
     finally:
         launch.table.cache_clear()
         launch.decode_choice.cache_clear()
+
+
+def test_the_readme_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["readme", "--check"])
+    assert readme.main() == 0, "run python -m bench.kernels.readme"
+
+
+def test_the_readmes_table_of_a_gpu(tmp_path: Path) -> None:
+    rows = [
+        {"case": LIMITS_CASE, "metric": "large copy", "value": 4300.0, "unit": "GB/s"},
+        {
+            **{"case": "decode", "metric": "rate", "value": 3400.0, "unit": "GB/s", "peer": "large copy"},
+            **{"peer_value": 4300.0, "ratio": 0.79, "limit": "at least", "limit_value": 0.85},
+        },
+        {
+            "case": "decode",
+            "metric": "error",
+            "value": 0.1,
+            "unit": "",
+            "limit": "at most",
+            "limit_value": 1.0,
+        },
+    ]
+    facts = {"machine": "H200, CUDA 13.0", "versions": {"torch": "2.13.0"}, "commit": "abc", "date": ""}
+    (tmp_path / "h200.json").write_text(json.dumps({"environment": facts, "rows": rows}))
+    (tmp_path / "other.json").write_text(json.dumps({"rows": [{"case": "another bench"}]}))
+    text = readme.section(tmp_path)
+    assert "| decode | 3,400 GB/s | large copy 4,300 | 0.79 | ≥ 0.85, **missed** |" in text
+    assert "1 of 1" in text
+    assert readme.NO_GPU not in text
+    assert readme.NO_GPU in readme.section(tmp_path / "empty")
