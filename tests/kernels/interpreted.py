@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import (
@@ -402,3 +404,48 @@ def test_lengths_and_batches_compile_nothing_new() -> None:
     chunks = launch.prefill_choice(64, torch.float16, torch.float16, 90)
     prefills = [triton_prefill.prefill_constants(batch=n, choice=chunks, **shape) for n in (1, 7, 256)]
     assert prefills[0] == prefills[1] == prefills[2]
+
+
+shapes = st.builds(
+    lambda lens, group, kv_heads, head_dim, block_size, window, soft_cap, pages: Shape(
+        tuple((min(new, total), total) for new, total in lens),
+        num_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        window=window,
+        soft_cap=soft_cap,
+        dtype=torch.float16,
+        **({"kv_dtype": FP8, "k_scale": 0.05, "v_scale": 0.02} if pages else {}),
+    ),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 100)), min_size=1, max_size=3),
+    st.integers(1, 9),
+    st.integers(1, 2),
+    st.sampled_from([32, 64, 80, 256]),
+    st.sampled_from([8, 16, 32, 64, 256, 512]),
+    st.one_of(st.just(0), st.integers(1, 60)),
+    st.sampled_from([0.0, 5.0]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=8 if INTERPRETED else 100, deadline=None, derandomize=True)
+@given(shapes, st.integers(1, 12))
+def test_any_shape(shape: Shape, num_programs: int) -> None:
+    with torch.device(DEVICE):
+        batch = PagedBatch(shape, device=DEVICE)
+        lse = torch.full(batch.q.shape[:2], float("nan"))
+        assert_states(batch, prefill(triton_prefill, batch, lse=lse), lse)
+        batch = PagedBatch(replace(shape, lens=tuple((1, total) for _, total in shape.lens)), device=DEVICE)
+        lse = torch.full(batch.q.shape[:2], float("nan"))
+        assert_states(batch, decode(triton_decode, batch, num_programs=num_programs, lse=lse), lse)
+
+
+def test_a_pool_with_any_strides() -> None:
+    """Of another layout, with its dimensions brought into ours; results go where they are wanted."""
+    batch = PagedBatch(replace(CHUNKS, lens=((5, 20), (20, 50))), device=DEVICE)
+    batch.pool = batch.pool.permute(1, 2, 0, 3, 4, 5).contiguous().permute(2, 0, 1, 3, 4, 5)
+    assert not batch.pool.is_contiguous()
+    out = torch.full_like(batch.q, float("nan"))
+    assert prefill(triton_prefill, batch, out=out) is out
+    assert_near(out, batch.expected(), torch.float32, factor=2)
