@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+def pool_backing(options: TransferOptions, *, with_ucx: bool) -> memory.Backing:
+    """A memfd, where peers on this host map it and the compiled copy makes that the faster way. Else
+    anonymous memory, which has huge pages: who copies through the kernel, as UCX does, needs them.
+    """
+    if not readable_by_peers():
+        return "memfd"
+    mapped = "shm" in options.transports and not with_ucx and mover() is not None
+    return "memfd" if mapped else "anonymous"
+
+
 class AgentMemory:
     """Belongs to the event loop's thread, but for what ``RegionTable`` says."""
 
@@ -40,19 +50,10 @@ class AgentMemory:
         self.local_links: set[LocalLink] = set()
         self._controls = controls
         self.ucx = self._start_ucx(options) if "ucx" in options.transports else None
-        self._backing = self._choose_backing(options)
+        self._backing = pool_backing(options, with_ucx=self.ucx is not None)
         self.cuda: CudaRegions | None = None
         """From the first region in a device's memory on: using CUDA costs a process some of that."""
         self._lingering = Lingering(self._forget)
-
-    def _choose_backing(self, options: TransferOptions) -> memory.Backing:
-        """A memfd, where peers on this host map it and the compiled copy makes that the faster way. Else
-        anonymous memory, which has huge pages: who copies through the kernel, as UCX does, needs them.
-        """
-        if not readable_by_peers():
-            return "memfd"
-        mapped = "shm" in options.transports and self.ucx is None and mover() is not None
-        return "memfd" if mapped else "anonymous"
 
     def _start_ucx(self, options: TransferOptions) -> UcxRegions | None:
         ucx = load_ucx()

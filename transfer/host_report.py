@@ -8,13 +8,16 @@ import os
 from pathlib import Path
 
 from runtime.options import TransferOptions
+from transfer.agent_memory import pool_backing
 from transfer.cuda.library import CudaUnavailable, load_cuda
 from transfer.host import boot_id, loopback_only
 from transfer.lifeline import readable_by_peers
+from transfer.native.library import mover
 from transfer.topology import interfaces, num_rdma_rails, rdma_devices
 from transfer.ucx.library import Ucx, load_ucx
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_SHMEM_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -29,7 +32,7 @@ def host_report(options: TransferOptions) -> dict[str, str]:
         "UCX": _ucx(ucx),
         "RDMA": ", ".join(map(str, rdma_devices())) or "no device",
         "interfaces": ", ".join(map(str, interfaces())) or "none but the loopback",
-        "pool memory": _memory(),
+        "pool memory": _memory(options, with_ucx="ucx" in options.transports and ucx is not None),
     }
 
 
@@ -45,7 +48,10 @@ def _same_host(options: TransferOptions) -> str:
     if not boot_id():
         return "as on other hosts: this one cannot be told apart from them (no boot id)"
     if readable_by_peers():
-        return "shm: reads straight from the peer's memory (process_vm_readv is allowed)"
+        way = "peers' pools are mapped, other memory is read by process_vm_readv, which is allowed"
+        if mover() is None:
+            way = "process_vm_readv, which is allowed; g++ would make it faster"
+        return f"shm: {way}"
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "0"
     reason = f"kernel.yama.ptrace_scope is {scope}" if scope not in ("0", "1") else "the sandbox forbids it"
     return f"shm: reads from shared memory, mapped (process_vm_readv is not allowed: {reason})"
@@ -128,15 +134,20 @@ def _no_rdma(ucx: Ucx) -> str:
     return "this host has no RDMA device" if "ib" in ucx.transports else "this libucp is built without verbs"
 
 
-def _memory() -> str:
-    if not readable_by_peers():
-        return "shared memory (memfd) in small pages"
-    try:
-        modes = _THP.read_text()
-    except OSError:
-        modes = ""
-    if "[never]" in modes or not modes:
+def _memory(options: TransferOptions, *, with_ucx: bool) -> str:
+    if pool_backing(options, with_ucx=with_ucx) == "memfd":
+        pages = "huge" if _mode(_SHMEM_THP) in ("always", "within_size", "advise", "force") else "small"
+        return f"shared memory (memfd) in {pages} pages ({_SHMEM_THP} is {_mode(_SHMEM_THP) or 'absent'})"
+    if _mode(_THP) in ("never", ""):
         return (
             "anonymous memory in small pages: transparent huge pages are off (faults are some 4 times slower)"
         )
-    return f"anonymous memory in huge pages; {os.cpu_count()} processors"
+    return "anonymous memory in huge pages"
+
+
+def _mode(setting: Path) -> str:
+    """The word in brackets; empty where there is no such setting."""
+    try:
+        return setting.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return ""

@@ -9,6 +9,7 @@ import pytest
 
 from runtime.options import TcpOptions, TransferOptions
 from tests.transfer.device import use_stand_in
+from transfer import TransferAgent
 from transfer import host_report as report_module
 from transfer.cuda.library import load_cuda
 from transfer.host_report import host_report
@@ -117,3 +118,18 @@ def test_devices_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Mo
     railed = TransferOptions(tcp=TcpOptions(host="10.0.0.1", rails=("10.1.0.1",)))
     assert "spread over it and 10.1.0.1" in host_report(railed)["other hosts"]
     assert rdma_devices(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("transports", [("shm",), ("shm", "ucx"), ("tcp",)])
+@pytest.mark.parametrize("form", ["compiled", "plain"])
+async def test_pools_are_what_is_said_of_them(
+    monkeypatch: pytest.MonkeyPatch, fresh_mover: None, transports: tuple[str, ...], form: str
+) -> None:
+    monkeypatch.setenv("MOONPOOL_TRANSFER", form)
+    options = TransferOptions(transports=transports)
+    async with await TransferAgent.start(options, agent_id="here", epoch=1) as agent:
+        backing = agent.allocate(4096, "pool").backing
+    said = host_report(options)["pool memory"]
+    assert backing == ("memfd" if "memfd" in said else "anonymous")
+    if form == "plain" or "shm" not in transports:
+        assert backing == "anonymous"
