@@ -33,7 +33,7 @@ def copy_chunking(nbytes: int, observed: bool) -> Chunking:
     """``Path.chunking`` of a batch that is copied."""
     if observed and mover() is None:
         return Chunking(_OBSERVED_CHUNK_NBYTES, _OBSERVED_CHUNK_ROWS, whole_spans=True)
-    chunk_nbytes = min(max(nbytes // 8, SLICE_NBYTES), _MAX_CHUNK_NBYTES)
+    chunk_nbytes = min(max(nbytes // 4, SLICE_NBYTES), _MAX_CHUNK_NBYTES)
     return Chunking(chunk_nbytes, _MAX_CHUNK_ROWS, whole_spans=observed)
 
 
