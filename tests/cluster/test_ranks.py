@@ -101,7 +101,13 @@ async def is_back(client: Client, before: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="kill"),
+        pytest.param(signal.SIGSTOP, id="stop", marks=pytest.mark.slow),
+    ],
+)
 async def test_a_rank_lost_while_decoding_costs_no_token(
     cluster: LocalCluster, client: Client, number: signal.Signals
 ) -> None:
@@ -138,3 +144,60 @@ async def test_a_rank_lost_while_prefilling_costs_no_request(tmp_path: Path, num
         text = await task
         await eventually(lambda: is_back(client, busy[0]))
         assert await whole(client, prompt, max_tokens=32) == text
+
+
+@pytest.mark.slow
+async def test_a_leader_that_is_stopped_is_replaced_and_comes_back(
+    cluster: LocalCluster, client: Client
+) -> None:
+    """Its ranks end by themselves, its requests go on elsewhere; continued, it begins a new life."""
+    prompt = "And the LORD spake again unto him " * 8
+    expected = await whole(client, prompt)
+    reply, before = Reply(), dict[str, Any]()
+    rank = 0
+    async for _ in client.complete(prompt, reply, **GREEDY):
+        if not before and len(reply.pieces_s) >= 20:
+            name = (await client.timeline(reply.id))["summary"]["decode_node"]
+            before = (await nodes(client))[name]
+            rank = rank_pid(cluster, name)
+            os.kill(int(before["pid"]), signal.SIGSTOP)
+    assert before, "it was over too soon"
+    assert reply.text == expected
+
+    async def ended() -> bool:
+        return not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
+
+    await eventually(ended)
+    os.kill(int(before["pid"]), signal.SIGCONT)
+    await eventually(lambda: is_back(client, before))
+    assert await whole(client, prompt) == expected
+
+
+@pytest.mark.slow
+async def test_blocks_on_disk_serve_any_plan(tmp_path: Path) -> None:
+    """Keys do not know how a node is cut, nor do the blocks that leave its pool."""
+    prompt = "The words of the preacher, the son of David. " * 40
+    texts: list[str] = []
+    from_disk: list[int] = []
+    for i, plan in enumerate(("tp=2", "pp=2", "tp=1")):
+        config = config_of(prefill=1, decode=1)
+        config = replace(
+            config,
+            cluster=replace(config.cluster, prefill_options=(f"engine.parallel.{plan}",), decode_options=()),
+            store=replace(
+                config.store,
+                write_policy="write-through",
+                ssd=replace(config.store.ssd, path=str(tmp_path / "disk")),
+            ),
+        )
+        directory = tmp_path / str(i)
+        directory.mkdir()
+        async with LocalCluster(config, directory=directory) as cluster, Client(cluster.url) as client:
+            reply = Reply()
+            async for _ in client.complete(prompt, reply, **GREEDY | {"max_tokens": 24}):
+                pass
+            texts.append(reply.text)
+            from_disk.append((await client.timeline(reply.id))["summary"]["ssd_tokens"])
+    assert texts == [texts[0]] * 3
+    # All but the prompt's last tokens, after the first time.
+    assert from_disk == [0, 480, 480]

@@ -23,9 +23,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 LENGTHS = (1, 8, 9, 23, 40)
 NUM_TOKENS = 16
 PLANS = [
-    {"tp": 2},
     {"tp": 2, "pp": 2},
-    *(pytest.param(plan, marks=pytest.mark.slow) for plan in ({"pp": 2}, {"pp": 3}, {"tp": 4})),
+    *(pytest.param(plan, marks=pytest.mark.slow) for plan in ({"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 3})),
 ]
 
 
