@@ -160,7 +160,9 @@ class SsdTierOptions:
     )
     capacity_nbytes: int = option(8 << 30, "bytes", "disk space of one node for KV blocks")
     policy: str = option("prefix", "name", "eviction policy: lru, lfu, length-aware, s3fifo, sieve or prefix")
-    io_threads: int = option(3, "threads", "threads of a node that read and write the disk")
+    io_threads: int = option(
+        3, "threads", "reads and writes of a node that are in the disk at a time: a thread each, and one more"
+    )
     queue_nbytes: int = option(
         32 << 20, "bytes", "blocks that may wait to be written; what comes beyond is not written, and counted"
     )
