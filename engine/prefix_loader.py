@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.block_memory import BlockMemory
+from engine.sequence import Sequence as QueuedSequence
 from kvstore.errors import BlockCorrupt, BlockMissing
 from kvstore.keys import BlockKey
 from kvstore.store import TieredStore
@@ -59,8 +60,7 @@ class PrefixLoader:
         is loaded, or nothing. When cancelled, nothing is held.
         """
         pool = self._memory.pool
-        num_held = next((i for i, tier in enumerate(tiers) if tier is not Tier.POOL), len(tiers))
-        num_wanted = self._num_worth_it(tiers[num_held:], slowest)
+        num_held, num_wanted = self._wanted(tiers, slowest)
         if not num_wanted:
             return Loaded()
         held = pool.match(chain[:num_held])
@@ -82,6 +82,28 @@ class PrefixLoader:
             held[i] = pool.seal(held[i], chain[i], chain[i - 1] if i else None)
         num_ssd = found.count(Tier.SSD)
         return Loaded(held, len(found) - num_ssd, num_ssd, seconds=time.monotonic() - began_s)
+
+    def lacks_room(self, chain: Sequence[BlockKey], tiers: Sequence[Tier]) -> bool:
+        """Whether ``load`` would find too little room in the pool now for what is worth loading."""
+        pool = self._memory.pool
+        num_held, num_wanted = self._wanted(tiers, Tier.SSD)
+        return num_wanted > pool.num_free - pool.num_idle(pool.match(chain[:num_held]))
+
+    async def fill(self, chain: Sequence[BlockKey], sequence: QueuedSequence) -> Loaded:
+        """As ``load``, into blocks that the sequence has reserved; they are still to be sealed. After an
+        error or a cancellation their bytes are undefined."""
+        first = sequence.num_computed_tokens // self._memory.pool.block_size
+        num_wanted = self._num_worth_it(self._store.match(chain)[first:], Tier.SSD)
+        keys = chain[first : first + num_wanted]
+        began_s = time.monotonic()
+        found = await self._fill(keys, sequence.block_table[first : first + num_wanted]) if keys else []
+        num_ssd = found.count(Tier.SSD)
+        return Loaded([], len(found) - num_ssd, num_ssd, seconds=time.monotonic() - began_s)
+
+    def _wanted(self, tiers: Sequence[Tier], slowest: Tier) -> tuple[int, int]:
+        """How many of the first blocks the pool has, and how many after them are worth loading."""
+        num_held = next((i for i, tier in enumerate(tiers) if tier is not Tier.POOL), len(tiers))
+        return num_held, self._num_worth_it(tiers[num_held:], slowest)
 
     async def _fill(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> list[Tier]:
         """Where each of the first blocks came from; shorter than ``keys`` where one could not be had."""

@@ -22,6 +22,11 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._queue)
 
+    @property
+    def first(self) -> Sequence | None:
+        """Who is to have blocks next."""
+        return self._queue[0][0] if self._queue else None
+
     async def wait(self, sequence: Sequence) -> None:
         """Until the sequence has its blocks. Cancelled, it leaves the queue and holds nothing.
 

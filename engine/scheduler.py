@@ -31,6 +31,7 @@ class Scheduler:
         self.ready: list[Sequence] = []  # by order; their KV is in place, they only need a row
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []  # decoding[i].row == i
+        self.held_back = False  # nobody is admitted while something runs: room is gathered for an older one
         self.version = 0  # changes whenever ``decoding`` does
         # Called with a sequence and the first of its blocks that are full now, just before they are sealed.
         self.on_full: Callable[[Sequence, int], None] | None = None
@@ -88,7 +89,8 @@ class Scheduler:
         for sequence in self.prefilling:
             budget -= self._add_chunk(chunks, sequence, budget)
         # Those just preempted would come straight back for the blocks they gave.
-        while budget > 0 and self.waiting and not preempted and self.num_running < self.max_running:
+        takes_more = not preempted and (not self.held_back or self.num_running == 0)
+        while budget > 0 and self.waiting and takes_more and self.num_running < self.max_running:
             sequence = self.waiting[0]
             if not self._admit(sequence):
                 break

@@ -82,9 +82,7 @@ class StepLoop:
             if self._error is not None:
                 raise self._error
             self._wake.clear()
-            # Sequences that ran before and were preempted come before those that have not started.
-            if not self.scheduler.waiting:
-                self.reservations.grant()
+            self._grant()
             plan = self.scheduler.schedule()
             if plan is None:
                 self._tell(events)
@@ -112,6 +110,19 @@ class StepLoop:
             if sequence.state is not State.FINISHED:
                 self.scheduler.finish(sequence, FinishReason.CANCELLED, events)
         self._tell(events)
+
+    def _grant(self) -> None:
+        """Give blocks to those who wait for them outside the queue, each in its turn."""
+        waiting, first = self.scheduler.waiting, self.reservations.first
+        if first is None:
+            self.scheduler.held_back = False
+            return
+        # Sequences that ran before and were preempted come before those that have not started.
+        is_next = not waiting or (not waiting[0].num_preemptions and first.order < waiting[0].order)
+        if is_next:
+            self.reservations.grant()
+        # Younger ones must not take, bit by bit, the room that it waits for.
+        self.scheduler.held_back = is_next and self.reservations.first is first
 
     async def _run_in_worker(self, plan: Plan, events: list[StepEvent]) -> Callable[[], StepOutput]:
         """Run the plan, and tell the events of the step before meanwhile."""

@@ -108,13 +108,16 @@ class ChainCache(Generic[Key]):
             self.commit(slot, key, parent)
         return slot
 
-    def reserve(self, key: Key, parent: Key | None, *, held_elsewhere: bool = False) -> int | None:
+    def reserve(
+        self, key: Key, parent: Key | None, *, held_elsewhere: bool = False, wanted: bool = False
+    ) -> int | None:
         """``add`` in two steps: a slot nobody finds until ``commit``, or until ``abandon`` gives it back.
 
         None, and what then happens, as for ``add``; but what follows a block that is ``held_elsewhere``, in
-        another tier, stays.
+        another tier, stays. The policy is not asked whether one that is ``wanted`` is worth a place: somebody
+        waits to use it.
         """
-        if not self.num_free and not self._make_room(key, parent):
+        if not self.num_free and not self._make_room(key, parent, wanted):
             for after in () if held_elsewhere else self.after(key):
                 self._evict(after)
             return None
@@ -173,8 +176,8 @@ class ChainCache(Generic[Key]):
 
     # ------------------------------------------------------------------ room
 
-    def _make_room(self, key: Key, parent: Key | None) -> bool:
-        if not self.policy.admits(key):
+    def _make_room(self, key: Key, parent: Key | None, wanted: bool) -> bool:
+        if not wanted and not self.policy.admits(key):
             self.num_bypassed += 1
             return False
         # The chain the block continues must not be eaten from its end to make room for it.

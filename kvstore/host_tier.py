@@ -155,12 +155,19 @@ class HostTier:
             self.commit(slot, key, parent, xxh3_64_intdigest(block.data) if checksum is None else checksum)
         return slot
 
-    def reserve(self, key: BlockKey, parent: BlockKey | None, *, held_elsewhere: bool = False) -> int | None:
+    def reserve(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        *,
+        held_elsewhere: bool = False,
+        wanted: bool = False,
+    ) -> int | None:
         """A slot for a writer that fills ``bytes_of(slot)`` itself; nobody finds it until ``commit``.
 
-        None: there is no place, as for ``put``.
+        None: there is no place, as for ``put``; ``wanted``: the policy is not asked.
         """
-        return self._cache.reserve(key, parent, held_elsewhere=held_elsewhere)
+        return self._cache.reserve(key, parent, held_elsewhere=held_elsewhere, wanted=wanted)
 
     def commit(self, slot: int, key: BlockKey, parent: BlockKey | None, checksum: int) -> int:
         """The reserved slot holds the block ``key``. Returns the slot that carries the key now: another one

@@ -19,6 +19,7 @@ from engine.node_store import USE_DELAY_S
 from engine.prefix_loader import Loaded
 from engine.sequence import FinishReason, Sequence
 from kvstore import metrics as index_metrics
+from kvstore.keys import BlockKey
 from kvstore.reuse_distance import ReuseDistance
 from prefill_node.handover import Handover
 from protos import node_pb2, node_pb2_grpc
@@ -136,9 +137,14 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         tiers = self.store.tiers.match(chain)
         # What the policies learn from it has time until the prompt is being computed.
         asyncio.get_running_loop().call_later(USE_DELAY_S, self.store.tiers.use, chain, tiers)
-        with tracing.span("load blocks", num_blocks=len(chain)):
-            loaded = await self.store.loader.load(chain, tiers)
-        sequence.hold_prefix(loaded.block_ids, pool.block_size)
+        # What is fetched besides needs blocks of its own: then there is nothing to wait for.
+        waits = not request.num_fetch_blocks and self.store.loader.lacks_room(chain, tiers)
+        with tracing.span("load blocks", num_blocks=len(chain), waits=waits):
+            if waits:
+                loaded = await self._load_in_its_turn(sequence, chain)
+            else:
+                loaded = await self.store.loader.load(chain, tiers)
+                sequence.hold_prefix(loaded.block_ids, pool.block_size)
         missing = chain[len(tiers) : request.num_hit_blocks]
         if missing:
             index_metrics.stale_hits.labels("local").inc(len(missing))
@@ -165,6 +171,21 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         else:
             pool.release(fetched.block_ids)
         return loaded, fetched, fetch_error
+
+    async def _load_in_its_turn(self, sequence: Sequence, chain: list[BlockKey]) -> Loaded:
+        """The pool has no room now for what the other tiers hold of the prompt. While the sequence waits for
+        room, what is on disk comes to host memory; then all of it goes into the sequence's own blocks."""
+        prefetch = asyncio.create_task(self.store.tiers.prefetch(chain), name="prefetch")
+        try:
+            await self.engine.reserved(sequence)
+            await prefetch
+        finally:
+            prefetch.cancel()
+        loaded = await self.store.loader.fill(chain, sequence)
+        num_tokens = (loaded.num_host + loaded.num_ssd) * self.engine.pool.block_size
+        self.engine.seal_received(sequence, sequence.num_computed_tokens + num_tokens)
+        sequence.num_cached_tokens = sequence.num_computed_tokens
+        return loaded
 
     async def _compute(self, sequence: Sequence) -> StepEvent:
         """Queue the sequence and wait for its first token."""

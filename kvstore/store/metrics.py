@@ -36,6 +36,10 @@ DROPPED_WRITES = Counter(
     ["reason"],
 )
 PROMOTED_BLOCKS = Counter("moonpool_store_promoted_blocks_total", "Blocks brought from disk to host memory.")
+PREFETCHED_BLOCKS = Counter(
+    "moonpool_store_prefetched_blocks_total",
+    "Of those, brought ahead of their use: for prompts that wait for room in the pool.",
+)
 SECONDS = Histogram(
     "moonpool_store_seconds",
     "Seconds of one batch: load from a tier, store into it.",

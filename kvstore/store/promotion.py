@@ -47,15 +47,15 @@ class Promoter:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    async def promote(self, keys: Sequence[BlockKey]) -> dict[BlockKey, Loose]:
-        """Bring blocks to host memory, a run of one chain.
+    async def promote(self, keys: Sequence[BlockKey], *, ahead: bool = False) -> dict[BlockKey, Loose]:
+        """Bring blocks to host memory, a run of one chain; ``ahead`` of a use that is certain.
 
         Those that found no place there come back in arrays of their own. Those that could not be read are in
         neither. Cancelled, the read goes on for whoever asks next.
         """
         mine = [key for key in keys if key not in self._under_way and key not in self._host]
         if mine:
-            task = asyncio.create_task(self._read(mine), name="promote")
+            task = asyncio.create_task(self._read(mine, ahead), name="promote")
             self._under_way.update(dict.fromkeys(mine, task))
         tasks = {self._under_way[key] for key in keys if key in self._under_way}
         if tasks:
@@ -69,19 +69,20 @@ class Promoter:
         if tasks := set(self._under_way.values()):
             await asyncio.wait(tasks)
 
-    async def _read(self, keys: list[BlockKey]) -> dict[BlockKey, Loose]:
+    async def _read(self, keys: list[BlockKey], ahead: bool) -> dict[BlockKey, Loose]:
         try:
-            return await self._read_into_host([key for key in keys if key in self._disk])
+            return await self._read_into_host([key for key in keys if key in self._disk], ahead)
         finally:
             for key in keys:
                 del self._under_way[key]
 
-    async def _read_into_host(self, keys: list[BlockKey]) -> dict[BlockKey, Loose]:
+    async def _read_into_host(self, keys: list[BlockKey], ahead: bool) -> dict[BlockKey, Loose]:
         host, disk = self._host, self._disk
         parents = [disk.parent_of(key) for key in keys]
         checksums = [disk.checksum_of(key) for key in keys]
         slots = [
-            host.reserve(key, parent, held_elsewhere=True) for key, parent in zip(keys, parents, strict=True)
+            host.reserve(key, parent, held_elsewhere=True, wanted=ahead)
+            for key, parent in zip(keys, parents, strict=True)
         ]
         nbytes = host.layout.block_nbytes
         destinations = [np.empty(nbytes, np.uint8) if slot is None else host.bytes_of(slot) for slot in slots]

@@ -63,10 +63,12 @@ class Reader:
     async def prefetch(self, keys: Sequence[BlockKey]) -> int:
         """``TieredStore.prefetch``"""
         await self._holdings.demoter.arrived(keys)
-        tiers = self._holdings.match(keys)
-        async with self._promoted(keys, tiers):
-            tiers = self._holdings.match(keys)
-            return tiers.index(Tier.SSD) if Tier.SSD in tiers else len(tiers)
+        before = self._holdings.match(keys)
+        async with self._promoted(keys, before, ahead=True):
+            after = self._holdings.match(keys)
+            came = sum(was is Tier.SSD and now is Tier.HOST for was, now in zip(before, after, strict=False))
+            metrics.PREFETCHED_BLOCKS.inc(came)
+            return after.index(Tier.SSD) if Tier.SSD in after else len(after)
 
     async def pin(self, keys: Sequence[BlockKey]) -> tuple[list[Pinned], list[int], list[int]]:
         """Pin the longest prefix that is in memory or can be brought there: the blocks, and what of the pool
@@ -91,7 +93,7 @@ class Reader:
 
     @asynccontextmanager
     async def _promoted(
-        self, keys: Sequence[BlockKey], tiers: Sequence[Tier]
+        self, keys: Sequence[BlockKey], tiers: Sequence[Tier], *, ahead: bool = False
     ) -> AsyncIterator[dict[BlockKey, Loose]]:
         """Inside, what lay on disk of ``keys`` is in host memory; what found no place there is given."""
         if self.promoter is None or Tier.SSD not in tiers:
@@ -103,7 +105,7 @@ class Reader:
         slots = [slot for key in keys[: len(tiers)] if (slot := self._holdings.slot_of(key)) is not None]
         host.pin(slots)
         try:
-            yield await self.promoter.promote(on_disk)
+            yield await self.promoter.promote(on_disk, ahead=ahead)
         finally:
             host.release(slots)
             self._holdings.relieve()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import openai
 import pytest
 import pytest_asyncio
 
+from kvstore import keys as block_keys
+from kvstore.index import replay
+from kvstore.tier import Tier
 from moonpool.client import Client
 from moonpool.local_cluster import LocalCluster
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
 from runtime.options import Config
 from tests.cluster.conftest import eventually, kill, small_config
 from tests.cluster.test_serving import BLOCK_SIZE, greedy, prompt_of
@@ -95,6 +103,65 @@ async def test_what_the_tiers_hold_is_shown(client: Client) -> None:
     # With the next heartbeat of each, and some time after the request.
     await eventually(shown)
     await eventually(counted)
+
+
+def prefill_of(name: str, tokens: list[int], *, followed: bool = False) -> node_pb2.PrefillRequest:
+    work = node_pb2.Work(
+        request_id=name,
+        token_ids=np.array(tokens, "<i4").tobytes(),
+        num_prompt_tokens=len(tokens),
+        root_key=b"r" * 16,
+        sampling=node_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, max_tokens=8, num_logprobs=-1),
+        deadline_unix_s=time.time() + 60,
+    )
+    return node_pb2.PrefillRequest(work=work, followed=followed)
+
+
+async def test_what_is_on_disk_comes_to_host_memory_while_its_prompt_waits_for_room(
+    cluster: LocalCluster, client: Client
+) -> None:
+    prompt = prompt_of(LENGTH, seed=3)
+    keys = block_keys.chain(b"r" * 16, np.array(prompt[:HIT_TOKENS], np.int32), BLOCK_SIZE)
+
+    async def address() -> str:
+        return next(
+            n["rpc_address"] for n in (await client.cluster())["nodes"] if n["node_id"] == "prefill-0"
+        )
+
+    async with rpc.channel(await address()) as channel:
+        first = await node_pb2_grpc.PrefillNodeStub(channel).Prefill(prefill_of("first", prompt))
+    # It writes what only memory holds, and has it on disk when it is back.
+    before = await address()
+    await cluster.children["prefill-0"].stop(20.0)
+    await cluster.restart("prefill-0")
+
+    async def back() -> bool:
+        return await address() != before
+
+    await eventually(back)
+    async with rpc.channel(await address()) as channel:
+        node, prefill = node_pb2_grpc.NodeStub(channel), node_pb2_grpc.PrefillNodeStub(channel)
+
+        async def tiers() -> set[Tier]:
+            held = replay([part.changes async for part in node.Held(node_pb2.HeldRequest())])
+            return {held[key] for key in keys}
+
+        async def in_host_memory() -> bool:
+            return await tiers() == {Tier.HOST}
+
+        assert await tiers() == {Tier.SSD}
+        # Somebody's finished blocks, not taken yet, leave no room in the pool.
+        await prefill.Prefill(prefill_of("holder", prompt_of(70 * BLOCK_SIZE, seed=4), followed=True))
+        waiting = asyncio.ensure_future(prefill.Prefill(prefill_of("again", prompt)))
+        await eventually(in_host_memory)
+        assert not waiting.done()
+        follow = prefill.Follow(node_pb2.FollowRequest(request_id="holder"))
+        await anext(aiter(follow))
+        follow.cancel()
+        again = await waiting
+        assert again.token.token_id == first.token.token_id
+        assert (again.num_host_tokens, again.num_ssd_tokens) == (HIT_TOKENS, 0)
+        assert (await metrics_of(client, "prefill-0"))["moonpool_store_prefetched_blocks_total"] == len(keys)
 
 
 async def test_a_killed_node_takes_its_blocks_on_disk_up_again(
