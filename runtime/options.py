@@ -331,9 +331,12 @@ class StoreNodeOptions:
         "bytes",
         "objects take whole chunks of this size, the same on all store nodes; smaller for small objects",
     )
+    tenant_nbytes: int = option(
+        0, "bytes", "what one tenant's objects may take of a store node, by evicting its own; 0: all there is"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("object_nbytes", "object_ssd_nbytes"):
+        for name in ("object_nbytes", "object_ssd_nbytes", "tenant_nbytes"):
             _require(getattr(self, name) >= 0, f"store_node.{name}", "0 or more", getattr(self, name))
         _require(
             self.chunk_nbytes >= 4096 and self.chunk_nbytes % 4096 == 0,

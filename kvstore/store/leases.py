@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import SystemRandom
 
 from kvstore.tier import Tier
 
@@ -38,7 +39,8 @@ class LeaseTable:
         self._longest_s = longest_s
         self._clock = clock
         self._leases: dict[int, Lease] = {}
-        self._last_id = 0
+        # Who is not told an id must not guess it: it ends somebody's lease.
+        self._rng = SystemRandom()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -47,9 +49,9 @@ class LeaseTable:
         self, blocks: list[Pinned], pool_blocks: list[int], host_slots: list[int], ttl_s: float
     ) -> Lease:
         """Take over what is pinned already, for ``ttl_s`` at most."""
-        self._last_id += 1
+        lease_id = self._rng.getrandbits(63) | 1
         expires_s = self._clock() + min(ttl_s, self._longest_s)
-        lease = self._leases[self._last_id] = Lease(self._last_id, expires_s, blocks, pool_blocks, host_slots)
+        lease = self._leases[lease_id] = Lease(lease_id, expires_s, blocks, pool_blocks, host_slots)
         return lease
 
     def release(self, lease_id: int) -> None:

@@ -36,6 +36,18 @@ class StoreFull(StoreError):
         )
 
 
+class OverQuota(StoreError):
+    """A tenant's puts would take more than one tenant may have here, even in place of all it has."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, nbytes: int, limit_nbytes: int) -> None:
+        super().__init__(
+            f"these objects take {nbytes} bytes of the store node, and one tenant's may take {limit_nbytes} "
+            "at most: put less at a time, or raise store_node.tenant_nbytes"
+        )
+
+
 class PutUnknown(StoreError):
     """No put of this id is under way: it was finished, aborted, or not continued in time."""
 

@@ -137,6 +137,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             self._object_store,
             own.chunk_nbytes,
             catalogue=None if maker.catalogue is None else Catalogue(maker.catalogue),
+            tenant_nbytes=own.tenant_nbytes,
             longest_lease_s=2 * self.config.transfer.deadline_s,
             clock=self._clock,
             rng=SystemRandom(),

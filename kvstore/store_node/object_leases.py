@@ -68,6 +68,7 @@ class ObjectLeases:
             metrics.LOOKUPS.labels("miss").inc()
             return None
         self.touch(record)
+        self._table.used(record)
         opened, cut = Opened(record), self._table.cut(record)
         at, end = wanted.first_chunk, min(wanted.first_chunk + self._window, cut.num_chunks)
         try:
@@ -150,7 +151,7 @@ class ObjectLeases:
             finally:
                 self._store.release(lease.id)
             if not intact and self._table.get(key) is record:
-                metrics.DAMAGED_OBJECTS.inc()
+                metrics.EVICTED_OBJECTS.labels("damaged").inc()
                 log.error("object %r is damaged in memory and was dropped", record.info.name)
                 self._table.drop(record)
                 return True

@@ -11,6 +11,7 @@ from kvstore.store import TieredStore
 from kvstore.store_node import metrics
 from kvstore.store_node.catalogue import Catalogue
 from kvstore.store_node.chunks import PART_CHUNKS, Cut, Part
+from kvstore.store_node.object_quota import ObjectQuotas
 from kvstore.tier import Tier
 from protos import store_pb2
 
@@ -21,8 +22,11 @@ class ObjectTable:
     """An object is in it from ``show`` until ``drop``, or until one of its chunks is gone from every tier;
     then the others go too. The catalogue, where there is one, is told."""
 
-    def __init__(self, store: TieredStore, chunk_nbytes: int, catalogue: Catalogue | None) -> None:
-        """``store``'s ``on_change`` must call ``chunk_changed``."""
+    def __init__(
+        self, store: TieredStore, chunk_nbytes: int, catalogue: Catalogue | None, quotas: ObjectQuotas
+    ) -> None:
+        """``store``'s ``on_change`` must call ``chunk_changed``. ``quotas`` hears what comes and goes."""
+        self._quotas = quotas
         self._store = store
         self._chunk_nbytes = chunk_nbytes
         self._catalogue = catalogue
@@ -47,6 +51,10 @@ class ObjectTable:
 
     def cut(self, record: store_pb2.StoredObject) -> Cut:
         return Cut.of(record.info, self._chunk_nbytes)
+
+    def taken_nbytes(self, record: store_pb2.StoredObject) -> int:
+        """What it takes of the store: whole chunks."""
+        return self.cut(record).num_chunks * self._chunk_nbytes
 
     def part(self, record: store_pb2.StoredObject, chunk: int) -> Part:
         """The part of an object in the table that ``chunk`` is in."""
@@ -92,6 +100,10 @@ class ObjectTable:
         if self._catalogue is not None:
             self._catalogue.forget(record.info.key)
 
+    def used(self, record: store_pb2.StoredObject) -> None:
+        """Somebody reads an object of the table."""
+        self._quotas.used(record.owner, record.info.key)
+
     def discard(self, cut: Cut) -> None:
         """Remove the chunks of what nobody finds. Returns at once; see ``settle``."""
 
@@ -124,6 +136,7 @@ class ObjectTable:
     def _index(self, record: store_pb2.StoredObject) -> None:
         key = record.info.key
         self._objects[key] = record
+        self._quotas.shown(record.owner, key, self.taken_nbytes(record))
         self._parts[key] = list(self.cut(record).parts())
         for part in self._parts[key]:
             for chunk in part.keys:
@@ -131,6 +144,7 @@ class ObjectTable:
 
     def _forget(self, record: store_pb2.StoredObject) -> None:
         del self._objects[record.info.key]
+        self._quotas.gone(record.owner, record.info.key)
         for part in self._parts.pop(record.info.key):
             for chunk in part.keys:
                 del self._object_of[chunk]
@@ -140,7 +154,7 @@ class ObjectTable:
         """A chunk of an object is gone from every tier: it was evicted, or found damaged."""
         record = self._objects.get(key)
         if record is not None and self._object_of.get(chunk) == key and not self._store.match([chunk]):
-            metrics.EVICTED_OBJECTS.inc()
+            metrics.EVICTED_OBJECTS.labels("room").inc()
             self.drop(record)
 
     def check_integrity(self, *, nothing_else: bool) -> None:

@@ -9,8 +9,9 @@ from random import Random
 from kvstore.store import TieredStore
 from kvstore.store_node import metrics
 from kvstore.store_node.catalogue import Catalogue
-from kvstore.store_node.errors import BadRequest, PutBroken, PutUnknown, StoreFull
+from kvstore.store_node.errors import BadRequest, OverQuota, PutBroken, PutUnknown, StoreFull
 from kvstore.store_node.object_leases import ObjectLeases
+from kvstore.store_node.object_quota import ObjectQuotas
 from kvstore.store_node.object_table import ObjectTable
 from kvstore.store_node.put import Put
 from kvstore.store_node.write_behind import WriteBehind
@@ -36,14 +37,17 @@ class ObjectShelf:
         chunk_nbytes: int,
         *,
         catalogue: Catalogue | None,
+        tenant_nbytes: int = 0,
         longest_lease_s: float,
         clock: Callable[[], float],
         rng: Random,
     ) -> None:
-        """``store``: not started; its ``on_change`` must call ``table.chunk_changed``. ``rng``: makes the
-        ids of leases and puts, which must not be guessed."""
+        """``store``: not started; its ``on_change`` must call ``table.chunk_changed``. ``tenant_nbytes``:
+        most that one owner's objects take; 0: no bound. ``rng``: makes the ids of leases and puts, which must
+        not be guessed."""
         self.chunk_nbytes = chunk_nbytes
-        self.table = ObjectTable(store, chunk_nbytes, catalogue)
+        self._quotas = ObjectQuotas(tenant_nbytes)
+        self.table = ObjectTable(store, chunk_nbytes, catalogue, self._quotas)
         self._behind = WriteBehind(store)
         self.leases = ObjectLeases(
             store, self.table, self._behind, longest_s=longest_lease_s, clock=clock, rng=rng
@@ -93,7 +97,9 @@ class ObjectShelf:
         """Reserve the first chunks; returns the put and its id.
 
         The id is 0 when there is nothing to write: the object is empty, or this version or a later one is
-        here. Raises ``StoreFull``, ``BadRequest``; nothing is reserved then.
+        here. An owner that would have too much loses what it has not used for longest.
+
+        Raises ``StoreFull``, ``OverQuota``, ``BadRequest``; nothing is reserved then.
         """
         record = store_pb2.StoredObject(info=info, owner=owner, chunk_nbytes=self.chunk_nbytes)
         put = Put(self._store, record, min(ttl_s, self._longest_lease_s))
@@ -106,6 +112,7 @@ class ObjectShelf:
         if self.table.cut(record).num_chunks > capacity:
             # Or it would drive everything else out before it turned out not to fit.
             raise StoreFull(self._node_id, info.nbytes, capacity * self.chunk_nbytes)
+        await self._keep_quota(record)
         try:
             await self._reserve(put)
         except BaseException:
@@ -156,6 +163,19 @@ class ObjectShelf:
             raise StoreFull(self._node_id, put.record.info.nbytes, capacity * self.chunk_nbytes)
         put.expires_s = self._clock() + put.ttl_s
 
+    async def _keep_quota(self, record: store_pb2.StoredObject) -> None:
+        """Where the owner would have too much, others of its own go."""
+        owner, wanted_nbytes = record.owner, self.table.taken_nbytes(record)
+        under_way = [put.record for put in self._puts.values() if put.record.owner == owner]
+        victims = self._quotas.victims(
+            owner, record.info.key, wanted_nbytes, sum(map(self.table.taken_nbytes, under_way))
+        )
+        if victims and record.info.surplus:
+            # An extra copy is not worth what it would drive out.
+            raise OverQuota(self._quotas.nbytes(owner) + wanted_nbytes, self._quotas.limit_nbytes)
+        metrics.EVICTED_OBJECTS.labels("quota").inc(len(victims))
+        await self.remove(owner, victims)
+
     async def _drop_surplus(self, num_wanted: int) -> None:
         """Where room is needed, extra copies go that nobody has read lately, before anything is evicted."""
         short = num_wanted - self._store.host.num_free
@@ -164,7 +184,7 @@ class ObjectShelf:
         for record in self.leases.cold_surplus(_COLD_S):
             if short <= 0:
                 break
-            metrics.DROPPED_SURPLUS.inc()
+            metrics.EVICTED_OBJECTS.labels("surplus").inc()
             self.table.drop(record)
             short -= self.table.cut(record).num_chunks
         await self.table.settle()

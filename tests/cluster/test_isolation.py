@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import openai
 import pytest
 
+from conductor.served_model import ServedModel
+from kvstore import keys as block_keys
+from kvstore.index import KVIndex, replay
+from kvstore.keys import BlockKey
+from kvstore.redis_client import connect
 from moonpool.client import Client
 from moonpool.local_cluster import LocalCluster
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
 from runtime.options import Config
 from tests.cluster.conftest import eventually
 
@@ -44,3 +52,69 @@ async def test_the_same_prompt_hits_for_its_own_tenant_and_for_nobody_else(
         assert await cached(other) == 0
     assert await cached("ours") > 0
     await api.close()
+
+
+async def test_at_a_node_s_own_door_a_tenant_has_no_names_for_anothers_blocks(cluster: LocalCluster) -> None:
+    config, tokens = cluster.config, [random.Random(8).randrange(10, 1000) for _ in range(200)]
+    redis = connect(config.index.redis_url)
+    records = await KVIndex(redis, config.index.namespace).nodes()
+    await redis.aclose()
+    model = ServedModel.from_checkpoint(
+        config.model.directory, block_size=config.engine.block_size, name=config.model.served_name
+    )
+    record = records["prefill-0"]
+
+    def chain_of(salt: str) -> list[BlockKey]:
+        root = block_keys.root_key(
+            model=record.model.encode(), layout=model.layouts()[record.layout], tenant=salt
+        )
+        return block_keys.chain(root, np.array(tokens, np.int32), config.engine.block_size)
+
+    api = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    await api.completions.create(
+        model=config.model.served_name,
+        prompt=tokens,
+        max_tokens=1,
+        temperature=0,
+        extra_body={"cache_salt": "ours"},
+    )
+    await api.close()
+    ours = chain_of("ours")
+    num_found = 0
+    for node_id in ("prefill-0", "prefill-1"):
+        async with rpc.channel(records[node_id].rpc_address) as channel:
+            num_found += await _check_door(node_pb2_grpc.NodeStub(channel), ours, chain_of("theirs"))
+    assert num_found == 1, "one of the nodes computed it"
+
+
+async def _check_door(node: node_pb2_grpc.NodeAsyncStub, ours: list[BlockKey], theirs: list[BlockKey]) -> int:
+    """All that a caller can do with keys, done with another tenant's. Returns whether our blocks are here."""
+
+    async def held() -> set[BlockKey]:
+        parts = [part.changes async for part in node.Held(node_pb2.HeldRequest())]
+        return set(replay(parts)) & set(ours)
+
+    before = await held()
+    if not before:
+        return 0
+    lease = await node.Lease(node_pb2.LeaseRequest(keys=block_keys.pack(ours), ttl_s=30.0))
+    assert lease.lease_id
+    assert len(lease.blocks.offset) == len(ours)
+
+    async def num_pinned() -> int:
+        return sum(tier.num_used_blocks for tier in (await node.Status(node_pb2.StatusRequest())).tiers)
+
+    pinned = await num_pinned()
+    assert pinned >= len(ours)
+    # Not found, not read, not pinned; and the owner's lease is not ended by a guess.
+    probe = await node.Lease(node_pb2.LeaseRequest(keys=block_keys.pack(theirs), ttl_s=30.0))
+    assert (probe.lease_id, len(probe.blocks.offset)) == (0, 0)
+    for guess in (*range(64), lease.lease_id - 1, lease.lease_id + 1):
+        await node.Release(node_pb2.ReleaseRequest(lease_id=guess))
+    assert await num_pinned() == pinned
+    await node.Release(node_pb2.ReleaseRequest(lease_id=lease.lease_id))
+    # Not evicted either: what only another tenant can name stays.
+    gone = await node.LetGo(node_pb2.LetGoRequest(keys=block_keys.pack(theirs), num_blocks=len(theirs)))
+    assert gone.num_blocks == 0
+    assert await held() == before
+    return 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from kvstore.client.errors import BadObject, ObjectMissing, PutFailed, UnknownNode
+from protos import node_pb2, node_pb2_grpc, store_pb2
 from tests.store_node.conftest import StoreCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -124,6 +127,37 @@ async def test_a_tenant_neither_sees_nor_touches_anothers(shared: StoreCluster) 
             # Even who came to know the key is not its owner.
             key = one.tenant.key("mine")
             assert await other._stats([key]) == {}
+        assert (await one.get("mine") == np.arange(4)).all()
+
+
+async def test_at_the_node_s_own_door_nobody_but_its_owner_touches_an_object(shared: StoreCluster) -> None:
+    async with shared.client(tenant="one", salt="s3cret") as one, shared.client(tenant="two") as two:
+        await one.put("mine", np.arange(4), node="a")
+        node = (await one.nodes())["a"]
+        key, owner = one.tenant.key("mine"), two.tenant.owner
+        opened, _ = await node.open(owner, [store_pb2.OpenObject(key=key)])
+        assert not opened[0].HasField("info")
+        assert not opened[0].lease_id
+        for method, request in (
+            ("Find", store_pb2.FindRequest(owner=owner, keys=key)),
+            ("List", store_pb2.ListRequest(owner=owner)),
+            ("Remove", store_pb2.RemoveRequest(owner=owner, keys=key)),
+            ("Check", store_pb2.CheckRequest(owner=owner, keys=key)),
+        ):
+            answer = await node.call(method, request)
+            assert not answer.ListFields(), (method, answer)
+        assert (await node.call("Usage", store_pb2.UsageRequest(owner=owner))).num_objects == 0
+        # A put under another's key is refused, whatever its version says.
+        info = store_pb2.ObjectInfo(key=key, version=time.time_ns() + 10**12, name="mine", nbytes=8)
+        put = await node.call("Begin", store_pb2.BeginRequest(owner=owner, objects=[info], ttl_s=5.0))
+        assert "not its owner's" in put.steps[0].error
+        # Leases are ended by those who were told their names.
+        (mine,), _ = await node.open(one.tenant.owner, [store_pb2.OpenObject(key=key)])
+        guesses = [*range(64), *(each + 1 for each in mine.lease_id)]
+        await node.call("Close", store_pb2.CloseRequest(lease_id=guesses))
+        status = await node_pb2_grpc.NodeStub(node._channel).Status(node_pb2.StatusRequest())
+        assert sum(tier.num_used_blocks for tier in status.tiers) >= 1
+        node.let_go([mine])
         assert (await one.get("mine") == np.arange(4)).all()
 
 

@@ -57,6 +57,17 @@ async def test_a_prefix_is_fetched_from_a_store_node_when_its_makers_are_gone(tm
                 return set(chain) <= (await index.snapshot()).get("store-0", {}).keys()
 
             await eventually(copied)
+            # Who has other keys than these finds, pins and ends nothing.
+            lease = await stub.Lease(node_pb2.LeaseRequest(keys=block_keys.pack(chain), ttl_s=30.0))
+            assert len(lease.blocks.offset) == len(chain)
+            others = block_keys.pack([b"another tenant's"[:16]] * len(chain))
+            probe = await stub.Lease(node_pb2.LeaseRequest(keys=others, ttl_s=30.0))
+            assert (probe.lease_id, len(probe.blocks.offset)) == (0, 0)
+            for guess in (*range(16), lease.lease_id - 1, lease.lease_id + 1):
+                await stub.Release(node_pb2.ReleaseRequest(lease_id=guess))
+            status = await stub.Status(node_pb2.StatusRequest())
+            assert sum(tier.num_used_blocks for tier in status.tiers) == len(chain)
+            await stub.Release(node_pb2.ReleaseRequest(lease_id=lease.lease_id))
             # It keeps one shape of blocks: another one is refused by name, and what it has stays.
             request.source.block_nbytes *= 2
             with pytest.raises(AioRpcError, match="keeps KV blocks of layout"):
