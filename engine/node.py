@@ -28,7 +28,8 @@ from kvstore.keys import BlockKey
 from kvstore.node_record import NodeLoad, NodeRecord
 from kvstore.publisher import BATCH_BLOCKS, IndexPublisher
 from kvstore.redis_client import connect
-from kvstore.store.collector import observe_store
+from kvstore.store.collector import observe_stores
+from kvstore.tenant_metrics import TenantLabels, observe_tenants
 from kvstore.tenant_quota import TenantQuotas
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
@@ -78,6 +79,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         self.draining = asyncio.Event()
         self.num_lives = 1
         self._began_s = self._ready_s = 0.0  # of this life
+        self.tenant_labels = TenantLabels()
         self.events: EventPublisher | None = None  # where they are asked for
         self._trim: asyncio.Task[None] | None = None
 
@@ -200,7 +202,11 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         if not self.metrics_url:
             port = serve_metrics(config.node.host, config.node.metrics_port)
             self.metrics_url = f"http://{config.node.host}:{port}/metrics"
-        self._observed = [observe_engine(engine), observe_store(self.store.tiers)]
+        self._observed = [
+            observe_engine(engine),
+            observe_stores(lambda: [("kv", self.store.tiers)]),
+            observe_tenants(self.quotas, self.tenant_labels),
+        ]
         self._redis = connect(config.index.redis_url)
         index = KVIndex(self._redis, config.index.namespace)
         self.publisher = IndexPublisher(index, self.record, config.index, self.store.tiers.held)
@@ -316,7 +322,9 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             self.publisher.removed(key)
             return
         if (block := self.engine.pool.block_of(key)) is not None:
-            self.quotas.stored(key, self.engine.pool.parent_of(block))
+            self.quotas.stored(key, self.engine.pool.parent_of(block), tier)
+        else:
+            self.quotas.moved(key, tier)
         self.publisher.stored(key, tier)
 
     # ------------------------------------------------------------------ what tenants may keep here
@@ -324,15 +332,14 @@ class EngineNode(node_pb2_grpc.NodeServicer):
     def claim(self, work: node_pb2.Work, chain: list[BlockKey]) -> None:
         """A request came: its chain is its tenant's, and was used now."""
         if work.tenant:
-            num_held = len(self.store.tiers.match(chain))
-            self.quotas.claim(work.tenant, work.tenant_cached_nbytes, chain, num_held)
+            self.quotas.claim(work.tenant, work.tenant_cached_nbytes, chain, self.store.tiers.match(chain))
 
     async def trim(self) -> None:
         """Evict, from every tier, what tenants have beyond their quotas and nobody uses."""
         pool = self.engine.pool
         victims = self.quotas.excess(lambda key: pool.block_of(key) is None or pool.evict(key))
         if victims:
-            await self.store.tiers.remove(victims)
+            await self.store.tiers.remove(victims, reason="quota")
 
     # ------------------------------------------------------------------ service Node
 

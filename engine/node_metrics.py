@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import Counter, Gauge
 from prometheus_client.core import REGISTRY, CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.engine import Engine
+from kvstore.tenant_metrics import TenantLabels
 
 PREFILL_TOKENS = Counter(
     "moonpool_prefill_tokens",
     "Prompt tokens, by where their KV came from: computed, pool, host, ssd or fetched",
     ["source"],
+)
+TENANT_PROMPT_TOKENS = Counter(
+    "moonpool_tenant_prompt_tokens",
+    "Prompt tokens as moonpool_prefill_tokens: of the first tenants that came, of all other ones, of none",
+    ["tenant", "source"],
+)
+PREFIX_HIT_RATIO = Gauge(
+    "moonpool_prefix_hit_ratio", "Share of the prompt tokens since the start whose KV was not computed"
 )
 RECEIVED_BYTES = Counter("moonpool_received_bytes", "KV bytes a decode node read from prefill nodes")
 RECEIVED_BLOCKS = Counter(
@@ -28,6 +37,25 @@ RANKS_LOST = Counter("moonpool_ranks_lost", "Times a rank was lost, and the node
 NODE_JOIN_SECONDS = Gauge(
     "moonpool_node_join_seconds", "From the begin of the node's present life until it served"
 )
+
+
+class PromptTokens:
+    """Counts the prompts of a prefill node, by where their KV came from and whose they were."""
+
+    def __init__(self, labels: TenantLabels) -> None:
+        self._labels = labels
+        self._num_tokens = self._num_computed = 0
+
+    def count(self, tenant: str, by_source: Mapping[str, int]) -> None:
+        """``by_source``: tokens of one prompt, "computed" among the sources."""
+        label = self._labels.of(tenant)
+        for source, count in by_source.items():
+            PREFILL_TOKENS.labels(source).inc(count)
+            TENANT_PROMPT_TOKENS.labels(label, source).inc(count)
+        self._num_tokens += sum(by_source.values())
+        self._num_computed += by_source["computed"]
+        if self._num_tokens:
+            PREFIX_HIT_RATIO.set(1 - self._num_computed / self._num_tokens)
 
 
 class _EngineCollector(Collector):

@@ -48,7 +48,9 @@ class IndexUnavailable(StoreError):
     """Redis did not answer, or answered with an error. The call may have had its effect there."""
 
     def __init__(self, call: str, reason: str) -> None:
-        super().__init__(f"the index in Redis did not answer {call}: {reason}")
+        super().__init__(
+            f"the index in Redis did not answer {call}: {reason}; is it running, is index.redis_url right?"
+        )
         self.call = call
         self.reason = reason
 

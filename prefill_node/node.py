@@ -14,7 +14,7 @@ from engine.events import StepEvent
 from engine.kv_exchange import Fetched, PeerIncompatible
 from engine.messages import token_logprobs, token_out
 from engine.node import EngineNode, Key, sequence_of
-from engine.node_metrics import PREFILL_TOKENS
+from engine.node_metrics import PromptTokens
 from engine.node_store import USE_DELAY_S
 from engine.prefix_loader import Loaded
 from engine.sequence import FinishReason, Sequence
@@ -45,6 +45,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         self._first_tokens: dict[Key, asyncio.Future[StepEvent]] = {}
         self._handovers: dict[Key, Handover] = {}
         self._holds: set[asyncio.Task[None]] = set()
+        self._prompts = PromptTokens(self.tenant_labels)
         self._reuse = ReuseDistance(index_metrics.reuse_distance, index_metrics.reuse_first_uses)
 
     # ------------------------------------------------------------------ EngineNode
@@ -264,11 +265,14 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             tracing.past(
                 "compute chunk", ago_s=now_s - began_s, seconds=ended_s - began_s, num_tokens=num_tokens
             )
-        PREFILL_TOKENS.labels("computed").inc(sequence.num_tokens - 1 - num_cached)
-        PREFILL_TOKENS.labels("pool").inc(num_pool)
-        PREFILL_TOKENS.labels("host").inc(num_host)
-        PREFILL_TOKENS.labels("ssd").inc(num_ssd)
-        PREFILL_TOKENS.labels("fetched").inc(num_fetched)
+        by_source = {
+            "computed": sequence.num_tokens - 1 - num_cached,
+            "pool": num_pool,
+            "host": num_host,
+            "ssd": num_ssd,
+            "fetched": num_fetched,
+        }
+        self._prompts.count(sequence.tenant, by_source)
         return node_pb2.PrefillReply(
             token=token,
             num_cached_tokens=num_cached,

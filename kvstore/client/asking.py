@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore import keys as block_keys
+from kvstore.client.errors import NobodyAnswered
 from kvstore.remote_store import RemoteStore
 from protos import store_pb2
 from runtime.errors import NodeUnavailable, RemoteError
@@ -32,21 +33,26 @@ async def ask_all(
     nodes: Mapping[str, RemoteStore], method: str, request: Any, unreachable: set[str] | None = None
 ) -> dict[str, Any]:
     """The answers by node; without those that did not answer, which are added to ``unreachable``, and those
-    that keep no objects. Raises ``RemoteError``."""
+    that keep no objects.
+
+    Raises ``RemoteError``; ``NobodyAnswered`` where there are nodes and all are unreachable.
+    """
+    silent: set[str] = set() if unreachable is None else unreachable
 
     async def ask(node_id: str) -> Any:
         try:
             return await nodes[node_id].call(method, request)
         except NodeUnavailable as error:
             log.warning("%s", error)
-            if unreachable is not None:
-                unreachable.add(node_id)
+            silent.add(node_id)
         except RemoteError as error:
             if error.kind != "ObjectsOff":
                 raise
         return None
 
     answers = await asyncio.gather(*map(ask, nodes))
+    if nodes and silent >= nodes.keys():
+        raise NobodyAnswered(sorted(nodes))
     return {node_id: each for node_id, each in zip(nodes, answers, strict=True) if each is not None}
 
 
@@ -63,21 +69,18 @@ async def find_all(
 
 
 async def list_all(nodes: Mapping[str, RemoteStore], owner: bytes) -> dict[bytes, ObjectStat]:
-    """All objects of ``owner``."""
+    """All objects of ``owner``. Raises as ``ask_all``."""
+    found: list[tuple[str, store_pb2.ObjectInfo]] = []
 
-    async def list_node(node_id: str) -> list[tuple[str, store_pb2.ObjectInfo]]:
-        found: list[tuple[str, store_pb2.ObjectInfo]] = []
-        after = b""
-        while True:
-            request = store_pb2.ListRequest(owner=owner, after=after)
-            page = (await ask_all({node_id: nodes[node_id]}, "List", request)).get(node_id)
-            if page is None or not page.objects:
-                return found
-            found += [(node_id, info) for info in page.objects]
-            after = page.objects[-1].key
+    async def list_node(node_id: str, page: store_pb2.ListReply) -> None:
+        while page.objects:
+            found.extend((node_id, info) for info in page.objects)
+            request = store_pb2.ListRequest(owner=owner, after=page.objects[-1].key)
+            page = await nodes[node_id].call("List", request)
 
-    listed = await asyncio.gather(*map(list_node, nodes))
-    return latest(pair for pairs in listed for pair in pairs)
+    first_pages = await ask_all(nodes, "List", store_pb2.ListRequest(owner=owner))
+    await asyncio.gather(*(list_node(*first) for first in first_pages.items()))
+    return latest(found)
 
 
 def latest(found: Iterable[tuple[str, store_pb2.ObjectInfo]]) -> dict[bytes, ObjectStat]:

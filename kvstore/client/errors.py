@@ -35,6 +35,18 @@ class NoStoreNodes(StoreClientError):
         )
 
 
+class NobodyAnswered(StoreClientError):
+    """The index still names store nodes, and none of them answers: what they have cannot be known."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, node_ids: Sequence[str]) -> None:
+        super().__init__(
+            f"none of the store nodes answers ({', '.join(node_ids)}): whether the object is there cannot be "
+            "known; look whether they run, and start them again with `moonpool store-node`"
+        )
+
+
 class UnknownNode(StoreClientError):
     """The store node somebody named is not there."""
 

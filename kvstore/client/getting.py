@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.client.asking import find_all
 from kvstore.client.directory import rank
-from kvstore.client.errors import ObjectMissing
+from kvstore.client.errors import NobodyAnswered, ObjectMissing
 from kvstore.client.memory import LocalMemory
 from kvstore.client.nodes import StoreNodes
 from kvstore.client.putting import ROUND_OBJECTS
@@ -59,6 +59,8 @@ class Getter:
                         tried[number].add(untried[0])
                         plan.setdefault(untried[0], []).append(number)
         absent = [want.name for want, each in zip(wants, received, strict=True) if each is None]
+        if absent and unreachable >= nodes.keys():
+            raise NobodyAnswered(sorted(nodes))
         if absent and required:
             raise ObjectMissing(absent[0], sorted(unreachable))
         if absent and unreachable:

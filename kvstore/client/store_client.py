@@ -52,8 +52,8 @@ class StoreClient:
     """Made by ``open_client``. Values are numpy arrays, tensors in host memory of any library that speaks
     DLPack, or buffers; they are moved from and to their own memory, without a copy. One event loop.
 
-    Every method raises ``NoStoreNodes``, ``ApiError`` or ``IndexUnavailable`` where there is nobody to ask.
-    A node that does not answer is left out. The last put of a name counts.
+    Every method raises ``NoStoreNodes``, ``NobodyAnswered``, ``ApiError`` or ``IndexUnavailable`` where there
+    is nobody to ask. A node that does not answer is left out where others do. The last put of a name counts.
     """
 
     def __init__(
@@ -96,9 +96,7 @@ class StoreClient:
 
         Raises ``ObjectMissing``, ``PutFailed``.
         """
-        stat = await self.stat(name)
-        if stat is None:
-            raise ObjectMissing(name)
+        stat = await self.stat_existing(name)
         nodes = await self._nodes.current(doubted=copies > len(stat.nodes))
         info = store_pb2.ObjectInfo(key=self.tenant.key(name), version=stat.version, name=name)
         return tuple(await self._putter.copy(nodes, info, stat.nodes, copies, surplus=True))
@@ -148,8 +146,19 @@ class StoreClient:
         key = self.tenant.key(name)
         return (await self._stats([key])).get(key)
 
-    async def _stats(self, keys: Sequence[bytes]) -> dict[bytes, ObjectStat]:
-        return await find_all(await self._nodes.current(), self.tenant.owner, keys)
+    async def stat_existing(self, name: str) -> ObjectStat:
+        """``stat`` of what should be there. Raises ``ObjectMissing``, with the nodes that did not answer."""
+        key = self.tenant.key(name)
+        unreachable: set[str] = set()
+        found = (await self._stats([key], unreachable)).get(key)
+        if found is None:
+            raise ObjectMissing(name, sorted(unreachable))
+        return found
+
+    async def _stats(
+        self, keys: Sequence[bytes], unreachable: set[str] | None = None
+    ) -> dict[bytes, ObjectStat]:
+        return await find_all(await self._nodes.current(), self.tenant.owner, keys, unreachable)
 
     async def ls(self, prefix: str = "") -> list[ObjectStat]:
         """This tenant's objects whose names begin with ``prefix``, by name."""

@@ -2,53 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import REGISTRY, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvstore.store.tiered_store import TieredStore
 
+Stores = Callable[[], Sequence[tuple[str, TieredStore]]]
 
-class _StoreCollector(Collector):
-    """Reads the store's own counts at each scrape, so that a put pays nothing for them."""
 
-    def __init__(self, store: TieredStore) -> None:
-        self._store = store
+_BY_TIER = ("shelf", "tier")
+
+
+class _StoresCollector(Collector):
+    """Reads the stores' own counts at each scrape, so that a put pays nothing for them."""
+
+    def __init__(self, stores: Stores) -> None:
+        self._stores = stores
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._store.stats
-        blocks = GaugeMetricFamily("moonpool_store_blocks", "Blocks a tier holds", labels=["tier"])
-        nbytes = GaugeMetricFamily("moonpool_store_bytes", "Bytes of a tier's blocks", labels=["tier"])
-        room = GaugeMetricFamily("moonpool_store_room_blocks", "Blocks a tier has room for", labels=["tier"])
+        blocks = GaugeMetricFamily("moonpool_store_blocks", "Blocks a tier holds", labels=_BY_TIER)
+        nbytes = GaugeMetricFamily("moonpool_store_bytes", "Bytes of a tier's blocks", labels=_BY_TIER)
+        room = GaugeMetricFamily("moonpool_store_room_blocks", "Blocks a tier has room for", labels=_BY_TIER)
         pinned = GaugeMetricFamily(
-            "moonpool_store_pinned_blocks", "Blocks of a tier that somebody reads", labels=["tier"]
+            "moonpool_store_pinned_blocks", "Blocks of a tier that somebody reads", labels=_BY_TIER
         )
         rate = GaugeMetricFamily(
-            "moonpool_store_load_bytes_per_second", "What loads from a tier gave lately", labels=["tier"]
+            "moonpool_store_load_bytes_per_second", "What loads from a tier gave lately", labels=_BY_TIER
         )
-        rates = {"host": stats.host_load_nbytes_per_s, "ssd": stats.ssd_load_nbytes_per_s}
-        for tier in stats.tiers:
-            blocks.add_metric([tier.name], tier.num_blocks)
-            nbytes.add_metric([tier.name], tier.nbytes)
-            room.add_metric([tier.name], tier.capacity_blocks)
-            pinned.add_metric([tier.name], tier.num_pinned)
-            rate.add_metric([tier.name], rates[tier.name])
-        yield from (blocks, nbytes, room, pinned, rate)
         queues = GaugeMetricFamily(
             "moonpool_store_queue_blocks",
             "Blocks on their way: to disk, of those out of host memory, from disk to host memory",
-            labels=["queue"],
+            labels=["shelf", "queue"],
         )
-        queues.add_metric(["write"], stats.num_queued_writes)
-        queues.add_metric(["leaving"], stats.num_leaving)
-        queues.add_metric(["promote"], stats.num_promoting)
-        yield queues
-        yield GaugeMetricFamily("moonpool_store_leases", "Leases that are held", value=stats.num_leases)
+        leases = GaugeMetricFamily("moonpool_store_leases", "Leases that are held", labels=["shelf"])
+        for shelf, store in self._stores():
+            stats = store.stats
+            rates = {"host": stats.host_load_nbytes_per_s, "ssd": stats.ssd_load_nbytes_per_s}
+            for tier in stats.tiers:
+                place = [shelf, tier.name]
+                blocks.add_metric(place, tier.num_blocks)
+                nbytes.add_metric(place, tier.nbytes)
+                room.add_metric(place, tier.capacity_blocks)
+                pinned.add_metric(place, tier.num_pinned)
+                rate.add_metric(place, rates[tier.name])
+            queues.add_metric([shelf, "write"], stats.num_queued_writes)
+            queues.add_metric([shelf, "leaving"], stats.num_leaving)
+            queues.add_metric([shelf, "promote"], stats.num_promoting)
+            leases.add_metric([shelf], stats.num_leases)
+        yield from (blocks, nbytes, room, pinned, rate, queues, leases)
 
 
-def observe_store(store: TieredStore) -> Collector:
-    """Export what the store's tiers hold, until what is returned is unregistered. One store at a time."""
-    collector = _StoreCollector(store)
+def observe_stores(stores: Stores) -> Collector:
+    """Export what the tiers of a process's stores hold, whichever there are at the time, each with the name of
+    its shelf, "kv" or "objects"; until what is returned is unregistered."""
+    collector = _StoresCollector(stores)
     REGISTRY.register(collector)
     return collector

@@ -209,14 +209,14 @@ class TieredStore:
         """Whether ``copied`` has anything to wait for."""
         return self._holdings.demoter.is_copying
 
-    async def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    async def remove(self, keys: Sequence[BlockKey], *, reason: str = "removed") -> list[BlockKey]:
         """Drop blocks, with what follows them, from host memory and disk; leased ones stay readable until
-        their lease ends. Returns those that no tier holds any more."""
+        their lease ends. Returns those that no tier holds any more. ``reason``: for the metrics."""
         gone = dict.fromkeys(self._holdings.remove_from_host(keys))
-        metrics.EVICTED_BLOCKS.labels("host", "removed").inc(len(gone))
+        metrics.EVICTED_BLOCKS.labels("host", reason).inc(len(gone))
         if self.ssd is not None:
             from_disk = await self.ssd.remove(keys)
-            metrics.EVICTED_BLOCKS.labels("ssd", "removed").inc(len(from_disk))
+            metrics.EVICTED_BLOCKS.labels("ssd", reason).inc(len(from_disk))
             gone |= dict.fromkeys(from_disk)
         for key in gone:
             self._holdings.announce(key)

@@ -23,6 +23,7 @@ from kvstore.publisher import BATCH_BLOCKS, IndexPublisher
 from kvstore.redis_client import connect
 from kvstore.remote_lease import RemoteLeases
 from kvstore.store import TieredStore
+from kvstore.store.collector import observe_stores
 from kvstore.store_node.catalogue import Catalogue
 from kvstore.store_node.errors import NodeStopping
 from kvstore.store_node.kv_shelf import KvShelf
@@ -121,6 +122,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         self._rpc_address = f"{config.node.host}:{port}"
         metrics_port = serve_metrics(config.node.host, config.node.metrics_port)
         self._metrics_url = f"http://{config.node.host}:{metrics_port}/metrics"
+        observe_stores(lambda: [(shelf.name, shelf.store) for shelf in self._shelves()])
         self.state = "ready"
         await self._start_publishing(stack)
         sweeper = asyncio.create_task(self._sweep(), name="sweep")

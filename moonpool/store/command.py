@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.client.asking import ObjectStat
-from kvstore.client.errors import BadObject, BadUrl, ObjectMissing, UnknownNode
+from kvstore.client.errors import BadObject, BadUrl, UnknownNode
 from kvstore.client.store_client import StoreClient
 from moonpool.store.connect import connect
 from moonpool.store.verifying import verify_nodes
@@ -132,11 +132,11 @@ def get_command(where: _Where, name: str, file: str) -> None:
     """Write an object's bytes into FILE, or to standard output."""
     if file == "-" and sys.stdout.isatty():
         raise click.UsageError("an object's bytes would not do your terminal good: name a file")
+    if file != "-" and not Path(file).parent.is_dir():
+        raise click.UsageError(f"{file} cannot be written: there is no directory {Path(file).parent}")
 
     async def work(client: StoreClient) -> None:
-        stat = await client.stat(name)
-        if stat is None:
-            raise ObjectMissing(name)
+        stat = await client.stat_existing(name)
         data = np.empty(stat.nbytes, np.uint8)
         await client.get_into(name, data, required=True)
         if file == "-":
@@ -144,8 +144,11 @@ def get_command(where: _Where, name: str, file: str) -> None:
             return
         # A file that is there is whole, whatever happens meanwhile.
         unfinished = Path(f"{file}.part")
-        unfinished.write_bytes(data.data)
-        unfinished.rename(file)
+        try:
+            unfinished.write_bytes(data.data)
+            unfinished.rename(file)
+        except OSError as error:
+            raise click.ClickException(f"{file} cannot be written: {error.strerror}") from error
 
     where.run(work)
 
@@ -182,9 +185,7 @@ def stat_command(where: _Where, name: str | None, as_json: bool) -> None:
             else:
                 console.print(_usage_table(rows))
             return
-        found = await client.stat(name)
-        if found is None:
-            raise ObjectMissing(name)
+        found = await client.stat_existing(name)
         if as_json:
             click.echo(json.dumps(_plain(found), indent=2))
         else:
@@ -229,8 +230,11 @@ def _read(file: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     path = Path(file)
     if not path.is_file():
         raise click.UsageError(f"{file} is not a file")
-    # Mapped, not read: its pages go from the page cache to the node. An empty file cannot be.
-    return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    try:
+        # Mapped, not read: its pages go from the page cache to the node. An empty file cannot be.
+        return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    except OSError as error:
+        raise click.UsageError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def _plain(stat: ObjectStat) -> dict[str, Any]:

@@ -69,3 +69,19 @@ async def test_a_tenant_keeps_no_more_than_its_quota_and_others_keep_theirs(shar
         assert await ask("sk-other", other) >= 300, "the other tenant's blocks are all there"
         assert await ask("sk-small", prompts[-1]) >= 80, "the latest chain is what it kept"
         assert await ask("sk-small", prompts[0]) == 0
+
+        async def counted() -> bool:
+            async with session.get(f"{shared.url}/v1/cluster") as response:
+                nodes = (await response.json())["nodes"]
+            url = next(node["metrics_url"] for node in nodes if node["role"] == "prefill")
+            async with session.get(url) as response:
+                lines = [line.rpartition(" ") for line in (await response.text()).splitlines()]
+            found = {name: float(value) for name, _, value in lines if name.startswith("moonpool_")}
+            assert 0.1 < found["moonpool_prefix_hit_ratio"] < 1
+            assert found['moonpool_tenant_prompt_tokens_total{source="pool",tenant="other"}'] >= 300
+            held = [found[f'moonpool_tenant_blocks{{tenant="small",tier="{t}"}}'] for t in ("pool", "host")]
+            lost = found['moonpool_tenant_evicted_blocks_total{reason="quota",tenant="small"}']
+            return 0 < sum(held) <= QUOTA_BLOCKS and lost >= 20
+
+        # The last prompt is trimmed within half a second.
+        await eventually(counted)

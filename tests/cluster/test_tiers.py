@@ -97,7 +97,7 @@ async def test_what_the_tiers_hold_is_shown(client: Client) -> None:
 
     async def counted() -> bool:
         metrics = await metrics_of(client, "prefill-0")
-        assert metrics['moonpool_store_blocks{tier="host"}'] > 0
+        assert metrics['moonpool_store_blocks{shelf="kv",tier="host"}'] > 0
         return metrics.get('moonpool_store_hit_blocks_total{tier="host"}', 0) > 0
 
     # With the next heartbeat of each, and some time after the request.
@@ -176,7 +176,8 @@ async def test_a_killed_node_takes_its_blocks_on_disk_up_again(
     async def on_disk() -> bool:
         held = [await metrics_of(client, name) for name in ("prefill-0", "decode-0")]
         return all(
-            metrics['moonpool_store_blocks{tier="ssd"}'] >= 2 * HIT_TOKENS / BLOCK_SIZE for metrics in held
+            metrics['moonpool_store_blocks{shelf="kv",tier="ssd"}'] >= 2 * HIT_TOKENS / BLOCK_SIZE
+            for metrics in held
         )
 
     await eventually(on_disk)

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.keys import BlockKey
+from kvstore.tenant_metrics import TenantLabels
 from kvstore.tenant_quota import TenantQuotas
+from kvstore.tier import Tier
 
 NBYTES = 100
 
@@ -17,9 +19,9 @@ def chain(name: str, length: int) -> list[BlockKey]:
 
 def fill(quotas: TenantQuotas, tenant: str, keys: list[BlockKey], limit_blocks: int = 4) -> None:
     """A request computes the whole chain."""
-    quotas.claim(tenant, limit_blocks * NBYTES, keys, 0)
+    quotas.claim(tenant, limit_blocks * NBYTES, keys, [])
     for i, key in enumerate(keys):
-        quotas.stored(key, keys[i - 1] if i else None)
+        quotas.stored(key, keys[i - 1] if i else None, Tier.POOL)
 
 
 def test_the_end_of_the_chain_unused_for_longest_goes() -> None:
@@ -28,7 +30,7 @@ def test_the_end_of_the_chain_unused_for_longest_goes() -> None:
     fill(quotas, "acme", old)
     fill(quotas, "acme", new)
     assert quotas.excess(lambda _: True) == [old[2], old[1]]
-    quotas.claim("acme", 4 * NBYTES, old[:1], 1)
+    quotas.claim("acme", 4 * NBYTES, old[:1], [Tier.POOL])
     fill(quotas, "acme", chain("c", 1))
     assert quotas.excess(lambda _: True) == [new[2]], "what was used again stays"
     quotas.check_integrity()
@@ -55,16 +57,37 @@ def test_blocks_in_use_wait_for_their_turn() -> None:
 def test_blocks_of_an_earlier_life_count_when_they_are_used_again() -> None:
     quotas = TenantQuotas(NBYTES)
     keys = chain("a", 6)
-    quotas.claim("acme", 4 * NBYTES, keys, num_held=6)
+    quotas.claim("acme", 4 * NBYTES, keys, [Tier.SSD] * 6)
     assert quotas.excess(lambda _: True) == [keys[5], keys[4]]
 
 
 def test_a_quota_that_is_lifted_bounds_nothing() -> None:
     quotas = TenantQuotas(NBYTES)
     fill(quotas, "acme", chain("a", 9))
-    quotas.claim("acme", 0, chain("a", 9), 9)
+    quotas.claim("acme", 0, chain("a", 9), [Tier.POOL] * 9)
     assert quotas.excess(lambda _: True) == []
     quotas.check_integrity()
+
+
+def test_what_a_tenant_has_is_counted_by_tier_and_what_it_lost_by_reason() -> None:
+    quotas = TenantQuotas(NBYTES)
+    keys = chain("a", 6)
+    fill(quotas, "acme", keys)
+    quotas.moved(keys[5], Tier.HOST)
+    quotas.moved(keys[4], Tier.SSD)
+    quotas.moved(BlockKey(b"nobody's".ljust(16)), Tier.SSD)
+    assert quotas.usage()["acme"].num_blocks == [4, 1, 1]
+    quotas.gone(keys[5])
+    quotas.excess(lambda _: True)
+    assert quotas.usage()["acme"].num_blocks == [4, 0, 0]
+    assert quotas.usage()["acme"].num_evicted == {"quota": 1, "room": 1}
+
+
+def test_the_number_of_labels_is_bounded() -> None:
+    labels = TenantLabels(most=2)
+    assert [labels.of(name) for name in ("a", "b", "c", "a", "", "d")] == [
+        *("a", "b", "other", "a", "none", "other")
+    ]
 
 
 STEPS = st.lists(
@@ -81,9 +104,9 @@ def test_within_the_quota_after_every_trim_and_always_prefixes(
     for tenant, number, length, lost in steps:
         keys = chain(f"{tenant}{number}", length)
         present = next((i for i, key in enumerate(keys) if key not in held), length)
-        quotas.claim(tenant, limit_blocks * NBYTES, keys, present)
+        quotas.claim(tenant, limit_blocks * NBYTES, keys, [Tier.HOST] * present)
         for i, key in enumerate(keys):
-            quotas.stored(key, keys[i - 1] if i else None)
+            quotas.stored(key, keys[i - 1] if i else None, Tier.POOL)
             held.add(key)
         for key in reversed(chain(f"{tenant}{number}", 6)[lost:]):  # the tiers themselves evict some
             if key in held:

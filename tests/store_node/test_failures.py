@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from kvstore.client.errors import NoStoreNodes, ObjectMissing, PutFailed, StoreClientError
+from kvstore.client.errors import NobodyAnswered, NoStoreNodes, ObjectMissing, PutFailed, StoreClientError
 from tests.store_node.conftest import StoreCluster
 
 rng = np.random.default_rng(11)
@@ -110,6 +110,16 @@ async def test_a_stopped_node_is_no_hang(cluster: StoreCluster) -> None:
         assert (await store.get("new") == np.arange(3)).all()
 
 
+async def test_nobody_answering_is_not_an_object_missing(cluster: StoreCluster) -> None:
+    await cluster.start("a", index__lease_ttl_s=60.0)
+    async with cluster.client(deadline_s=2.0) as store:
+        await store.put("x", np.arange(3))
+        await cluster.kill("a")  # the index names it until its lease lapses
+        for ask in (store.get("x"), store.stat("x"), store.exists("x"), store.ls(), store.remove("x")):
+            with pytest.raises(NobodyAnswered, match=r"\(a\)"):
+                await ask
+
+
 async def test_a_damaged_copy_is_dropped_and_the_other_one_read(cluster: StoreCluster) -> None:
     await asyncio.gather(cluster.start("a"), cluster.start("b"))
     value = rng.integers(0, 256, 1 << 20, np.uint8)
@@ -133,7 +143,9 @@ def flip(pid: int, marker: bytes) -> None:
         for line in maps:
             span, flags, *rest = line.split()
             begin, end = (int(part, 16) for part in span.split("-"))
-            if flags != "rw-p" or rest[3:] or end - begin < 1 << 20:
+            # Anonymous memory, or a memfd that others on this host can map.
+            is_pool = not rest[3:] or rest[3].startswith("/memfd:")
+            if not flags.startswith("rw-") or not is_pool or end - begin < 1 << 20:
                 continue
             memory.seek(begin)
             data = memory.read(end - begin)
