@@ -55,8 +55,8 @@ class _StoresCollector(Collector):
 
 
 def observe_stores(stores: Stores) -> Collector:
-    """Export what the tiers of a process's stores hold, whichever there are at the time, each with the name of
-    its shelf, "kv" or "objects"; until what is returned is unregistered."""
+    """Export what the tiers of a process's stores hold, whichever there are at the time, each with the name
+    of its shelf, "kv" or "objects"; until what is returned is unregistered."""
     collector = _StoresCollector(stores)
     REGISTRY.register(collector)
     return collector
