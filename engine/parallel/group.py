@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -80,12 +79,27 @@ class RankGroup:
     ) -> ParallelRunner:
         """Load the model on all ranks; ``assignment``: the leader's, its paths still empty.
 
-        Raises CheckpointError (of our own part), RankLost (with what was wrong with a rank's part),
-        RankRefused; the group can then only be closed.
+        Raises CheckpointError (of our own part), RankLost (with what was wrong with a rank's part, or that it
+        did not come in time), RankRefused; the group can then only be closed.
         """
-        began_s = time.monotonic()
         if self.lost is not None:
             raise self.lost
+        try:
+            return await self._open(config, assignment, device, worker, pool_memory, progress)
+        except BaseException as error:
+            self.lose(error if isinstance(error, RankLost) else RankLost(0, str(error)))
+            raise
+
+    async def _open(
+        self,
+        config: ModelConfig,
+        assignment: Assignment,
+        device: Device,
+        worker: Executor,
+        pool_memory: npt.NDArray[np.uint8] | None,
+        progress: Progress | None,
+    ) -> ParallelRunner:
+        began_s = time.monotonic()
         assignments = self._assign(config, assignment)
         board = self._board
         assert board is not None
@@ -112,19 +126,23 @@ class RankGroup:
                 link.close()
                 raise
 
-        async with asyncio.timeout(assignment.options.parallel.start_timeout_s):
-            identities = asyncio.gather(
-                *(rank.load(assignments[rank.rank], total.of(rank.rank)) for rank in self.ranks)
-            )
-            try:
-                runner = await asyncio.get_running_loop().run_in_executor(worker, load)
-                found = await identities
-            except BaseException:
-                identities.cancel()
-                with suppress(asyncio.CancelledError):
-                    await identities
-                raise
-        self._runner = runner
+        limit_s = assignment.options.parallel.start_timeout_s
+        loads = [
+            asyncio.ensure_future(rank.load(assignments[rank.rank], total.of(rank.rank)))
+            for rank in self.ranks
+        ]
+        try:
+            async with asyncio.timeout(limit_s):
+                self._runner = runner = await asyncio.get_running_loop().run_in_executor(worker, load)
+                found = await asyncio.gather(*loads)
+        except TimeoutError:
+            # Those that had not come were cancelled with the wait; where there is none, we are late.
+            late = [rank.rank for rank, load in zip(self.ranks, loads, strict=True) if not _came(load)]
+            raise RankLost(late[0] if late else 0, f"it was not ready within {limit_s:g} s") from None
+        finally:
+            for task in loads:
+                task.cancel()
+            await asyncio.wait(loads)
         ours = assignments[0].identity(config)
         for rank, theirs in zip(self.ranks, found, strict=True):
             check_identity(rank.rank, theirs, ours)
@@ -236,6 +254,10 @@ class RankGroup:
             self._board.close()
         self._memories, self._pools = [], []
         self._board, self._runner, self._store = None, None, None
+
+
+def _came(load: asyncio.Future[dict[str, str]]) -> bool:
+    return load.done() and not load.cancelled()
 
 
 class _Progress:

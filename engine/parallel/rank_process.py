@@ -136,8 +136,9 @@ class RankProcess:
                     if self._progress is not None:
                         self._progress(message["done"], message["total"], message["name"])
                 case "loaded":
-                    assert self._loaded is not None
-                    self._loaded.set_result(message["identity"])
+                    # Nobody waits any more where it came too late.
+                    if self._loaded is not None and not self._loaded.done():
+                        self._loaded.set_result(message["identity"])
                 case "ended":
                     assert self._ended is not None
                     self._ended.set_result(None)

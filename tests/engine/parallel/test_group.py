@@ -140,3 +140,11 @@ async def test_an_error_of_the_leader_ends_the_group(path, monkeypatch) -> None:
         driver.engine.add(driver.sequence(PROMPT, max_tokens=2))
         with pytest.raises(RankLost, match="ValueError: the sampler caught fire"):
             await asyncio.wait_for(driver.engine.wait(), 10)
+
+
+async def test_a_rank_that_does_not_come_is_named(path) -> None:
+    async with ranks(2) as group:
+        os.kill(group.ranks[0].pid, signal.SIGSTOP)
+        with pytest.raises(RankLost, match=r"rank 1 is lost: it was not ready within 1 s"):
+            async with serving(path, group, tp=2, start_timeout_s=1.0):
+                pass

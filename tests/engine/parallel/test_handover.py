@@ -30,6 +30,7 @@ class Side:
 
     def __init__(self, memory: NodeMemory, agent: TransferAgent) -> None:
         self.memory = memory
+        self.agent = agent
         self.driver = Driver(memory.engine)
         self.exchange = KvExchange(
             memory.blocks, agent, deadline_s=10, reader=memory.reader, in_parts=bool(memory.ranks)
@@ -146,6 +147,33 @@ async def test_other_plans_continue_exactly_and_whole_blocks_come_out(make_check
         assert bytes_.copy_in([source], sequence.block_table[:1], [checksum]) is None
         assert (bytes_.view(sequence.block_table[0]) == source).all()
         assert bytes_.copy_in([source], sequence.block_table[:1], [checksum ^ 1]) == 0
+
+
+async def test_blocks_of_the_pool_and_of_host_memory_come_in_one_read(make_checkpoint) -> None:
+    reference = make_checkpoint("qwen2", **SHAPE)
+    tokens = prompt(5)
+    async with (
+        side(reference.path, "tensor", 2, 1) as source,
+        side(reference.path, "pipeline", 1, 2) as target,
+    ):
+        theirs, first = await source.prefill(tokens)
+        spans = await source.memory.blocks.describe(theirs.block_table)
+        # As a lease names them: some are in the pool, in parts, others whole in host memory.
+        nbytes = source.memory.engine.layout.block_nbytes
+        host = source.agent.allocate(8 * nbytes, "host")
+        for i, slot in ((1, 3), (2, 0), (4, 7)):
+            place = host.array[slot * nbytes : (slot + 1) * nbytes]
+            source.memory.blocks.bytes.copy_out([theirs.block_table[i]], [place])
+            spans.region[i], spans.offset[i] = host.id, slot * nbytes
+        described = source.memory.blocks.describe
+
+        async def leased(block_ids: list[int]) -> node_pb2.BlockSpans:
+            return spans
+
+        source.memory.blocks.describe = leased  # type: ignore[method-assign]
+        ours = await target.read(source, theirs)
+        source.memory.blocks.describe = described  # type: ignore[method-assign]
+        assert await target.decode(ours, first) == reference.greedy(tokens, NUM_TOKENS)
 
 
 async def test_kv_heads_held_twice_go_to_all_who_hold_them(make_checkpoint) -> None:
