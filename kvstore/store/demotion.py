@@ -72,7 +72,7 @@ class Demoter:
 
     async def copied(self) -> None:
         """Wait until nothing of the pool is being read."""
-        if self._task is not None:
+        while self._task is not None:
             await asyncio.shield(self._task)
 
     async def arrived(self, keys: Iterable[BlockKey]) -> None:
