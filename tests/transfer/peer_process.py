@@ -91,10 +91,10 @@ class PeerProcess:
         )
         started = time.perf_counter()
         try:
-            await getattr(peer, direction)(ours, theirs, deadline_s=deadline_s)
+            report = await getattr(peer, direction)(ours, theirs, deadline_s=deadline_s)
         except TransferError as error:
             return {"outcome": type(error).__name__, "seconds": time.perf_counter() - started}
-        return {"outcome": "done", "seconds": time.perf_counter() - started}
+        return {"outcome": "done", "seconds": report.seconds, "transport": report.transport}
 
     async def poke(self, region: int, offset: int, value: int) -> dict[str, Any]:
         self.regions[region].array[offset] = value

@@ -242,6 +242,36 @@ async def test_a_pulled_cable_under_ucx_is_past_the_deadline(
     assert await tail() == before
 
 
+async def test_a_read_over_ucx_goes_on_over_tcp_when_its_cable_is_pulled(
+    start_peer: StartPeer, cabled: Cabled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a cable of its own. Nothing tells of it but that nothing moves."""
+    choose("ucx-tcp", monkeypatch)
+    near, far = cabled.ends(1)
+    there = start_peer("ucx,tcp", namespace=cabled.name, TCP_HOSTS=cabled.hosts[0], UCX_NET_DEVICES=far)
+    here = start_peer("ucx,tcp", UCX_NET_DEVICES=near)
+    local, remote = [
+        (await peer.do("allocate", nbytes=NBYTES, seed=seed))["region"]
+        for seed, peer in ((2, here), (1, there))
+    ]
+    transports = []
+    for deadline_s in (20, 4, 4):
+        result = await here.do(
+            "move",
+            descriptor=there.descriptor.pack().hex(),
+            direction="read",
+            local=local,
+            remote=remote,
+            nbytes=NBYTES,
+            deadline_s=deadline_s,
+        )
+        transports.append(result.get("transport", result["outcome"]))
+        cabled.pull(1)
+    assert transports == ["ucx", "tcp", "tcp"]
+    copied = await here.do("checksum", region=local, offset=0, nbytes=NBYTES)
+    assert copied == await there.do("checksum", region=remote, offset=0, nbytes=NBYTES)
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_a_peer_that_goes_while_we_connect_is_lost(
     start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
