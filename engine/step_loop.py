@@ -89,6 +89,11 @@ class StepLoop:
                 events = []
                 await self._wake.wait()
                 continue
+            if not plan.decodes and not plan.chunks:
+                # Who ran has given its blocks up, and waits for room: nothing is left to run now.
+                self._tell([*events, *_preemptions(plan)])
+                events = []
+                continue
             begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
             for chunk in plan.chunks:
                 chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
@@ -165,7 +170,7 @@ class StepLoop:
         return output
 
     def _fail(self, plan: Plan, error: Exception) -> list[StepEvent]:
-        events = [StepEvent(sequence, 0, preempted=True) for sequence in plan.preempted]
+        events = _preemptions(plan)
         message = f"{type(error).__name__}: {error}"
         for sequence in plan.sequences():
             if sequence.state is not State.FINISHED:
@@ -182,3 +187,7 @@ class StepLoop:
             if event.finish_reason and event.sequence.state is State.FINISHED:
                 self.sequences.pop(event.sequence.key, None)
         self._report(events)
+
+
+def _preemptions(plan: Plan) -> list[StepEvent]:
+    return [StepEvent(sequence, 0, preempted=True) for sequence in plan.preempted]

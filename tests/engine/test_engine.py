@@ -217,6 +217,34 @@ async def test_reservations_are_granted_in_order_as_room_comes(checkpoint, serve
         assert engine.pool.num_used == 0
 
 
+async def test_younger_sequences_do_not_take_the_room_that_an_older_one_waits_for(checkpoint, serve) -> None:
+    async with serve(checkpoint.path, num_blocks=12) as driver:
+        engine = driver.engine
+        engine.add(driver.sequence(prompt(40, seed=1), max_tokens=24, ignore_eos=True))
+        await driver.until(lambda: driver.num_steps >= 2)
+        old, young = driver.sequence(prompt(80, seed=2)), driver.sequence(prompt(20, seed=3), max_tokens=2)
+        waiter = asyncio.create_task(engine.reserved(old))
+        await asyncio.sleep(0)
+        engine.add(young)  # there is room for it at once
+        await waiter
+        assert young.key not in driver.results
+        engine.release(old)
+        await driver.until(lambda: young.key in driver.results and driver.results[young.key].finish_reason)
+
+
+async def test_the_only_one_that_runs_may_have_to_wait_for_room(checkpoint, serve) -> None:
+    async with serve(checkpoint.path, num_blocks=12) as driver:
+        others = driver.sequence(prompt(80, seed=1))
+        assert driver.engine.reserve(others)
+        sequence = driver.sequence(prompt(8, seed=2), max_tokens=4, ignore_eos=True)
+        driver.engine.add(sequence)
+        await driver.until(lambda: sequence.num_preemptions > 0)
+        driver.engine.release(others)
+        await driver.until(lambda: bool(driver.results[sequence.key].finish_reason))
+        assert driver.results[sequence.key].finish_reason is FinishReason.LENGTH
+        assert driver.engine.stats().num_failed_steps == 0
+
+
 async def test_what_cannot_run_is_refused_at_once(checkpoint, serve) -> None:
     async with serve(checkpoint.path, num_blocks=6) as driver:
         assert driver.engine.max_model_len == 48, "the pool is the limit"
