@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import settings
@@ -12,16 +11,8 @@ from hypothesis import settings
 settings.register_profile("moonpool", deadline=None)
 settings.load_profile("moonpool")
 
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run ``async def`` tests also without pytest-asyncio: `make gpu` does with what is installed."""
-    test, has_plugin = pyfuncitem.obj, pyfuncitem.config.pluginmanager.hasplugin("asyncio")
-    if has_plugin or not inspect.iscoroutinefunction(test):
-        return None
-    names = pyfuncitem._fixtureinfo.argnames
-    asyncio.run(test(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
+if find_spec("pytest_asyncio") is None:
+    pytest_plugins = ["tests.plain_asyncio"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
