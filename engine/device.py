@@ -58,8 +58,8 @@ class Device(Protocol):
         gives the same tensors each time, with new values. Call it inside ``run``."""
 
     def upload(self, host: Tensor) -> Tensor:
-        """The same on the device. The host's may change as soon as this has returned, except on a CPU, where
-        it is the same tensor."""
+        """The same on the device, for the step inside ``run`` that asks for it. The host's may change as soon
+        as this has returned, except on a CPU, where it is the same tensor."""
 
     def download(self, tensor: Tensor) -> Tensor:
         """The same in host memory, to be read when the step that asks for it has ended."""

@@ -56,11 +56,12 @@ def choose_num_blocks(runner: ModelRunner, layout: KVLayout, num_blocks: int | N
     Raises GpuMemoryShort where they do not fit, or not even one does.
     """
     device, options, config = runner.device, runner.options, runner.config
-    memory = device.memory()
-    if memory is None:
+    if device.memory() is None:
         assert num_blocks is not None, "main memory is not sized by what is free"
         return num_blocks
     step_nbytes = device.peak_nbytes(lambda: largest_step(runner, layout)) if alone else 0
+    memory = device.memory()  # now that nothing of loading is kept any more
+    assert memory is not None
     rows = min(options.max_batch_size, options.max_batch_tokens)
     itemsize = runner.model.dtype.itemsize
     logits_nbytes = sum(padded_sizes(rows)) * config.vocab_size * itemsize

@@ -91,13 +91,15 @@ class ModelRunner:
         self.num_blocks = choose_num_blocks(self, layout, num_blocks, alone=link is None)
         self.max_len = min(max_len, self.num_blocks * options.block_size)
         self.pool = device.run(lambda: pool_tensor(layout, self.num_blocks, device.torch, pool_memory)).wait()
-        self._inputs = BatchInputs(
-            max_batch_size=options.max_batch_size,
-            max_batch_tokens=options.max_batch_tokens,
-            max_len=self.max_len,
-            block_size=options.block_size,
-            device=device,
-        )
+        self._inputs = device.run(
+            lambda: BatchInputs(
+                max_batch_size=options.max_batch_size,
+                max_batch_tokens=options.max_batch_tokens,
+                max_len=self.max_len,
+                block_size=options.block_size,
+                device=device,
+            )
+        ).wait()
         self._sampling: SamplingBatch | None = None
         self._sampling_version = -1
         self._graphs: DecodeGraphs | None = None

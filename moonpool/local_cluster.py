@@ -16,6 +16,7 @@ from typing import Self
 from moonpool.child import Child
 from moonpool.client import Client
 from moonpool.errors import ApiError, ChildFailed
+from moonpool.gpus import computes_on_gpus, gpu_options
 from moonpool.preflight import check_before_start
 from moonpool.redis_server import RedisServer
 from runtime.config import to_toml
@@ -168,10 +169,12 @@ class LocalCluster:
             ("decode", "decode_node", counts.decode, counts.decode_options),
             ("store", "kvstore.store_node", counts.store, ()),
         )
+        where = iter(gpu_options(self.config, computes_on_gpus(self.config)))
         for role, module, count, options in roles:
             for number in range(count):
                 name = f"{role}-{number}"
-                create(name, module, *options, f"node.id={name}", "node.port=0", "node.metrics_port=0")
+                gpu = () if role == "store" else next(where)
+                create(name, module, *gpu, *options, f"node.id={name}", "node.port=0", "node.metrics_port=0")
 
     async def _start_child(self, child: Child) -> None:
         began_s = asyncio.get_running_loop().time()

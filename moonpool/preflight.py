@@ -14,6 +14,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from moonpool.errors import IndexUnreachable, ModelMissing, TooLittleMemory
+from moonpool.gpus import computes_on_gpus
 from runtime.errors import PortInUse
 from runtime.options import Config
 
@@ -59,7 +60,8 @@ def check_memory(config: Config) -> None:
     """Raises ``TooLittleMemory``: the pools of all nodes are more than what is free."""
     nodes = config.cluster.prefill + config.cluster.decode
     lent = config.store.host.capacity_nbytes + config.store_node.object_nbytes
-    needed = nodes * config.engine.host_pool_nbytes + config.cluster.store * lent
+    pools = 0 if computes_on_gpus(config) else nodes * config.engine.host_pool_nbytes
+    needed = pools + config.cluster.store * lent
     available = psutil.virtual_memory().available
     if needed > available:
         raise TooLittleMemory(needed, available)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 _PYTEST = (
@@ -14,6 +15,11 @@ _PYTEST = (
     # A package that is missing costs the tests of one file, not all.
     "--continue-on-collection-errors",
 )
+
+
+def _several(n: int) -> tuple[str, ...]:
+    """Tests in ``n`` processes, where pytest can: most of their time kernels are compiled."""
+    return ("-n", str(n)) if find_spec("xdist") is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +37,13 @@ class Part:
 
 # In the order they run: what is short and tells whether anything works comes first.
 PARTS = (
-    Part("kernels", 150, (*_PYTEST, "tests/kernels/interpreted.py")),
+    Part("kernels", 150, (*_PYTEST, *_several(8), "tests/kernels/interpreted.py")),
     Part("transfer", 90, (*_PYTEST, "-m", "gpu", "tests/transfer", "--ignore", "tests/transfer/test_tls.py")),
-    Part("engine", 240, (*_PYTEST, "-m", "gpu", "tests/engine", "--ignore", "tests/engine/parallel")),
+    Part(
+        "engine",
+        240,
+        (*_PYTEST, *_several(4), "-m", "gpu", "tests/engine", "--ignore", "tests/engine/parallel"),
+    ),
     Part("bench-engine", 150, ("bench", "engine"), report=True),
     Part(
         "bench-transfer",

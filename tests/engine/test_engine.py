@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine import Engine, FinishReason, Sampling, Sequence, State, step_loop
 from engine.errors import DuplicateSequence, EngineClosed, SequenceTooLong, UnknownToken
@@ -51,6 +52,8 @@ async def test_a_sequence_prefilled_here_is_decoded_there(checkpoint, serve, n) 
                 cached // 8 :
             ]:
                 blocks(decode.engine)[ours] = blocks(prefill.engine)[theirs]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # as a transfer has, before it says that it is done
             decode.engine.seal_received(target, n)
             prefill.engine.release(source)
             prefill.engine.release(source)

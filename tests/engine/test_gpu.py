@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.dtype import choose_device
 from engine.errors import GpuMemoryShort
@@ -62,6 +63,7 @@ async def test_padded_rows_write_nothing(checkpoint, serve_on) -> None:
         (warm,) = await driver.run(driver.sequence(prompt(4), max_tokens=1))
         assert warm.token_ids
         before = engine.pool_tensor.clone()
+        torch.cuda.synchronize()
         used: set[int] = set()
         engine.pool.on_sealed = lambda block, key: used.add(block)
         tables = [sequence.block_table for sequence in sequences]
