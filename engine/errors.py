@@ -41,6 +41,20 @@ class PoolTooSmall(EngineError):
         self.block_nbytes = block_nbytes
 
 
+class WeightsTooLarge(EngineError):
+    """The GPU's memory was full before all weights were loaded."""
+
+    def __init__(self, path: Path, free_nbytes: int) -> None:
+        nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        super().__init__(
+            f"checkpoint {path}: its weights, {nbytes:,} bytes as they are stored, do not fit in the GPU's "
+            f"memory, of which {free_nbytes:,} bytes were free: stop what else runs there or take "
+            "another GPU (model.device=cuda:1)"
+        )
+        self.weights_nbytes = nbytes
+        self.free_nbytes = free_nbytes
+
+
 class GpuMemoryShort(EngineError):
     """The GPU has not got the memory asked for; ``room_nbytes`` is what would fit."""
 

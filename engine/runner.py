@@ -14,6 +14,7 @@ from engine.config import ModelConfig
 from engine.decode_graphs import DecodeGraphs
 from engine.device import Device
 from engine.dtype import TORCH_DTYPES, page_dtype
+from engine.errors import WeightsTooLarge
 from engine.gpu_memory import choose_num_blocks
 from engine.inputs import BatchInputs
 from engine.model import Model, StepInputs
@@ -67,7 +68,7 @@ class ModelRunner:
         ``num_blocks``: None is for a GPU: as many as fit beside what the largest step needs. ``max_len`` is
         lowered to what the pool holds.
 
-        Raises CheckpointError, and GpuMemoryShort where not all of it fits.
+        Raises CheckpointError, WeightsTooLarge, or GpuMemoryShort where the pool does not fit beside them.
         """
         torch.set_num_threads(options.threads)
         self.config = config
@@ -76,17 +77,23 @@ class ModelRunner:
         self._dtype = TORCH_DTYPES[dtype]
         shard = shard or ParallelPlan().shard(config, 0)
         checkpoint = Checkpoint(config.path, progress, Slices(config, shard))
-        self.model = device.run(
-            lambda: Model(
-                config,
-                checkpoint,
-                dtype=self._dtype,
-                device=device.torch,
-                max_len=max_len,
-                shard=shard,
-                link=link,
-            )
-        ).wait()
+        memory = device.memory()
+        try:
+            self.model = device.run(
+                lambda: Model(
+                    config,
+                    checkpoint,
+                    dtype=self._dtype,
+                    device=device.torch,
+                    max_len=max_len,
+                    shard=shard,
+                    link=link,
+                )
+            ).wait()
+        except torch.OutOfMemoryError:
+            if memory is None:
+                raise
+            raise WeightsTooLarge(config.path, memory.free_nbytes) from None
         layout = shard.layout(config, options.block_size, page_dtype(options, dtype))
         self.num_blocks = choose_num_blocks(self, layout, num_blocks, alone=link is None)
         self.max_len = min(max_len, self.num_blocks * options.block_size)

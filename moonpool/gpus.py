@@ -37,7 +37,8 @@ def gpu_options(config: Config, gpus: int) -> list[tuple[str, ...]]:
     num_nodes = config.cluster.prefill + config.cluster.decode
     if not gpus:
         return [()] * num_nodes
-    device, options = config.model.device, []
+    device = config.model.device
+    options: list[tuple[str, ...]] = []
     for i in range(num_nodes):
         sharers = len(range(i % gpus, num_nodes, gpus))
         # Cut off, not rounded: together they may not take more than is allowed.

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from engine import State
+from engine import State, runner
 from engine.decode_graphs import padded_sizes
 from engine.device import CpuDevice, DeviceMemory
-from engine.errors import GpuMemoryShort
+from engine.errors import GpuMemoryShort, WeightsTooLarge
 from engine.gpu_memory import CONTEXT_NBYTES, Needs, pool_room
 from tests.engine.late_device import LateDevice
 
@@ -124,6 +125,16 @@ async def test_a_pool_that_does_not_fit_says_what_would(checkpoint, serve_on) ->
         ):
             pass
     assert 0 < caught.value.room_nbytes < caught.value.wanted_nbytes
+
+
+async def test_weights_that_do_not_fit_are_named_with_what_is_free(checkpoint, serve_on, monkeypatch) -> None:
+    def full(*args: object, **words: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(runner, "Model", full)
+    with pytest.raises(WeightsTooLarge, match=r"2,147,483,648 bytes were free"):
+        async with serve_on(LateDevice(DeviceMemory(80 * GIB, 2 * GIB, 0)), checkpoint.path):
+            pass
 
 
 def test_the_room_for_a_pool() -> None:
