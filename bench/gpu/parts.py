@@ -12,6 +12,7 @@ _PYTEST = (
     "-q",
     "-p",
     "no:cacheprovider",
+    "--disable-warnings",
     # A package that is missing costs the tests of one file, not all.
     "--continue-on-collection-errors",
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 import transformers
+
+from runtime.options import ModelOptions
 
 FAMILIES = {
     "llama": ("llama", {}),
@@ -141,10 +141,9 @@ async def test_prompt_logprobs_equal_transformers(make_checkpoint, serve):
     assert all(len(row.top_ids) == 2 and row.top_logprobs[0] >= row.logprob for row in reported)
 
 
-DEMO = Path(__file__).parents[3] / "shared/data/demo-model"
+DEMO = ModelOptions().directory
 
 
-@pytest.mark.skipif(not DEMO.exists(), reason=f"no {DEMO}")
 async def test_demo_model_greedy_equals_transformers(serve):
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     random = np.random.default_rng(0)
