@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.decode_graphs import padded_sizes
 from engine.device import DeviceMemory
+from engine.dtype import TORCH_DTYPES
 from engine.errors import GpuMemoryShort
 from engine.model import StepInputs
 from engine.sampler import SamplingBatch, sample
@@ -111,7 +112,7 @@ def largest_step(runner: ModelRunner, layout: KVLayout) -> None:
             chunk_starts=ints(0, n),
             chunk_lens=ints(n),
         ),
-        torch.zeros(shape, dtype=model.dtype, device=device.torch),
+        torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device.torch),
     )
     rows = min(options.max_batch_size, n)
     costly = Sampling(temperature=1.0, top_p=0.9)
