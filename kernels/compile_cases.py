@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -17,148 +15,24 @@ from kernels import (
     triton_decode,
     triton_experts,
     triton_kv,
-    triton_prefill,
+    triton_merge,
     triton_rows,
 )
-from kernels.launch import decode_choice, padded, prefill_choice
+from kernels.attention_cases import attended, decode_case, prefill_case
+from kernels.compile_case import POINTERS, STRIDES, Case
+from kernels.launch import decode_choice
 from kernels.reference import FP8
-from kernels.triton_fp8 import fp8_mode
-
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", FP8: "*u8"}
-STRIDES = dict.fromkeys(("layer_offset", "block_stride", "kv_stride", "head_stride"), "i32")
-RULES = {"scale": "fp32", "v_scale": "fp32", "window": "i32", "soft_cap": "fp32"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel with the shapes it is compiled for, and what must be true of it."""
-
-    name: str
-    kernel: Any
-    pointers: dict[str, str]
-    scalars: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int = 2
-    multiplies_tiles: bool = False
-    multiplies_warpgroups: bool = False
-    loads_nbytes: int = 0  # at least, by the widest load
-    resident: int = 1  # at least, on a multiprocessor
-    divisible: tuple[str, ...] = ()  # scalars that are multiples of 16
-
-
-@dataclass(frozen=True)
-class Attended:
-    """What attention is compiled for."""
-
-    q_dtype: torch.dtype
-    pool_dtype: torch.dtype
-    head_dim: int
-    group: int = 4
-    block_size: int = 16
-    queries: int = 1
-
-    @property
-    def name(self) -> str:
-        kind = str(self.q_dtype).removeprefix("torch.")
-        kind = {"float32": "wide", FP8: "fp8"}.get(kind, kind) if self.pool_dtype != FP8 else f"{kind}/fp8"
-        several = f" Q{self.queries}" if self.queries > 1 else ""
-        return f"{kind} D{self.head_dim} G{self.group} B{self.block_size}{several}"
-
-
-def attended(arch: int) -> Iterator[Attended]:
-    """Every dtype and head_dim of the launch table, then what else changes the code."""
-    for head_dim in (64, 128, 256):
-        for dtype in (torch.bfloat16, torch.float16):
-            yield Attended(dtype, dtype, head_dim)
-        yield Attended(torch.bfloat16, FP8, head_dim)
-        yield Attended(torch.float32, torch.float32, head_dim)
-    for group, block_size in ((1, 16), (7, 16), (8, 256), (8, 64), (32, 64)):
-        yield Attended(torch.bfloat16, torch.bfloat16, 128, group, block_size)
-        yield Attended(torch.bfloat16, FP8, 128, group, block_size)
-    for queries in (4, 16):
-        yield Attended(torch.bfloat16, torch.bfloat16, 128, queries=queries)
-        yield Attended(torch.bfloat16, FP8, 128, queries=queries)
-
-
-def decode_case(what: Attended, arch: int, choice: Any = None) -> Case:
-    """``choice``: another than the table's."""
-    rows = padded(what.queries * what.group, 16)
-    choice = choice or decode_choice(what.head_dim, rows, what.q_dtype, what.pool_dtype, arch)
-    given = POINTERS[what.q_dtype]
-    constants = triton_decode.decode_constants(
-        queries=what.queries,
-        group=what.group,
-        head_dim=what.head_dim,
-        block_size=what.block_size,
-        batch=64,
-        choice=choice,
-    )
-    return Case(
-        f"decode {what.name}",
-        triton_decode.decode_part,
-        {
-            "q": given,
-            "pool": POINTERS[what.pool_dtype],
-            "out": given,
-            **dict.fromkeys(("table", "contexts", "positions"), "*i32"),
-            **dict.fromkeys(("lse", "scratch", "scratch_lse"), "*fp32"),
-        },
-        STRIDES | RULES | dict.fromkeys(("table_stride", "batch", "wanted"), "i32"),
-        constants
-        | {
-            "ROWS": rows,
-            "BLOCK_SIZE": what.block_size,
-            "CAPPED": False,
-            "WRITE_LSE": False,
-            "FP8": fp8_mode(what.pool_dtype, arch),
-        },
-        choice.num_warps,
-        choice.num_stages,
-        multiplies_tiles=what.q_dtype != torch.float32,
-        loads_nbytes=16,
-        resident=choice.programs_per_multiprocessor,
-    )
-
-
-def prefill_case(what: Attended, arch: int, choice: Any = None) -> Case:
-    """``choice``: another than the table's."""
-    choice = choice or prefill_choice(what.head_dim, what.q_dtype, what.pool_dtype, arch)
-    given = POINTERS[what.q_dtype]
-    constants = triton_prefill.prefill_constants(
-        group=what.group, head_dim=what.head_dim, block_size=what.block_size, batch=64, choice=choice
-    )
-    half = what.q_dtype != torch.float32
-    return Case(
-        f"prefill {what.name}",
-        triton_prefill.prefill_tile,
-        {
-            "q": given,
-            "pool": POINTERS[what.pool_dtype],
-            "out": given,
-            "lse": "*fp32",
-            **dict.fromkeys(("table", "starts", "positions", "contexts"), "*i32"),
-        },
-        STRIDES | RULES | dict.fromkeys(("table_stride", "batch"), "i32"),
-        constants
-        | {"CAPPED": False, "POSITIONS": False, "WRITE_LSE": False, "FP8": fp8_mode(what.pool_dtype, arch)},
-        choice.num_warps,
-        choice.num_stages,
-        multiplies_tiles=half,
-        multiplies_warpgroups=half and choice.rows >= 64,
-        loads_nbytes=16,
-    )
 
 
 def merge_cases() -> Iterator[Case]:
-    shape = {"DIM": 128, "DIM_PADDED": 128, "PARTS": triton_decode.PARTS}
+    shape = {"DIM": 128, "DIM_PADDED": 128, "PARTS": triton_merge.PARTS}
     choice = decode_choice(128, 16, torch.bfloat16, torch.bfloat16, 80)
     constants = triton_decode.decode_constants(
         queries=1, group=4, head_dim=128, block_size=16, batch=64, choice=choice
     )
     yield Case(
         "merge split",
-        triton_decode.merge_split,
+        triton_merge.merge_split,
         {
             **dict.fromkeys(("scratch", "scratch_lse", "lse"), "*fp32"),
             **dict.fromkeys(("contexts", "positions"), "*i32"),
@@ -170,7 +44,7 @@ def merge_cases() -> Iterator[Case]:
     )
     yield Case(
         "merge states",
-        triton_decode.merge_states,
+        triton_merge.merge_states,
         {"outs": "*bf16", "lses": "*fp32", "out": "*bf16", "lse": "*fp32"},
         {"num_rows": "i32", "num_parts": "i32"},
         shape,

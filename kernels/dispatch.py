@@ -37,7 +37,7 @@ def _cpu_form(plain: Form) -> Form:
 def _gpu_form(plain: Form) -> Form:
     if mode() == "torch" or find_spec("triton") is None:
         return plain
-    for module in ("decode", "prefill", "rows", "kv", "blocks", "experts", "adapters"):
+    for module in ("decode", "prefill", "merge", "rows", "kv", "blocks", "experts", "adapters"):
         form = getattr(import_module(f"kernels.triton_{module}"), plain.__name__, None)
         if form is not None:
             return cast(Form, form)

@@ -25,7 +25,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.compile_cases import Case, all_cases
+from kernels.compile_case import Case
+from kernels.compile_cases import all_cases
 
 # Shared memory a program and a multiprocessor may have, in bytes; registers of a multiprocessor.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}

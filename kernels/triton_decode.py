@@ -16,42 +16,8 @@ from torch import Tensor
 
 from kernels.launch import DecodeChoice, architecture, decode_choice, num_multiprocessors, padded
 from kernels.triton_fp8 import as_bytes, fp8_mode, halves_of, widened
-
-
-@triton.jit
-def plan_parts(
-    contexts,
-    positions,
-    batch,
-    wanted,
-    window,
-    QUERIES: tl.constexpr,
-    TILE: tl.constexpr,
-    FEWEST: tl.constexpr,
-    BATCH_PADDED: tl.constexpr,
-    POSITIONS: tl.constexpr,
-):
-    """How the tiles of all sequences are spread over programs: about ``wanted`` equal parts in all, of FEWEST
-    tiles or more, each of one sequence.
-
-    Returns, of each sequence: its first tile, its parts and where these end among all parts (so that its own
-    are the last ``parts`` before that); and the tiles of a part. A sequence of which nothing is
-    seen has one part. Everything is computed where the lengths are, so that a captured graph can be replayed
-    with others, and one long sequence among short ones is spread over the whole device.
-    """
-    i = tl.arange(0, BATCH_PADDED)
-    there = i < batch
-    context = tl.load(contexts + i, mask=there, other=0)
-    position = context - QUERIES
-    if POSITIONS:
-        position = tl.load(positions + i, mask=there, other=0)
-    first = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
-    end = tl.minimum(context, position + QUERIES)
-    first_tile = first // TILE
-    tiles = tl.where(end > first, (end + TILE - 1) // TILE - first_tile, 0)
-    tiles_per_part = tl.maximum((tl.sum(tiles, 0) + wanted - 1) // wanted, FEWEST)
-    parts = tl.where(there, tl.maximum((tiles + tiles_per_part - 1) // tiles_per_part, 1), 0)
-    return first_tile, parts, tl.cumsum(parts, 0), tiles_per_part
+from kernels.triton_merge import PARTS, merge_split
+from kernels.triton_parts import FEWEST_TOKENS, plan_parts
 
 
 # What changes from step to step is not compiled in, so that nothing compiles while serving.
@@ -191,101 +157,6 @@ def decode_part(
         tl.store(scratch_lse + to, log, mask=row_there)
 
 
-@triton.jit
-def weighed(parts, lse, at, step, count, TILE: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """Rows at, at + step … of ``count`` parts, weighted by the share of the exponentials each saw, in a fixed
-    order. parts: […, DIM]; lse: natural, -inf where a part saw nothing. Returns the row and its lse."""
-    dims = tl.arange(0, DIM_PADDED)
-    top = float("-inf")
-    total = 0.0
-    gathered = tl.zeros([DIM_PADDED], tl.float32)
-    for start in range(0, count, TILE):
-        part = start + tl.arange(0, TILE)
-        there = part < count
-        where = at + part.to(tl.int64) * step
-        logs = tl.load(lse + where, mask=there, other=float("-inf"))
-        new_top = tl.maximum(top, tl.max(logs, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        unseen = logs == float("-inf")
-        weights = tl.where(unseen, 0.0, tl.exp2((logs - base) * 1.4426950408889634))
-        readable = (there & ~unseen)[:, None] & (dims < DIM)[None, :]
-        values = tl.load(parts + where[:, None] * DIM + dims[None, :], mask=readable, other=0.0)
-        factor = tl.exp2((top - base) * 1.4426950408889634)
-        total = total * factor + tl.sum(weights, 0)
-        gathered = gathered * factor + tl.sum(values.to(tl.float32) * weights[:, None], 0)
-        top = new_top
-    gathered = gathered / tl.where(total == 0, 1.0, total)
-    return gathered, tl.where(total == 0, float("-inf"), top + tl.log2(total) * 0.6931471805599453)
-
-
-@triton.jit(do_not_specialize=["batch", "wanted", "window"])
-def merge_split(
-    scratch,
-    scratch_lse,
-    contexts,
-    positions,
-    out,
-    lse,
-    batch,
-    wanted,
-    window,
-    KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    FEWEST: tl.constexpr,
-    BATCH_PADDED: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """What ``decode_part`` left in scratch, put together. Grid: (batch, QUERIES * num_heads)."""
-    sequence = tl.program_id(0)
-    _, parts, part_ends, _ = plan_parts(
-        contexts, positions, batch, wanted, window, QUERIES, TILE, FEWEST, BATCH_PADDED, POSITIONS
-    )
-    mine = tl.arange(0, BATCH_PADDED) == sequence
-    num_parts = tl.sum(tl.where(mine, parts, 0), 0)
-    if num_parts == 1:
-        return
-    first = tl.sum(tl.where(mine, part_ends - parts, 0), 0)
-    query, query_head = tl.program_id(1) // (KV_HEADS * GROUP), tl.program_id(1) % (KV_HEADS * GROUP)
-    rows: tl.constexpr = QUERIES * GROUP
-    at = (first * KV_HEADS + query_head // GROUP).to(tl.int64) * rows + query * GROUP + query_head % GROUP
-    row, log = weighed(scratch, scratch_lse, at, KV_HEADS * rows, num_parts, PARTS, DIM, DIM_PADDED)
-    to = sequence.to(tl.int64) * (QUERIES * KV_HEADS * GROUP) + tl.program_id(1)
-    dims = tl.arange(0, DIM_PADDED)
-    tl.store(out + to * DIM + dims, row.to(out.dtype.element_ty), mask=dims < DIM)
-    if WRITE_LSE:
-        tl.store(lse + to, log)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_parts"])
-def merge_states(
-    outs,
-    lses,
-    out,
-    lse,
-    num_rows,
-    num_parts,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Grid: (num_rows,). outs: [num_parts, num_rows, DIM]; lses: [num_parts, num_rows]."""
-    at = tl.program_id(0).to(tl.int64)
-    row, log = weighed(outs, lses, at, num_rows, num_parts, PARTS, DIM, DIM_PADDED)
-    dims = tl.arange(0, DIM_PADDED)
-    tl.store(out + at * DIM + dims, row.to(out.dtype.element_ty), mask=dims < DIM)
-    tl.store(lse + at, log)
-
-
-PARTS = 32  # a step of a merge takes
-FEWEST_TOKENS = 256  # worth a program of their own
-
-
 def decode_constants(
     *,
     queries: int,
@@ -307,26 +178,6 @@ def decode_constants(
         "BATCH_PADDED": padded(batch, 256),  # the same for all that are likely
         "POSITIONS": positions,
     }
-
-
-def merge_attention_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``reference.merge_attention_states``."""
-    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-    num_rows, head_dim = lse.numel(), outs.shape[-1]
-    if num_rows:
-        merge_states[(num_rows,)](
-            outs,
-            lses,
-            out,
-            lse,
-            num_rows,
-            outs.shape[0],
-            DIM=head_dim,
-            DIM_PADDED=padded(head_dim, 16),
-            PARTS=PARTS,
-            num_warps=4,
-        )
-    return out, lse
 
 
 def paged_decode_attention(

@@ -22,7 +22,7 @@ from bench.kernels.clock import CudaClock
 from bench.kernels.contest import OURS
 from bench.kernels.machine import Machine
 from kernels import launch
-from kernels.compile_cases import Attended, decode_case, prefill_case
+from kernels.attention_cases import Attended, decode_case, prefill_case
 from kernels.launch import DecodeChoice, PrefillChoice
 from kernels.reference import FP8
 from kernels.triton_compile import compile_case

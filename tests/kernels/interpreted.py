@@ -28,6 +28,7 @@ from kernels import (
     triton_decode,
     triton_experts,
     triton_kv,
+    triton_merge,
     triton_prefill,
     triton_rows,
 )
@@ -140,7 +141,7 @@ def test_parts_merge_to_the_whole() -> None:
             out=outs[i],
             lse=lses[i],
         )
-    merged, lse = triton_decode.merge_attention_states(outs, lses)
+    merged, lse = triton_merge.merge_attention_states(outs, lses)
     assert_states(batch, merged, lse)
 
 
@@ -324,7 +325,7 @@ def test_merge_attention_states() -> None:
     outs, lses = torch.randn(5, 4, 2, 24), torch.randn(5, 4, 2) * 5
     outs[3, :2], lses[3, :2] = float("nan"), float("-inf")
     outs[:, 3], lses[:, 3] = float("nan"), float("-inf")
-    merged, lse = triton_decode.merge_attention_states(outs, lses)
+    merged, lse = triton_merge.merge_attention_states(outs, lses)
     expected, expected_lse = reference.merge_attention_states(outs, lses)
     assert_near(merged, expected, torch.float32, 2)
     assert torch.equal(lse.isneginf(), expected_lse.isneginf())

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from kernels import triton_decode, triton_prefill
-from kernels.compile_cases import Attended, all_cases, decode_case, other_cases, prefill_case
+from kernels.attention_cases import Attended, decode_case, prefill_case
+from kernels.compile_cases import all_cases, other_cases
 from kernels.launch import decode_choice, prefill_choice, table
 from kernels.triton_compile import Resources, compile_all
 
