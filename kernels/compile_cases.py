@@ -91,15 +91,17 @@ def kv_cases(dtype: torch.dtype, pool_dtype: torch.dtype) -> Iterator[Case]:
     )
     yield Case(
         f"rotate and write {kind}",
-        triton_kv.rotate_head,
+        triton_kv.rotate_heads,
         dict.fromkeys(("qkv", "q", "q_norm", "k_norm"), pointer)
         | {"pool": stored, "positions": "*i64", "slots": "*i64", "cos": "*fp32", "sin": "*fp32"},
         STRIDES | factors | {"eps": "fp32"},
         {
             **{"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK_SIZE": 16, "NORM_Q": True, "NORM_K": True},
             **{"HALF": 64, "HALF_PADDED": 64, "REST_PADDED": 1, "FP8": pool_dtype == FP8},
+            "PER": triton_kv.HEADS_PER_PROGRAM,
         },
-        num_warps=1,
+        num_warps=4,
+        loads_nbytes=16,
     )
 
 

@@ -58,7 +58,7 @@ def move_block(
 
 def _words(blocks: Tensor) -> Tensor:
     """Contiguous blocks as 64-bit words: [n, words]."""
-    return bits(blocks).view(blocks.shape[0], -1).view(torch.int64)
+    return bits(blocks).flatten(1).view(torch.int64)
 
 
 def _move(

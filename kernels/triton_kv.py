@@ -59,7 +59,19 @@ def write_token(
 
 
 @triton.jit
-def rotate_head(
+def norm_weights(q_norm, k_norm, at, there, is_q, normed, NORM_Q: tl.constexpr, NORM_K: tl.constexpr):
+    """What the values at ``at`` of each head are multiplied by: [heads, n], 1 for a head without a norm."""
+    of_q = tl.full(at.shape, 1.0, tl.float32)
+    of_k = of_q
+    if NORM_Q:
+        of_q = tl.load(q_norm + at, mask=there, other=0.0).to(tl.float32)
+    if NORM_K:
+        of_k = tl.load(k_norm + at, mask=there, other=0.0).to(tl.float32)
+    return tl.where(normed[:, None], tl.where(is_q[:, None], of_q[None, :], of_k[None, :]), 1.0)
+
+
+@triton.jit
+def rotate_heads(
     qkv,
     positions,
     cos,
@@ -86,57 +98,61 @@ def rotate_head(
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
     FP8: tl.constexpr,
+    PER: tl.constexpr,
 ):
-    """One head of one token. Grid: (num_tokens, HEADS + 2 * KV_HEADS): the q heads, the k heads, the v heads.
+    """PER heads of one token, out of its q, k and v heads in this order. Grid: (num_tokens, tiles of PER).
 
     A head is held as its first half, its second half and the rest that rotation leaves alone. k_factor,
     v_factor: what a float8 pool's values are multiplied by.
     """
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * PER + tl.arange(0, PER)
     slot = tl.load(slots + token)
-    if (head >= HEADS) & (slot < 0):
-        return
-    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM
+    is_q = head < HEADS
+    is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    turned = head < HEADS + KV_HEADS
+    kept = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS) & (slot >= 0)
+
     lane, rest_lane = tl.arange(0, HALF_PADDED), tl.arange(0, REST_PADDED)
     there, rest_there = lane < HALF, rest_lane < DIM - 2 * HALF
-    first = tl.load(source + lane, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + lane, mask=there, other=0.0).to(tl.float32)
-    rest = tl.load(source + 2 * HALF + rest_lane, mask=rest_there, other=0.0).to(tl.float32)
+    source = qkv + ((token * (HEADS + 2 * KV_HEADS) + head) * DIM)[:, None]
+    wanted = (is_q | kept)[:, None]
+    first = tl.load(source + lane[None, :], mask=wanted & there[None, :], other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + lane[None, :], mask=wanted & there[None, :], other=0.0).to(tl.float32)
+    rest = tl.load(source + 2 * HALF + rest_lane[None, :], mask=wanted & rest_there[None, :], other=0.0)
+    rest = rest.to(tl.float32)
 
-    if head < HEADS + KV_HEADS:
-        if NORM_Q or NORM_K:
-            squares = tl.sum(first * first, 0) + tl.sum(second * second, 0) + tl.sum(rest * rest, 0)
-            scale = tl.rsqrt(squares / DIM + eps)
-            normed = ((head < HEADS) & NORM_Q) | ((head >= HEADS) & NORM_K)
-            weight = k_norm
-            if head < HEADS:
-                weight = q_norm
-            scale = tl.where(normed, scale, 1.0)
-            one = tl.where(normed, 0.0, 1.0)  # what replaces the weight of an unnormed head
-            use = there & normed
-            first *= scale * (tl.load(weight + lane, mask=use, other=0.0).to(tl.float32) + one)
-            second *= scale * (tl.load(weight + HALF + lane, mask=use, other=0.0).to(tl.float32) + one)
-            use = rest_there & normed
-            rest *= scale * (tl.load(weight + 2 * HALF + rest_lane, mask=use, other=0.0).to(tl.float32) + one)
-        angle = tl.load(positions + token) * HALF + lane
-        c = tl.load(cos + angle, mask=there, other=0.0)
-        s = tl.load(sin + angle, mask=there, other=0.0)
-        first, second = first * c - second * s, second * c + first * s
-    if head < HEADS:
-        to = q + (token * HEADS + head) * DIM
-        tl.store(to + lane, first.to(q.dtype.element_ty), mask=there)
-        tl.store(to + HALF + lane, second.to(q.dtype.element_ty), mask=there)
-        tl.store(to + 2 * HALF + rest_lane, rest.to(q.dtype.element_ty), mask=rest_there)
-    else:
-        is_v = head >= HEADS + KV_HEADS
-        kv_head = (head - HEADS - tl.where(is_v, KV_HEADS, 0)).to(tl.int64)
-        into = pool + layer_offset + slot_place(slot, block_stride, BLOCK_SIZE, DIM) + kv_head * head_stride
-        into += tl.where(is_v, kv_stride, 0)
-        factor = tl.where(is_v, v_factor, k_factor)
-        kind = pool.dtype.element_ty
-        tl.store(into + lane, narrowed(first, factor, kind, FP8), mask=there)
-        tl.store(into + HALF + lane, narrowed(second, factor, kind, FP8), mask=there)
-        tl.store(into + 2 * HALF + rest_lane, narrowed(rest, factor, kind, FP8), mask=rest_there)
+    if NORM_Q or NORM_K:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
+        normed = (is_q & NORM_Q) | (~is_q & turned & NORM_K)
+        scale = tl.where(normed, tl.rsqrt(squares / DIM + eps), 1.0)[:, None]
+        first *= scale * norm_weights(q_norm, k_norm, lane, there, is_q, normed, NORM_Q, NORM_K)
+        second *= scale * norm_weights(q_norm, k_norm, HALF + lane, there, is_q, normed, NORM_Q, NORM_K)
+        last = 2 * HALF + rest_lane
+        rest *= scale * norm_weights(q_norm, k_norm, last, rest_there, is_q, normed, NORM_Q, NORM_K)
+    angle = tl.load(positions + token) * HALF + lane
+    c = tl.load(cos + angle, mask=there, other=0.0)[None, :]
+    s = tl.load(sin + angle, mask=there, other=0.0)[None, :]
+    one = tl.where(turned[:, None], first * c - second * s, first)
+    other = tl.where(turned[:, None], second * c + first * s, second)
+
+    to = q + ((token * HEADS + head) * DIM)[:, None]
+    half_q, rest_q = is_q[:, None] & there[None, :], is_q[:, None] & rest_there[None, :]
+    tl.store(to + lane[None, :], one.to(q.dtype.element_ty), mask=half_q)
+    tl.store(to + HALF + lane[None, :], other.to(q.dtype.element_ty), mask=half_q)
+    tl.store(to + 2 * HALF + rest_lane[None, :], rest.to(q.dtype.element_ty), mask=rest_q)
+    kv_head = (head - HEADS - tl.where(is_v, KV_HEADS, 0)).to(tl.int64)
+    place = slot_place(slot, block_stride, BLOCK_SIZE, DIM) + kv_head * head_stride
+    into = pool + layer_offset + (place + tl.where(is_v, kv_stride, 0))[:, None]
+    factor = tl.where(is_v, v_factor, k_factor)[:, None]
+    half_kv, rest_kv = kept[:, None] & there[None, :], kept[:, None] & rest_there[None, :]
+    kind = pool.dtype.element_ty
+    tl.store(into + lane[None, :], narrowed(one, factor, kind, FP8), mask=half_kv)
+    tl.store(into + HALF + lane[None, :], narrowed(other, factor, kind, FP8), mask=half_kv)
+    tl.store(into + 2 * HALF + rest_lane[None, :], narrowed(rest, factor, kind, FP8), mask=rest_kv)
+
+
+HEADS_PER_PROGRAM = 8
 
 
 def write_kv(
@@ -216,7 +232,7 @@ def rotate_and_write(
     q = torch.empty((n, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if n:
         strides = pool.stride()
-        rotate_head[(n, num_heads + 2 * num_kv_heads)](
+        rotate_heads[(n, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))](
             qkv,
             positions,
             cos,
@@ -243,6 +259,7 @@ def rotate_and_write(
             NORM_Q=q_norm is not None,
             NORM_K=k_norm is not None,
             FP8=pool.dtype == FP8,
-            num_warps=1,
+            PER=HEADS_PER_PROGRAM,
+            num_warps=4,
         )
     return q

@@ -250,6 +250,7 @@ def test_blocks() -> None:
     before, ids = pool.clone(), torch.tensor([7, 0, 3])
     staged = triton_blocks.gather_blocks(pool, ids)
     assert torch.equal(staged, before[ids])
+    assert triton_blocks.gather_blocks(pool, ids[:0]).shape == (0, *pool.shape[1:])
     triton_blocks.copy_blocks(pool, torch.tensor([1, 2]), torch.tensor([7, 0]))
     assert torch.equal(pool[[7, 0]], before[[1, 2]])
     triton_blocks.scatter_blocks(staged, pool, ids)
