@@ -114,21 +114,35 @@ _add_daemon("store-node", "kvstore.store_node", "Run a store node: lend memory a
 
 @cli.command("status")
 @url_option
-@click.option("--json", "as_json", is_flag=True, help="Print /v1/cluster once, as JSON.")
-@click.option("--once", is_flag=True, help="Print the table once.")
-def status_command(url: str, as_json: bool, once: bool) -> None:
-    """Show the cluster's nodes and their load, live."""
+@click.option("--json", "as_json", is_flag=True, help="Print /v1/cluster, as JSON.")
+def status_command(url: str, as_json: bool) -> None:
+    """Print the cluster's nodes and their load."""
     from moonpool.client import Client
-    from moonpool.status import show_status
+    from moonpool.status import cluster_view
 
     async def run() -> None:
         async with Client(url) as client:
-            if as_json:
-                click.echo(json.dumps(await client.cluster(), indent=2))
-            else:
-                await show_status(client, console, live=console.is_terminal and not once)
+            cluster = await client.cluster()
+        if as_json:
+            click.echo(json.dumps(cluster, indent=2))
+        else:
+            console.print(cluster_view(url, cluster))
 
-    with contextlib.suppress(KeyboardInterrupt):  # the ordinary way to end a live table
+    _run(run())
+
+
+@cli.command("top")
+@url_option
+def top_command(url: str) -> None:
+    """Watch the cluster: nodes, cache, transfers, requests, events, once a second."""
+    from moonpool.client import Client
+    from moonpool.top import show_top
+
+    async def run() -> None:
+        async with Client(url) as client:
+            await show_top(client, console)
+
+    with contextlib.suppress(KeyboardInterrupt):
         _run(run())
 
 

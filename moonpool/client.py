@@ -36,7 +36,9 @@ class Client:
         self.url = url.rstrip("/")
         self._clock = clock
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5), trust_env=False
+            read_bufsize=1 << 22,  # an event of /v1/live is one line
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
+            trust_env=False,
         )
 
     async def __aenter__(self) -> Self:
@@ -56,6 +58,17 @@ class Client:
 
     async def timeline(self, request_id: str) -> dict[str, Any]:
         return await self._get(f"/v1/requests/{request_id}/timeline")
+
+    async def live(self) -> AsyncGenerator[dict[str, Any], None]:
+        """What goes on, once a second, as the dashboard is told it; ends with the conductor."""
+        url = f"{self.url}/v1/live"
+        try:
+            async with self._session.get(url) as response:
+                await _raise_for_status(url, response)
+                async for snapshot in _events(response):
+                    yield snapshot
+        except aiohttp.ClientError as error:
+            raise ApiError(url, 0, _no_answer(error)) from error
 
     async def model(self) -> dict[str, Any]:
         """The one it serves."""

@@ -1,40 +1,14 @@
-"""``moonpool status``: the cluster as its conductor sees it."""
+"""The cluster as its conductor sees it, as a table."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moonpool.client import Client
-from moonpool.errors import ApiError
-
-REFRESH_S = 1.0
-
 _STYLES = {"ready": "green", "draining": "yellow", "starting": "yellow", "unreachable": "red"}
-
-
-async def show_status(client: Client, console: Console, *, live: bool) -> None:
-    """Print the cluster once, or keep a live table until interrupted.
-
-    Raises:
-        ApiError: the conductor did not answer; a live table says so and goes on.
-    """
-    first = await client.cluster()
-    if not live:
-        console.print(cluster_view(client.url, first))
-        return
-    with Live(cluster_view(client.url, first), console=console, auto_refresh=False) as view:
-        while True:
-            await asyncio.sleep(REFRESH_S)
-            try:
-                view.update(cluster_view(client.url, await client.cluster()), refresh=True)
-            except ApiError as error:
-                view.update(Text(str(error), style="red"), refresh=True)
 
 
 def cluster_view(url: str, cluster: dict[str, Any]) -> RenderableType:

@@ -91,4 +91,4 @@ def _say_where(cluster: LocalCluster, console: Console) -> None:
         '    -d \'{"messages": [{"role": "user", "content": "Who was Solomon?"}], "stream": true}\'',
         highlight=False,
     )
-    console.print("\nServing. Ctrl-C stops everything; `moonpool status` and `moonpool chat` talk to it.")
+    console.print("\nServing. Ctrl-C stops everything; `moonpool top` and `moonpool chat` talk to it.")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
+import pty
 import re
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from moonpool.client import Client, Reply
 from moonpool.local_cluster import LocalCluster
+from moonpool.top import Rates, top_view
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -73,6 +78,41 @@ async def test_daemons_start_and_drain(
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_top_shows_what_the_conductor_tells(cluster: LocalCluster) -> None:
+    console, rates = Console(width=200, record=True, file=io.StringIO()), Rates()
+    async with Client(cluster.url) as client:
+        async for _ in client.complete("In the beginning", Reply(), max_tokens=8):
+            pass
+        async for now in client.live():
+            console.print(top_view(client.url, now, rates))
+            if rates.before is not None:
+                break
+            rates.before = now
+    shown = console.export_text()
+    for name in (*(node.name for node in cluster.nodes), now["requests"][0]["id"], "joined decode-0", "MB/s"):
+        assert name in shown
+
+
+async def test_top_waits_for_a_conductor_that_is_not_there() -> None:
+    """In a terminal of its own, until it is interrupted."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "moonpool", "top", "--url", "http://127.0.0.1:9"]
+    process = await asyncio.create_subprocess_exec(*command, stdin=follower, stdout=follower, stderr=follower)
+    os.close(follower)
+    try:
+        shown = b""
+        while b"no answer" not in shown:
+            shown += await asyncio.to_thread(os.read, leader, 4096)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        os.close(leader)
 
 
 @pytest.mark.parametrize(
