@@ -52,7 +52,7 @@ ON_DEVICE = ("cuda-ipc", "cuda-shm", "cuda-tcp")
 )
 @click.option("--contiguous", is_flag=True, help="With --block: side by side instead of scattered.")
 @click.option("--checksum", type=click.Choice(("on", "off", "both")), default="both", show_default=True)
-@click.option("--full", is_flag=True, help="Every size and batch, 4 KiB to 64 MiB, 1 to 4,096 (10 minutes).")
+@click.option("--full", is_flag=True, help="4 KiB to 64 MiB, 1 to 4,096 spans (5 minutes a round).")
 @click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Compare with; repeatable.")
 @click.option(
     "--rounds",
