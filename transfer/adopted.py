@@ -82,8 +82,8 @@ def adopt_device(buffer: Any, writable: bool, cuda: Cuda) -> DeviceMemory:
     if nbytes == 0:
         raise ValueError("memory of zero bytes cannot be registered")
     device = cuda.device_of(address)
-    if device is None:
-        raise ValueError(f"there is no device's memory at {address:#x}")
+    if device is None or cuda.device_of(address + nbytes - 1) != device:
+        raise ValueError(f"there are no {nbytes} bytes of a device's memory at {address:#x}")
     return DeviceMemory(address, nbytes, device, owner)
 
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _log = logging.getLogger(__name__)
+# A peer answers in milliseconds, if at all.
+_LET_GO_S = 1.0
+_kept: list[Region] = []
 
 
 def pool_backing(options: TransferOptions, *, with_ucx: bool) -> memory.Backing:
@@ -145,6 +148,21 @@ class AgentMemory:
             control.region_closed(region.id)
         for link in list(self.local_links):
             link.region_closed(region.id)
+
+    async def withdraw(self) -> None:
+        """Close the regions in device memory, and wait until no process has them mapped any more.
+
+        What a peer does not let go of (it may be stopped) is never freed.
+        """
+        for region in self.regions:
+            if region.device is not None:
+                region.close()
+        kept = await self._lingering.on_devices_gone(_LET_GO_S)
+        if kept:
+            _log.warning(
+                "%d regions in device memory are kept, because peers still have them mapped", len(kept)
+            )
+            _kept.extend(kept)
 
     def close(self) -> None:
         """Close all regions. No connection is left, and nothing is under way."""

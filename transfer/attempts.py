@@ -157,7 +157,11 @@ class Attempts:
             on_spans=self._announce if self.on_spans is not None else None,
             on_end=lambda error: self._call(_settle, ended, error),
         )
-        path.start(attempt)
+        try:
+            path.start(attempt)
+        except Exception as error:
+            # Our bug; but what the attempt holds must be let go, or no region of it could ever be closed.
+            attempt.stop(error)
         watch = StallWatch(path, attempt, elsewhere=elsewhere)
         try:
             return await asyncio.shield(ended)

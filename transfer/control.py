@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from typing import Protocol
@@ -13,6 +14,8 @@ from transfer.tls import receive_now, send_now
 from transfer.wire import FRAME_HEADER, MAX_FRAME_NBYTES, REGION_ID, Frame, RegionInfo, WireError
 
 _MAX_BACKLOG_NBYTES = 4 << 20
+# Who has been stopped for longer than this holds finds out in the lifeline.
+_MAX_CLOSED_NBYTES = 4 * _MAX_BACKLOG_NBYTES
 _RECEIVE_NBYTES = 64 << 10
 
 
@@ -79,9 +82,10 @@ class Control:
         self._send(Frame.NOTE, payload)
 
     def region_closed(self, region_id: int) -> None:
-        """Tell the other side."""
+        """Tell the other side, however much it has not taken yet. Where the connection is broken it knows."""
         if self.open:
-            self._send(Frame.REGION_CLOSED, REGION_ID.pack(region_id))
+            with contextlib.suppress(TransferError):
+                self._send(Frame.REGION_CLOSED, REGION_ID.pack(region_id), most_nbytes=_MAX_CLOSED_NBYTES)
 
     def let_go(self, region_id: int) -> None:
         """Tell the other side that nothing of ours reads a region it has closed."""
@@ -123,12 +127,12 @@ class Control:
             self.close()
             self._owner.control_lost(self, reason)
 
-    def _send(self, frame: Frame, body: bytes) -> None:
+    def _send(self, frame: Frame, body: bytes, *, most_nbytes: int = _MAX_BACKLOG_NBYTES) -> None:
         if not self.open:
             raise TransferError("the control connection is closed")
         message = FRAME_HEADER.pack(len(body), frame) + body
         if self._backlog:
-            if len(self._backlog) + len(message) > _MAX_BACKLOG_NBYTES:
+            if len(self._backlog) + len(message) > most_nbytes:
                 raise TransferError(f"the peer has not taken {len(self._backlog)} bytes of notes")
             self._backlog += message
             return

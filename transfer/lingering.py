@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 
 from transfer.control import Control
@@ -19,6 +21,7 @@ class Lingering:
         """``forget(region id)`` when nobody reads it any more."""
         self._forget = forget
         self._regions: dict[int, tuple[Region, set[Control]]] = {}
+        self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._regions)
@@ -39,7 +42,20 @@ class Lingering:
             peers.discard(peer)
         self._free_unread()
 
+    async def on_devices_gone(self, seconds: float) -> list[Region]:
+        """Wait until no peer reads regions in device memory. Returns those it reads after ``seconds``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._on_devices():
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self._on_devices()
+
+    def _on_devices(self) -> list[Region]:
+        return [region for region, _ in self._regions.values() if region.device is not None]
+
     def _free_unread(self) -> None:
         for region_id in [region_id for region_id, (_, peers) in self._regions.items() if not peers]:
             del self._regions[region_id]
             self._forget(region_id)
+            self._changed.set()

@@ -162,13 +162,17 @@ class Peer:
         self._batches.discard(batch)
 
     def lose(self, error: TransferError) -> None:
-        """End all batches with ``error``, and refuse new ones."""
+        """End all batches with ``error``, refuse new ones, and let go of it."""
         if self._lost is None:
-            self._lost = error
-            for batch in list(self._batches):
-                batch.fail(error)
+            self.end(error)
             if self.on_lost is not None:
                 self.on_lost(self)
+
+    def end(self, error: TransferError) -> None:
+        """End all batches with ``error``, and refuse new ones. The connection stays."""
+        self._lost = error
+        for batch in list(self._batches):
+            batch.fail(error)
 
     def _region_closed(self, region_id: int) -> None:
         reading = [batch for batch in self._batches if batch.uses(region_id)]

@@ -111,7 +111,13 @@ class Peers:
             task.cancel()
         if connecting:
             await asyncio.wait(connecting)
-        for peer in list(self._by_link.values()):
-            peer.lose(AgentClosed(self._agent.agent_id))
+        peers = list(self._by_link.values())
+        for peer in peers:
+            peer.end(AgentClosed(self._agent.agent_id))
+        # While there are connections to say so.
+        await self._agent.memory.withdraw()
+        for peer in peers:
+            if peer.link in self._by_link:
+                self._forget(peer)
         if self._closing:
             await asyncio.wait(list(self._closing))

@@ -118,6 +118,18 @@ class PeerProcess:
     async def count_threads(self) -> dict[str, Any]:
         return {"threads": threading.active_count()}
 
+    async def read_device(self, descriptor: str, region: int) -> dict[str, Any]:
+        """Read the beginning of another agent's region into the first one here."""
+        peer = await self.agent.connect(AgentDescriptor.unpack(bytes.fromhex(descriptor)))
+        ours = next(iter(self.regions))
+        await peer.read([Span(ours, 0, 64)], [Span(region, 0, 64)], deadline_s=5)
+        return {}
+
+    async def close_agent(self) -> dict[str, Any]:
+        await self.agent.close()
+        self.regions.clear()
+        return {}
+
     async def count_device_memory(self) -> dict[str, Any]:
         """Allocations of the stand-in for the CUDA runtime, in this process."""
         values = (ctypes.c_long * 5)()

@@ -231,7 +231,8 @@ async def test_what_can_be_registered(environment: dict[str, str]) -> None:
             ({"shape": (8, 4), "typestr": "<f4", "strides": (32, 4)}, "contiguous"),
             ({"shape": (0,)}, "zero bytes"),
             ({"data": (buffer.address, True)}, "read-only"),
-            ({"data": (address_of(host), False), "shape": (64,)}, "no device's memory"),
+            ({"data": (address_of(host), False), "shape": (64,)}, "of a device's memory"),
+            ({"shape": (4097,)}, "of a device's memory"),
         ):
             with pytest.raises(ValueError, match=message):
                 agent.register(Interface(buffer, **more))
@@ -461,6 +462,92 @@ async def test_memory_that_is_mapped_stays_until_it_is_let_go(
             await theirs.do("count_device_memory")
         )["allocations"] or counts()["imported"] != imported:
             await asyncio.sleep(0.001)
+
+
+async def test_an_agent_that_closes_frees_nothing_that_is_being_read(
+    monkeypatch: pytest.MonkeyPatch, start_peer: StartPeer
+) -> None:
+    environment = use_stand_in(monkeypatch, COPY_US=50_000)
+    theirs = start_peer("cuda-ipc", **environment)
+    async with await start_here("cuda-ipc") as agent:
+        peer, remote = await connected(agent, theirs)
+        memory = DeviceRegion(agent, NBYTES)
+        await peer.read(halves(memory), halves(remote), deadline_s=5)
+        batch = peer.read(halves(memory), halves(remote), deadline_s=5)
+        while not agent.regions.in_use:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        closing = asyncio.create_task(theirs.do("close_agent"))
+        result, _ = await outcome(batch)
+        assert isinstance(result, RegionError | PeerLost)
+        await closing
+        assert (await theirs.do("count_device_memory"))["allocations"] == 0
+
+
+async def test_a_stopped_reader_keeps_nobody_from_closing(
+    environment: dict[str, str], start_peer: StartPeer
+) -> None:
+    """What it has mapped is never freed."""
+    reader = start_peer("cuda-ipc", **environment)
+    async with await start_here("cuda-ipc") as agent:
+        await connected(agent, reader)
+        memory = DeviceRegion(agent, NBYTES)
+        await reader.do("read_device", descriptor=agent.describe().pack().hex(), region=memory.id)
+        reader.signal(signal.SIGSTOP)
+        before = counts()["allocations"]
+        started = time.monotonic()
+        await agent.close()
+        assert time.monotonic() - started < 3
+        del memory
+        assert counts()["allocations"] == before
+
+
+async def test_a_cancelled_read_leaves_no_map_that_was_just_being_made(
+    environment: dict[str, str], start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+    loop, open_handle = asyncio.get_running_loop(), Cuda.open
+
+    def slowly(self: Cuda, handle: bytes) -> int:
+        loop.call_soon_threadsafe(begun.set)
+        time.sleep(0.1)
+        return open_handle(self, handle)
+
+    monkeypatch.setattr(Cuda, "open", slowly)
+    before = counts()["imported"]
+    theirs = start_peer("cuda-ipc", **environment)
+    async with await start_here("cuda-ipc") as agent:
+        peer, remote = await connected(agent, theirs)
+        memory = DeviceRegion(agent, NBYTES)
+        batch = peer.read(halves(memory), halves(remote), deadline_s=5)
+        await begun.wait()
+        batch.cancel()
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        del batch
+        assert counts()["imported"] == before
+        await peer.read(halves(memory), halves(remote), deadline_s=5)
+        assert np.array_equal(memory.array, pattern(NBYTES, 1))
+
+
+async def test_what_a_device_refuses_goes_another_way(
+    environment: dict[str, str], start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = start_peer("cuda-ipc,shm", **environment)
+    async with await start_here("cuda-ipc,shm") as agent:
+        peer, remote = await connected(agent, theirs)
+        memory = DeviceRegion(agent, NBYTES)
+        direct = Staging.copy
+
+        def fail(*_: object) -> bool:
+            raise CudaError("cudaMemcpyBatchAsync", 1, "invalid argument")
+
+        monkeypatch.setattr(Staging, "copy", fail)
+        assert (await peer.read(halves(memory), halves(remote), deadline_s=5)).transport == "shm"
+        monkeypatch.setattr(Staging, "copy", direct)
+        await asyncio.sleep(0.25)
+        assert (await peer.read(halves(memory), halves(remote), deadline_s=5)).transport == "cuda-ipc"
 
 
 async def test_another_incarnation_is_never_read_for_the_old_one(

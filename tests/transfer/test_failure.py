@@ -26,6 +26,7 @@ from transfer import (
     Span,
     StaleEpoch,
     TransferAgent,
+    TransferError,
     TransferReport,
 )
 from transfer import peers as peers_module
@@ -119,6 +120,35 @@ async def test_a_stopped_peer_is_past_the_deadline(
         foreign = await theirs.do("num_foreign", region=spans[0].region, seed=1, value=3)
         assert foreign["num_foreign"] == 0
         assert (memory.array[1 << 20 :] == 9).all()
+
+
+async def test_a_region_is_closed_though_a_peer_has_just_died(start_peer: StartPeer) -> None:
+    """Before the loop has come to see that it has."""
+    theirs = start_peer("shm")
+    async with await start_here("shm") as agent:
+        peer, memory, _, _ = await big_read(agent, theirs)
+        theirs.kill()
+        memory.close()
+        assert memory.closed
+        result, _ = await outcome(asyncio.ensure_future(peer.link.region(999)))
+        assert isinstance(result, TransferError)
+
+
+async def test_a_path_that_cannot_even_start_lets_the_regions_go(
+    start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = start_peer("shm")
+    async with await start_here("shm") as agent:
+        peer, memory, ours, spans = await big_read(agent, theirs)
+
+        def fail(*_: object) -> None:
+            raise KeyError("a defect")
+
+        monkeypatch.setattr(peer.paths.ranked()[0], "start", fail)
+        result, _ = await outcome(peer.read(ours, spans, deadline_s=5))
+        assert isinstance(result, KeyError)
+        assert not agent.regions.in_use
+        memory.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", "ucx"])

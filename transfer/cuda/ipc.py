@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,15 +18,20 @@ from transfer.cuda.library import IPC_HANDLE_NBYTES, Cuda, CudaError
 from transfer.cuda.regions import CudaRegions
 from transfer.errors import PathFailed
 from transfer.handshake import Identity
+from transfer.native.library import Stop
 from transfer.peer_memory import Located, PeerMemory
 from transfer.plan import Chunking
 from transfer.region import Hold, Region
 from transfer.shm_path import ShmPath
+from transfer.span import U64
 from transfer.stream_path import StreamPath
 from transfer.wire import Op, RegionInfo
 
 _CHUNK_NBYTES = 1 << 30
 _CHUNK_ROWS = 16 * 1024
+_MAX_OFFSET = 1 << 48
+
+_log = logging.getLogger(__name__)
 
 
 class _Mapping:
@@ -32,9 +40,10 @@ class _Mapping:
     def __init__(self, cuda: Cuda, device: int, handle: bytes) -> None:
         """Raises CudaError."""
         self.address = _OPENED.acquire(cuda, device, handle)
-        ended = weakref.finalize(self, _OPENED.release, cuda, device, handle)
+        self.close = weakref.finalize(self, _OPENED.release, cuda, device, handle)
+        """At the latest when nobody refers to this any more."""
         # When the process ends, so do its maps.
-        ended.atexit = False
+        self.close.atexit = False
 
 
 class _Opened:
@@ -85,11 +94,15 @@ class IpcMemory:
             return False
         if region.id in self._mappings:
             return True
+        handle, offset = region.ipc[:IPC_HANDLE_NBYTES], _offset(region)
+        if offset >= _MAX_OFFSET:
+            return False
+        # Some milliseconds for a large one.
+        opening = asyncio.ensure_future(asyncio.to_thread(_Mapping, cuda.cuda, cuda.device, handle))
         try:
-            handle = region.ipc[:IPC_HANDLE_NBYTES]
-            # Some milliseconds for a large one.
-            mapping = await asyncio.to_thread(_Mapping, cuda.cuda, cuda.device, handle)
-        except CudaError:
+            mapping = await _wait_for(opening)
+        except CudaError as error:
+            _log.info("region %d of a peer cannot be mapped: %s", region.id, error)
             return False
         self._mappings[region.id] = mapping
         return True
@@ -98,12 +111,18 @@ class IpcMemory:
         cuda = self._cuda()
         assert cuda is not None
         maps = {region.id: self._mappings[region.id] for region in regions}
-        bases = {
-            region.id: maps[region.id].address + int.from_bytes(region.ipc[IPC_HANDLE_NBYTES:], "little")
-            for region in regions
-        }
-        borrow = functools.partial(cuda.staging.borrow, cuda.device)
-        return Located(direct_copy(borrow), bases, list(maps.values()))
+        bases = {region.id: maps[region.id].address + _offset(region) for region in regions}
+        direct = direct_copy(functools.partial(cuda.staging.borrow, cuda.device))
+
+        def copy(to: U64, source: U64, nbytes: U64, stop: Stop, digests: U64 | None) -> bool:
+            try:
+                return direct(to, source, nbytes, stop, digests)
+            except CudaError as error:
+                # As the kernel's errors for host memory: the path looks whether the peer lives, and another
+                # one may do.
+                raise OSError(errno.EFAULT, str(error)) from error
+
+        return Located(copy, bases, list(maps.values()))
 
     def lifeline(self, region_ids: Sequence[int]) -> bytes:
         return self._host.lifeline(region_ids)
@@ -115,6 +134,26 @@ class IpcMemory:
     def close(self) -> None:
         self._mappings.clear()
         self._host.close()
+
+
+def _offset(region: RegionInfo) -> int:
+    """Where in its allocation it begins."""
+    return int.from_bytes(region.ipc[IPC_HANDLE_NBYTES:], "little")
+
+
+async def _wait_for(opening: asyncio.Future[_Mapping]) -> _Mapping:
+    """Its result. When cancelled it waits all the same, and then lets go of it: the peer may be waiting for
+    that to free the memory.
+    """
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        while not opening.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([opening])
+        if opening.exception() is None:
+            opening.result().close()
+        raise
 
 
 class CudaIpcPath(ShmPath):

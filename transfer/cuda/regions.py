@@ -55,7 +55,14 @@ class CudaRegions:
                 "host memory of region %d could not be locked, so copies take longer: %s", region.id, error
             )
         else:
-            region.on_closed = lambda: self.cuda.unpin(region.address)
+            region.on_closed = lambda: self._unpin(region)
+
+    def _unpin(self, region: Region) -> None:
+        try:
+            self.cuda.unpin(region.address)
+        except CudaError as error:
+            # After an error of the device nothing can be undone, and the memory is given up all the same.
+            _log.error("region %d stays locked: %s", region.id, error)
 
     def close(self) -> None:
         """Nothing moves any more."""

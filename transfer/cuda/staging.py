@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import xxhash
 
-from transfer.cuda.library import Cuda
+from transfer.cuda.library import Cuda, CudaError
 from transfer.libc import IOV_MAX
 from transfer.memory import allocate
 from transfer.plan import pieces, windows
@@ -22,6 +23,11 @@ _NUM_SLOTS = 3
 Wanted = Callable[[], bool]
 Move = Callable[[U64, U64, U64], bool]
 """(addresses in a slot, addresses there, sizes) -> whether it was still wanted."""
+
+
+_log = logging.getLogger(__name__)
+# Slots that a device may still write to, whatever becomes of their pool.
+_left: list[Staging] = []
 
 
 class Staging:
@@ -165,5 +171,11 @@ class StagingPool:
     def close(self) -> None:
         """Nobody borrows any more."""
         for staging in self._idle:
-            staging.close()
+            try:
+                staging.close()
+            except CudaError as error:
+                # After an error of the device nothing can be undone; it ends with the process.
+                _log.error("a stream of device %d is left: %s", staging.device, error)
+                _left.append(staging)
+        _left.extend(self._busy)
         self._idle.clear()
