@@ -94,7 +94,8 @@ def calling(node_id: str) -> Iterator[None]:
         kind = _value(error.trailing_metadata(), _ERROR_KIND)
         # Without a kind the status is gRPC's own: no connection, or it broke, or the deadline passed.
         if not kind and status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"):
-            raise NodeUnavailable(node_id, f"{status.lower()}: {details}") from error
+            reason = details if status == "UNAVAILABLE" else f"{status.lower()}: {details}"
+            raise NodeUnavailable(node_id, reason) from error
         raise RemoteError(node_id, kind, status, details) from error
 
 
