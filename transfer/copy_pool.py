@@ -67,6 +67,8 @@ class CopyPool:
     def _run(self) -> None:
         while work := self._work.get():
             work()
+            # Nobody's memory is kept while there is nothing to do.
+            del work
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""

@@ -83,6 +83,30 @@ async def test_nothing_leaks(transport: str, monkeypatch: pytest.MonkeyPatch) ->
     assert resources() == before
 
 
+async def test_threads_that_have_nothing_to_do_keep_no_memory(start_peer: StartPeer) -> None:
+    theirs = start_peer("shm")
+    async with await start_here("shm") as agent:
+        remote = (await theirs.do("allocate", nbytes=8 << 20, seed=1))["region"]
+        peer = await agent.connect(theirs.descriptor)
+        memory = agent.allocate(8 << 20, "for-a-while")
+        spans = [Span(memory.id, 0, 8 << 20)], [Span(remote, 0, 8 << 20)]
+        for _ in range(4):
+            await peer.read(*spans, deadline_s=5)
+        memory.close()
+        del memory
+
+        def kept() -> list[str]:
+            gc.collect()
+            return [
+                line for line in Path("/proc/self/maps").read_text().splitlines() if "for-a-while" in line
+            ]
+
+        async with asyncio.timeout(2):
+            # A thread may still be on its way back to sleep.
+            while kept():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
 async def test_connecting_to_a_dead_ucx_worker_leaves_no_socket(
     start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
