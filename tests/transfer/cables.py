@@ -7,15 +7,19 @@ import os
 import shutil
 import subprocess
 
-_LETTERS = itertools.cycle("abcdefghijklmnopqrstuvw")
+_LETTERS = "abcdefghijklmnopqrstuvw"
+_NUMBERS = itertools.count()
 
 
 class Cabled:
     """``name``: of the namespace. ``hosts``: its addresses, one for each of two cables."""
 
     def __init__(self) -> None:
-        # The kernel takes its time to remove the last one's.
-        self._prefix = f"mp{os.getpid()}{next(_LETTERS)}"
+        # The kernel takes its time to remove the last one's cables, and what goes to their networks meanwhile
+        # goes astray: so each has names and networks of its own.
+        number = next(_NUMBERS)
+        self._prefix = f"mp{os.getpid()}{_LETTERS[number % len(_LETTERS)]}"
+        self._network = (os.getpid() + number) % 256
         self.name = f"moonpool-{self._prefix}"
         self.hosts: list[str] = []
         _ip("netns", "add", self.name)
@@ -29,7 +33,7 @@ class Cabled:
         for cable in range(2):
             near, far = self.ends(cable)
             # Of the networks set aside for benchmarks.
-            net = f"198.{18 + cable}.{os.getpid() % 256}"
+            net = f"198.{18 + cable}.{self._network}"
             _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", self.name)
             _ip("address", "add", f"{net}.1/24", "dev", near)
             _ip("-netns", self.name, "address", "add", f"{net}.2/24", "dev", far)
