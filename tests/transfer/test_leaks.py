@@ -282,7 +282,10 @@ async def test_nothing_leaks_over_many_killed_peers(
             await Cycle(agent, transport, turn).run()
             if turn == 99:
                 before, nbytes = resources(), resident_nbytes()
-        assert resources() == before
+        async with asyncio.timeout(10):
+            # The last peers that were lost are let go of in their own time.
+            while any(now > then for now, then in zip(resources(), before, strict=True)):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         # An arena of malloc may come to stay; a region, or a list that grows, may not.
         assert resident_nbytes() - nbytes < 8 << 20
         agent.regions.check_integrity()
