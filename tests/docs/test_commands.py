@@ -92,8 +92,10 @@ async def test_top_shows_what_the_conductor_tells(cluster: LocalCluster) -> None
                 break
             rates.before = now
     shown = console.export_text()
-    for name in (*(node.name for node in cluster.nodes), now["requests"][0]["id"], "joined decode-0", "MB/s"):
-        assert name in shown
+    event = now["events"][-1]
+    names = [node.name for node in cluster.nodes]
+    for text in (*names, now["requests"][0]["id"], f"{event['kind']} {event['node']}", "MB/s"):
+        assert text in shown
 
 
 async def test_top_waits_for_a_conductor_that_is_not_there() -> None:
