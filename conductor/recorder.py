@@ -38,6 +38,7 @@ class Recorder:
         self._started_s = timeline.started_s
         self._first_s = 0.0  # when the first token came; 0: not yet
         self._predicted_ttft_s = 0.0
+        self._placed_s = 0.0  # the last time
 
     def queued(self, prompt_tokens: int, max_tokens: int) -> None:
         self._summary.prompt_tokens = prompt_tokens
@@ -45,7 +46,7 @@ class Recorder:
 
     def placed(self, placement: Placement, attempt: int, hash_s: float, place_s: float) -> None:
         """``hash_s`` went into block keys, ``place_s`` into looking them up and choosing."""
-        now_s = self._clock()
+        now_s = self._placed_s = self._clock()
         summary = self._summary
         summary.attempts = attempt + 1
         summary.prefill_node = placement.prefill.node_id
@@ -72,7 +73,8 @@ class Recorder:
         if reply.num_cached_tokens or reply.fetch_error or reply.num_stale_blocks:
             self.timeline.add(
                 "prefix_loaded",
-                now_s - reply.compute_s - reply.queued_s,
+                # What a node says it took did not begin before it was asked.
+                max(now_s - reply.compute_s - reply.queued_s, self._placed_s),
                 node=node_id,
                 cached_tokens=reply.num_cached_tokens,
                 pool_tokens=reply.num_pool_tokens,
