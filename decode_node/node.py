@@ -15,8 +15,8 @@ from opentelemetry.context import Context
 from decode_node.outbox import Outbox
 from decode_node.takeover import take_over
 from engine.events import StepEvent
-from engine.messages import token_out
-from engine.node import EngineNode, Key, sequence_of
+from engine.messages import sequence_of, token_out
+from engine.node import EngineNode, Key
 from engine.node_metrics import DECODE_TOKENS, RECEIVED_BLOCKS, RECEIVED_BYTES
 from engine.sequence import Sequence
 from kvstore import keys as block_keys

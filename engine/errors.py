@@ -147,3 +147,12 @@ class RankDiverged(RankLost):
             rank, f"at step {step} its digest of all batches is {theirs:x}, the leader's {ours:x}"
         )
         self.step = step
+
+
+class NodeDraining(MoonpoolError):
+    """The node finishes what it has and takes nothing new."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, node_id: str) -> None:
+        super().__init__(f"node {node_id} is draining and takes no new requests")

@@ -1,9 +1,33 @@
-"""The engine's events as the messages nodes send."""
+"""Requests and the engine's events as the messages nodes send."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from engine.events import StepEvent, TokenLogprobs
+from engine.sampling import Sampling
+from engine.sequence import Sequence
+from kvstore import keys as block_keys
 from protos import node_pb2
+
+
+def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool = False) -> Sequence:
+    """The engine's sequence for a request's lineage. Raises ``KeyFormatError`` for keys of a wrong length."""
+    return Sequence(
+        work.request_id,
+        work.attempt,
+        np.frombuffer(work.token_ids, "<i4"),
+        work.num_prompt_tokens,
+        sampling=Sampling.from_proto(work.sampling),
+        root_key=work.root_key,
+        keys=block_keys.unpack(work.block_keys),
+        priority=work.priority,
+        deadline_unix_s=work.deadline_unix_s,
+        arrived_s=arrived_s,
+        patience_s=work.patience_s,
+        tenant=work.tenant,
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 def token_out(event: StepEvent) -> node_pb2.TokenOut:

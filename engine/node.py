@@ -6,27 +6,23 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
-import grpc.aio
-import numpy as np
 from prometheus_client import REGISTRY
 
-from engine.errors import RankLost
+from engine.errors import NodeDraining, RankLost
 from engine.kv_exchange import KvExchange
+from engine.load_progress import LoadProgress
 from engine.node_memory import NodeMemory
 from engine.node_metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
+from engine.node_service import NodeService
 from engine.node_store import NodeStore
-from engine.sampling import Sampling
-from engine.sequence import Sequence
-from kvstore import keys as block_keys
-from kvstore.changes import batches
 from kvstore.events.publisher import EventPublisher
 from kvstore.index import KVIndex
 from kvstore.keys import BlockKey
 from kvstore.node_record import NodeLoad, NodeRecord
-from kvstore.publisher import BATCH_BLOCKS, IndexPublisher
+from kvstore.publisher import IndexPublisher
 from kvstore.redis_client import connect
 from kvstore.store.collector import observe_stores
 from kvstore.tenant_metrics import TenantLabels, observe_tenants
@@ -34,7 +30,6 @@ from kvstore.tenant_quota import TenantQuotas
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
-from runtime.errors import MoonpoolError
 from runtime.metrics import serve_metrics
 from runtime.options import Config
 from runtime.service import ServiceContext
@@ -50,16 +45,7 @@ MAX_SHORT_LIVES = 5
 Key = tuple[str, int]  # request id, attempt
 
 
-class NodeDraining(MoonpoolError):
-    """The node finishes what it has and takes nothing new."""
-
-    code = "UNAVAILABLE"
-
-    def __init__(self, node_id: str) -> None:
-        super().__init__(f"node {node_id} is draining and takes no new requests")
-
-
-class EngineNode(node_pb2_grpc.NodeServicer):
+class EngineNode:
     """A node of either role: subclasses add their own service and say how many requests they still have.
 
     Start it with ``await run(context)``, which returns when the node has drained. Everything happens on one
@@ -169,7 +155,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
 
     async def _start(self, agent: TransferAgent) -> None:
         config, self.agent = self.config, agent
-        memory = await NodeMemory.open(config, agent, _LoadProgress(self.node_id))
+        memory = await NodeMemory.open(config, agent, LoadProgress(self.node_id))
         self.engine = engine = memory.engine
         self.memory = memory.blocks
         self.quotas = TenantQuotas(engine.layout.block_nbytes)
@@ -183,7 +169,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         folder = config.node.id or self.role
         self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._moved)
         self._server, port = await rpc.serve(
-            [(node_pb2_grpc.add_NodeServicer_to_server, self), self.servicer()],
+            [(node_pb2_grpc.add_NodeServicer_to_server, NodeService(self)), self.servicer()],
             config.node.host,
             config.node.port,
         )
@@ -298,7 +284,7 @@ class EngineNode(node_pb2_grpc.NodeServicer):
                 cached_blocks=stats.num_cached_blocks,
             ),
             tiers=self.store.fill(),
-            profile=self._profile(),
+            profile=self.profile(),
             links=self.agent.bandwidth(),
             extra=self._extra(),
         )
@@ -312,7 +298,8 @@ class EngineNode(node_pb2_grpc.NodeServicer):
             extra["kv_events"] = self.events.endpoint
         return extra
 
-    def _profile(self) -> dict[str, float]:
+    def profile(self) -> dict[str, float]:
+        """What things cost here, by the names of ``protos.Profile``."""
         return self.engine.profile() | self.store.profile()
 
     def _moved(self, key: BlockKey, tier: Tier | None) -> None:
@@ -340,136 +327,3 @@ class EngineNode(node_pb2_grpc.NodeServicer):
         victims = self.quotas.excess(lambda key: pool.block_of(key) is None or pool.evict(key))
         if victims:
             await self.store.tiers.remove(victims, reason="quota")
-
-    # ------------------------------------------------------------------ service Node
-
-    async def Status(
-        self, request: node_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.NodeStatus:
-        stats = self.engine.stats()
-        return node_pb2.NodeStatus(
-            node_id=self.node_id,
-            epoch=self.epoch,
-            role=self.role,
-            state=self.state,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_queued_tokens=stats.num_queued_tokens,
-            tiers=[
-                node_pb2.TierStatus(
-                    name="pool",
-                    num_blocks=stats.num_blocks,
-                    num_used_blocks=stats.num_used_blocks,
-                    num_cached_blocks=stats.num_cached_blocks,
-                    nbytes=stats.num_blocks * self.memory.layout.block_nbytes,
-                ),
-                *self.store.status(),
-            ],
-            kv=self.kv_address,
-            profile=node_pb2.Profile(**self._profile()),
-        )
-
-    async def Drain(
-        self, request: node_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.DrainReply:
-        self.draining.set()
-        return node_pb2.DrainReply()
-
-    async def Lease(
-        self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.LeaseReply:
-        keys = block_keys.unpack(request.keys)
-        await self._hash_held(keys)
-        lease = await self.store.tiers.pin(keys, request.ttl_s)
-        # Whoever asks was told by the index that they are here.
-        self.publisher.disown(keys[len(lease.blocks) :])
-        return node_pb2.LeaseReply(lease_id=lease.id, epoch=self.epoch, blocks=self.store.describe(lease))
-
-    async def _hash_held(self, keys: list[BlockKey]) -> None:
-        """Compute the checksums of a GPU's blocks ahead of a lease, off the loop."""
-        if not self.memory.bytes.in_main_memory:
-            held = self.engine.pool.match(keys)
-            self.engine.pool.acquire(held)
-            try:
-                await self.memory.checksums(held)
-            finally:
-                self.engine.pool.release(held)
-
-    async def Release(
-        self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.ReleaseReply:
-        self.store.tiers.release(request.lease_id)
-        return node_pb2.ReleaseReply()
-
-    async def Held(
-        self, request: node_pb2.HeldRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[node_pb2.HeldBlocks]:
-        for changes in batches(list(self.store.tiers.held()), BATCH_BLOCKS):
-            yield node_pb2.HeldBlocks(epoch=self.epoch, changes=changes)
-
-    async def Replicate(
-        self, request: node_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.ReplicateReply:
-        self.check_takes_work()
-        keys, pool = block_keys.unpack(request.keys), self.engine.pool
-        num_held = len(pool.match(keys))
-        fetched = await self.exchange.fetch(request.source, keys)
-        pool.release(fetched.block_ids)
-        if request.surplus:
-            pool.surplus.mark(keys[num_held : len(fetched.block_ids)])
-        return node_pb2.ReplicateReply(
-            num_blocks=len(fetched.block_ids),
-            num_read=fetched.num_read,
-            nbytes=fetched.nbytes,
-            seconds=fetched.seconds,
-        )
-
-    async def LetGo(
-        self, request: node_pb2.LetGoRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.LetGoReply:
-        chain = block_keys.unpack(request.keys)
-        num_blocks = 0
-        while num_blocks < min(request.num_blocks, len(chain)):
-            if not self.engine.pool.evict(chain[-1 - num_blocks]):
-                break
-            num_blocks += 1
-        return node_pb2.LetGoReply(num_blocks=num_blocks)
-
-    async def Cancel(
-        self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.CancelReply:
-        self.cancel((request.request_id, request.attempt))
-        return node_pb2.CancelReply()
-
-
-def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool = False) -> Sequence:
-    """The engine's sequence for a request's lineage. Raises ``KeyFormatError`` for keys of a wrong length."""
-    return Sequence(
-        work.request_id,
-        work.attempt,
-        np.frombuffer(work.token_ids, "<i4"),
-        work.num_prompt_tokens,
-        sampling=Sampling.from_proto(work.sampling),
-        root_key=work.root_key,
-        keys=block_keys.unpack(work.block_keys),
-        priority=work.priority,
-        deadline_unix_s=work.deadline_unix_s,
-        arrived_s=arrived_s,
-        patience_s=work.patience_s,
-        tenant=work.tenant,
-        prompt_logprobs=prompt_logprobs,
-    )
-
-
-class _LoadProgress:
-    """Logs how far the weights are, at each tenth."""
-
-    def __init__(self, node_id: str) -> None:
-        self._node_id = node_id
-        self._tenths = 0
-
-    def __call__(self, nbytes_done: int, nbytes_total: int, tensor_name: str) -> None:
-        tenths = 10 * nbytes_done // max(nbytes_total, 1)
-        if tenths > self._tenths:
-            self._tenths = tenths
-            log.info("weights: %d%% of %.1f MB", 10 * tenths, nbytes_total / 1e6)

@@ -12,8 +12,8 @@ import grpc.aio
 
 from engine.events import StepEvent
 from engine.kv_exchange import Fetched, PeerIncompatible
-from engine.messages import token_logprobs, token_out
-from engine.node import EngineNode, Key, sequence_of
+from engine.messages import sequence_of, token_logprobs, token_out
+from engine.node import EngineNode, Key
 from engine.node_metrics import PromptTokens
 from engine.node_store import USE_DELAY_S
 from engine.prefix_loader import Loaded
