@@ -232,6 +232,7 @@ class Engine:
             rank=0,
             tp=self.plan.tp,
             pp=self.plan.pp,
+            cp=self.plan.cp,
             model=str(self.config.path.resolve()),
             dtype=self.dtype,
             device=self.device.torch.type,

@@ -293,7 +293,7 @@ class EngineNode:
         plan = self.engine.plan
         extra: dict[str, Any] = {"join_s": round(self.join_s, 3), "num_lives": self.num_lives}
         if plan.world_size > 1:
-            extra["ranks"] = f"tp {plan.tp} × pp {plan.pp}"
+            extra["ranks"] = str(plan)
         if self.events is not None:
             extra["kv_events"] = self.events.endpoint
         return extra

@@ -39,7 +39,7 @@ class NodeMemory:
         device = choose_device(config.model.device)
         model, options = config.model.directory, config.engine
         if device.memory() is not None:
-            if options.parallel.tp * options.parallel.pp > 1:
+            if options.parallel.tp * options.parallel.pp * options.parallel.cp > 1:
                 raise ConfigError(
                     "engine.parallel: the ranks of a node share main memory; on a GPU a node has one rank",
                     "engine.parallel.tp",

@@ -26,6 +26,7 @@ class Assignment:
     rank: int
     tp: int
     pp: int
+    cp: int
     model: str
     dtype: str
     device: str
@@ -40,7 +41,7 @@ class Assignment:
 
     @property
     def plan(self) -> ParallelPlan:
-        return ParallelPlan(self.tp, self.pp)
+        return ParallelPlan(self.tp, self.pp, cp=self.cp)
 
     @property
     def max_rows(self) -> int:
@@ -68,7 +69,7 @@ class Assignment:
         return {
             "model": fingerprint(config.path).hex(),
             "dtype": self.dtype,
-            "plan": f"tp {self.tp} × pp {self.pp}",
+            "plan": str(self.plan),
             "block size": str(self.options.block_size),
             "pages": self.options.kv_dtype,
             "number of blocks": str(self.num_blocks),

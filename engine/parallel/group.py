@@ -147,10 +147,9 @@ class RankGroup:
         for rank, theirs in zip(self.ranks, found, strict=True):
             check_identity(rank.rank, theirs, ours)
         log.info(
-            "%d ranks (tp %d × pp %d) ready after %.2f s",
+            "%d ranks (%s) ready after %.2f s",
             self.world_size,
-            assignment.tp,
-            assignment.pp,
+            assignment.plan,
             time.monotonic() - began_s,
         )
         return runner

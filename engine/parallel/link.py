@@ -15,20 +15,21 @@ class Link(Protocol):
     """
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """The sum over the ranks of this stage, bit for bit the same on all. May be written over ``part``."""
+        """The sum over the ranks of this stage and share, bit for bit the same on all. May be written over
+        ``part``."""
         ...
 
     def send(self, hidden: Tensor) -> None:
-        """To the same place in the next stage. Returns when ``hidden`` may be changed."""
+        """To the same share and place in the next stage. Returns when ``hidden`` may be changed."""
         ...
 
     def receive(self, num_tokens: int) -> Tensor:
-        """What the same place in the stage before sent: [num_tokens, hidden]."""
+        """What the same share and place in the stage before sent: [num_tokens, hidden]."""
         ...
 
     def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:
-        """Rank 0 gets the last stage's logits, [num_rows, vocab_size], side by side; the last stage's ranks
-        give theirs, [num_rows, words of the shard]; others do not call."""
+        """Rank 0 gets the logits, [num_rows, vocab_size], side by side; the last stage's ranks of the first
+        share give theirs, [num_rows, words of the shard]; others do not call."""
         ...
 
     def close(self) -> None: ...

@@ -14,7 +14,11 @@ from runtime.options import ParallelOptions
 
 @dataclass(frozen=True, slots=True)
 class ParallelPlan:
-    """Ranks are numbered stage by stage: rank = stage * tp + place in the stage. Rank 0 leads."""
+    """Ranks are numbered stage by stage, in a stage share by share: rank = (stage * cp + share) * tp + place.
+
+    The tp places of a share split every matrix; the cp shares of a place hold the same of it, and compute
+    different tokens. Rank 0 leads.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -32,28 +36,33 @@ class ParallelPlan:
         plan._check_model(config)
         if device.type == "cuda" and plan.world_size > (num_devices := torch.cuda.device_count()):
             raise ConfigError(
-                f"engine.parallel: tp {plan.tp} × pp {plan.pp} needs {plan.world_size} GPUs, "
+                f"engine.parallel: {plan} needs {plan.world_size} GPUs, "
                 f"there are {num_devices}: lower one of them to at most {num_devices} in all",
                 "engine.parallel.tp",
             )
         return plan
 
+    def __str__(self) -> str:
+        words = f"tp {self.tp} × pp {self.pp}"
+        return words if self.cp == 1 else f"{words} × cp {self.cp}"
+
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.cp
 
     def shard(self, config: ModelConfig, rank: int) -> Shard:
         """What ``rank`` holds. Layers are dealt out evenly, the first stages taking one more where they must.
 
         The head's work is that of a few layers: so it is the last stage that gets fewer.
         """
-        stage, place = divmod(rank, self.tp)
+        stage, place = rank // (self.cp * self.tp), rank % self.tp
         few, more = divmod(config.num_layers, self.pp)
         first_layer = stage * few + min(stage, more)
         num_kv_heads = max(1, config.num_kv_heads // self.tp)
         return Shard(
             tp=self.tp,
             pp=self.pp,
+            cp=self.cp,
             rank=rank,
             layers=range(first_layer, first_layer + few + (stage < more)),
             heads=_share(config.num_heads, self.tp, place),
@@ -68,6 +77,10 @@ class ParallelPlan:
 
     def shards(self, config: ModelConfig) -> list[Shard]:
         return [self.shard(config, rank) for rank in range(self.world_size)]
+
+    def head_shards(self, config: ModelConfig) -> list[Shard]:
+        """Those that make the logits of a step, the last stage's of the first share: their words in order."""
+        return [shard for shard in self.shards(config) if shard.is_last and shard.share == 0]
 
     def _check_model(self, config: ModelConfig) -> None:
         valid_tp = [n for n in range(1, config.num_heads + 1) if _splits(config, n)]
@@ -101,6 +114,7 @@ class Shard:
 
     tp: int
     pp: int
+    cp: int
     rank: int
     layers: range
     heads: range
@@ -110,12 +124,34 @@ class Shard:
 
     @property
     def stage(self) -> int:
-        return self.rank // self.tp
+        return self.rank // self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a stage, which is also how far the same place and share of the next one is."""
+        return self.tp * self.cp
+
+    @property
+    def share(self) -> int:
+        """Which of a step's tokens are its own, where they are shared out."""
+        return self.rank // self.tp % self.cp
 
     @property
     def place(self) -> int:
-        """Its number within the stage."""
+        """Its number among those that split the matrices of the same share."""
         return self.rank % self.tp
+
+    @property
+    def tensor_ranks(self) -> range:
+        """Those whose parts of a matrix make the whole: of this stage and share."""
+        first = self.rank - self.place
+        return range(first, first + self.tp)
+
+    @property
+    def context_ranks(self) -> range:
+        """Those that hold the same as this one, and compute other tokens: of this stage and place."""
+        first = self.stage * self.stage_size + self.place
+        return range(first, first + self.stage_size, self.tp)
 
     def layout(self, config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
         """Of the rank's part of every KV block."""

@@ -57,9 +57,7 @@ class ShmLink:
         self._shard = shard
         self._clock = clock
         self._num_reduced = self._num_sent = self._num_received = self._num_gathered = 0
-        first = shard.stage * plan.tp
-        self._stage = list(range(first, first + plan.tp))
-        self._last_stage = [(s.rank, len(s.vocab)) for s in plan.shards(config)[-plan.tp :]]
+        self._heads = [(s.rank, len(s.vocab)) for s in plan.head_shards(config)]
         sizes = [shape.hidden] * 4 + [shape.logits] * 2
         whole = torch.from_numpy(memory.array).view(shape.dtype)
         # For each rank: the halves for all-reduces, for sends and for gathers.
@@ -81,7 +79,7 @@ class ShmLink:
         self._areas[self._shard.rank][half][:n].copy_(flat)
         board.post(Count.REDUCED, k)
         parts = []
-        for rank in self._stage:
+        for rank in self._shard.tensor_ranks:
             if rank != self._shard.rank:
                 board.wait(rank, Count.REDUCED, k)
             parts.append(self._areas[rank][half][:n])
@@ -98,7 +96,7 @@ class ShmLink:
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()
         self._num_sent = k = self._num_sent + 1
-        self._board.wait(self._shard.rank + self._shard.tp, Count.RECEIVED, k - 2)
+        self._board.wait(self._shard.rank + self._shard.stage_size, Count.RECEIVED, k - 2)
         self._areas[self._shard.rank][2 + (k & 1)][: hidden.numel()].copy_(hidden.view(-1))
         self._board.post(Count.SENT, k)
         self._clock.collective(began_ns, hidden.nbytes)
@@ -106,7 +104,7 @@ class ShmLink:
     def receive(self, num_tokens: int) -> Tensor:
         began_ns = time.perf_counter_ns()
         self._num_received = k = self._num_received + 1
-        source = self._shard.rank - self._shard.tp
+        source = self._shard.rank - self._shard.stage_size
         self._board.wait(source, Count.SENT, k)
         width = self._shape.hidden_size
         hidden = self._areas[source][2 + (k & 1)][: num_tokens * width].view(num_tokens, width).clone()
@@ -126,7 +124,7 @@ class ShmLink:
             self._clock.collective(began_ns, logits.nbytes)
             return None
         parts = []
-        for other, words in self._last_stage:
+        for other, words in self._heads:
             if other == 0:
                 assert logits is not None
                 parts.append(logits)

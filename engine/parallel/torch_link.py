@@ -19,7 +19,7 @@ from engine.parallel.plan import ParallelPlan, Shard
 
 
 class TorchLink:
-    """See ``Link``. One group for each stage and one of all; made by all ranks at once."""
+    """See ``Link``. One group for each share of each stage and one of all; made by all ranks at once."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TorchLink:
         self._dtype = dtype
         self._device = device
         self._hidden_size = config.hidden_size
-        self._last_stage = [(s.rank, len(s.vocab)) for s in plan.shards(config)[-plan.tp :]]
+        self._heads = [(s.rank, len(s.vocab)) for s in plan.head_shards(config)]
         with _losing(shard.rank):
             # From here on ``timeout_s`` holds, and other ranks may still be importing.
             store.set(f"here/{shard.rank}", "")
@@ -57,31 +57,30 @@ class TorchLink:
                 timeout=timedelta(seconds=timeout_s),
                 device_id=device if device.type == "cuda" else None,
             )
-            for stage in range(plan.pp):
-                ranks = list(range(stage * plan.tp, (stage + 1) * plan.tp))
+            for ranks in dict.fromkeys(s.tensor_ranks for s in plan.shards(config)):
                 # Every rank makes every group, also those it is not in.
-                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-                if stage == shard.stage:
-                    self._stage = group
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+                if shard.rank in ranks:
+                    self._tensor_group = group
 
     def all_reduce(self, part: Tensor) -> Tensor:
         began_ns = time.perf_counter_ns()
         with _losing(self._shard.rank):
-            dist.all_reduce(part, group=self._stage)
+            dist.all_reduce(part, group=self._tensor_group)
         self._clock.collective(began_ns, part.nbytes)
         return part
 
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()
         with _losing(self._shard.rank):
-            dist.send(hidden, self._shard.rank + self._shard.tp)
+            dist.send(hidden, self._shard.rank + self._shard.stage_size)
         self._clock.collective(began_ns, hidden.nbytes)
 
     def receive(self, num_tokens: int) -> Tensor:
         began_ns = time.perf_counter_ns()
         hidden = torch.empty((num_tokens, self._hidden_size), dtype=self._dtype, device=self._device)
         with _losing(self._shard.rank):
-            dist.recv(hidden, self._shard.rank - self._shard.tp)
+            dist.recv(hidden, self._shard.rank - self._shard.stage_size)
         self._clock.bubble(began_ns)
         return hidden
 
@@ -94,7 +93,7 @@ class TorchLink:
             self._clock.collective(began_ns, logits.nbytes)
             return None
         parts = []
-        for rank, words in self._last_stage:
+        for rank, words in self._heads:
             part = logits
             if rank:
                 part = torch.empty((num_rows, words), dtype=self._dtype, device=self._device)

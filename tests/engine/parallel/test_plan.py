@@ -50,11 +50,11 @@ def test_more_ranks_than_devices_are_refused(config, monkeypatch) -> None:
         ParallelPlan.of(ParallelOptions(tp=2), config, torch.device("cuda"))
 
 
-@given(tp=st.sampled_from([1, 2, 4, 8]), pp=st.integers(1, 3))
-def test_the_ranks_hold_every_element_once(config, tp: int, pp: int) -> None:
+@given(tp=st.sampled_from([1, 2, 4, 8]), pp=st.integers(1, 3), cp=st.integers(1, 3))
+def test_the_ranks_hold_every_element_once_a_share(config, tp: int, pp: int, cp: int) -> None:
     """But KV heads, which ranks share where there are more ranks than heads, and what every rank needs
     whole."""
-    plan = ParallelPlan(tp, pp)
+    plan = ParallelPlan(tp, pp, cp=cp)
     counts = {name: np.zeros(shape, int) for name, shape in expected_tensors(config).items()}
     for shard in plan.shards(config):
         part = Slices(config, shard)
@@ -67,7 +67,26 @@ def test_the_ranks_hold_every_element_once(config, tp: int, pp: int) -> None:
             times = max(1, tp // config.num_kv_heads)
         else:
             times = 1
-        assert (count == times).all(), name
+        assert (count == cp * times).all(), name
+
+
+@given(tp=st.integers(1, 4), pp=st.integers(1, 3), cp=st.integers(1, 3))
+def test_every_rank_has_its_stage_share_and_place(config, tp: int, pp: int, cp: int) -> None:
+    shards = ParallelPlan(tp, pp, cp=cp).shards(config)
+    assert len({(s.stage, s.share, s.place) for s in shards}) == len(shards) == tp * pp * cp
+    for shard in shards:
+        mates = {
+            "tensor": [s.rank for s in shards if (s.stage, s.share) == (shard.stage, shard.share)],
+            "context": [s.rank for s in shards if (s.stage, s.place) == (shard.stage, shard.place)],
+        }
+        assert mates == {"tensor": list(shard.tensor_ranks), "context": list(shard.context_ranks)}
+        same = [shards[rank] for rank in shard.context_ranks]
+        assert len({(s.layers, s.heads, s.kv_heads, s.inter, s.vocab) for s in same}) == 1
+        if not shard.is_last:
+            after = shards[shard.rank + shard.stage_size]
+            assert (after.stage, after.share, after.place) == (shard.stage + 1, shard.share, shard.place)
+    heads = ParallelPlan(tp, pp, cp=cp).head_shards(config)
+    assert [word for shard in heads for word in shard.vocab] == list(range(config.vocab_size))
 
 
 @given(tp=st.sampled_from([2, 4, 8]))
