@@ -21,16 +21,6 @@ class RedisMissing(LocalClusterError):
         )
 
 
-class ChildFailed(LocalClusterError):
-    """A process of the cluster ended, or did not get ready. ``tail`` is the end of its log."""
-
-    def __init__(self, name: str, what: str, log: Path, tail: str) -> None:
-        super().__init__(f"{name} {what}. The end of {log}:\n{tail.rstrip() or '(empty)'}")
-        self.name = name
-        self.log = log
-        self.tail = tail
-
-
 class TooLittleMemory(LocalClusterError):
     """The nodes' pools do not fit in this machine's memory. Nothing has been started."""
 

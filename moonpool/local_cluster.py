@@ -13,13 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from moonpool.child import Child
 from moonpool.client import Client
-from moonpool.errors import ApiError, ChildFailed
+from moonpool.errors import ApiError
 from moonpool.gpus import computes_on_gpus, gpu_options
 from moonpool.preflight import check_before_start
 from moonpool.redis_server import RedisServer
+from runtime.child import Child
 from runtime.config import to_toml
+from runtime.errors import ChildFailed
 from runtime.options import Config
 
 READY_TIMEOUT_S = 120.0  # a large checkpoint takes a while to load

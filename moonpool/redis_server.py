@@ -17,8 +17,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from moonpool.child import Child
 from moonpool.errors import RedisMissing
+from runtime.child import Child
 
 READY_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 3.0

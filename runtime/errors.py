@@ -6,6 +6,7 @@ facts as attributes; it is turned into a gRPC status or an HTTP answer once, at 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -39,6 +40,17 @@ class PortInUse(MoonpoolError):
         )
         self.host = host
         self.port = port
+
+
+class ChildFailed(MoonpoolError):
+    """A process that we started ended, or did not get ready. ``tail`` is the end of its log, if any."""
+
+    def __init__(self, name: str, what: str, log: Path | None = None, tail: str = "") -> None:
+        where = f". The end of {log}:\n{tail.rstrip() or '(empty)'}" if log is not None else ""
+        super().__init__(f"{name} {what}{where}")
+        self.name = name
+        self.log = log
+        self.tail = tail
 
 
 class NodeUnavailable(MoonpoolError):

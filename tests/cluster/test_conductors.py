@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from moonpool.child import Child
 from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
 from moonpool.local_cluster import LocalCluster
+from runtime.child import Child
 from tests.cluster.conftest import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

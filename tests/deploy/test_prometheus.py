@@ -17,9 +17,9 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from moonpool.child import Child
 from moonpool.client import Client, Reply
 from moonpool.local_cluster import LocalCluster
+from runtime.child import Child
 from tests.cluster.conftest import eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -13,8 +13,9 @@ import pytest
 import redis.asyncio
 
 from moonpool import redis_server
-from moonpool.errors import ChildFailed, RedisMissing
+from moonpool.errors import RedisMissing
 from moonpool.redis_server import RedisBinary, RedisServer, find_redis
+from runtime.errors import ChildFailed
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,8 @@ import pytest_asyncio
 import moonpool
 from kvstore.index import KVIndex
 from kvstore.redis_client import connect
-from moonpool.child import Child
 from moonpool.store import StoreClient
+from runtime.child import Child
 from tests.kvstore.redis_servers import Server
 
 READY_TIMEOUT_S = 30.0

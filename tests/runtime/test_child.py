@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
 import pytest
 
-from moonpool.child import Child
-from moonpool.errors import ChildFailed
+from runtime.child import Child
+from runtime.errors import ChildFailed
 
 
 def python(program: str, tmp_path: Path) -> Child:
@@ -58,3 +59,22 @@ async def test_what_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     await child.wait_ready(10)
     await child.stop(0.1)
     assert child.returncode == -9
+
+
+async def test_it_finds_what_it_is_given_and_is_heard_after_it_is_ready(tmp_path: Path) -> None:
+    heard: list[dict[str, object]] = []
+    program = "import sys; print('{}'); print(sys.stdin.read()); print('{no JSON'); print('{\"n\": 2}')"
+    child = Child(
+        "worker",
+        [sys.executable, "-c", program],
+        None,
+        speaks=True,
+        given=b'{"n": 1}',
+        on_message=heard.append,
+    )
+    await child.start()
+    await child.wait_ready(10)
+    assert await child.wait() == 0
+    while len(heard) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert heard == [{"n": 1}, {"n": 2}]
