@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.experts import Experts, MixtureOfExperts, Router, SharedExpert
 from engine.parallel.plan import Shard
 from engine.weights import Checkpoint, expected_tensors
-from kernels import PackedLinear, silu_mul
+from kernels import PackedExperts, PackedLinear, silu_mul
 
 
 @dataclass(slots=True)
@@ -49,11 +50,16 @@ class Loader:
         dtype: torch.dtype,
         device: torch.device,
         shard: Shard,
+        expert_load: Tensor,
     ) -> None:
-        """Raises CheckpointError or UnsupportedModel unless all tensors are there, before any is loaded."""
+        """``expert_load``: int64 [num_layers, num_experts], where mixtures count the tokens of each expert.
+
+        Raises CheckpointError or UnsupportedModel unless all tensors are there, before any is loaded."""
         checkpoint.check(expected_tensors(config, shard), expected_tensors(config))
         self._config = config
         self._shard = shard
+        self._leads = shard.place == 0  # what is added to a sum over ranks is added once
+        self._expert_load = expert_load
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
@@ -72,23 +78,53 @@ class Loader:
 
     def layer(self, i: int) -> Layer:
         config = self._config
-        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        leads = self._shard.place == 0  # what is added to a sum over ranks is added once
+        attention = f"model.layers.{i}.self_attn"
+        sparse = config.moe is not None and i in config.moe.layers
         return Layer(
             input_norm=self.tensor(f"model.layers.{i}.input_layernorm.weight"),
             qkv=self._linear([f"{attention}.{part}_proj" for part in "qkv"], bias=config.qkv_bias),
             q_norm=self.tensor(f"{attention}.q_norm.weight") if config.qk_norm else None,
             k_norm=self.tensor(f"{attention}.k_norm.weight") if config.qk_norm else None,
-            o=self._linear([f"{attention}.o_proj"], bias=config.o_bias and leads),
+            o=self._linear([f"{attention}.o_proj"], bias=config.o_bias and self._leads),
             post_norm=self.tensor(f"model.layers.{i}.post_attention_layernorm.weight"),
-            mlp=Mlp(
-                gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], bias=config.mlp_bias),
-                down=self._linear([f"{mlp}.down_proj"], bias=config.mlp_bias and leads),
-            ),
+            mlp=self._mixture(i) if sparse else self._mlp(f"model.layers.{i}.mlp", bias=config.mlp_bias),
             window=config.windows[i],
             k_scale=self._scale(attention, "k"),
             v_scale=self._scale(attention, "v"),
         )
+
+    def _mlp(self, name: str, *, bias: bool) -> Mlp:
+        return Mlp(
+            gate_up=self._linear([f"{name}.gate_proj", f"{name}.up_proj"], bias=bias),
+            down=self._linear([f"{name}.down_proj"], bias=bias and self._leads),
+        )
+
+    def _mixture(self, i: int) -> MixtureOfExperts:
+        """Layer i's, with the shard's experts."""
+        moe = self._config.moe
+        assert moe is not None
+        name = f"model.layers.{i}.{moe.block}"
+        gate, up, down = moe.projections
+        experts = [f"{name}.experts.{e}" for e in self._shard.experts]
+        return MixtureOfExperts(
+            router=Router(self._linear([f"{name}.gate"], bias=False), moe.top_k, moe.renormalize),
+            experts=Experts(
+                gate_up=self._packed_experts([[f"{e}.{gate}", f"{e}.{up}"] for e in experts]),
+                down=self._packed_experts([[f"{e}.{down}"] for e in experts]),
+            ),
+            shared=self._shared_expert(name) if moe.shared_inter else None,
+            load=self._expert_load[i],
+        )
+
+    def _shared_expert(self, name: str) -> SharedExpert:
+        return SharedExpert(
+            mlp=self._mlp(f"{name}.shared_expert", bias=False),
+            gate=self._linear([f"{name}.shared_expert_gate"], bias=False),
+        )
+
+    def _packed_experts(self, names: list[list[str]]) -> PackedExperts:
+        """One matrix an expert, of those that read the same input."""
+        return PackedExperts(torch.stack([self.tensor(*(f"{n}.weight" for n in some)) for some in names]))
 
     def _scale(self, attention: str, which: str) -> float:
         """Where vLLM looks for it; 1 where there is none."""

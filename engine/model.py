@@ -1,4 +1,5 @@
-"""Llama, Mistral, Qwen2 and Qwen3: one decoder, whose differences are in its configuration."""
+"""Llama, Mistral, Mixtral, Qwen2 and Qwen3, dense and of experts: one decoder, whose differences are in its
+configuration."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class Model:
         """
         self.shard = shard = shard or ParallelPlan().shard(config, 0)
         self.link = link
-        loader = Loader(config, checkpoint, dtype, device, shard)
+        self.expert_load = torch.zeros(config.load_shape, dtype=torch.int64, device=device)
+        loader = Loader(config, checkpoint, dtype, device, shard, self.expert_load)
         self.config = config
         self.dtype = dtype
         self.scale = config.head_dim**-0.5

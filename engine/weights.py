@@ -134,11 +134,13 @@ def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[st
     shard = shard or ParallelPlan().shard(config, 0)
     hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    linears = {
+    attention = {
         "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
         "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
         "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
         "self_attn.o_proj": (hidden, q_size, config.o_bias),
+    }
+    mlp = {
         "mlp.gate_proj": (inter, hidden, config.mlp_bias),
         "mlp.up_proj": (inter, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, inter, config.mlp_bias),
@@ -150,7 +152,10 @@ def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[st
     tensors: dict[str, tuple[int, ...]] = {}
     if shard.is_first or (shard.is_last and tied):
         tensors["model.embed_tokens.weight"] = (config.vocab_size, hidden)
+    mixture = _mixture_linears(config, shard) if config.moe is not None else {}
     for i in shard.layers:
+        sparse = config.moe is not None and i in config.moe.layers
+        linears = attention | (mixture if sparse else mlp)
         for name, (out_features, in_features, bias) in linears.items():
             tensors[f"model.layers.{i}.{name}.weight"] = (out_features, in_features)
             if bias:
@@ -162,6 +167,22 @@ def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[st
     if shard.is_last and not tied:
         tensors["lm_head.weight"] = (config.vocab_size, hidden)
     return tensors
+
+
+def _mixture_linears(config: ModelConfig, shard: Shard) -> dict[str, tuple[int, int, bool]]:
+    """The matrices of a sparse layer's mixture: [out, in], and that they have no bias."""
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    linears = {f"{moe.block}.gate": (moe.num_experts, hidden, False)}
+    gate, up, down = moe.projections
+    mlps = [(f"{moe.block}.experts.{e}", moe.expert_inter) for e in shard.experts]
+    if moe.shared_inter:
+        linears[f"{moe.block}.shared_expert_gate"] = (1, hidden, False)
+        mlps.append((f"{moe.block}.shared_expert", moe.shared_inter))
+    for name, inter in mlps:
+        linears[f"{name}.{gate}"] = linears[f"{name}.{up}"] = (inter, hidden, False)
+        linears[f"{name}.{down}"] = (hidden, inter, False)
+    return linears
 
 
 def fingerprint(path: Path) -> bytes:

@@ -59,6 +59,7 @@ class ParallelPlan:
         few, more = divmod(config.num_layers, self.pp)
         first_layer = stage * few + min(stage, more)
         num_kv_heads = max(1, config.num_kv_heads // self.tp)
+        moe = config.moe
         return Shard(
             tp=self.tp,
             pp=self.pp,
@@ -72,6 +73,9 @@ class ParallelPlan:
                 first_kv + num_kv_heads,
             ),
             inter=_share(config.intermediate_size, self.tp, place),
+            experts=range(moe.num_experts if moe else 0),
+            expert_inter=_share(moe.expert_inter if moe else 0, self.tp, place),
+            shared_inter=_share(moe.shared_inter if moe else 0, self.tp, place),
             vocab=_share(config.vocab_size, self.tp, place),
         )
 
@@ -85,9 +89,10 @@ class ParallelPlan:
     def _check_model(self, config: ModelConfig) -> None:
         valid_tp = [n for n in range(1, config.num_heads + 1) if _splits(config, n)]
         if self.tp not in valid_tp:
+            columns = " and ".join(map(str, _mlp_columns(config)))
             raise ConfigError(
                 f"engine.parallel.tp is {self.tp}: {config.num_heads} attention heads, "
-                f"{config.num_kv_heads} KV heads and {config.intermediate_size} MLP columns cannot be split "
+                f"{config.num_kv_heads} KV heads and {columns} MLP columns cannot be split "
                 f"so; valid are {', '.join(map(str, valid_tp))}",
                 "engine.parallel.tp",
             )
@@ -119,7 +124,10 @@ class Shard:
     layers: range
     heads: range
     kv_heads: range
-    inter: range
+    inter: range  # of a dense MLP
+    experts: range  # of a mixture
+    expert_inter: range  # columns of each of these
+    shared_inter: range  # of the expert that every token goes through
     vocab: range
 
     @property
@@ -175,7 +183,15 @@ class Shard:
 def _splits(config: ModelConfig, tp: int) -> bool:
     """Whether ``tp`` ranks can have equal parts of a layer; words and their embeddings need not be equal."""
     kv_fits = config.num_kv_heads % tp == 0 or tp % config.num_kv_heads == 0
-    return config.num_heads % tp == 0 and kv_fits and config.intermediate_size % tp == 0
+    return config.num_heads % tp == 0 and kv_fits and not any(n % tp for n in _mlp_columns(config))
+
+
+def _mlp_columns(config: ModelConfig) -> list[int]:
+    """How wide the MLPs of the model are: dense ones, experts, the shared expert, as there are."""
+    moe = config.moe
+    dense = config.intermediate_size if moe is None or len(moe.layers) < config.num_layers else 0
+    widths = (dense, moe.expert_inter, moe.shared_inter) if moe else (dense,)
+    return [width for width in widths if width]
 
 
 def _share(total: int, parts: int, i: int) -> range:

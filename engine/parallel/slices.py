@@ -9,6 +9,8 @@ from engine.parallel.plan import Shard
 Part = tuple[slice, ...]
 
 _ALL = slice(None)
+_MLP_ROWS = ("gate_proj", "up_proj", "w1", "w3")
+_MLP_COLUMNS = ("down_proj", "w2")
 
 
 class Slices:
@@ -21,25 +23,33 @@ class Slices:
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         size = config.head_dim
         heads, kv_heads = _scaled(shard.heads, size), _scaled(shard.kv_heads, size)
-        inter, vocab = _scaled(shard.inter, 1), _scaled(shard.vocab, 1)
+        vocab = _scaled(shard.vocab, 1)
         self._whole = shard.tp == 1
         self._rows = {
             "q_proj": heads,
             "k_proj": kv_heads,
             "v_proj": kv_heads,
-            "gate_proj": inter,
-            "up_proj": inter,
             "embed_tokens": vocab,
             "lm_head": vocab,
         }
-        self._columns = {"o_proj": heads, "down_proj": inter}
+        self._columns = {"o_proj": heads}
+        # By the module an MLP lies in: a layer's own is `mlp`.
+        self._inter = {
+            "mlp": _scaled(shard.inter, 1),
+            "experts": _scaled(shard.expert_inter, 1),
+            "shared_expert": _scaled(shard.shared_inter, 1),
+        }
 
     def __call__(self, name: str) -> Part:
         """``name``: such as model.layers.0.self_attn.q_proj.weight."""
-        path, _, kind = name.rpartition(".")
-        module = path.rpartition(".")[2]
         if self._whole:
             return ()
+        *path, module, kind = name.split(".")
+        if module in _MLP_ROWS or module in _MLP_COLUMNS:
+            inter = self._inter[next(part for part in reversed(path) if part in self._inter)]
+            if module in _MLP_ROWS:
+                return (inter,)
+            return (_ALL, inter) if kind == "weight" else ()
         if module in self._rows:
             return (self._rows[module],)
         if module in self._columns and kind == "weight":

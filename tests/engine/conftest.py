@@ -40,6 +40,12 @@ _SHAPE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": _EXPERTS,
+}
 
 
 @dataclass
@@ -71,7 +77,9 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., R
     def make(family: str, dtype: str = "float32", shard_size: str = "1GB", **words: Any) -> Reference:
         key = repr((family, dtype, shard_size, sorted(words.items())))
         if key not in made:
-            config = transformers.AutoConfig.for_model(family, **{**_SHAPE, **words})
+            config = transformers.AutoConfig.for_model(
+                family, **{**_SHAPE, **_FAMILY_SHAPES.get(family, {}), **words}
+            )
             torch.manual_seed(crc32(key.encode()))
             model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).eval()
             with torch.no_grad():

@@ -83,6 +83,16 @@ def test_words_left_out_mean_what_transformers_means(copy) -> None:
     assert set(ModelConfig.from_checkpoint(copy("mistral", sliding_window=None)).windows) == {4096}
 
 
+def test_experts_are_counted_under_either_name(copy) -> None:
+    """transformers 5 writes num_local_experts for Qwen3-MoE, those before it num_experts."""
+    words = {"num_experts": None, "num_local_experts": None}
+    for name in words:
+        assert ModelConfig.from_checkpoint(copy("qwen3_moe", **words | {name: 9})).moe.num_experts == 9
+    assert ModelConfig.from_checkpoint(copy("qwen3_moe", **words)).moe.num_experts == 128
+    config = ModelConfig.from_checkpoint(copy("mixtral", **words, rms_norm_eps=None, rope_parameters=None))
+    assert (config.moe.num_experts, config.rms_norm_eps, config.rope.theta) == (8, 1e-5, 1e6)
+
+
 def test_end_of_sequence_tokens_come_from_both_configs(copy) -> None:
     path = copy(eos_token_id=5)
     (path / "generation_config.json").unlink(missing_ok=True)
@@ -94,7 +104,7 @@ def test_end_of_sequence_tokens_come_from_both_configs(copy) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is none of llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is none of llama, .*, qwen2_moe, qwen3_moe"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -114,6 +124,11 @@ def test_what_is_not_computed_is_refused_by_name(copy, words, sentence) -> None:
     [
         ({"hidden_size": None}, "config.json has no hidden_size"),
         ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive integer"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok is 9 of only 8 experts"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8},
+            "num_experts 4 and num_local_experts 8 differ",
+        ),
         ({"num_key_value_heads": 4}, "num_attention_heads 6 is no multiple of num_key_value_heads 4"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
@@ -131,6 +146,24 @@ def test_a_missing_tensor_is_named(copy) -> None:
     path = copy()
     edit_tensors(path, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        check(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("mixtral", "block_sparse_moe.experts.3.w2.weight"),
+        ("qwen2_moe", "mlp.shared_expert_gate.weight"),
+        ("qwen3_moe", "mlp.experts.3.up_proj.weight"),
+    ],
+)
+def test_a_missing_or_wrong_tensor_of_a_mixture_is_named(copy, family, name) -> None:
+    path, name = copy(family), f"model.layers.2.{name}"
+    edit_tensors(path, lambda t: t.update({name: t[name][:, :7].clone()}))
+    with pytest.raises(CheckpointError, match=rf"tensor {name} .* has shape \[\d+, 7\], config.json means"):
+        check(path)
+    edit_tensors(path, lambda t: t.pop(name))
+    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
         check(path)
 
 

@@ -46,6 +46,28 @@ FAMILIES = {
             },
         },
     ),
+    "mixtral": ("mixtral", {"head_dim": None, "sliding_window": 12}),
+    "qwen2-moe": ("qwen2_moe", {}),
+    "qwen2-moe-mixed": (
+        "qwen2_moe",
+        {
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 12,
+        },
+    ),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        "qwen3_moe",
+        {
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+        },
+    ),
 }
 # With blocks of 8: shorter than, equal to and across block borders.
 LENGTHS = (1, 5, 8, 9, 16, 23, 40)

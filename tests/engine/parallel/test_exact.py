@@ -18,6 +18,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "mixtral": ("mixtral", {}),
+    "qwen2-moe": ("qwen2_moe", {"mlp_only_layers": [1]}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
 }
 # With blocks of 8: shorter than, equal to and across block borders.
 LENGTHS = (1, 8, 9, 23, 40)

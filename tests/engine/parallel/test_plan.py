@@ -50,18 +50,31 @@ def test_more_ranks_than_devices_are_refused(config, monkeypatch) -> None:
         ParallelPlan.of(ParallelOptions(tp=2), config, torch.device("cuda"))
 
 
-@given(tp=st.sampled_from([1, 2, 4, 8]), pp=st.integers(1, 3), cp=st.integers(1, 3))
-def test_the_ranks_hold_every_element_once_a_share(config, tp: int, pp: int, cp: int) -> None:
+@pytest.fixture(scope="session")
+def mixtures(make_checkpoint) -> list[ModelConfig]:
+    """One of the three layers is dense where the family has such; 40 columns of the shared expert."""
+    heads = {"num_attention_heads": 8}
+    models = [
+        make_checkpoint("mixtral", **heads),
+        make_checkpoint("qwen2_moe", **heads, mlp_only_layers=[1]),
+        make_checkpoint("qwen3_moe", **heads, decoder_sparse_step=2),
+    ]
+    return [ModelConfig.from_checkpoint(model.path) for model in models]
+
+
+@given(tp=st.sampled_from([1, 2, 4, 8]), pp=st.integers(1, 3), cp=st.integers(1, 3), family=st.integers(0, 3))
+def test_the_ranks_hold_every_element_once_a_share(config, mixtures, tp, pp, cp, family: int) -> None:
     """But KV heads, which ranks share where there are more ranks than heads, and what every rank needs
     whole."""
     plan = ParallelPlan(tp, pp, cp=cp)
+    config = [config, *mixtures][family]
     counts = {name: np.zeros(shape, int) for name, shape in expected_tensors(config).items()}
     for shard in plan.shards(config):
         part = Slices(config, shard)
         for name in expected_tensors(config, shard):
             counts[name][part(name)] += 1
     for name, count in counts.items():
-        if "norm" in name:
+        if "norm" in name or name.endswith((".gate.weight", ".shared_expert_gate.weight")):
             times = tp
         elif "k_proj" in name or "v_proj" in name:
             times = max(1, tp // config.num_kv_heads)
@@ -87,6 +100,16 @@ def test_every_rank_has_its_stage_share_and_place(config, tp: int, pp: int, cp: 
             assert (after.stage, after.share, after.place) == (shard.stage + 1, shard.share, shard.place)
     heads = ParallelPlan(tp, pp, cp=cp).head_shards(config)
     assert [word for shard in heads for word in shard.vocab] == list(range(config.vocab_size))
+
+
+def test_experts_that_cannot_be_split_say_what_would_be_valid(mixtures) -> None:
+    _, mixed, _ = mixtures
+    narrow = replace(mixed, moe=replace(mixed.moe, expert_inter=34))
+    with pytest.raises(ConfigError, match=r"80 and 34 and 40 MLP columns .*; valid are 1, 2$"):
+        ParallelPlan.of(ParallelOptions(tp=4), narrow, CPU)
+    # What no layer has need not be split.
+    everywhere = replace(mixed, moe=replace(mixed.moe, layers=frozenset(range(3))), intermediate_size=81)
+    assert ParallelPlan.of(ParallelOptions(tp=4), everywhere, CPU).tp == 4
 
 
 @given(tp=st.sampled_from([2, 4, 8]))
