@@ -89,11 +89,6 @@ class ModelConfig:
     stored_dtype: str  # float32, bfloat16 or float16: what the checkpoint says it is stored in
     eos_token_ids: frozenset[int]
 
-    @property
-    def load_shape(self) -> tuple[int, int]:
-        """Of a table with a number for each layer and expert."""
-        return self.num_layers, self.moe.num_experts if self.moe else 0
-
     @classmethod
     def from_checkpoint(cls, path: Path | str) -> ModelConfig:
         """Read config.json (transformers 5 spellings and older ones) and generation_config.json.

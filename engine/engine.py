@@ -203,6 +203,7 @@ class Engine:
         else:
             runner = await self._open_group(report)
         costs = await loop.run_in_executor(self._worker, runner.measure_costs, self._clock)
+        runner.forget_expert_load()
         if self._num_blocks is None:
             self._divide_pool(runner.num_blocks)
         self._loop = StepLoop(
@@ -261,6 +262,12 @@ class Engine:
         assert isinstance(runner, ParallelRunner)
         runner.on_times = observe
         return runner.clock
+
+    def expert_load(self) -> npt.NDArray[np.int64]:
+        """Rows that each expert of each layer was given since the start, [num_layers, num_experts]: a row is
+        one of the experts that a token chose. 0 in dense layers. Started."""
+        assert self._loop is not None
+        return self._loop.runner.expert_load()
 
     async def _run(self, loop: StepLoop) -> None:
         try:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.expert_load import new_table
 from engine.loading import Loader
 from engine.parallel.link import Link
 from engine.parallel.plan import ParallelPlan, Shard
@@ -72,15 +73,17 @@ class Model:
         max_len: int,
         shard: Shard | None = None,
         link: Link | None = None,
+        expert_load: Tensor | None = None,
     ) -> None:
         """Load the shard's part of the checkpoint (None: all of it), computing in ``dtype``. ``link``: to the
-        other ranks, where there are any.
+        other ranks, where there are any. ``expert_load``: the table this rank counts experts' rows in (see
+        ``ExpertLoad``); None: one of its own.
 
         Raises CheckpointError before anything is loaded.
         """
         self.shard = shard = shard or ParallelPlan().shard(config, 0)
         self.link = link
-        self.expert_load = torch.zeros(config.load_shape, dtype=torch.int64, device=device)
+        self.expert_load = new_table(config, device) if expert_load is None else expert_load
         loader = Loader(config, checkpoint, dtype, device, shard, self.expert_load)
         self.config = config
         self.dtype = dtype

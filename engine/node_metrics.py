@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+import numpy.typing as npt
 from prometheus_client import Counter, Gauge
 from prometheus_client.core import REGISTRY, CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.engine import Engine
+from engine.expert_load import skew
 from kvstore.tenant_metrics import TenantLabels
 
 PREFILL_TOKENS = Counter(
@@ -85,6 +88,25 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "moonpool_engine_step_seconds", "Duration of the last step", value=stats.step_s
         )
+        if self._engine.config.moe is not None:
+            yield from _expert_metrics(self._engine.expert_load())
+
+
+def _expert_metrics(load: npt.NDArray[np.int64]) -> Iterator[Metric]:
+    """load: rows [num_layers, num_experts]."""
+    yield CounterMetricFamily(
+        "moonpool_expert_rows", "Rows given to experts: tokens times experts a token", value=float(load.sum())
+    )
+    ratio = GaugeMetricFamily(
+        "moonpool_expert_skew_ratio",
+        "Rows of a layer's busiest expert over the mean of its experts, since the start: the mean of all "
+        "layers, and the worst",
+        labels=["layers"],
+    )
+    if len(of_layers := skew(load)):
+        ratio.add_metric(["mean"], float(of_layers.mean()))
+        ratio.add_metric(["worst"], float(of_layers.max()))
+    yield ratio
 
 
 def observe_engine(engine: Engine) -> Collector:

@@ -60,10 +60,12 @@ class ModelRunner:
         progress: Progress | None = None,
         shard: Shard | None = None,
         link: Link | None = None,
+        expert_load: Tensor | None = None,
     ) -> None:
         """Load the weights and lay the pool over ``pool_memory`` (on a GPU it has memory of its own).
 
         ``shard``: the part of both that is this rank's; None: all. ``link``: to the other ranks.
+        ``expert_load``: see ``Model``.
 
         ``num_blocks``: None is for a GPU: as many as fit beside what the largest step needs. ``max_len`` is
         lowered to what the pool holds.
@@ -88,6 +90,7 @@ class ModelRunner:
                     max_len=max_len,
                     shard=shard,
                     link=link,
+                    expert_load=expert_load,
                 )
             ).wait()
         except torch.OutOfMemoryError:
@@ -132,6 +135,14 @@ class ModelRunner:
     def measure_costs(self, clock: Callable[[], float]) -> CostProfile:
         """Time steps of several shapes. Uses the pool's memory: call it before anything else does."""
         return measure(self, clock)
+
+    def expert_load(self) -> npt.NDArray[np.int64]:
+        """Rows that each expert of each layer was given, [num_layers, num_experts]; from any thread."""
+        return self.model.expert_load.cpu().numpy().copy()
+
+    def forget_expert_load(self) -> None:
+        """Count anew. No step is running."""
+        self.model.expert_load.zero_()
 
     @torch.inference_mode()
     def _compute(self, plan: Plan) -> _Step:

@@ -19,7 +19,7 @@ from runtime.options import EngineOptions, ParallelOptions, TcpOptions, TlsOptio
 class Assignment:
     """One rank's part in a group, as one line of JSON.
 
-    board, exchange, pool: paths of memory the leader made. store: host:port where the ranks of
+    board, exchange, pool, expert_load: paths of memory the leader made. store: host:port where the ranks of
     torch.distributed meet, empty for shm.
     """
 
@@ -37,6 +37,7 @@ class Assignment:
     board: str = ""
     exchange: str = ""
     pool: str = ""
+    expert_load: str = ""  # none where the model has no experts, and on GPUs
     store: str = ""
 
     @property

@@ -18,6 +18,7 @@ from engine.config import ModelConfig
 from engine.device import Device
 from engine.dtype import page_dtype
 from engine.errors import RankLost
+from engine.expert_load import ExpertLoad
 from engine.parallel.assignment import Assignment, check_identity
 from engine.parallel.board import Board, SharedMemory
 from engine.parallel.clock import ExchangeClock
@@ -53,6 +54,7 @@ class RankGroup:
         self._runner: ParallelRunner | None = None
         self._store: TCPStore | None = None
         self._memories: list[SharedMemory] = []
+        self._expert_load: ExpertLoad | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._beating: Heart | None = None
 
@@ -119,6 +121,7 @@ class RankGroup:
                     board,
                     link,
                     clock,
+                    self._expert_load,
                     pool_memory=pool_memory,
                     progress=total.of(0),
                 )
@@ -200,6 +203,12 @@ class RankGroup:
             store = f"{_HOST}:{self._store.port}"
         leader = replace(leader, board=self._board.path, exchange=exchange.path, store=store)
         self._memories, self._pools = [exchange], []
+        self._expert_load = None
+        if config.moe is not None and leader.device == "cpu":
+            load = SharedMemory.create("expert-load", ExpertLoad.nbytes(config, plan.world_size))
+            self._memories.append(load)
+            self._expert_load = ExpertLoad(config, load.array, plan.world_size)
+            leader = replace(leader, expert_load=load.path)
         assignments = [leader]
         for rank in range(1, plan.world_size):
             assigned = self.assign(leader, rank)

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.dtype import TORCH_DTYPES, page_dtype
 from engine.errors import RankLost
+from engine.expert_load import ExpertLoad
 from engine.model import Model
 from engine.parallel.assignment import Assignment, unpack_transfer_options
 from engine.parallel.board import Board, SharedMemory
@@ -149,6 +151,7 @@ def _run(assignment: Assignment, board: Board) -> None:
         max_len=assignment.max_len,
         shard=shard,
         link=link,
+        expert_load=_expert_load(assignment, config),
     )
     memory = SharedMemory.open(assignment.pool).array if device.type == "cpu" else None
     layout = shard.layout(config, options.block_size, page_dtype(options, assignment.dtype))
@@ -158,6 +161,13 @@ def _run(assignment: Assignment, board: Board) -> None:
         run_steps(Stage(model, pool, link, board, clock, options.parallel.piece_tokens), board, device)
     finally:
         link.close()
+
+
+def _expert_load(assignment: Assignment, config: ModelConfig) -> Tensor | None:
+    if not assignment.expert_load:
+        return None
+    memory = SharedMemory.open(assignment.expert_load).array
+    return ExpertLoad(config, memory, assignment.plan.world_size).tables[assignment.rank]
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.errors import RankDiverged, RankLost
+from engine.expert_load import ExpertLoad
 from engine.model import StepInputs
 from engine.parallel.assignment import Assignment
 from engine.parallel.board import Board, Count
@@ -54,6 +55,7 @@ class ParallelRunner(ModelRunner):
         board: Board,
         link: Link,
         clock: ExchangeClock,
+        expert_load: ExpertLoad | None,
         *,
         pool_memory: npt.NDArray[np.uint8] | None = None,
         progress: Progress | None = None,
@@ -69,8 +71,11 @@ class ParallelRunner(ModelRunner):
             progress=progress,
             shard=assignment.shard(config),
             link=link,
+            expert_load=None if expert_load is None else expert_load.tables[0],
         )
+        self._expert_load = expert_load
         self.clock = clock
+        self._shards = assignment.plan.shards(config)
         self._board = board
         self._link = link
         self._stage = Stage(
@@ -105,6 +110,19 @@ class ParallelRunner(ModelRunner):
         if self.on_times is not None:
             self.on_times(self._times(began_s, sampled_s, *before))
         return output
+
+    def expert_load(self) -> npt.NDArray[np.int64]:
+        """See ``ModelRunner``; of this rank alone where the ranks are on GPUs."""
+        if self._expert_load is None:
+            return super().expert_load()
+        # Neighbours that split matrices are given the same rows.
+        counting = [shard.rank for shard in self._shards if shard.place == 0]
+        return self._expert_load.tables[counting].sum(0).numpy()
+
+    def forget_expert_load(self) -> None:
+        super().forget_expert_load()
+        if self._expert_load is not None:
+            self._expert_load.tables.zero_()
 
     def leave(self) -> None:
         """Let the other ranks out of their steps. No step is running."""
