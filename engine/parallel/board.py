@@ -29,7 +29,7 @@ _MONITOR_S = 0.05
 class Count(IntEnum):
     """Words of a rank, in cache lines of their own where they are waited for."""
 
-    REDUCED = 0
+    EXCHANGED = 0  # with those it splits matrices with
     SENT = 8
     RECEIVED = 16
     GATHERED = 24

@@ -12,6 +12,7 @@ class ExchangeClock:
     """Counts of one rank since its start; ``samples_s`` are the last exchanges' durations.
 
     collective_ns: exchanges whose data was there, or was being made (all-reduce, gather, send).
+    all_to_all_ns: those of them that took tokens to experts and back, whose samples are also kept apart.
     bubble_ns: waiting for the stage before to have something at all.
     """
 
@@ -19,8 +20,12 @@ class ExchangeClock:
         self.num_collectives = 0
         self.collective_nbytes = 0
         self.collective_ns = 0
+        self.num_all_to_alls = 0
+        self.all_to_all_nbytes = 0
+        self.all_to_all_ns = 0
         self.bubble_ns = 0
         self.samples_s: deque[float] = deque(maxlen=_KEPT)
+        self.all_to_all_samples_s: deque[float] = deque(maxlen=_KEPT)
 
     def collective(self, began_ns: int, nbytes: int) -> None:
         took_ns = time.perf_counter_ns() - began_ns
@@ -28,6 +33,15 @@ class ExchangeClock:
         self.collective_nbytes += nbytes
         self.collective_ns += took_ns
         self.samples_s.append(took_ns / 1e9)
+
+    def all_to_all(self, began_ns: int, nbytes: int) -> None:
+        """``nbytes``: of the rows this rank gave away."""
+        self.collective(began_ns, nbytes)
+        took_s = self.samples_s[-1]
+        self.num_all_to_alls += 1
+        self.all_to_all_nbytes += nbytes
+        self.all_to_all_ns += round(1e9 * took_s)
+        self.all_to_all_samples_s.append(took_s)
 
     def bubble(self, began_ns: int) -> None:
         self.bubble_ns += time.perf_counter_ns() - began_ns

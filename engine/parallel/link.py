@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -17,6 +18,27 @@ class Link(Protocol):
     def all_reduce(self, part: Tensor) -> Tensor:
         """The sum over the ranks of this stage and share, bit for bit the same on all. May be written over
         ``part``."""
+        ...
+
+    def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+        """What each rank of this stage and share has, one after the other: [sum(counts), …].
+
+        part: [counts[place], …] of any dtype, the same on all; ``counts`` is the same on all, and may be 0.
+        """
+        ...
+
+    def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
+        """This rank's run of rows of the sum over these ranks: [counts[place], …].
+
+        whole: [sum(counts), …]; ``counts`` is the same on all, and may be 0.
+        """
+        ...
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows to and from each rank of this stage and share, itself too, in their order: [sum(received), …].
+
+        rows: [sum(sent), …], those for place 0 first; ``sent[i]`` is what place i has as ``received`` of us.
+        """
         ...
 
     def send(self, hidden: Tensor) -> None:

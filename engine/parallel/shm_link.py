@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.parallel.board import Board, Count, SharedMemory
+from engine.parallel.circle import Circle, lines
 from engine.parallel.clock import ExchangeClock
 from engine.parallel.plan import ParallelPlan, Shard
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeShape:
-    """The largest things a rank writes for others, in elements."""
+    """The largest things a rank writes for others, in bytes."""
 
-    hidden: int  # of one forward pass: tokens × hidden size
-    logits: int  # of one gather: rows × words of the largest shard
+    shared_nbytes: int  # for those it splits matrices with, at once
+    hidden_nbytes: int  # for the next stage: tokens × hidden size
+    logits_nbytes: int  # of one gather: rows × words of the largest shard
     hidden_size: int
     dtype: torch.dtype
 
@@ -28,18 +32,27 @@ class ExchangeShape:
         cls, config: ModelConfig, plan: ParallelPlan, *, max_tokens: int, max_rows: int, dtype: torch.dtype
     ) -> ExchangeShape:
         words = max(len(shard.vocab) for shard in plan.shards(config))
-        return cls(max_tokens * config.hidden_size, max_rows * words, config.hidden_size, dtype)
+        hidden = lines(max_tokens * config.hidden_size * dtype.itemsize)
+        logits = lines(max_rows * words * dtype.itemsize)
+        return cls(hidden + _starts_nbytes(plan.tp), hidden, logits, config.hidden_size, dtype)
+
+    @property
+    def areas(self) -> list[int]:
+        """What is written while it was read by all is written again only after the other half was: twice of
+        each, for exchanges with those it splits matrices with, sends and gathers."""
+        return [size for size in (self.shared_nbytes, self.hidden_nbytes, self.logits_nbytes) for _ in "ab"]
 
     @property
     def rank_nbytes(self) -> int:
-        """What is written while it was read by all is written again only after the other half was: twice of
-        each, for all-reduces, sends and gathers."""
-        return 2 * (2 * self.hidden + self.logits) * self.dtype.itemsize
+        return sum(self.areas)
 
 
 class ShmLink:
     """See ``Link``. A rank writes into its own half-buffers, posts its count, and reads those of the
-    others."""
+    others.
+
+    Exchanges of ranks that split matrices are those of a ``Circle``, of whatever kind they are.
+    """
 
     def __init__(
         self,
@@ -56,48 +69,75 @@ class ShmLink:
         self._shape = shape
         self._shard = shard
         self._clock = clock
-        self._num_reduced = self._num_sent = self._num_received = self._num_gathered = 0
+        self._num_sent = self._num_received = self._num_gathered = 0
         self._heads = [(s.rank, len(s.vocab)) for s in plan.head_shards(config)]
-        sizes = [shape.hidden] * 4 + [shape.logits] * 2
-        whole = torch.from_numpy(memory.array).view(shape.dtype)
-        # For each rank: the halves for all-reduces, for sends and for gathers.
+        whole = torch.from_numpy(memory.array)
+        # For each rank: the halves for exchanges, for sends and for gathers.
         self._areas: list[list[Tensor]] = []
         end = 0
         for _ in range(plan.world_size):
             areas = []
-            for size in sizes:
+            for size in shape.areas:
                 first, end = end, end + size
                 areas.append(whole[first:end])
             self._areas.append(areas)
+        halves = {rank: self._areas[rank][:2] for rank in shard.tensor_ranks}
+        self._circle = Circle(board, Count.EXCHANGED, shard.tensor_ranks, halves)
 
     def all_reduce(self, part: Tensor) -> Tensor:
         began_ns = time.perf_counter_ns()
-        self._num_reduced = k = self._num_reduced + 1
-        n, half, board = part.numel(), k & 1, self._board
-        flat = part.view(-1)
-        # Everybody who began exchange k - 1 has read k - 2, whose half this is.
-        self._areas[self._shard.rank][half][:n].copy_(flat)
-        board.post(Count.REDUCED, k)
-        parts = []
-        for rank in self._shard.tensor_ranks:
-            if rank != self._shard.rank:
-                board.wait(rank, Count.REDUCED, k)
-            parts.append(self._areas[rank][half][:n])
+        flat, n = part.view(-1), part.numel()
+        k = self._circle.give(flat)
+        parts = [self._circle.given(rank, k, part.dtype, 0, n) for rank in self._circle.ranks]
         if len(parts) == 2:
             torch.add(parts[0], parts[1], out=flat)
         else:
-            total = parts[0].float() + parts[1]
-            for other in parts[2:]:
-                total += other
-            flat.copy_(total)
+            flat.copy_(_total(parts))
         self._clock.collective(began_ns, part.nbytes)
         return part
+
+    def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        width = part.shape[1:].numel()
+        k = self._circle.give(part.reshape(-1))
+        parts = [
+            self._circle.given(rank, k, part.dtype, 0, n * width)
+            for rank, n in zip(self._circle.ranks, counts, strict=True)
+        ]
+        whole = torch.cat(parts).view(-1, *part.shape[1:])
+        self._clock.collective(began_ns, part.nbytes)
+        return whole
+
+    def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        width, place = whole.shape[1:].numel(), self._shard.place
+        first, n = sum(counts[:place]) * width, counts[place] * width
+        k = self._circle.give(whole.reshape(-1))
+        total = _total([self._circle.given(rank, k, whole.dtype, first, n) for rank in self._circle.ranks])
+        self._clock.collective(began_ns, whole.nbytes)
+        return total.to(whole.dtype).view(counts[place], *whole.shape[1:])
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        width, place = rows.shape[1:].numel(), self._shard.place
+        # Whoever reads must know where its rows begin, which only we do: a line of offsets before them.
+        starts = torch.tensor([0, *accumulate(sent)])
+        k = self._circle.give(rows.reshape(-1), starts)
+        behind = _starts_nbytes(self._shard.tp) // rows.itemsize
+        parts = []
+        for rank, n in zip(self._circle.ranks, received, strict=True):
+            start, end = self._circle.given(rank, k, torch.int64, place, 2).tolist()
+            assert end - start == n, f"rank {rank} gave {end - start} rows, {n} were expected"
+            parts.append(self._circle.given(rank, k, rows.dtype, behind + start * width, n * width))
+        arrived = torch.cat(parts).view(-1, *rows.shape[1:])
+        self._clock.all_to_all(began_ns, rows.nbytes)
+        return arrived
 
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()
         self._num_sent = k = self._num_sent + 1
         self._board.wait(self._shard.rank + self._shard.stage_size, Count.RECEIVED, k - 2)
-        self._areas[self._shard.rank][2 + (k & 1)][: hidden.numel()].copy_(hidden.view(-1))
+        self._area(self._shard.rank, 2, k, hidden.dtype)[: hidden.numel()].copy_(hidden.view(-1))
         self._board.post(Count.SENT, k)
         self._clock.collective(began_ns, hidden.nbytes)
 
@@ -107,7 +147,8 @@ class ShmLink:
         source = self._shard.rank - self._shard.stage_size
         self._board.wait(source, Count.SENT, k)
         width = self._shape.hidden_size
-        hidden = self._areas[source][2 + (k & 1)][: num_tokens * width].view(num_tokens, width).clone()
+        area = self._area(source, 2, k, self._shape.dtype)
+        hidden = area[: num_tokens * width].view(num_tokens, width).clone()
         self._board.post(Count.RECEIVED, k)
         self._clock.bubble(began_ns)
         return hidden
@@ -115,11 +156,11 @@ class ShmLink:
     def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:
         began_ns = time.perf_counter_ns()
         self._num_gathered = k = self._num_gathered + 1
-        rank, half, board = self._shard.rank, 4 + (k & 1), self._board
+        rank, board = self._shard.rank, self._board
         if rank:
             assert logits is not None
             board.wait(0, Count.GATHERED, k - 2)
-            self._areas[rank][half][: logits.numel()].copy_(logits.view(-1))
+            self._area(rank, 4, k, logits.dtype)[: logits.numel()].copy_(logits.view(-1))
             board.post(Count.GATHERED, k)
             self._clock.collective(began_ns, logits.nbytes)
             return None
@@ -130,7 +171,8 @@ class ShmLink:
                 parts.append(logits)
                 continue
             board.wait(other, Count.GATHERED, k)
-            parts.append(self._areas[other][half][: num_rows * words].view(num_rows, words))
+            area = self._area(other, 4, k, self._shape.dtype)
+            parts.append(area[: num_rows * words].view(num_rows, words))
         whole = torch.cat(parts, dim=1)
         board.post(Count.GATHERED, k)
         self._clock.collective(began_ns, whole.nbytes)
@@ -138,3 +180,21 @@ class ShmLink:
 
     def close(self) -> None:
         self._areas = []
+        self._circle.close()
+
+    def _area(self, rank: int, first: int, k: int, dtype: torch.dtype) -> Tensor:
+        """The half for number ``k`` of a kind whose halves are areas ``first`` and ``first + 1``."""
+        return self._areas[rank][first + (k & 1)].view(dtype)
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    """Summed in the order of ranks, in float32 at least."""
+    total = parts[0].float() + parts[1] if len(parts) > 1 else parts[0].float()
+    for other in parts[2:]:
+        total += other
+    return total
+
+
+def _starts_nbytes(num_ranks: int) -> int:
+    """What an all-to-all puts before its rows: int64 [num_ranks + 1]."""
+    return lines(8 * (num_ranks + 1))

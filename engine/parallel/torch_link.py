@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -69,6 +69,41 @@ class TorchLink:
             dist.all_reduce(part, group=self._tensor_group)
         self._clock.collective(began_ns, part.nbytes)
         return part
+
+    def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        # Runs of different lengths are padded: neither Gloo nor NCCL gathers or scatters them as they are.
+        longest = max(counts)
+        given = part.new_zeros((longest, *part.shape[1:]))
+        given[: len(part)] = part
+        whole = part.new_empty((len(counts) * longest, *part.shape[1:]))
+        with _losing(self._shard.rank):
+            dist.all_gather_single(whole, given, group=self._tensor_group)
+        runs = [
+            run[:n] for run, n in zip(torch.split(whole, longest) if longest else (), counts, strict=False)
+        ]
+        self._clock.collective(began_ns, part.nbytes)
+        return torch.cat(runs) if runs else whole
+
+    def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        longest = max(counts)
+        given = whole.new_zeros((len(counts), longest, *whole.shape[1:]))
+        for run, rows in zip(given, torch.split(whole, list(counts)), strict=True):
+            run[: len(rows)] = rows
+        total = whole.new_empty((longest, *whole.shape[1:]))
+        with _losing(self._shard.rank):
+            dist.reduce_scatter_single(total, given.flatten(0, 1), group=self._tensor_group)
+        self._clock.collective(began_ns, whole.nbytes)
+        return total[: counts[self._shard.place]]
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+        with _losing(self._shard.rank):
+            dist.all_to_all_single(arrived, rows, list(received), list(sent), group=self._tensor_group)
+        self._clock.all_to_all(began_ns, rows.nbytes)
+        return arrived
 
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()
