@@ -26,17 +26,12 @@
     }
 
 All numbers are finite floats. ``limit`` and ``limit_value`` come together, as do ``peer`` and ``peer_value``;
-``ratio`` needs a peer.
+``ratio`` needs a peer. ``runtime.report_shape`` checks it.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import math
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -47,18 +42,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from runtime.errors import MoonpoolError
-
-LIMITS = ("at least", "at most")
-
-
-class ReportInvalid(MoonpoolError):
-    """A report does not have the shape above. ``where`` names the place, such as ``rows[3].ratio``."""
-
-    def __init__(self, where: str, what: str) -> None:
-        super().__init__(f"{where} {what}")
-        self.where = where
-        self.what = what
+from runtime.machine import commit_here, describe_machine, versions_of
+from runtime.report_shape import validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,38 +98,10 @@ def versus(row: Row, peer: str, peer_value: float) -> Row:
 
 def measure_environment(packages: Iterable[str], now: Callable[[], datetime] | None = None) -> Environment:
     """This machine, now. ``packages``: the distributions whose versions matter; absent ones are left out."""
-    versions = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     date = now() if now is not None else datetime.now(UTC)
-    return Environment(_machine(), versions, _commit(), date.isoformat(timespec="seconds"))
-
-
-def _machine() -> str:
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
-    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    cores = len(os.sched_getaffinity(0))
-    return f"{cpu}, {cores} cores, {gib:.0f} GiB, {platform.system()} {platform.release()}"
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return ""  # installed from a wheel, or no git: the version stands for the commit
+    return Environment(
+        describe_machine(), versions_of(packages), commit_here(), date.isoformat(timespec="seconds")
+    )
 
 
 def write(report: Report, path: Path) -> None:
@@ -152,61 +109,6 @@ def write(report: Report, path: Path) -> None:
     content = report.as_json()
     validate(content)
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def validate(content: Any) -> None:
-    """Check that ``content``, as parsed from JSON, has the shape of this module's docstring.
-
-    Raises:
-        ReportInvalid: naming the first place that is wrong.
-    """
-    _keys("report", content, {"environment": dict, "rows": list}, {})
-    environment = {"machine": str, "versions": dict, "commit": str, "date": str}
-    _keys("environment", content["environment"], environment, {})
-    for name, version in content["environment"]["versions"].items():
-        _require(isinstance(version, str), f"environment.versions.{name}", "must be a text")
-    try:
-        datetime.fromisoformat(content["environment"]["date"])
-    except ValueError as error:
-        raise ReportInvalid("environment.date", f"must be an ISO 8601 date: {error}") from error
-    seen: set[tuple[str, str, str | None]] = set()
-    for number, row in enumerate(content["rows"]):
-        where = f"rows[{number}]"
-        _validate_row(where, row)
-        name = (row["case"], row["metric"], row.get("peer"))
-        _require(name not in seen, where, f"repeats {name[1]!r} of {name[0]!r}")
-        seen.add(name)
-
-
-def _validate_row(where: str, row: Any) -> None:
-    needed = {"case": str, "metric": str, "value": float, "unit": str}
-    optional = {"p50": float, "p99": float, "limit": str, "limit_value": float}
-    optional |= {"ratio": float, "peer": str, "peer_value": float}
-    _keys(where, row, needed, optional)
-    for one, other in (("limit", "limit_value"), ("peer", "peer_value")):
-        _require((one in row) == (other in row), where, f"must have both {one} and {other}, or neither")
-    _require("ratio" not in row or "peer" in row, f"{where}.ratio", "needs a peer")
-    _require(row.get("limit", LIMITS[0]) in LIMITS, f"{where}.limit", f"must be one of {', '.join(LIMITS)}")
-
-
-def _keys(where: str, content: Any, needed: Mapping[str, type], optional: Mapping[str, type]) -> None:
-    _require(isinstance(content, dict), where, "must be an object")
-    for key in needed:
-        _require(key in content, f"{where}.{key}", "is missing")
-    known = {**needed, **optional}
-    for key, value in content.items():
-        place = f"{where}.{key}"
-        _require(key in known, place, f"is unknown; known are {', '.join(known)}")
-        if known[key] is float:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            _require(number and math.isfinite(value), place, f"must be a finite number, got {value!r}")
-        else:
-            _require(isinstance(value, known[key]), place, f"must be a {known[key].__name__}")
-
-
-def _require(condition: bool, where: str, what: str) -> None:
-    if not condition:
-        raise ReportInvalid(where, what)
 
 
 def number(value: float | None) -> str:

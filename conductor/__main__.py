@@ -7,9 +7,11 @@ import logging
 import sys
 from pathlib import Path
 
+from conductor.about import about
 from conductor.api import ApiContext, ApiServer
 from conductor.api.chat_template import load_chat_template
 from conductor.api.sampling_defaults import SamplingDefaults
+from conductor.bench_results import BenchResults
 from conductor.conductor import Conductor
 from conductor.metrics import RequestMetrics
 from conductor.served_model import ServedModel
@@ -64,6 +66,8 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
         metrics=RequestMetrics(conductor.model.name),
         options=config.conductor,
         tenants=Tenants.load(config.conductor.tenants_path),
+        results=BenchResults(config.conductor.results_path),
+        about=about(config),
     )
 
 

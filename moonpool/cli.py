@@ -233,6 +233,45 @@ async def start_local_cluster(sets: Sequence[str]) -> AsyncIterator[str]:
         yield cluster.url
 
 
+@cli.command("report")
+@click.argument("results", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--url", envvar="MOONPOOL_URL", help=f"The conductor's API (default, without RESULTS: {DEFAULT_URL})."
+)
+@click.option("--seconds", default=3.0, show_default=True, help="Watch the cluster for so long.")
+@click.option("--requests", default=20, show_default=True, help="Draw the timelines of so many, the latest.")
+@click.option("--title", default="Moonpool report", show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    default="report.html",
+    show_default=True,
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+)
+def report_command(
+    results: tuple[Path, ...], url: str | None, seconds: float, requests: int, title: str, output: Path
+) -> None:
+    """Write a run into one HTML file, to keep and to share: nothing in it asks a network.
+
+    A cluster's configuration (no secrets), versions, figures and timelines (no prompts, no answers), and the
+    RESULTS, files of `moonpool bench ... --json`, drawn with their conditions, limits and peers.
+    """
+    from moonpool.client import Client
+    from moonpool.report import benchmark_facts, cluster_facts, report_data
+    from moonpool.single_page import single_page
+
+    async def run() -> dict[str, Any] | None:
+        if url is None and results:
+            return None
+        async with Client(url or DEFAULT_URL) as client:
+            return await cluster_facts(client, seconds=seconds, num_requests=requests)
+
+    benchmarks = benchmark_facts(results)
+    page = single_page(title, report_data(title, _run(run()), benchmarks))
+    output.write_text(page, encoding="utf-8")
+    console.print(f"{output}: {len(page.encode()) / 1e3:.0f} KB, open it in a browser")
+
+
 @cli.command("trace")
 @url_option
 @click.argument("request_id")

@@ -52,12 +52,16 @@ class Client:
     async def cluster(self) -> dict[str, Any]:
         return await self._get("/v1/cluster")
 
+    async def about(self) -> dict[str, Any]:
+        """The conductor's code, machine and options."""
+        return await self._get("/v1/about")
+
     async def index_blocks(self, node_id: str) -> bytes:
         """What the conductor's mirror says a node holds: ``kvstore.changes``, empty for an unknown node."""
         return await self._read(f"/v1/index/{quote(node_id, safe='')}")
 
     async def timeline(self, request_id: str) -> dict[str, Any]:
-        return await self._get(f"/v1/requests/{request_id}/timeline")
+        return await self._get(f"/v1/requests/{quote(request_id, safe='')}/timeline")
 
     async def live(self) -> AsyncGenerator[dict[str, Any], None]:
         """What goes on, once a second, as the dashboard is told it; ends with the conductor."""

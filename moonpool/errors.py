@@ -50,6 +50,14 @@ class IndexUnreachable(LocalClusterError):
         super().__init__(f"the Redis at {url} does not answer ({reason}): start it, or leave out --redis")
 
 
+class ReportSourceInvalid(MoonpoolError):
+    """A file that is to go into a report is not what ``moonpool bench … --json`` writes."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path} is no report of `moonpool bench … --json`: {what}")
+        self.path = path
+
+
 class ApiError(LocalClusterError):
     """The API answered with an error, or could not be reached (``status`` 0)."""
 

@@ -17,6 +17,9 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from runtime.errors import ConfigError
 from runtime.options import Config
 
+# Stands for what nobody is shown.
+HIDDEN = "•••"
+
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -90,6 +93,37 @@ def to_toml(config: Config) -> str:
     default = Config()
     rows = ((key, _get(config, key)) for key in _options() if _get(config, key) != _get(default, key))
     return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in rows)
+
+
+def shown_options(config: Config) -> list[dict[str, Any]]:
+    """Every option as it is, for people: secrets and what stands in URLs for them are not told."""
+    default = Config()
+    rows = []
+    for key, (field, _) in _options().items():
+        value = _get(config, key)
+        changed = value != _get(default, key)
+        if field.metadata["secret"] and value:
+            value = HIDDEN
+        elif isinstance(value, str | tuple):
+            value = _without_secrets(value)
+        rows.append({"key": key, "value": value, "changed": changed, "unit": field.metadata["unit"]})
+    return rows
+
+
+def _without_secrets(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(value, tuple):
+        # Options of some nodes alone: each is a key=value, and the key may be a secret one.
+        return tuple(_shown_item(item) for item in value)
+    value = re.sub(r"(://)[^@/]*@", rf"\1{HIDDEN}@", value)
+    return re.sub(r"(?i)([?&;][^=&;]*(?:password|secret|token|key)[^=&;]*=)[^&;]*", rf"\1{HIDDEN}", value)
+
+
+def _shown_item(item: str) -> str:
+    key, equals, _ = item.partition("=")
+    known = _options().get(key.strip())
+    if equals and known is not None and known[0].metadata["secret"]:
+        return f"{key}={HIDDEN}"
+    return str(_without_secrets(item))
 
 
 @cache

@@ -13,9 +13,11 @@ from typing import Any
 from runtime.errors import ConfigError
 
 
-def option(default: Any, unit: str, meaning: str) -> Any:
-    """A dataclass field with what ``moonpool config --explain`` prints beside its default."""
-    return field(default=default, metadata={"unit": unit, "meaning": meaning})
+def option(default: Any, unit: str, meaning: str, *, secret: bool = False) -> Any:
+    """A dataclass field with what ``moonpool config --explain`` prints beside its default. ``secret``: nobody
+    is shown its value.
+    """
+    return field(default=default, metadata={"unit": unit, "meaning": meaning, "secret": secret})
 
 
 def _section(cls: type) -> Any:
@@ -240,7 +242,7 @@ class TransferOptions:
     )
     checksum: bool = option(True, "flag", "verify every block's checksum where it arrives")
     deadline_s: float = option(10.0, "seconds", "longest a batch may take")
-    secret: str = option("", "text", "shared secret a peer must prove to know; empty: none")
+    secret: str = option("", "text", "shared secret a peer must prove to know; empty: none", secret=True)
     tcp: TcpOptions = _section(TcpOptions)
     tls: TlsOptions = _section(TlsOptions)
 
@@ -370,6 +372,11 @@ class ConductorOptions:
     )
     tenants_path: str = option(
         "", "path", "TOML file of API keys with their limits and weights; empty: anyone may ask"
+    )
+    results_path: str = option(
+        "",
+        "path",
+        "directory of `moonpool bench … --json` files that the dashboard draws; empty: the checkout's own",
     )
     policy: str = option(
         "goodput",

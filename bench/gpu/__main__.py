@@ -16,6 +16,7 @@ import click
 from bench import report
 from bench.gpu.parts import DEFAULT, PARTS, Part
 from bench.report import Report, Row
+from runtime.report_shape import validate
 
 ROOT = Path(__file__).parents[2]
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "pytest")
@@ -78,7 +79,7 @@ def _end_group(child: subprocess.Popen[bytes]) -> None:
 
 def _read_rows(path: Path) -> list[Row]:
     content = json.loads(path.read_text())
-    report.validate(content)
+    validate(content)
     return [Row(**row) for row in content["rows"]]
 
 

@@ -13,8 +13,10 @@ from rich.console import Console
 from bench import report
 from bench.cluster import StartCluster, cluster_starter
 from bench.serve.figures import Slo
+from bench.serve.plot import draw
 from bench.serve.session import CASES, PEERS, Settings, measure
 from bench.serve.workload import Workload
+from bench.simulate.plot import check_ending
 from runtime.config import load_config
 
 _PATH = click.Path(path_type=Path)
@@ -43,9 +45,12 @@ _PACKAGES = ("torch", "transformers", "aiohttp", "grpcio", "redis", "uvloop")
 @click.option("--slo-ttft", default=0.0, metavar="SECONDS", help="load: what counts as good.")
 @click.option("--slo-tpot", default=0.0, metavar="SECONDS", help="load: likewise, a token.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Option of the local cluster.")
+@click.option("--plot", "plot_path", type=_PATH, metavar="FILE", help="Draw the figures there (PNG, SVG).")
 @click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
-def serve(json_path: Path | None, **given: Any) -> None:
+def serve(json_path: Path | None, plot_path: Path | None, **given: Any) -> None:
     """Measure serving: throughput, latencies, cache hits, the path's own cost; and peers doing the same."""
+    if plot_path is not None:
+        check_ending(plot_path)  # now, not after minutes of measuring
     console = Console(stderr=True, highlight=False)
     if given["seed"] is None:
         # A server that stays up remembers the prompts of an earlier run: new ones by default.
@@ -73,5 +78,7 @@ def serve(json_path: Path | None, **given: Any) -> None:
     rows = uvloop.run(measure(settings, starter, lambda line: console.print(line, style="dim")))
     finished = report.Report(report.measure_environment(_PACKAGES), rows)
     report.show(finished)
+    if plot_path is not None:
+        draw(finished, plot_path)
     if json_path is not None:
         report.write(finished, json_path)

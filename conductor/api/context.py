@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
@@ -15,6 +16,7 @@ from conductor.api.chat_template import ChatTemplate
 from conductor.api.errors import draining
 from conductor.api.recent import RecentRequests
 from conductor.api.sampling_defaults import SamplingDefaults
+from conductor.bench_results import BenchResults
 from conductor.conductor import Conductor
 from conductor.metrics import RequestMetrics
 from conductor.tenants import Tenants
@@ -37,6 +39,8 @@ class ApiContext:
     metrics: RequestMetrics
     options: ConductorOptions
     tenants: Tenants = field(default_factory=Tenants)
+    results: BenchResults = field(default_factory=lambda: BenchResults(""))
+    about: Mapping[str, Any] = field(default_factory=dict)  # as conductor.about says it
     recent: RecentRequests = field(default_factory=RecentRequests)
     clock: Callable[[], float] = time.perf_counter
     unix_clock: Callable[[], float] = time.time

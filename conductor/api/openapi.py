@@ -96,7 +96,7 @@ _ANSWERS = {
 _ERRORS = {
     "400": "The request is wrong; `param` names the field, `message` says how to mend it.",
     "401": "No API key, or an unknown one (only where tenants are configured).",
-    "404": "There is no such model, request or node.",
+    "404": "There is no such model, request, node or result.",
     "405": "Another method is meant.",
     "409": "A request of this x-request-id is being served.",
     "413": "The body is larger than conductor.max_body_nbytes.",
@@ -154,6 +154,23 @@ def document() -> dict[str, Any]:
             },
             "/v1/requests/{id}/timeline": {
                 "get": _page("What happened to a request, and when", {"type": "object"}, 404, id="path")
+            },
+            "/v1/about": {
+                "get": _page(
+                    "This conductor's code, machine and options, without secrets",
+                    _object(moonpool=_STRING, options=_list_of({"type": "object"})),
+                )
+            },
+            "/v1/benchmarks": {
+                "get": _page("Results of benchmarks, newest first", _listed(_object(name=_STRING)))
+            },
+            "/v1/benchmarks/{name}": {
+                "get": _page(
+                    "One of them, as `moonpool bench … --json` wrote it",
+                    _object(environment={"type": "object"}, rows=_list_of({"type": "object"})),
+                    404,
+                    name="path",
+                )
             },
             "/v1/prometheus-targets": {
                 "get": _page("The nodes, for Prometheus' service discovery", _list_of({"type": "object"}))

@@ -15,6 +15,7 @@ from yarl import URL
 from conductor.api.context import CONTEXT, ApiContext
 from conductor.api.errors import ApiError
 from conductor.api.exchange import unknown_model
+from conductor.bench_results import ResultUnknown
 from conductor.spans import spans_of
 
 STATIC = Path(__file__).parent.parent / "static"
@@ -75,6 +76,25 @@ async def metrics(http: web.Request) -> web.Response:
 async def cluster(http: web.Request) -> web.Response:
     """``GET /v1/cluster``"""
     return reply(http.app[CONTEXT].conductor.cluster())
+
+
+async def about(http: web.Request) -> web.Response:
+    """``GET /v1/about``: code, machine and options of this conductor, without secrets."""
+    return reply(http.app[CONTEXT].about)
+
+
+async def benchmarks(http: web.Request) -> web.Response:
+    """``GET /v1/benchmarks``: the results there are, newest first."""
+    listed = await asyncio.to_thread(http.app[CONTEXT].results.listed)
+    return reply({"object": "list", "data": listed})
+
+
+async def benchmark(http: web.Request) -> web.Response:
+    """``GET /v1/benchmarks/{name}``: one file, as ``moonpool bench … --json`` wrote it."""
+    try:
+        return reply(await asyncio.to_thread(http.app[CONTEXT].results.report, http.match_info["name"]))
+    except ResultUnknown as error:
+        raise ApiError(404, str(error), param="name", code="result_not_found") from error
 
 
 async def prometheus_targets(http: web.Request) -> web.Response:

@@ -44,10 +44,10 @@ function make(id) {
   drawn.set(id, { data, plot: new uPlot(options, [times, ...data], box) });
 }
 
-export function redraw() { Object.keys(CHARTS).forEach(make); }
+export function redraw() { if (drawn.size) Object.keys(CHARTS).forEach(make); }
 
 export function add(unix_s, values) {
-  if (!drawn.size) redraw();
+  if (!drawn.size) Object.keys(CHARTS).forEach(make);
   times.push(unix_s);
   const full = times.length > KEPT;
   if (full) times.shift();

@@ -1,205 +1,97 @@
 // The dashboard: follows /v1/live, which tells once a second how the cluster is, and draws it.
-import * as charts from "./charts.js";
-import { bars, byId, bytes, cell, element, fill, format, percent, pill, row, seconds } from "./draw.js";
-import { drawMap, tiers } from "./map.js";
+import { benchmarkView, verdictOf } from "./benchmarks.js";
+import { byId, element, say, within } from "./draw.js";
+import { draw } from "./panels.js";
 import * as playground from "./playground.js";
-import { showTimeline } from "./timeline.js";
+import { startTheme } from "./theme.js";
+import { timelineView } from "./timeline.js";
 
 const RETRY_MS = 2000;
-const LOST_SHOWN_S = 120; // a node whose lease ended stays in sight for so long
+const LISTED_MS = 60000; // how often new benchmark results are looked for
 
-const roles = new Map(); // of every node seen, for those that are gone
-let before = null; // the snapshot of the second before, for rates
+let paused = false;
 
-function rate(now, name) {
-  const span = before ? now.unix_s - before.unix_s : 0;
-  return span > 0 ? Math.max(0, now.metrics[name] - before.metrics[name]) / span : 0;
+async function json(path) {
+  const response = await fetch(path, { cache: "no-store" });
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error?.message ?? response.statusText);
+  return answer;
 }
 
-function withRates(now) {
-  const span = before ? now.unix_s - before.unix_s : 0;
-  const known = new Map((before?.routes ?? []).map((route) => [`${route.source}\n${route.target}`, route.nbytes]));
-  return now.routes.map((route) => {
-    const past = known.get(`${route.source}\n${route.target}`) ?? (before ? 0 : route.nbytes);
-    return { ...route, rate: span > 0 ? (route.nbytes - past) / span : 0 };
-  });
-}
-
-// The nodes there are, and those that went without saying so a moment ago.
-function withLost(now) {
-  const present = new Set(now.cluster.nodes.map((node) => node.node_id));
-  const lost = new Map();
-  for (const event of now.events) {
-    const role = roles.get(event.node);
-    if (event.kind === "left" && event.text !== "left" && role && !present.has(event.node)
-      && now.unix_s - event.unix_s < LOST_SHOWN_S) {
-      lost.set(event.node, { node_id: event.node, role, state: "lost", host: "", pid: "" });
-    }
+async function showTimeline(id) {
+  const path = `/v1/requests/${encodeURIComponent(id)}/timeline`;
+  const box = byId("timeline"), content = box.querySelector(".content");
+  box.querySelector("h2").textContent = id;
+  box.querySelector("a").href = path;
+  try {
+    content.replaceChildren(...timelineView(await json(path)));
+  } catch (error) {
+    content.replaceChildren(element("p", error.message, "bad"));
   }
-  if (roles.size > 4096) roles.clear();
-  for (const node of now.cluster.nodes) roles.set(node.node_id, node.role);
-  return [...now.cluster.nodes, ...lost.values()];
+  box.showModal();
 }
 
-function drawNow(now) {
-  const { metrics } = now;
-  const hits = metrics.prefix_hit_tokens / metrics.prefix_queried_tokens;
-  const figures = [
-    ["running", format.format(metrics.running_requests), "requests running"],
-    ["waiting", format.format(metrics.waiting_requests), "waiting for a first token"],
-    ["tokens", format.format(Math.round(rate(now, "output_tokens"))), "tokens a second"],
-    ["hits", percent(hits), "of prompt tokens from the cache"],
-    ["blocks", format.format(now.cluster.index.num_blocks), "blocks in the index"],
-    ["index", now.cluster.index.connected ? seconds(now.cluster.index.lag_s) : "lost", now.cluster.index.connected ? "behind the index" : "Redis does not answer"],
-  ];
-  byId("now").replaceChildren(...figures.map(([id, value, name]) => {
-    const card = element("div");
-    card.dataset.figure = id;
-    card.append(element("b", value), element("span", name));
-    return card;
+function opener(id) {
+  const open = element("button", "show");
+  open.type = "button";
+  open.dataset.request = id;
+  open.setAttribute("aria-label", `timeline of ${id}`);
+  return open;
+}
+
+async function openBenchmark(details) {
+  if (details.querySelector("figure, p")) return;
+  const box = within("div", "benchmark");
+  details.append(box);
+  try {
+    const report = await json(`/v1/benchmarks/${encodeURIComponent(details.dataset.name)}`);
+    box.append(element("p", verdictOf(report.rows)), ...benchmarkView(report));
+  } catch (error) {
+    box.append(element("p", error.message, "bad"));
+  }
+}
+
+// A file that is new, or was written anew, is shown; those that are open stay open.
+async function listBenchmarks() {
+  const box = byId("benchmarks").querySelector(".list");
+  let listed = [];
+  try {
+    listed = (await json("/v1/benchmarks")).data;
+  } catch { /* the line above the page says that the conductor does not answer */ }
+  const known = new Map([...box.children].map((details) => [details.dataset.version, details]));
+  box.replaceChildren(...listed.map((one) => {
+    const version = JSON.stringify(one);
+    if (known.has(version)) return known.get(version);
+    const told = one.problem ?? `${one.date.slice(0, 10)}, ${one.num_rows} figures, ${one.num_reached} of ${one.num_limits} limits reached`;
+    const details = within("details", "card", within("summary", "", element("b", one.name), element("span", ` ${told}`, "soft")));
+    Object.assign(details.dataset, { name: one.name, version });
+    if (!one.problem) details.addEventListener("toggle", () => { if (details.open) openBenchmark(details); });
+    return details;
   }));
-}
-
-function drawCharts(now, routes) {
-  const prompt = rate(now, "prefix_queried_tokens"), hit = rate(now, "prefix_hit_tokens");
-  charts.add(now.unix_s, {
-    "chart-tokens": [rate(now, "output_tokens"), prompt],
-    "chart-requests": [now.metrics.running_requests, now.metrics.waiting_requests],
-    "chart-hits": [prompt ? (100 * hit) / prompt : null],
-    "chart-moved": [routes.reduce((sum, route) => sum + route.rate, 0) / 1e6],
-  });
-}
-
-function drawNodes(nodes) {
-  fill(byId("nodes"), nodes.map((node) => {
-    const load = node.load ?? {};
-    const className = { ready: "good", draining: "warn", starting: "warn" }[node.state] ?? "bad";
-    return row(node.node_id, node.role, pill(node.state, className), load.num_running ?? 0, load.num_waiting ?? 0,
-      load.num_queued_tokens ?? 0, tiers(node), node.num_index_blocks ?? 0, node.num_placed ?? 0,
-      cell(`${node.host}, ${node.pid}`, "soft"));
-  }));
-}
-
-function drawCache(now) {
-  const names = { computed: "computed", pool: "its own pool", host: "host memory", ssd: "disk", fetched: "another node" };
-  const all = Object.values(now.tokens).reduce((sum, count) => sum + count, 0);
-  const shown = Object.entries(names).map(([name, title]) => [title, now.tokens[name] ?? 0]);
-  bars(byId("sources"), all ? shown : [], (count) => `${format.format(count)} (${percent(count / all)})`);
-  fill(byId("tenants"), Object.entries(now.tenants).map(([name, counts]) =>
-    row(name, counts.prompt ?? 0, cell(percent((counts.cached ?? 0) / counts.prompt), "number"))));
-  fill(byId("prefixes"), now.prefixes.map((prefix) =>
-    row(cell(prefix.key.slice(0, 12), "id"), prefix.blocks, cell((60 * prefix.uses_per_s).toFixed(1), "number"),
-      prefix.holders.join(", ") || "nobody now")));
-}
-
-function drawRoutes(routes) {
-  const sorted = [...routes].sort((a, b) => b.rate - a.rate || b.nbytes - a.nbytes);
-  fill(byId("routes"), sorted.map((route) => {
-    const mean = route.transfers ? route.seconds / route.transfers : 0;
-    return row(route.source, route.target, route.transport || "–", cell(`${bytes(route.rate)}/s`, "number"),
-      cell(route.seconds ? `${bytes(route.nbytes / route.seconds)}/s` : "–", "number"),
-      cell(bytes(route.nbytes), "number"), route.transfers, cell(seconds(mean), "number"), route.failures);
-  }));
-}
-
-function drawRequests(requests) {
-  const table = byId("requests").querySelector("table");
-  const focused = document.activeElement?.dataset?.request;
-  fill(table, requests.map((request) => {
-    const open = element("button", "show");
-    open.dataset.request = request.id;
-    open.setAttribute("aria-label", `timeline of ${request.id}`);
-    open.onclick = () => showTimeline(request.id);
-    const className = { done: "good", running: "warn", cancelled: "soft" }[request.status] ?? "bad";
-    return row(cell(request.id, "id"), pill(request.status, className), request.prompt_tokens, request.cached_tokens,
-      request.output_tokens, cell(seconds(request.ttft_s), "number"), cell(seconds(request.tpot_s), "number"),
-      cell(seconds(request.e2e_s), "number"), open);
-  }));
-  // Rows are made anew every second: whoever is on one with the keyboard stays there.
-  if (focused) table.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
-}
-
-// A histogram's buckets that hold something, and the share that keeps the limit.
-function drawLatency(id, histogram, limit_s) {
-  const buckets = histogram.buckets.map(([le, count], at, all) => [le === "+Inf" ? Infinity : Number(le), count - (at ? all[at - 1][1] : 0)]);
-  const used = buckets.filter(([, count]) => count);
-  const shown = used.length ? buckets.slice(buckets.indexOf(used[0]), buckets.indexOf(used.at(-1)) + 1) : [];
-  bars(byId(id), shown.map(([le, count]) => [le === Infinity ? "more" : `≤ ${seconds(le)}`, count]));
-  const all = buckets.reduce((sum, [, count]) => sum + count, 0);
-  const within = buckets.filter(([le]) => le <= limit_s).reduce((sum, [, count]) => sum + count, 0);
-  const mean = all ? `mean ${seconds(histogram.sum / all)} of ${format.format(all)}` : "";
-  const kept = limit_s ? `; at least ${percent(within / all)} within ${seconds(limit_s)}` : "";
-  byId(id).nextElementSibling.textContent = all ? mean + kept : "";
-}
-
-function drawCost(errors) {
-  const shown = (value) => cell(value === null ? "–" : `${value.toFixed(1)} %`, "number");
-  fill(byId("cost").querySelector("table"), Object.entries(errors).map(([name, error]) =>
-    row(name, error.count, shown(error.p50_percent), shown(error.p90_percent))));
-}
-
-function drawEvents(events) {
-  const list = byId("events").querySelector("ol");
-  byId("events").querySelector(".none").hidden = events.length > 0;
-  list.replaceChildren(...[...events].reverse().slice(0, 40).map((event) => {
-    const item = element("li", undefined, { left: "bad", joined: "good", retry: "warn" }[event.kind]);
-    item.append(element("time", new Date(event.unix_s * 1000).toLocaleTimeString()), element("b", `${event.kind} ${event.node}`),
-      element("span", event.text));
-    return item;
-  }));
-}
-
-function draw(now) {
-  const routes = withRates(now);
-  const state = !now.ready ? "not ready" : now.degraded.length ? "degraded" : "ready";
-  byId("model").textContent = now.cluster.model;
-  byId("state").textContent = state;
-  byId("state").className = `pill ${{ ready: "good", degraded: "warn" }[state] ?? "bad"}`;
-  byId("degraded").replaceChildren(...now.degraded.map((text) => element("li", text)));
-  drawNow(now);
-  drawCharts(now, routes);
-  const nodes = withLost(now);
-  drawMap(nodes, routes);
-  drawNodes(nodes);
-  drawCache(now);
-  drawRoutes(routes);
-  drawRequests(now.requests);
-  drawLatency("ttft", now.metrics.time_to_first_token_seconds, now.slo.ttft_s);
-  drawLatency("gap", now.metrics.inter_token_latency_seconds, now.slo.tbt_s);
-  bars(byId("rejections"), Object.entries(now.rejections));
-  bars(byId("placements"), Object.entries(now.placements));
-  drawCost(now.cluster.prediction_errors);
-  drawEvents(now.events);
-  before = now;
+  byId("benchmarks").querySelector(".none").hidden = listed.length > 0;
 }
 
 function follow() {
   const source = new EventSource("/v1/live");
-  source.onmessage = (event) => draw(JSON.parse(event.data));
+  source.onmessage = (event) => { if (!paused) draw(JSON.parse(event.data), opener); };
   source.onerror = () => {
-    byId("state").textContent = "the conductor does not answer";
+    say(byId("state"), "the conductor does not answer");
     byId("state").className = "pill bad";
     source.close();
     setTimeout(follow, RETRY_MS);
   };
 }
 
-function theme() {
-  const button = byId("theme"), names = ["auto", "light", "dark"];
-  const apply = (name) => {
-    document.documentElement.style.colorScheme = name === "auto" ? "light dark" : name;
-    button.querySelector("span").textContent = name;
-  };
-  let chosen = localStorage.getItem("theme") ?? "auto";
-  apply(chosen);
-  button.onclick = () => {
-    chosen = names[(names.indexOf(chosen) + 1) % names.length];
-    localStorage.setItem("theme", chosen);
-    apply(chosen);
-    charts.redraw();
-  };
-}
-
-theme();
-playground.start();
+byId("pause").onclick = () => {
+  paused = !paused;
+  byId("pause").setAttribute("aria-pressed", paused);
+};
+byId("requests").addEventListener("click", (event) => {
+  const asked = event.target.closest("[data-request]");
+  if (asked) showTimeline(asked.dataset.request);
+});
+startTheme();
+playground.start(showTimeline);
 follow();
+listBenchmarks();
+setInterval(() => { if (!document.hidden) listBenchmarks(); }, LISTED_MS);

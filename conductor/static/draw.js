@@ -28,6 +28,13 @@ export function element(name, text, className) {
   return made;
 }
 
+// With children inside: nodes, or texts.
+export function within(name, className, ...children) {
+  const made = element(name, undefined, className);
+  made.append(...children);
+  return made;
+}
+
 export function svg(name, attributes, text) {
   const made = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes ?? {})) made.setAttribute(key, value);
@@ -35,48 +42,74 @@ export function svg(name, attributes, text) {
   return made;
 }
 
-// A table row; numbers stand right, nodes as they are.
+// A text that changes: whoever has it read aloud hears it when it does, and not every second.
+export function say(target, text) { if (target.textContent !== text) target.textContent = text; }
+
+// The children become these. Those that say the same stay, with the focus, the selection and the reader's place.
+export function patch(parent, children) {
+  children.forEach((child, at) => {
+    const known = parent.childNodes[at];
+    if (!known) parent.append(child);
+    else if (known !== child && !known.isEqualNode(child)) known.replaceWith(child);
+  });
+  while (parent.childNodes.length > children.length) parent.lastChild.remove();
+}
+
+// A table row; the first cell names it, numbers stand right, nodes as they are.
 export function row(...cells) {
   const made = element("tr");
-  for (const cell of cells) {
-    if (cell instanceof HTMLTableCellElement) { made.append(cell); continue; }
-    const td = element("td");
+  cells.forEach((cell, at) => {
+    if (cell instanceof HTMLTableCellElement) { made.append(cell); return; }
+    const td = element(at ? "td" : "th");
+    if (!at) td.scope = "row";
     if (cell instanceof Node) td.append(cell);
     else td.textContent = typeof cell === "number" ? format.format(cell) : cell;
     if (typeof cell === "number") td.className = "number";
     made.append(td);
-  }
+  });
   return made;
 }
 
 export function cell(text, className) { return element("td", text, className); }
 
-export function pill(text, className) {
-  const td = element("td", undefined, "status");
-  td.append(element("span", text, className));
-  return td;
+export function pill(text, className) { return within("td", "status", element("span", text, className)); }
+
+// A table of its own: ``columns`` are headings, ``rows`` made by ``row``.
+export function table(columns, rows, caption) {
+  const made = element("table");
+  if (caption) made.append(element("caption", caption));
+  const head = element("tr");
+  for (const column of columns) {
+    const th = element("th", column);
+    th.scope = "col";
+    head.append(th);
+  }
+  made.append(within("thead", "", head), element("tbody"));
+  fill(made, rows);
+  return made;
 }
 
 // Put rows into a table's body; where there are none, the sentence beside it says so.
-export function fill(table, rows) {
-  table.tBodies[0].replaceChildren(...rows);
-  rows[0]?.querySelectorAll("td").forEach((td, at) => table.tHead?.rows[0].cells[at]?.classList.toggle("number", td.classList.contains("number")));
-  table.hidden = rows.length === 0;
-  const none = table.parentElement.querySelector(".none");
+export function fill(target, rows) {
+  const focused = document.activeElement?.dataset?.request;
+  const first = rows[0] && [...rows[0].cells].map((one) => one.classList.contains("number"));
+  patch(target.tBodies[0], rows);
+  first?.forEach((number, at) => target.tHead?.rows[0].cells[at]?.classList.toggle("number", number));
+  target.hidden = rows.length === 0;
+  const none = target.parentElement?.querySelector(".none");
   if (none) none.hidden = rows.length > 0;
+  // Rows move: whoever is on one with the keyboard stays on it.
+  if (focused && document.activeElement?.dataset?.request !== focused) {
+    target.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
+  }
 }
 
 // Horizontal bars, one a name: the longest is full.
-export function bars(box, pairs, show = (value) => format.format(Math.round(value))) {
-  const most = Math.max(...pairs.map(([, value]) => value), 1e-12);
-  box.replaceChildren(...pairs.map(([name, value]) => {
-    const line = element("div");
+export function bars(box, pairs, show = (value) => format.format(Math.round(value)), most = 0) {
+  const full = Math.max(most, ...pairs.map(([, value]) => value), 1e-12);
+  patch(box, pairs.length ? pairs.map(([name, value]) => {
     const bar = element("i");
-    bar.style.width = `${(100 * value) / most}%`;
-    const track = element("span", undefined, "track");
-    track.append(bar);
-    line.append(element("span", name), track, element("b", show(value)));
-    return line;
-  }));
-  if (!pairs.length) box.replaceChildren(element("p", "none yet", "soft"));
+    bar.style.width = `${(100 * value) / full}%`;
+    return within("div", "", element("span", name), within("span", "track", bar), element("b", show(value)));
+  }) : [element("p", "none yet", "soft")]);
 }

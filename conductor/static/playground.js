@@ -1,6 +1,5 @@
 // A prompt, its answer as it comes, and the way to its timeline.
 import { byId, element } from "./draw.js";
-import { showTimeline } from "./timeline.js";
 
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -14,7 +13,7 @@ async function* events(response) {
   }
 }
 
-async function send(form) {
+async function send(form, showTimeline) {
   const output = form.querySelector("output"), text = element("pre");
   output.replaceChildren(text);
   const headers = { "Content-Type": "application/json" };
@@ -35,14 +34,14 @@ async function send(form) {
   output.append(open);
 }
 
-export function start() {
+export function start(showTimeline) {
   const form = byId("playground").querySelector("form");
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const button = form.querySelector("button[type=submit]");
     button.disabled = true;
     try {
-      await send(form);
+      await send(form, showTimeline);
     } catch (error) {
       form.querySelector("output").replaceChildren(element("p", error.message, "bad"));
     } finally {

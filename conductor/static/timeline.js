@@ -1,79 +1,94 @@
-// One request, drawn: what each process did, from when to when.
-import { byId, element, format, row, seconds, svg } from "./draw.js";
+// One request, drawn: what each process did, from when to when, where it went and why.
+import { cell, element, format, row, seconds, svg, table, within } from "./draw.js";
 
-const LINE = 22, NAME = 150, WIDTH = 620;
-
-async function json(path) {
-  const response = await fetch(path, { cache: "no-store" });
-  const answer = await response.json();
-  if (!response.ok) throw new Error(answer.error?.message ?? response.statusText);
-  return answer;
-}
+const LINE = 22, NAME = 190, WIDTH = 620;
 
 function facts(values) {
   return Object.entries(values).flatMap(([key, value]) => {
-    if (value === "" || value === null || Array.isArray(value)) return [];
+    if (!value || Array.isArray(value)) return []; // nothing was found, fetched, or went wrong: nothing to say
     if (typeof value === "object") return value.detail ? [value.detail] : [];
-    if (typeof value === "number" && key.endsWith("_s")) return [`${key.slice(0, -2)} ${seconds(value)}`];
-    return [`${key} ${typeof value === "number" ? format.format(value) : value}`];
+    if (typeof value === "number" && key.endsWith("_s")) return [`${key.slice(0, -2).replaceAll("_", " ")} ${seconds(value)}`];
+    return [`${key.replaceAll("_", " ")} ${typeof value === "number" ? format.format(value) : value}`];
   }).join(", ");
 }
 
-function drawSpans(picture, spans) {
+const line = (span) => `${span.process} · ${span.name}`;
+const short = (name) => (name.length > 30 ? `${name.slice(0, 29)}…` : name);
+
+function spanMark(span, x, y, className) {
+  const mark = span.seconds
+    ? svg("rect", { x: x(span.began_s), y, width: Math.max(2, x(span.began_s + span.seconds) - x(span.began_s)), height: 12, rx: 2, class: className })
+    : svg("circle", { cx: x(span.began_s), cy: y + 6, r: 4, class: className });
+  mark.append(svg("title", {}, `${span.process} ${span.name}: ${seconds(span.seconds)}, ${facts(span.facts)}`));
+  return mark;
+}
+
+function spansPicture(spans) {
   const end = Math.max(...spans.map((span) => span.began_s + span.seconds), 1e-6);
-  const lines = [...new Set(spans.map((span) => `${span.process} · ${span.name}`))];
-  const height = lines.length * LINE + 20;
-  picture.setAttribute("viewBox", `0 0 ${NAME + WIDTH + 20} ${height}`);
-  picture.setAttribute("width", NAME + WIDTH + 20);
-  picture.setAttribute("height", height);
-  picture.setAttribute("aria-label", `What was done in ${seconds(end)}; the list below says the same`);
+  const lines = [...new Set(spans.map(line))], processes = [...new Set(spans.map((span) => span.process))];
+  const width = NAME + WIDTH + 20, height = lines.length * LINE + 20;
+  const picture = svg("svg", {
+    viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
+    "aria-label": `What was done in ${seconds(end)}; the list below says the same`,
+  });
   const x = (at) => NAME + Math.max(0, Math.min(at / end, 1)) * WIDTH;
-  const processes = [...new Set(spans.map((span) => span.process))];
-  const parts = lines.map((line, number) => svg("text", { x: 0, y: number * LINE + 15 }, line));
-  for (const span of spans) {
-    const y = lines.indexOf(`${span.process} · ${span.name}`) * LINE + 5;
-    const colour = `process-${processes.indexOf(span.process) % 4}`;
-    const mark = span.seconds
-      ? svg("rect", { x: x(span.began_s), y, width: Math.max(2, x(span.began_s + span.seconds) - x(span.began_s)), height: 12, rx: 2, class: colour })
-      : svg("circle", { cx: x(span.began_s), cy: y + 6, r: 4, class: colour });
-    mark.append(svg("title", {}, `${span.process} ${span.name}: ${seconds(span.seconds)}, ${facts(span.facts)}`));
-    parts.push(mark);
-  }
   for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-    parts.push(svg("text", { x: NAME + share * WIDTH, y: height - 4, class: "soft", "text-anchor": share === 1 ? "end" : "start" }, seconds(share * end) === "–" ? "0" : seconds(share * end)));
+    const at = x(share * end);
+    picture.append(svg("line", { x1: at, x2: at, y1: 0, y2: height - 18, class: "tick" }));
+    picture.append(svg("text", { x: at, y: height - 4, class: "soft", "text-anchor": share === 1 ? "end" : "start" }, share ? seconds(share * end) : "0"));
   }
-  picture.replaceChildren(...parts);
+  lines.forEach((name, number) => {
+    const text = svg("text", { x: 0, y: number * LINE + 15 }, short(name));
+    text.append(svg("title", {}, name));
+    picture.append(text);
+  });
+  for (const span of spans) {
+    picture.append(spanMark(span, x, lines.indexOf(line(span)) * LINE + 5, `process-${processes.indexOf(span.process) % 4}`));
+  }
+  return within("div", "scroll", picture);
 }
 
-function candidates(table, events) {
-  const placed = events.filter((event) => event.event === "placed").map((event) => event.placement);
-  const rows = placed.flatMap((placement) => [
-    ...placement.prefill_candidates.map((one) => row("prefill", one.node_id, one.node_id === placement.prefill ? "chosen" : "", `first token in ${seconds(one.ttft_s)}`, `holds ${one.local_tokens ?? 0} tokens`)),
-    ...placement.decode_candidates.map((one) => row("decode", one.node_id, one.node_id === placement.decode ? "chosen" : "", `waits ${seconds(one.wait_s)}`, `a step ${seconds(one.step_s)}`)),
-  ]);
-  table.tBodies[0].replaceChildren(...rows);
+// Why not the others: what each would have cost, beside the one that was chosen.
+function verdict(mine, chosen) {
+  if (mine.node_id === chosen?.node_id) return cell("chosen", "good");
+  const later = (mine.ttft_s ?? mine.total_s) - (chosen?.ttft_s ?? chosen?.total_s);
+  if (!Number.isFinite(later)) return cell("not chosen", "soft");
+  const by = seconds(Math.abs(later));
+  return cell(by === "–" ? "as early, not chosen" : `${by} ${later > 0 ? "later" : "earlier, but in the way of others"}`, "soft");
 }
 
-export async function showTimeline(id) {
-  const path = `/v1/requests/${encodeURIComponent(id)}/timeline`;
-  const box = byId("timeline");
-  box.querySelector("h2").textContent = id;
-  box.querySelector("a").href = path;
-  try {
-    const timeline = await json(path);
-    const several = timeline.sequences ?? [timeline];
-    const events = several.flatMap((one) => one.events ?? []);
-    box.querySelector(".why").textContent = several.map((one) => one.summary?.detail).filter(Boolean).join(" · ");
-    drawSpans(box.querySelector("svg"), several.flatMap((one) => one.spans ?? []));
-    candidates(box.querySelector("table"), events);
-    box.querySelector("ol").replaceChildren(...events.map(({ event, at_s, unix_s, ...rest }) => {
-      const item = element("li");
-      item.append(element("b", event), element("span", seconds(at_s) === "–" ? "0 ms" : seconds(at_s)), element("small", facts(rest)));
-      return item;
-    }));
-  } catch (error) {
-    box.querySelector(".why").textContent = error.message;
-    for (const part of box.querySelectorAll("svg, tbody, ol")) part.replaceChildren();
+const time = (value) => cell(value ? seconds(value) : "0", "number");
+
+function candidates(events) {
+  const made = [];
+  for (const { placement } of events.filter((event) => event.event === "placed")) {
+    const of = (list, id) => list.find((one) => one.node_id === id);
+    const prefill = of(placement.prefill_candidates, placement.prefill);
+    made.push(table(
+      ["prefill node", "verdict", "first token in", "queue", "fetch", "load", "compute", "holds, tokens", "fetches, tokens"],
+      placement.prefill_candidates.map((one) => row(one.node_id, verdict(one, prefill), time(one.ttft_s), time(one.queue_s),
+        time(one.fetch_s), time(one.load_s), time(one.compute_s), one.local_tokens ?? 0, one.fetched_tokens ?? 0)),
+    ));
+    const decode = of(placement.decode_candidates, placement.decode);
+    if (decode) made.push(table(
+      ["decode node", "verdict", "last token in", "wait for room", "transfer", "a step", "running", "holds, tokens"],
+      placement.decode_candidates.map((one) => row(one.node_id, verdict(one, decode), time(one.total_s), time(one.wait_s),
+        time(one.transfer_s), time(one.step_s), one.num_running ?? 0, one.local_tokens ?? 0)),
+    ));
   }
-  box.showModal();
+  return made;
+}
+
+// All of it, as elements. ``timeline``: as /v1/requests/ID/timeline tells it.
+export function timelineView(timeline) {
+  const several = timeline.sequences ?? [timeline];
+  const events = several.flatMap((one) => one.events ?? []);
+  const why = several.map((one) => one.summary?.detail).filter(Boolean).join(" · ");
+  const spans = several.flatMap((one) => one.spans ?? []);
+  const tables = candidates(events);
+  const list = within("ol", "what", ...events.map(({ event, at_s, unix_s, ...rest }) => within("li", "",
+    element("b", event.replaceAll("_", " ")), element("span", at_s ? seconds(at_s) : "0 ms"), element("small", facts(rest)))));
+  const box = within("div", "scroll", ...tables);
+  return [element("p", why, "why"), ...(spans.length ? [spansPicture(spans)] : []),
+    ...(tables.length ? [within("details", "", element("summary", "Candidates"), box)] : []), list];
 }

@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 
 from bench import report
-from bench.report import Environment, Report, ReportInvalid, Row
+from bench.report import Environment, Report, Row
+from runtime.report_shape import ReportInvalid
 
 ENVIRONMENT = Environment("a machine", {"python": "3.11"}, "abc1234", "2026-11-21T03:00:00+00:00")
 FULL = Row("case", "throughput", 20.0, "tokens/s", 20.0, 21.0, "at least", 2.0, 2.5, "other", 8.0)

@@ -126,7 +126,8 @@ async def test_failures_are_told_by_cause(fake: FakeServer) -> None:
 async def test_the_command_reports_every_case(fake: FakeServer, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     arguments = ["serve", "--url", fake.url, "--rounds", "2", "--requests", "4", "--turns", "2"]
-    arguments += ["--output-tokens", "4", "--slo-ttft", "1", "--json", str(file)]
+    picture = tmp_path / "report.svg"
+    arguments += ["--output-tokens", "4", "--slo-ttft", "1", "--json", str(file), "--plot", str(picture)]
     result = await asyncio.to_thread(CliRunner().invoke, bench, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     content = json.loads(file.read_text())
@@ -134,6 +135,12 @@ async def test_the_command_reports_every_case(fake: FakeServer, tmp_path: Path) 
     metrics = {row["metric"] for row in content["rows"]}
     assert {"output throughput", "TPOT", "path's own cost a request", "tokenize", "goodput"} <= metrics
     assert {"TTFT, second over first", "TTFT p90", "E2E", "prompt tokens from cache"} <= metrics
+    assert picture.read_text().count("<path") > len(content["rows"])
+
+
+def test_a_picture_of_no_known_kind_is_refused_before_anything_is_measured() -> None:
+    result = CliRunner().invoke(bench, ["serve", "--url", "http://127.0.0.1:1", "--plot", "report.doc"])
+    assert isinstance(result.exception, ConfigError)
 
 
 def test_without_a_url_somebody_must_start_a_cluster() -> None:

@@ -4,61 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
 
 import aiohttp
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, Page, expect
 
 from moonpool.client import Client
 from moonpool.local_cluster import LocalCluster
 from runtime.child import tied_command
-from tests.cluster.conftest import eventually, kill, small_config
+from tests.cluster.conftest import eventually, kill
+from tests.dashboard.conftest import MARKUP, NEEDS_BROWSER, SCREENSHOTS, ask
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt install chromium; CI has it"),
-]
-# Kept, so that somebody can look at them: CI's artefacts.
-SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
-MARKUP = "<img src=x onerror='window.pwned=1'>"
-TENANTS = f"""
-["{MARKUP}"]
-keys = ["sk-1"]
-"""
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
-    directory: Path = tmp_path_factory.mktemp("dashboard")
-    (directory / "tenants.toml").write_text(TENANTS)
-    config = small_config()
-    config = replace(
-        config,
-        cluster=replace(config.cluster, prefill=1, decode=2),
-        conductor=replace(config.conductor, tenants_path=str(directory / "tenants.toml")),
-    )
-    async with LocalCluster(config, directory=directory) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with async_playwright() as playwright:
-        opened = await playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield opened
-        await opened.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def page(browser: Browser, cluster: LocalCluster) -> AsyncIterator[Page]:
     """The dashboard; the test fails on any error of its scripts."""
     errors: list[str] = []
@@ -72,17 +35,6 @@ async def page(browser: Browser, cluster: LocalCluster) -> AsyncIterator[Page]:
     await opened.close()
     # A request that is refused is told to the user, and by the browser to its console.
     assert [error for error in errors if not error.startswith("Failed to load resource")] == []
-
-
-async def ask(url: str, prompt: str, max_tokens: int = 8) -> str:
-    headers = {"Authorization": "Bearer sk-1"}
-    body = {"prompt": prompt, "max_tokens": max_tokens, "user": MARKUP, "ignore_eos": True}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{url}/v1/completions", json=body, headers=headers) as answer,
-    ):
-        assert answer.status == 200
-        return str((await answer.json())["id"])
 
 
 async def metric(url: str, name: str) -> float:
@@ -119,7 +71,7 @@ async def test_a_timeline_is_that_of_the_api(page: Page, cluster: LocalCluster) 
     await expect(dialog.locator("h2")).to_have_text(request)
     await expect(dialog.locator(".why")).to_have_text(timeline["summary"]["detail"])
     names = await dialog.locator("ol b").all_text_contents()
-    assert names == [event["event"] for event in timeline["events"]]
+    assert names == [event["event"].replace("_", " ") for event in timeline["events"]]
     assert await dialog.locator("svg rect").count() == sum(span["seconds"] > 0 for span in timeline["spans"])
     await dialog.locator("summary").click()
     await expect(dialog.locator("table tr", has_text="chosen").first).to_contain_text("prefill-0")
@@ -135,7 +87,7 @@ async def test_the_playground_answers_and_says_what_is_wrong(page: Page, cluster
     await form.locator("#api-key").fill("sk-1")
     await form.get_by_role("button", name="Send").click()
     await form.get_by_role("button", name="What happened to it").click()
-    await expect(page.locator("#timeline ol")).to_contain_text("first_token")
+    await expect(page.locator("#timeline ol")).to_contain_text("first token")
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 1280), ("dark", 390)])

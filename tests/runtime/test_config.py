@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import explain, load_config, to_toml
+from runtime.config import HIDDEN, explain, load_config, shown_options, to_toml
 from runtime.errors import ConfigError
 from runtime.options import Config
 
@@ -91,3 +91,21 @@ def test_a_value_may_stand_in_a_file(tmp_path: Path) -> None:
     assert load_config(None, [f"transfer.secret=@{tmp_path}/secret"]).transfer.secret == "s3cret"
     with pytest.raises(ConfigError, match=r"--set transfer\.secret=@.*nothing.*No such file"):
         load_config(None, [f"transfer.secret=@{tmp_path}/nothing"])
+
+
+def test_options_are_shown_without_secrets() -> None:
+    given = {
+        "transfer.secret": "s3cret",
+        "index.redis_url": "redis://user:s3cret@host:1/0?password=s3cret&db=2",
+        "tracing.otlp_endpoint": "http://s3cret@host:4317",
+        "cluster.prefill_options": "transfer.secret=s3cret,engine.threads=2",
+    }
+    shown = {
+        row["key"]: row for row in shown_options(load_config(None, [f"{k}={v}" for k, v in given.items()]))
+    }
+    assert "s3cret" not in str(shown)
+    assert shown["transfer.secret"]["value"] == HIDDEN
+    assert shown["index.redis_url"]["value"] == f"redis://{HIDDEN}@host:1/0?password={HIDDEN}&db=2"
+    assert shown["cluster.prefill_options"]["value"] == (f"transfer.secret={HIDDEN}", "engine.threads=2")
+    assert shown["transfer.secret"]["changed"] and not shown["engine.threads"]["changed"]
+    assert shown_options(Config())[0]["changed"] is False

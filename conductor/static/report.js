@@ -1,0 +1,87 @@
+// A report: what a cluster and its benchmarks did, drawn from the data inside this file. It asks nobody.
+import { benchmarkView, verdictOf } from "./benchmarks.js";
+import { byId, element, row, table, within } from "./draw.js";
+import { draw } from "./panels.js";
+import { startTheme } from "./theme.js";
+import { timelineView } from "./timeline.js";
+
+const data = JSON.parse(byId("report-data").textContent);
+const main = document.querySelector("main");
+
+const moment = (unix_s) => new Date(unix_s * 1000).toISOString().slice(0, 19).replace("T", " ") + " UTC";
+
+function section(id, title, ...children) {
+  const made = within("section", "", element("h2", title), ...children);
+  made.id = id;
+  const link = element("a", title.toLowerCase());
+  link.href = `#${id}`;
+  document.querySelector("nav").append(" ", link);
+  return made;
+}
+
+function facts(pairs) {
+  return within("div", "scroll", table(["", ""], pairs.map(([name, value]) => row(name, String(value)))));
+}
+
+function about() {
+  const { cluster, about: told } = data;
+  const pairs = [["made", `${moment(data.made_unix_s)} by moonpool ${data.moonpool}`]];
+  if (!cluster) return section("about", "About", facts(pairs));
+  const versions = Object.entries(told.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
+  pairs.push(["cluster", data.url], ["watched for", `${data.seconds} s`], ["conductor", cluster.conductor_id],
+    ["its code", `moonpool ${told.moonpool}${told.commit ? `, commit ${told.commit}` : ""}`],
+    ["serves since", moment(told.started_unix_s)], ["its machine", told.machine], ["its versions", versions],
+    ["model", `${cluster.model}, ${cluster.dtype}, ${cluster.block_size} tokens a block`]);
+  for (const node of cluster.nodes) {
+    const known = Object.entries(node.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
+    if (known) pairs.push([node.node_id, known]);
+  }
+  return section("about", "About", facts(pairs));
+}
+
+function options() {
+  const shown = (one) => row(within("th", "id", one.key), JSON.stringify(one.value), one.unit);
+  const changed = data.about.options.filter((one) => one.changed);
+  const all = table(["option", "value", "unit"], data.about.options.map(shown));
+  return section("options", "Options",
+    element("p", changed.length ? "Those that differ from the defaults:" : "All are at their defaults.", "soft"),
+    within("div", "scroll", table(["option", "value", "unit"], changed.map(shown))),
+    within("details", "", element("summary", `All ${data.about.options.length}`), within("div", "scroll", all)));
+}
+
+function timelines() {
+  const articles = data.timelines.map(({ id, timeline }, at) => {
+    const article = within("article", "card", element("h3", id), ...timelineView(timeline));
+    article.id = `timeline-${at}`;
+    return article;
+  });
+  return section("timelines", "Timelines", ...articles);
+}
+
+function benchmarks() {
+  return section("benchmarks", "Benchmarks", ...data.benchmarks.map(({ name, report }) =>
+    within("article", "card benchmark", element("h3", name), element("p", verdictOf(report.rows)), ...benchmarkView(report))));
+}
+
+function opener(id) {
+  const at = data.timelines.findIndex((one) => one.id === id);
+  if (at < 0) return element("span", "–");
+  const link = element("a", "below");
+  link.href = `#timeline-${at}`;
+  link.setAttribute("aria-label", `timeline of ${id}`);
+  return link;
+}
+
+document.querySelectorAll("[data-only=live]").forEach((part) => part.remove());
+document.title = data.title;
+document.querySelector("h1").textContent = data.title;
+main.prepend(about());
+if (data.cluster) {
+  byId("about").after(options());
+  data.samples.forEach((sample) => draw(sample, opener));
+  if (data.timelines.length) main.append(timelines());
+} else {
+  document.querySelectorAll("[data-only=cluster]").forEach((part) => part.remove());
+}
+if (data.benchmarks.length) main.append(benchmarks());
+startTheme();

@@ -1,0 +1,66 @@
+"""One cluster and one browser for all tests of pages: names in it are somebody's attempt to run a script."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, async_playwright
+
+from moonpool.local_cluster import LocalCluster
+from tests.cluster.conftest import small_config
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NEEDS_BROWSER = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs a browser: apt install chromium; CI has it"
+)
+# Kept, so that somebody can look at them: CI's artefacts.
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+MARKUP = "<img src=x onerror='window.pwned=1'>"
+SECRET = "a-secret-that-nobody-is-shown"
+TENANTS = f"""
+["{MARKUP}"]
+keys = ["sk-1"]
+"""
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    directory: Path = tmp_path_factory.mktemp("dashboard")
+    (directory / "tenants.toml").write_text(TENANTS)
+    config = small_config()
+    config = replace(
+        config,
+        model=replace(config.model, name=MARKUP),
+        cluster=replace(config.cluster, prefill=1, decode=2),
+        conductor=replace(config.conductor, tenants_path=str(directory / "tenants.toml")),
+        transfer=replace(config.transfer, secret=SECRET),
+    )
+    async with LocalCluster(config, directory=directory) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        opened = await playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield opened
+        await opened.close()
+
+
+async def ask(url: str, prompt: str, max_tokens: int = 8) -> str:
+    headers = {"Authorization": "Bearer sk-1"}
+    body = {"prompt": prompt, "max_tokens": max_tokens, "user": MARKUP, "ignore_eos": True}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json=body, headers=headers) as answer,
+    ):
+        assert answer.status == 200
+        return str((await answer.json())["id"])
