@@ -15,7 +15,7 @@ from kvstore.remote_lease import RemoteLeases
 from protos import node_pb2
 from runtime import tracing
 from runtime.errors import MoonpoolError
-from transfer import AgentDescriptor, ChecksumMismatch, Peer, Span, TransferAgent, TransferReport
+from transfer import AgentDescriptor, Peer, Span, TransferAgent, TransferReport
 
 
 class PeerIncompatible(MoonpoolError):
@@ -112,22 +112,19 @@ class KvExchange:
             await self._memory.pool.ready()
             if source.peer is None:
                 report = await self._reader.read(
-                    source.address, regions, offsets, block_ids, deadline_s=deadline_s
+                    source.address,
+                    regions,
+                    offsets,
+                    block_ids,
+                    deadline_s=deadline_s,
+                    checksums=checksums or (),
                 )
-                await self._verify(block_ids, checksums or ())
             else:
                 remote = [Span(*place, nbytes) for place in zip(regions, offsets, strict=True)]
                 local = [self._memory.span(block) for block in block_ids]
                 report = await source.peer.read(local, remote, deadline_s=deadline_s, checksums=checksums)
             span.set_attribute("transport", report.transport)
             return report
-
-    async def _verify(self, block_ids: Sequence[int], checksums: Sequence[int]) -> None:
-        """What came in parts is known as a whole only now. Raises ChecksumMismatch."""
-        found = await self._memory.hash(block_ids[: len(checksums)])
-        for i, (expected, value) in enumerate(zip(checksums, found, strict=True)):
-            if value != expected:
-                raise ChecksumMismatch(i, expected, value)
 
     async def fetch(self, source: node_pb2.KvAddress, chain: Sequence[BlockKey]) -> Fetched:
         """Read what this node lacks of ``chain`` from ``source`` and seal it here.

@@ -49,7 +49,7 @@ class NodeMemory:
             region = agent.register(engine.pool_tensor, name="pool")
             tensor = engine.pool_tensor
             blocks = BlockMemory(engine.pool, region, engine.layout, DeviceBytes(tensor, device))
-            return cls(engine, blocks, _reader(engine, agent, region), [])
+            return cls(engine, blocks, _reader(engine, agent, region, blocks), [])
         # Of the memory for all ranks, rank 0's is ours to allocate.
         shapes = Engine(model, options, config.model, device=device).rank_layouts
         share = options.host_pool_nbytes * shapes[0].block_nbytes // sum(s.block_nbytes for s in shapes)
@@ -64,7 +64,7 @@ class NodeMemory:
         ]
         if engine.ranks is None:
             blocks = BlockMemory(engine.pool, region, engine.layout, HostBytes(pools[0]))
-            return cls(engine, blocks, _reader(engine, agent, region), [])
+            return cls(engine, blocks, _reader(engine, agent, region, blocks), [])
         try:
             agents = await engine.ranks.start_agents(config.transfer, agent.agent_id, agent.epoch)
         except BaseException:
@@ -76,7 +76,7 @@ class NodeMemory:
         places = [(agent.describe().pack(), region.id), *agents]
         ranks = [rank_memory(shard, *place) for shard, place in zip(shards, places, strict=True)]
         blocks = BlockMemory(engine.pool, region, engine.layout, ShardedBytes(engine.layout, shards, pools))
-        return cls(engine, blocks, ShardedReader(engine.layout, targets), ranks)
+        return cls(engine, blocks, ShardedReader(engine.layout, targets, blocks.hash), ranks)
 
 
 async def _start(engine: Engine, progress: Progress) -> None:
@@ -87,7 +87,7 @@ async def _start(engine: Engine, progress: Progress) -> None:
         raise
 
 
-def _reader(engine: Engine, agent: TransferAgent, region: Region) -> ShardedReader:
+def _reader(engine: Engine, agent: TransferAgent, region: Region, blocks: BlockMemory) -> ShardedReader:
     """Of a node whose blocks are whole, from peers whose blocks are not."""
     whole = BlockShard.whole(engine.layout)
-    return ShardedReader(engine.layout, [RankTarget(whole, AgentReader(agent, region))])
+    return ShardedReader(engine.layout, [RankTarget(whole, AgentReader(agent, region))], blocks.hash)

@@ -26,9 +26,11 @@ from transfer.errors import (
     StaleEpoch,
     TransferError,
 )
+from transfer.joint_read import JointRead
 from transfer.notification import Notification
 from transfer.peer import Peer
 from transfer.region import Region
+from transfer.runs import move_runs
 from transfer.span import Span, Spans
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "CudaUnavailable",
     "DeadlineExceeded",
     "DescriptorError",
+    "JointRead",
     "NoPath",
     "Notification",
     "PathFailed",
@@ -56,4 +59,5 @@ __all__ = [
     "TransferError",
     "TransferReport",
     "checksum",
+    "move_runs",
 ]

@@ -130,6 +130,15 @@ class TransferAgent:
         self._raise_if_closed()
         return self.memory.register(buffer, name, writable)
 
+    def register_shared(self, fd: int, name: str) -> Region:
+        """A region of a memfd that other processes have too: peers on this host map it. The descriptor stays
+        the caller's.
+
+        Raises ValueError when it is not sealed at its size, OSError when it is no memfd.
+        """
+        self._raise_if_closed()
+        return self.memory.register_shared(fd, name)
+
     @property
     def regions(self) -> RegionTable:
         return self.memory.regions

@@ -79,6 +79,10 @@ class AgentMemory:
             return self._register_on_device(buffer, name, writable)
         return self._add(name, adopt(buffer, writable), writable)
 
+    def register_shared(self, fd: int, name: str) -> Region:
+        """See ``TransferAgent.register_shared``."""
+        return self._add(name, memory.adopt_shared(fd), True)
+
     def _register_on_device(self, buffer: object, name: str, writable: bool) -> Region:
         cuda = load_cuda() if self.cuda is None else self.cuda.cuda
         region = self.regions.add(name, adopt_device(buffer, writable, cuda), writable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from transfer.native.library import Stop
 from transfer.plan import Plan, Rows
 from transfer.region import Hold
 from transfer.span import U64, Index, Spans
+
+if TYPE_CHECKING:
+    from transfer.joint_read import JointRead
 
 Direction = Literal["read", "write"]
 
@@ -42,6 +45,7 @@ class Attempt:
         left_behind: list[int],
         on_spans: Callable[[Index], None] | None,
         on_end: Callable[[Exception | None], None],
+        joint: JointRead | None = None,
     ) -> None:
         self.direction = direction
         self.local = local
@@ -57,6 +61,8 @@ class Attempt:
         may still be taking bytes of it. It must have ended them before the write is done."""
         self.hold = hold
         """The regions here."""
+        self.joint = joint
+        """Of a read whose spans are filled together with those of others."""
         self._on_spans = on_spans
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -175,12 +181,12 @@ class Attempt:
         if self.promised is not None:
             self.verify(spans, found)
         else:
-            _compare(spans, self._local_checksums(spans), found)
+            compare(spans, self._local_checksums(spans), found)
 
     def verify(self, spans: Index, found: U64) -> None:
         """Compare what arrived with what was promised. Raises ChecksumMismatch."""
         assert self.promised is not None
-        _compare(spans, self.promised[spans], found)
+        compare(spans, self.promised[spans], found)
 
     def announce(self, spans: Index) -> None:
         """Tell whoever follows the batch span by span."""
@@ -191,7 +197,7 @@ class Attempt:
         return self.hold.checksums(self.local.take(spans))
 
 
-def _compare(spans: Index, promised: U64, found: U64) -> None:
+def compare(spans: Index, promised: U64, found: U64) -> None:
     """``promised[k]`` and ``found[k]`` are checksums of span ``spans[k]``. Raises ChecksumMismatch."""
     differ = promised != found
     if differ.any():

@@ -19,6 +19,7 @@ from transfer.stall import StallWatch
 from transfer.wire import RegionInfo
 
 if TYPE_CHECKING:
+    from transfer.joint_read import JointRead
     from transfer.peer import Peer
 
 # How often a batch is started again because a neighbour's end cut its connection.
@@ -44,6 +45,7 @@ class Attempts:
         deadline_s: float,
         checksums: U64 | None,
         verify_on_network: bool,
+        joint: JointRead | None,
     ) -> None:
         """The time runs from now. The rest as of ``Batch``."""
         self.remote_regions = region_ids(remote)
@@ -58,6 +60,7 @@ class Attempts:
         self._remote = remote
         self._checksums = checksums
         self._verify_on_network = verify_on_network
+        self._joint = joint
         self._left_behind: list[int] = []
         self._loop = asyncio.get_running_loop()
         # The loop's clock stands still while it sleeps (uvloop), so the threads look at this one.
@@ -65,6 +68,14 @@ class Attempts:
 
     async def run(self) -> Path:
         """Returns the path that moved it. Raises what the batch comes to; nothing touches its spans then."""
+        try:
+            return await self._run()
+        finally:
+            if self._joint is not None:
+                # Who has ended without the others, or before them, is not waited for.
+                self._joint.dissolve()
+
+    async def _run(self) -> Path:
         infos = await self._check_remote()
         ours = map(self._peer.regions.find, self._local_regions)
         where = any(r is not None and r.device is not None for r in ours), any(i.on_device for i in infos)
@@ -131,7 +142,7 @@ class Attempts:
     async def _attempt(self, path: Path, *, elsewhere: bool) -> Exception | None:
         """Returns what it ended with. Until then nobody else may touch the spans, cancelled or not."""
         ended: asyncio.Future[Exception | None] = self._loop.create_future()
-        observed = self.on_spans is not None or self._checksums is not None
+        observed = self.on_spans is not None or self._checksums is not None or self._joint is not None
         chunking = path.chunking(self._direction, self._nbytes, observed)
         verify = self._checksums is not None or (self._verify_on_network and path.networked)
         verify_remote = verify and self._direction == "write"
@@ -156,6 +167,7 @@ class Attempts:
             left_behind=self._left_behind,
             on_spans=self._announce if self.on_spans is not None else None,
             on_end=lambda error: self._call(_settle, ended, error),
+            joint=self._joint,
         )
         try:
             path.start(attempt)

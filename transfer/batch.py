@@ -18,6 +18,7 @@ from transfer.path import Path
 from transfer.span import U64, Index, Spans
 
 if TYPE_CHECKING:
+    from transfer.joint_read import JointRead
     from transfer.peer import Peer
 
 
@@ -48,6 +49,7 @@ class Batch:
         checksums: U64 | None,
         verify_on_network: bool,
         notify: bytes | None,
+        joint: JointRead | None,
     ) -> None:
         self.nbytes = local.total_nbytes
         self._peer = peer
@@ -64,6 +66,7 @@ class Batch:
             deadline_s=deadline_s,
             checksums=checksums,
             verify_on_network=verify_on_network,
+            joint=joint,
         )
         loop = asyncio.get_running_loop()
         self._ends_at = loop.time() + deadline_s

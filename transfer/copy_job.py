@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -25,8 +24,11 @@ _OBSERVED_CHUNK_NBYTES = 2 << 20
 _MAX_CHUNK_NBYTES = 32 << 20
 _MAX_CHUNK_ROWS = 16 * 1024
 _OBSERVED_CHUNK_ROWS = 1024
-# Below this a second thread has started when the first is done.
-_MIN_SHARED_NBYTES = 8 << 20
+
+
+def is_small(nbytes: int, num_rows: int) -> bool:
+    """Whether the event loop's thread copies it."""
+    return nbytes <= _INLINE_NBYTES and num_rows <= _INLINE_ROWS
 
 
 def copy_chunking(nbytes: int, observed: bool) -> Chunking:
@@ -57,30 +59,32 @@ class CopyJob:
         conclude: called by each thread after its last copy, with what the kernel said if that failed; raises
         the TransferError that ends the attempt.
         """
-        self._attempt = attempt
-        self._to = to
-        self._source = source
-        self._copy = copy
-        self._conclude = conclude
+        self.attempt = attempt
+        self.to = to
+        self.source = source
+        self.copy = copy
+        self.conclude = conclude
         self._waits = waits
         self._chunks = itertools.count()
 
     def start(self, pool: CopyPool) -> None:
-        """Run it: small ones here and now, others on the pool's threads."""
-        plan = self._attempt.plan
+        """Run it: small ones here and now, others on the pool's threads; one of a joint read with the others
+        of that."""
+        joint = self.attempt.joint
+        if joint is None or not joint.join(self, pool):
+            self.start_alone(pool)
+
+    def start_alone(self, pool: CopyPool) -> None:
+        """``start``, joint or not."""
+        plan = self.attempt.plan
         if self._waits:
             pool.submit(self._run)
             return
-        if plan.nbytes <= _INLINE_NBYTES and len(plan.rows) <= _INLINE_ROWS:
+        if is_small(plan.nbytes, len(plan.rows)):
             self._run()
             return
-        lanes = 1
-        if plan.nbytes >= _MIN_SHARED_NBYTES:
-            lanes = min(pool.lanes.choose(), len(plan.chunks))
-            started = time.perf_counter()
-            self._attempt.afterwards(
-                lambda: pool.lanes.record(lanes, plan.nbytes / (time.perf_counter() - started))
-            )
+        lanes, ended = pool.choose(plan.nbytes, len(plan.chunks))
+        self.attempt.afterwards(ended)
         for _ in range(lanes):
             pool.submit(self._run)
 
@@ -89,7 +93,7 @@ class CopyJob:
         # kicked: the copy looks at ``stopped`` between slices.
         def kick() -> None: ...
 
-        if not self._attempt.enter(kick):
+        if not self.attempt.enter(kick):
             return
         done = 0
         error: Exception | None = None
@@ -97,24 +101,24 @@ class CopyJob:
             try:
                 done = self._take_chunks()
             except OSError as failure:
-                self._conclude(failure)
+                self.conclude(failure)
             else:
-                self._conclude(None)
+                self.conclude(None)
         except Exception as failure:
             # Whatever it is, it is the batch's: who awaits it must hear, and nobody else would.
             error, done = failure, 0
-        self._attempt.leave(kick, chunks=done, error=error)
+        self.attempt.leave(kick, chunks=done, error=error)
 
     def _take_chunks(self) -> int:
-        attempt, plan = self._attempt, self._attempt.plan
+        attempt, plan = self.attempt, self.attempt.plan
         done = 0
         while (chunk := next(self._chunks)) < len(plan.chunks):
             begin, end = plan.chunks[chunk]
             rows = slice(begin, end)
             # One that is verified is planned in whole spans.
             digests = None if attempt.promised is None else np.empty(end - begin, np.uint64)
-            if not self._copy(
-                self._to[rows], self._source[rows], plan.rows.nbytes[rows], attempt.stop_byte, digests
+            if not self.copy(
+                self.to[rows], self.source[rows], plan.rows.nbytes[rows], attempt.stop_byte, digests
             ):
                 break
             if digests is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 # Weight of the newest batch in the moving average.
@@ -12,6 +13,8 @@ _NEW_WEIGHT = 0.2
 _EXPLORE_EVERY = 32
 # More threads take a core from the computation: they must earn it.
 _CLEARLY_FASTER = 1.15
+# Below this a second thread has started when the first is done.
+_MIN_SHARED_NBYTES = 8 << 20
 
 
 class Lanes:
@@ -55,6 +58,13 @@ class CopyPool:
         self._num_threads = num_threads
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+
+    def choose(self, nbytes: int, num_chunks: int) -> tuple[int, Callable[[], None]]:
+        """How many threads a batch is worth, and what to call at its end."""
+        if nbytes < _MIN_SHARED_NBYTES:
+            return 1, lambda: None
+        lanes, started = min(self.lanes.choose(), num_chunks), time.perf_counter()
+        return lanes, lambda: self.lanes.record(lanes, nbytes / (time.perf_counter() - started))
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run ``work``, which may not raise, on one of the threads. Call on the event loop's thread."""

@@ -110,6 +110,14 @@ def _allocate_memfd(nbytes: int, name: str) -> Memory:
     return Memory(memory, "memfd", fd)
 
 
+def adopt_shared(fd: int) -> Memory:
+    """A memfd that other processes may have too. ValueError when its size may change."""
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        raise ValueError("only a memfd that is sealed at its size can be registered")
+    own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+    return Memory(np.frombuffer(mmap.mmap(own, os.fstat(own).st_size), np.uint8), "memfd", own)
+
+
 def map_shared(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
     """Map a peer's memfd read-only. OSError when it is not ``nbytes`` long for good."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(fd).st_size != nbytes:

@@ -15,6 +15,7 @@ from transfer import metrics
 from transfer.attempt import Direction
 from transfer.batch import Batch
 from transfer.errors import RegionError, SpanError, TransferError
+from transfer.joint_read import JointRead
 from transfer.link import Link
 from transfer.path import Path
 from transfer.path_choice import PathChoice
@@ -80,11 +81,13 @@ class Peer:
         *,
         deadline_s: float,
         checksums: Sequence[int] | None = None,
+        joint: JointRead | None = None,
     ) -> Batch:
         """Copy ``remote[i]``, in the peer's regions, to ``local[i]``, in ours; the sizes must be equal.
 
         checksums: ``transfer.checksum`` of each span's bytes, as its owner gave it; compared with what
-        arrived, unless ``transfer.checksum`` is off.
+        arrived, unless ``transfer.checksum`` is off. joint: of reads from several peers that are asked for
+        together.
 
         Raises, here and before anything is posted: SpanError, which names the span. The batch, when awaited,
         raises
@@ -92,7 +95,7 @@ class Peer:
             ChecksumMismatch, PeerLost, StaleEpoch, DeadlineExceeded, RegionError: the bytes of the local
             spans are undefined, and nothing touches them any more.
         """
-        return self._post("read", local, remote, deadline_s, checksums, None)
+        return self._post("read", local, remote, deadline_s, checksums, None, joint)
 
     def write(
         self,
@@ -111,7 +114,7 @@ class Peer:
         After an error the remote spans are undefined. The peer stops writing as soon as it learns of the
         error, and in any case at the deadline: take the memory for something else only after that.
         """
-        return self._post("write", local, remote, deadline_s, checksums, notify)
+        return self._post("write", local, remote, deadline_s, checksums, notify, None)
 
     def notify(self, payload: bytes) -> None:
         """Hand the peer a note of at most 64 KiB; it comes out of its ``notifications()``, in order.
@@ -132,6 +135,7 @@ class Peer:
         deadline_s: float,
         checksums: Sequence[int] | None,
         notify: bytes | None,
+        joint: JointRead | None,
     ) -> Batch:
         if self._lost is not None:
             raise self._lost
@@ -154,6 +158,7 @@ class Peer:
             checksums=promised if self._verify else None,
             verify_on_network=self._verify,
             notify=notify,
+            joint=joint,
         )
         self._batches.add(batch)
         return batch

@@ -3,6 +3,7 @@ aborted."""
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import time
@@ -42,18 +43,23 @@ class Count(IntEnum):
 
 
 class SharedMemory:
-    """Memory without a name that other processes open by ``path``, and that goes with the last of them."""
+    """Memory without a name that other processes open by ``path``, and that goes with the last of them.
+
+    ``fd``: of the memfd, -1 once closed.
+    """
 
     def __init__(self, path: str, nbytes: int, fd: int) -> None:
         self.path = path
+        self.fd = fd
         self.array: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
-        self._fd = fd
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> SharedMemory:
         """Zeroed, its pages present when first written. Open to this user's processes while we live."""
-        fd = os.memfd_create(f"moonpool-{name}", os.MFD_CLOEXEC)
+        fd = os.memfd_create(f"moonpool-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, nbytes)
+        # Who maps it need not fear that it shrinks.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return cls(f"/proc/{os.getpid()}/fd/{fd}", nbytes, fd)
 
     @classmethod
@@ -64,9 +70,9 @@ class SharedMemory:
 
     def close(self) -> None:
         """Give up the name; the bytes go when nobody refers to ``array`` any more. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class Board:

@@ -95,7 +95,9 @@ class Control:
         self._agent = agent = await TransferAgent.start(
             options, agent_id=words["agent_id"], epoch=words["epoch"]
         )
-        region = agent.register(SharedMemory.open(words["pool"]).array, name="pool")
+        pool = SharedMemory.open(words["pool"])
+        region = agent.register_shared(pool.fd, "pool")
+        pool.close()
         self._reader = AgentReader(agent, region)
         report("agent", descriptor=b64encode(agent.describe().pack()).decode(), region=region.id)
 

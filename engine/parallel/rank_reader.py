@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from transfer import AgentDescriptor, Region, Spans, TransferAgent
+from transfer import AgentDescriptor, JointRead, Region, Spans, TransferAgent
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,14 @@ class AgentReader:
         self._agent = agent
         self._region = region
 
-    async def read(self, request: RankRead) -> str:
+    async def read(self, request: RankRead, joint: JointRead | None = None) -> str:
+        """``joint``: of several reads that are asked for together."""
         peer = await self._agent.connect(AgentDescriptor.unpack(request.agent))
         local, remote = request.spans(self._region.id)
-        return (await peer.read(local, remote, deadline_s=request.deadline_s)).transport
+        return (await peer.read(local, remote, deadline_s=request.deadline_s, joint=joint)).transport
+
+    def joint(
+        self, begins: Sequence[int], block_nbytes: int, checksums: Sequence[int], num_reads: int
+    ) -> JointRead:
+        """For reads that together fill whole blocks of the region, which begin at these bytes."""
+        return JointRead(self._region, begins, block_nbytes, checksums, num_reads)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import xxhash
+import numpy.typing as npt
 
 from kvstore.layout import KVLayout
 from kvstore.shards import BlockShard, Run, canonical_runs, parts
 from kvstore.store import Bytes
+from transfer import move_runs
+
+U64 = npt.NDArray[np.uint64]
 
 
 class ShardedBytes:
@@ -22,7 +25,7 @@ class ShardedBytes:
         self._layout = layout
         self._pools = list(pools)
         # Reading takes one copy of each byte, in order; writing reaches all copies.
-        self._reads = canonical_runs(layout, shards)
+        self._reads = _Runs(self._pools, canonical_runs(layout, shards))
         whole = BlockShard.whole(layout)
         self._writes: list[tuple[int, Run]] = [
             (i, run)
@@ -33,13 +36,11 @@ class ShardedBytes:
 
     def view(self, block_id: int) -> Bytes:
         whole: Bytes = np.empty(self._layout.block_nbytes, np.uint8)
-        self._gather(block_id, whole)
+        self.copy_out([block_id], [whole])
         return whole
 
     def copy_out(self, block_ids: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
-        for block, destination in zip(block_ids, destinations, strict=True):
-            self._gather(block, destination)
-        return [xxhash.xxh3_64_intdigest(destination.data) for destination in destinations]
+        return self._reads.move(block_ids, destinations)
 
     def copy_in(
         self, sources: Sequence[Bytes], block_ids: Sequence[int], checksums: Sequence[int]
@@ -49,26 +50,41 @@ class ShardedBytes:
                 into = self._pools[shard][block, run.target : run.target + run.nbytes]
                 np.copyto(into, source[run.source : run.source + run.nbytes])
             # Of what arrived, that is of one copy of each byte.
-            if self._checksum(block) != checksums[i]:
+            if self._reads.move([block]) != [checksums[i]]:
                 return i
         return None
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        return [self._checksum(block) for block in block_ids]
+        return self._reads.move(block_ids)
 
-    def _checksum(self, block_id: int) -> int:
-        digest = xxhash.xxh3_64()
-        for piece in self._pieces(block_id):
-            digest.update(piece.data)
-        return digest.intdigest()
 
-    def _gather(self, block_id: int, whole: Bytes) -> None:
-        end = 0
-        for piece in self._pieces(block_id):
-            begin, end = end, end + len(piece)
-            np.copyto(whole[begin:end], piece)
+class _Runs:
+    """Where the bytes of each block lie, in their order."""
 
-    def _pieces(self, block_id: int) -> Iterator[Bytes]:
-        """The block in the order of its bytes."""
-        for shard, run in self._reads:
-            yield self._pools[shard][block_id, run.source : run.source + run.nbytes]
+    def __init__(self, pools: Sequence[Bytes], runs: Sequence[tuple[int, Run]]) -> None:
+        first = np.array([pool.__array_interface__["data"][0] for pool in pools], np.uint64)
+        strides = np.array([pool.shape[1] for pool in pools], np.uint64)
+        shards = [shard for shard, _ in runs]
+        self._begins: U64 = first[shards] + np.array([run.source for _, run in runs], np.uint64)
+        self._strides = strides[shards]
+        self._offsets = np.array([run.target for _, run in runs], np.uint64)
+        self._nbytes = np.array([run.nbytes for _, run in runs], np.uint64)
+
+    def move(self, block_ids: Sequence[int], destinations: Sequence[Bytes] | None = None) -> list[int]:
+        """Copy the blocks out, or only look at them; the checksums of what came of it."""
+        num_blocks, num_runs = len(block_ids), len(self._nbytes)
+        blocks = np.array(block_ids, np.uint64)[:, None]
+        to = None
+        if destinations is not None:
+            places = [array.__array_interface__["data"][0] for array in destinations]
+            to = (np.array(places, np.uint64)[:, None] + self._offsets).reshape(-1)
+        digests = np.empty(num_blocks, np.uint64)
+        move_runs(
+            to,
+            (self._begins + blocks * self._strides).reshape(-1),
+            np.tile(self._nbytes, num_blocks),
+            np.full(num_blocks, num_runs, np.uint32),
+            digests=digests,
+        )
+        found: list[int] = digests.tolist()
+        return found

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from engine.parallel.rank_reader import RankRead, RankReader
+from engine.parallel.rank_reader import AgentReader, RankRead, RankReader
 from kvstore.layout import KVLayout
 from kvstore.shards import BlockShard, parts
 from protos import node_pb2
-from transfer import TransferReport
+from transfer import ChecksumMismatch, JointRead, TransferReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,17 @@ class RankTarget:
 
 
 class ShardedReader:
-    """``layout``: of whole blocks."""
+    """``layout``: of whole blocks; ``hash_blocks``: the checksums of blocks here, as they are now."""
 
-    def __init__(self, layout: KVLayout, targets: Sequence[RankTarget]) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        targets: Sequence[RankTarget],
+        hash_blocks: Callable[[Sequence[int]], Awaitable[list[int]]],
+    ) -> None:
         self._layout = layout
         self._targets = list(targets)
+        self._hash_blocks = hash_blocks
 
     async def read(
         self,
@@ -37,25 +44,36 @@ class ShardedReader:
         block_ids: Sequence[int],
         *,
         deadline_s: float,
+        checksums: Sequence[int] = (),
     ) -> TransferReport:
         """Fill this node's ``block_ids`` with the blocks of ``source`` named as whole ones by region and
-        offset.
+        offset; those of the first ones are compared with ``checksums``.
 
-        Raises TransferError, when nothing reads any more; the blocks' bytes are undefined then. Checksums are
-        the caller's: no rank has a whole block.
+        Raises TransferError, when nothing reads any more; the blocks' bytes are undefined then.
         """
         began_s = time.monotonic()
         reads = self._reads(source, regions, offsets, block_ids, deadline_s)
-        tasks = [asyncio.ensure_future(target.reader.read(read)) for target, read in reads]
-        try:
-            transports = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            raise
+        alone = self._targets[0].reader if len(self._targets) == 1 else None
+        joint: JointRead | None = None
+        if isinstance(alone, AgentReader) and len(checksums) == len(block_ids):
+            # Whole blocks can be verified while they are copied, though no one read brings a whole one.
+            nbytes = self._layout.block_nbytes
+            joint = alone.joint([block * nbytes for block in block_ids], nbytes, checksums, len(reads))
+            calls = [alone.read(read, joint) for _, read in reads]
+        else:
+            calls = [target.reader.read(read) for target, read in reads]
+        transports = await _all_of(calls)
+        if joint is None or not joint.verified:
+            await self._verify(block_ids, checksums)
         nbytes = sum(len(read.source_begins) * sum(n for _, _, n in read.runs) for _, read in reads)
         return TransferReport(nbytes, time.monotonic() - began_s, "+".join(sorted(set(transports))))
+
+    async def _verify(self, block_ids: Sequence[int], checksums: Sequence[int]) -> None:
+        """What came in parts is known as a whole only now. Raises ChecksumMismatch."""
+        found = await self._hash_blocks(block_ids[: len(checksums)])
+        for i, (expected, value) in enumerate(zip(checksums, found, strict=True)):
+            if value != expected:
+                raise ChecksumMismatch(i, expected, value)
 
     def _reads(
         self,
@@ -96,6 +114,18 @@ class ShardedReader:
         for region, which in whole.items():
             add(which, [source.agent], [region], [BlockShard.whole(layout)])
         return reads
+
+
+async def _all_of(calls: Sequence[Coroutine[Any, Any, str]]) -> list[str]:
+    """Run them together; when one fails, or the wait is cancelled, all have ended before that is told."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
 
 
 def shard_of(rank: node_pb2.RankMemory) -> BlockShard:

@@ -66,6 +66,40 @@ def test_many_runs_in_one_call(compiled: Mover, source: np.ndarray) -> None:
     assert digests.tolist() == [xxhash.xxh3_64_intdigest(row) for row in expected]
 
 
+@pytest.mark.parametrize("size", [64, 256, 320, 1024, 3 * 1024, 64 << 10])
+def test_one_checksum_of_what_lies_in_runs(compiled: Mover, source: np.ndarray, size: int) -> None:
+    """Runs of any multiple of a stripe, of which the last may end anywhere; spans of one run among them."""
+    draw = np.random.default_rng(size)
+    sizes: list[int] = []
+    counts: list[int] = []
+    while sum(sizes) < ROOM // 2:
+        count = int(draw.integers(1, 9))
+        sizes += [int(draw.integers(1, 5)) * size for _ in range(count)]
+        sizes[-1] += int(draw.integers(0, 64))
+        counts.append(count)
+    nbytes = np.array(sizes, np.uint64)
+    begins = np.cumsum(nbytes) - nbytes
+    # Where they lie has nothing to do with their order.
+    there = np.empty_like(begins)
+    shuffled = draw.permutation(len(nbytes))
+    there[shuffled] = np.cumsum(nbytes[shuffled]) - nbytes[shuffled]
+    to, digests = np.zeros(ROOM, np.uint8), np.zeros(len(counts), np.uint64)
+    here, there = begins + np.uint64(address_of(to)), there + np.uint64(address_of(source))
+    rows = np.array(counts, np.uint32)
+    assert compiled.move(here, there, nbytes, digests=digests, counts=rows)
+    ends = np.cumsum(nbytes)[np.cumsum(counts) - 1].tolist()
+    expected = [to[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    long = [i for i, span in enumerate(expected) if len(span) > SHORT_NBYTES]
+    assert [int(digests[i]) for i in long] == [xxhash.xxh3_64_intdigest(expected[i]) for i in long]
+    for begin, address, n in zip(
+        begins.tolist(), (there - np.uint64(address_of(source))).tolist(), sizes, strict=True
+    ):
+        assert np.array_equal(to[begin : begin + n], source[address : address + n])
+    again = np.zeros_like(digests)
+    assert compiled.move(None, there, nbytes, digests=again, counts=rows)
+    assert np.array_equal(again, digests)
+
+
 def test_looking_without_copying(compiled: Mover, source: np.ndarray) -> None:
     digests = np.zeros(2, np.uint64)
     addresses = column(address_of(source), address_of(source) + 3)

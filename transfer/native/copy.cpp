@@ -51,6 +51,8 @@ INLINE uint64_t folded(uint64_t a, uint64_t b) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
+constexpr uint64_t START[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+
 uint64_t merged(Lanes lanes, uint64_t nbytes) {
     uint64_t sum[8], result = nbytes * PRIME64_1;
     lanes.store((Byte*)sum);
@@ -60,6 +62,13 @@ uint64_t merged(Lanes lanes, uint64_t nbytes) {
     }
     result = (result ^ (result >> 37)) * 0x165667919E3779F9u;
     return result ^ (result >> 32);
+}
+
+template <class Word>
+uint64_t sum(const Word* words, int64_t count) {
+    uint64_t all = 0;
+    for (int64_t i = 0; i < count; i++) all += words[i];
+    return all;
 }
 
 enum Store { NONE, KEEP, STREAM };
@@ -89,38 +98,45 @@ struct Run {
     }
 };
 
-// False when it was stopped.
+// A digest on its way: of the first `done` bytes, which lie in runs, of `nbytes`.
+struct Digest {
+    Lanes lanes;
+    size_t nbytes, done;
+
+    explicit Digest(size_t nbytes) : lanes(Lanes::load((const Byte*)START)), nbytes(nbytes), done(0) {}
+};
+
+// False when it was stopped. A run ends on a stripe of the digest's bytes, or with all of them.
 template <Store STORE, bool DIGEST>
-bool move(const Run& run, uint64_t* digest, const volatile Byte* stop) {
-    static const uint64_t START[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
-                                      PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
-    Lanes lanes = Lanes::load((const Byte*)START);
+bool move(const Run& run, Digest& digest, const volatile Byte* stop) {
+    Lanes lanes = digest.lanes;
     // The last block, which may be whole, ends in another way than those before it.
-    const size_t last = (run.nbytes - 1) / BLOCK * BLOCK;
-    for (size_t position = 0; position < last; position += BLOCK) {
-        if (position % LOOK == 0 && *stop) return false;
-        const Byte* ahead = run.ahead(position);
-        for (int at = 0; at < (int)(BLOCK / STRIPE); at++) {
-            const size_t offset = position + at * STRIPE;
-            stripe<STORE, DIGEST>(run.to + offset, run.from + offset, ahead ? ahead + at * STRIPE : nullptr, at,
-                                  lanes);
+    const size_t last = (digest.nbytes - 1) / BLOCK * BLOCK, end = digest.done + run.nbytes;
+    size_t offset = 0;
+    for (int at = digest.done % BLOCK / STRIPE; digest.done + offset + STRIPE < digest.nbytes && offset < run.nbytes;) {
+        const Byte* ahead = run.ahead(offset);
+        if (at == 0 && digest.done + offset < last && offset + BLOCK <= run.nbytes) {
+            if ((digest.done + offset) % LOOK == 0 && *stop) return false;
+            for (; at < (int)(BLOCK / STRIPE); at++, offset += STRIPE)
+                stripe<STORE, DIGEST>(run.to + offset, run.from + offset, ahead ? ahead + at * STRIPE : nullptr, at,
+                                      lanes);
+        } else {
+            stripe<STORE, DIGEST>(run.to + offset, run.from + offset, ahead, at, lanes);
+            offset += STRIPE, at++;
         }
+        if (at < (int)(BLOCK / STRIPE)) continue;
+        at = 0;
         if (DIGEST) lanes.scramble(Lanes::load(SECRET + sizeof SECRET - STRIPE));
     }
-    const Byte* ahead = run.ahead(last);
-    size_t offset = last;
-    for (int at = 0; offset + STRIPE < run.nbytes; at++, offset += STRIPE)
-        stripe<STORE, DIGEST>(run.to + offset, run.from + offset, ahead ? ahead + at * STRIPE : nullptr, at, lanes);
     if (STORE != NONE) memcpy(run.to + offset, run.from + offset, run.nbytes - offset);
-    if (DIGEST) {
+    if (DIGEST && end == digest.nbytes)
         lanes.accumulate(Lanes::load(run.from + run.nbytes - STRIPE), Lanes::load(SECRET + LAST_SECRET));
-        *digest = merged(lanes, run.nbytes);
-    }
+    digest.lanes = lanes, digest.done = end;
     return true;
 }
 
 template <bool DIGEST>
-bool move(const Run& run, bool stream, uint64_t* digest, const volatile Byte* stop) {
+bool move(const Run& run, bool stream, Digest& digest, const volatile Byte* stop) {
     // Streaming takes whole lines.
     if (!run.to) return move<NONE, DIGEST>(run, digest, stop);
     if (stream && (uintptr_t)run.to % STRIPE == 0) return move<STREAM, DIGEST>(run, digest, stop);
@@ -130,21 +146,30 @@ bool move(const Run& run, bool stream, uint64_t* digest, const volatile Byte* st
 }  // namespace
 
 // to, from, nbytes: [rows]; to: null to move nothing. stream: past the caches, which is faster for more than they
-// hold. digests: [rows], or null; that of a run of up to 240 bytes is left as it is. Stops soon after *stop is not
-// 0. Returns how many runs are done.
+// hold. counts: [spans], how many rows are each span's, or null: one. digests: [spans], or null; that of a span of up
+// to 240 bytes is left as it is; of a span of several rows, only the last may end within a stripe, and is not shorter
+// than one. Stops soon after *stop is not 0. Returns how many spans are done.
 extern "C" __attribute__((visibility("default"))) int64_t moonpool_move(
-    int64_t rows, Byte* const* to, const Byte* const* from, const uint64_t* nbytes, int stream, uint64_t* digests,
-    const volatile Byte* stop) {
-    int64_t row = 0;
-    for (; row < rows && !*stop; row++) {
-        const Run run = {to ? to[row] : nullptr, from[row], nbytes[row], row + 1 < rows ? from[row + 1] : nullptr};
-        const bool whole = digests && run.nbytes > SHORT ? move<true>(run, stream, digests + row, stop)
-                                                         : move<false>(run, stream, nullptr, stop);
-        if (!whole) break;
+    int64_t spans, Byte* const* to, const Byte* const* from, const uint64_t* nbytes, const uint32_t* counts, int stream,
+    uint64_t* digests, const volatile Byte* stop) {
+    int64_t span = 0, row = 0, rows = spans;
+    if (counts) rows = sum(counts, spans);
+    for (; span < spans && !*stop; span++) {
+        const int64_t end = row + (counts ? counts[span] : 1);
+        const uint64_t whole = sum(nbytes + row, end - row);
+        const bool digested = digests && whole > SHORT;
+        for (Digest digest(whole); row < end; row++) {
+            const Run run = {to ? to[row] : nullptr, from[row], nbytes[row], row + 1 < rows ? from[row + 1] : nullptr};
+            Digest alone(run.nbytes);
+            if (*stop || !(digested ? move<true>(run, stream, digest, stop) : move<false>(run, stream, alone, stop)))
+                goto stopped;
+            if (digested && row + 1 == end) digests[span] = merged(digest.lanes, whole);
+        }
     }
+stopped:
 #if defined(__AVX2__)
     // Whoever is told that the bytes are there may be on another core.
     _mm_sfence();
 #endif
-    return row;
+    return span;
 }

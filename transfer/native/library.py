@@ -18,7 +18,7 @@ import numpy.typing as npt
 from runtime.compiled import BuildFailed, CompiledLibrary
 from runtime.processor import instructions
 from transfer.memory import address_of
-from transfer.span import U64
+from transfer.span import U32, U64
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ Stop = npt.NDArray[np.uint8]
 NEVER: Stop = np.zeros(1, np.uint8)
 SHORT_NBYTES = 240
 """The checksum of a run of up to so many bytes is not computed here."""
+STRIPE_NBYTES = 64
+"""A checksum of several runs goes over them so many bytes at a time."""
 # Up to this size a call takes some 20 µs, less than it may take to win the GIL back from a busy thread.
 _QUICK_NBYTES = 256 << 10
 # More than a core's own cache keeps until somebody looks at it.
@@ -60,32 +62,43 @@ class Mover:
         self._call, self._quick = (_declare(ctypes.CDLL(str(path))), _declare(ctypes.PyDLL(str(path))))
 
     def move(
-        self, to: U64 | None, source: U64, nbytes: U64, *, stop: Stop = NEVER, digests: U64 | None = None
+        self,
+        to: U64 | None,
+        source: U64,
+        nbytes: U64,
+        *,
+        stop: Stop = NEVER,
+        digests: U64 | None = None,
+        counts: U32 | None = None,
     ) -> bool:
         """Copy ``nbytes[i]`` from address ``source[i]`` to ``to[i]``, all of which must be mapped; without
         ``to`` only look at them. False when it was stopped on the way.
 
-        digests: uint64 [n], takes xxh3-64 of what was copied where that is more than ``SHORT_NBYTES``. Many
-        bytes go past the caches. Releases the GIL unless they are few.
+        digests: uint64 [n], takes xxh3-64 of what was copied where that is more than ``SHORT_NBYTES``.
+        counts: uint32, where several rows in turn are what one digest is of: how many; those before the last
+        are multiples of ``STRIPE_NBYTES``, the last is not shorter. Many bytes go past the caches. Releases
+        the GIL unless they are few.
         """
+        num_spans = len(nbytes) if counts is None else len(counts)
         whole = int(nbytes.sum())
         done = (self._quick if whole <= _QUICK_NBYTES else self._call)(
-            len(nbytes),
+            num_spans,
             None if to is None else address_of(to),
             address_of(source),
             address_of(nbytes),
+            None if counts is None else address_of(counts),
             whole >= _STREAM_NBYTES,
             None if digests is None else address_of(digests),
             address_of(stop),
         )
-        return bool(done == len(nbytes))
+        return bool(done == num_spans)
 
 
 def _declare(loaded: ctypes.CDLL) -> ctypes._NamedFuncPointer:
     function = loaded.moonpool_move
     function.restype = ctypes.c_int64
     pointer = ctypes.c_void_p
-    function.argtypes = (ctypes.c_int64, *[pointer] * 3, ctypes.c_int, *[pointer] * 2)
+    function.argtypes = (ctypes.c_int64, *[pointer] * 4, ctypes.c_int, *[pointer] * 2)
     return function
 
 
