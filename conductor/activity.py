@@ -15,7 +15,7 @@ _MAX_ROUTES = 512
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """``kind``: joined, left, retry, rejected, resync or copied."""
+    """``kind``: joined, left, unhealthy, healthy, retry, rejected, resync or copied."""
 
     number: int  # counts up, so that a reader knows what is new
     unix_s: float

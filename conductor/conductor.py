@@ -204,6 +204,8 @@ class Conductor:
             if registry.available(role) == 0:
                 serves = False
                 degraded.append(f"no {role} node is available")
+            elif registry.unhealthy(role):
+                degraded.append(f"every {role} node is unhealthy: they serve all the same")
         if not registry.mirror.connected:
             degraded.append(
                 "Redis does not answer: the index is as it was, nodes are followed by their connections"
@@ -213,4 +215,6 @@ class Conductor:
                 degraded.append(f"node {node_id} is not used: {why}")
             elif not member.client.connected:
                 degraded.append(f"node {node_id} at {member.client.address} cannot be reached")
+            elif not member.healthy:
+                degraded.append(f"node {node_id} is unhealthy: {'; '.join(member.record.reasons)}")
         return serves, degraded

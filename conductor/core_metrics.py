@@ -19,6 +19,12 @@ bookings = Counter(
     "decode node had room), unavailable (Redis did not answer)",
     ["outcome"],
 )
+cluster_nodes = Gauge(
+    "moonpool_cluster_nodes",
+    "Nodes this conductor knows, by role and state (ready, unhealthy, draining, starting, unreachable, "
+    "incompatible)",
+    ["role", "state"],
+)
 waits = Counter("moonpool_waits_for_node_total", "Requests that found no node of a role", ["role"])
 hot_copies = Counter(
     "moonpool_hot_copies_total", "Copies of hot prefixes: made, failed, or released again", ["outcome"]

@@ -9,11 +9,14 @@ ROLES = ("prefill", "decode")
 
 
 class Fleets:
-    """For each role the members that take requests, and those that are spared while there are others."""
+    """For each role the members that take requests, those that are spared while there are others, and the
+    unhealthy, which serve only where nobody else does: better than to refuse everything.
+    """
 
     def __init__(self) -> None:
         self._open = {role: Fleet() for role in ROLES}
         self._spared = {role: Fleet() for role in ROLES}
+        self._unhealthy = {role: Fleet() for role in ROLES}
         self._resting: set[Member] = set()  # whose breaker will close without a word
 
     def put(self, member: Member, now_s: float) -> None:
@@ -23,11 +26,12 @@ class Fleets:
             return
         wanted = None
         if member.available(now_s):
-            wanted = (self._open if member.has_room else self._spared)[role]
+            kind = self._unhealthy if not member.healthy else self._open if member.has_room else self._spared
+            wanted = kind[role]
             self._resting.discard(member)
         elif not member.breaker.closed(now_s):
             self._resting.add(member)
-        for fleet in (self._open[role], self._spared[role]):
+        for fleet in (self._open[role], self._spared[role], self._unhealthy[role]):
             if member.view in fleet:
                 if fleet is wanted:
                     fleet.touch(member.view)
@@ -39,19 +43,23 @@ class Fleets:
     def drop(self, member: Member) -> None:
         """It gets no more requests. Idempotent."""
         self._resting.discard(member)
-        for fleets in (self._open, self._spared):
+        for fleets in (self._open, self._spared, self._unhealthy):
             fleet = fleets.get(member.record.role)
             if fleet is not None and member.view in fleet:
                 fleet.remove(member.view)
 
     def of(self, role: str, now_s: float) -> Fleet:
-        """The members of a role that take requests, or else those that are spared; empty: there is none."""
+        """The members of a role that take requests, or else those that are spared, or else the unhealthy;
+        empty: there is none.
+        """
         if self._resting:
             for member in [member for member in self._resting if member.breaker.closed(now_s)]:
                 self.put(member, now_s)
-        return self._open[role] if len(self._open[role]) else self._spared[role]
+        return next(
+            (kind[role] for kind in (self._open, self._spared) if len(kind[role])), self._unhealthy[role]
+        )
 
     def count(self, role: str, now_s: float) -> int:
         """How many could get requests."""
         self.of(role, now_s)
-        return len(self._open[role]) + len(self._spared[role])
+        return len(self._open[role]) + len(self._spared[role]) or len(self._unhealthy[role])

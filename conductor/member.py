@@ -91,7 +91,13 @@ class Member:
 
     def available(self, now_s: float) -> bool:
         """Whether new requests may go there."""
-        return self.client.connected and self.record.state == "ready" and self.breaker.closed(now_s)
+        serves = self.record.state in ("ready", "unhealthy")
+        return self.client.connected and serves and self.breaker.closed(now_s)
+
+    @property
+    def healthy(self) -> bool:
+        """False: it is given requests only where no other node of its role takes any."""
+        return self.record.state != "unhealthy"
 
     @property
     def has_room(self) -> bool:
@@ -233,6 +239,8 @@ class Member:
             "num_lives": record.extra.get("num_lives", 1),  # of its process
             "epoch": str(record.epoch),  # JSON readers lose 64-bit integers
             "state": record.state if self.client.connected else "unreachable",
+            "reasons": list(record.reasons),  # why it is unhealthy
+            "health": record.extra.get("health", {}),  # readings of its host and GPUs
             "rpc_address": record.rpc_address,
             "metrics_url": record.metrics_url,
             "model": record.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as TallyCounter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+
+from conductor import core_metrics
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
@@ -186,6 +189,10 @@ class RequestMetrics:
         total = sum(tier.get("num_blocks", 0) for tier in pools)
         used = sum(tier.get("num_used_blocks", 0) for tier in pools)
         self.kv_usage.set(used / total if total else 0.0)
+        nodes = TallyCounter((node["role"], node["state"]) for node in cluster.get("nodes", ()))
+        core_metrics.cluster_nodes.clear()
+        for labels, count in nodes.items():
+            core_metrics.cluster_nodes.labels(*labels).set(count)
 
 
 class _Own(Collector):

@@ -155,6 +155,11 @@ class NodeRegistry:
         """How many nodes of a role would get requests now."""
         return self._fleets.count(role, self._clock())
 
+    def unhealthy(self, role: str) -> bool:
+        """Whether the nodes of a role that get requests are unhealthy ones, because there are no others."""
+        fleet = self.fleet(role)
+        return len(fleet) > 0 and not self._members[fleet[0].node_id].healthy
+
     def touched(self, member: Member) -> None:
         """What placement goes by has changed of ``member``."""
         if self._members.get(member.node_id) is not member or not self._used(member):
@@ -188,11 +193,24 @@ class NodeRegistry:
         member.view.slot = self.mirror.slot_of(record.node_id)
         self._members[record.node_id] = member
         self._reachable(member)
+        if not member.healthy:
+            self._health_changed(member)
 
     def _heard(self, record: NodeRecord) -> None:
         member = self._members.get(record.node_id)
         if member is not None:
+            before = member.healthy
             member.update(record)
+            if member.healthy != before:
+                self._health_changed(member)
+
+    def _health_changed(self, member: Member) -> None:
+        text = "; ".join(member.record.reasons) or "all its checks are within their limits again"
+        kind = "healthy" if member.healthy else "unhealthy"
+        log.warning("%s is %s: %s", member.node_id, kind, text)
+        self._activity.event(kind, member.node_id, text)
+        self.touched(member)
+        self._notify()
 
     def _reachable(self, member: Member) -> None:
         """Its connection came up, or broke; or it is new."""

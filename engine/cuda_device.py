@@ -22,6 +22,13 @@ Result = TypeVar("Result")
 _WARM_UP_RUNS = 2
 
 
+def gpu_uuids(device: torch.device) -> tuple[str, ...]:
+    """By which the driver knows it; nothing for a CPU."""
+    if device.type != "cuda":
+        return ()
+    return (f"GPU-{torch.cuda.get_device_properties(device).uuid}",)
+
+
 @dataclass(frozen=True, slots=True)
 class CudaEvent:
     """Recorded behind what it is the end of."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
+from engine.cuda_device import gpu_uuids
 from engine.errors import NodeDraining, RankLost
 from engine.kv_exchange import KvExchange
 from engine.load_progress import LoadProgress
@@ -30,6 +31,7 @@ from kvstore.tenant_quota import TenantQuotas
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
+from runtime.health.monitor import HealthMonitor, NodeUnfit
 from runtime.metrics import serve_metrics
 from runtime.options import Config
 from runtime.service import ServiceContext
@@ -102,6 +104,10 @@ class EngineNode:
     def sweep(self) -> None:
         """Called twice a second: let go of what nobody asks for any more."""
         self.store.tiers.sweep()
+        if self.health.changed():
+            self.publisher.announce()
+        if self.health.judgement.fatal:
+            self.draining.set()
         if self._trim is None or self._trim.done():
             self._trim = asyncio.create_task(self.trim(), name="trim")
 
@@ -147,6 +153,8 @@ class EngineNode:
                     join_s=round(self.join_s, 3),
                 )
                 await self._serve_until_drained(context)
+                if self.health.judgement.fatal:
+                    raise NodeUnfit(self.node_id, self.health.judgement.reasons)
             except RankLost as lost:
                 return lost
             finally:
@@ -166,6 +174,9 @@ class EngineNode:
             reader=memory.reader,
             in_parts=bool(memory.ranks),
         )
+        gpus = gpu_uuids(engine.device.torch)
+        self.health = HealthMonitor(config.health, gpus=gpus, disk=config.store.ssd.path)
+        self.health.start()
         folder = config.node.id or self.role
         self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._moved)
         self._server, port = await rpc.serve(
@@ -252,6 +263,7 @@ class EngineNode:
         if self.events is not None:
             await self.events.close()
         await self._redis.aclose()
+        self.health.close()
 
     async def _sweep(self) -> None:
         while True:
@@ -271,7 +283,9 @@ class EngineNode:
             pid=os.getpid(),
             rpc_address=self.rpc_address,
             metrics_url=self.metrics_url,
-            state=self.state,
+            state=self.health.state(self.state),
+            reasons=self.health.judgement.reasons,
+            unix_s=time.time(),
             model=self.engine.model_fingerprint.hex(),
             layout=self.engine.layout.fingerprint.hex(),
             kv_address=self._packed_kv_address,
@@ -292,6 +306,7 @@ class EngineNode:
     def _extra(self) -> dict[str, Any]:
         plan = self.engine.plan
         extra: dict[str, Any] = {"join_s": round(self.join_s, 3), "num_lives": self.num_lives}
+        extra["health"] = self.health.readings()
         if plan.world_size > 1:
             extra["ranks"] = str(plan)
         if self.events is not None:

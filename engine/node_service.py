@@ -32,7 +32,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             node_id=node.node_id,
             epoch=node.epoch,
             role=node.role,
-            state=node.state,
+            state=node.health.state(node.state),
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             num_queued_tokens=stats.num_queued_tokens,

@@ -49,7 +49,9 @@ class NodeRecord:
     pid: int = 0
     rpc_address: str = ""
     metrics_url: str = ""
-    state: str = "ready"  # "starting", "ready", "draining"
+    state: str = "ready"  # "starting", "ready", "unhealthy" (to be used last), "draining"
+    reasons: tuple[str, ...] = ()  # why it is unhealthy, in sentences
+    unix_s: float = 0.0  # when this was written, by the clock of the node's host; 0: an older version
     model: str = ""
     layout: str = ""  # KVLayout.fingerprint, hex
     kv_address: bytes = b""  # protos.KvAddress, serialized
@@ -80,6 +82,7 @@ class NodeRecord:
                 name: TierFill(int(fill["num_blocks"]), int(fill["num_held"]))
                 for name, fill in known.get("tiers", {}).items()
             }
+            known["reasons"] = tuple(str(reason) for reason in known.get("reasons", ()))
             known["links"] = {name: float(rate) for name, rate in known.get("links", {}).items()}
             return cls(**known, extra=body)
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -203,7 +203,7 @@ class LocalCluster:
             cluster = await client.cluster()
         except ApiError:
             return set()  # it may not answer before it has looked at the index
-        return {node["node_id"] for node in cluster["nodes"] if node["state"] == "ready"}
+        return {node["node_id"] for node in cluster["nodes"] if node["state"] in ("ready", "unhealthy")}
 
     async def _watch(self, name: str) -> None:
         """Report a child's end, and start it again where that is asked for and may help."""

@@ -8,7 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_STYLES = {"ready": "green", "draining": "yellow", "starting": "yellow", "unreachable": "red"}
+_STYLES = {
+    "ready": "green",
+    "draining": "yellow",
+    "starting": "yellow",
+    "unreachable": "red",
+    "unhealthy": "red",
+}
 
 
 def cluster_view(url: str, cluster: dict[str, Any]) -> RenderableType:

@@ -20,7 +20,13 @@ from moonpool.status import cluster_view
 _RETRY_S = 2.0
 _ROUTES, _REQUESTS, _EVENTS = 6, 8, 5
 _STATES = {"done": "green", "running": "yellow", "cancelled": "dim"}
-_EVENT_STYLES = {"left": "red", "joined": "green", "retry": "yellow"}
+_EVENT_STYLES = {
+    "left": "red",
+    "joined": "green",
+    "retry": "yellow",
+    "unhealthy": "red",
+    "healthy": "green",
+}
 
 
 @dataclass(slots=True)

@@ -424,6 +424,53 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthOptions:
+    interval_s: float = option(5.0, "seconds", "how often a node looks at its host and GPUs; 0: never")
+    bad_readings: int = option(3, "readings", "in a row beyond a limit, until the node is unhealthy")
+    good_readings: int = option(6, "readings", "in a row within it, until the node is healthy again")
+    gpu_lost: bool = option(True, "flag", "a GPU that the driver calls lost: the node drains and ends")
+    gpu_memory_errors: int = option(
+        1, "errors", "uncorrectable ones since the start, at which the node drains and ends; 0: any number"
+    )
+    gpu_temperature_margin: float = option(
+        2.0, "celsius", "a GPU this near to the temperature where it slows down is too hot; 0: none is"
+    )
+    gpu_throttled_s: float = option(
+        30.0, "seconds", "longest a GPU may be slowed down by its hardware (heat, power); 0: for ever"
+    )
+    host_memory_free: float = option(
+        0.02, "fraction", "least memory to be available, beyond which processes are killed; 0: any"
+    )
+    disk_free_nbytes: int = option(
+        256 << 20, "bytes", "least space free where store.ssd.path is, for its index and files; 0: any"
+    )
+    disk_write_s: float = option(
+        1.0, "seconds", "longest a page may take to be durable at store.ssd.path; 0: any time"
+    )
+    network_errors_per_s: float = option(
+        100.0,
+        "packets/second",
+        "most packets with errors or dropped, a few strays being usual; 0: any number",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("bad_readings", "good_readings"):
+            _require(getattr(self, name) > 0, f"health.{name}", "positive", getattr(self, name))
+        for name in (
+            "interval_s",
+            "gpu_memory_errors",
+            "gpu_temperature_margin",
+            "gpu_throttled_s",
+            "disk_free_nbytes",
+            "disk_write_s",
+            "network_errors_per_s",
+        ):
+            _require(getattr(self, name) >= 0, f"health.{name}", "0 or more", getattr(self, name))
+        free = self.host_memory_free
+        _require(0 <= free < 1, "health.host_memory_free", "from 0 to less than 1", free)
+
+
+@dataclass(frozen=True, slots=True)
 class LogOptions:
     level: str = option("info", "name", "debug, info, warning or error")
     format: str = option("text", "name", "text or json")
@@ -463,5 +510,6 @@ class Config:
     store_node: StoreNodeOptions = _section(StoreNodeOptions)
     conductor: ConductorOptions = _section(ConductorOptions)
     cluster: ClusterOptions = _section(ClusterOptions)
+    health: HealthOptions = _section(HealthOptions)
     log: LogOptions = _section(LogOptions)
     tracing: TracingOptions = _section(TracingOptions)

@@ -11,7 +11,7 @@ function stateClass(node) {
 
 function box(node, x, y) {
   const group = svg("g", { transform: `translate(${x} ${y})`, class: `node ${stateClass(node)}`, "data-node": node.node_id });
-  group.append(svg("title", {}, `${node.node_id}: ${node.state}`));
+  group.append(svg("title", {}, [`${node.node_id}: ${node.state}`, ...(node.reasons ?? [])].join("; ")));
   group.append(svg("rect", { width: WIDTH, height: HEIGHT, rx: 7 }));
   group.append(svg("circle", { cx: 12, cy: 15, r: 4 }));
   group.append(svg("text", { x: 22, y: 19, class: "name" }, node.node_id));

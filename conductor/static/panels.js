@@ -66,13 +66,24 @@ function drawCharts(now, routes) {
   });
 }
 
+// Where a node is, and how its host and GPUs are.
+function hostOf(node) {
+  const { cpu_ratio: cpu, memory_available_nbytes: free, gpus = [] } = node.health ?? {};
+  const words = [node.host, node.pid];
+  if (free) words.push(`${bytes(free)} free`, `CPU ${percent(cpu)}`);
+  for (const gpu of gpus) words.push(`GPU ${gpu.gpu}: ${percent(gpu.utilization)}, ${gpu.temperature_celsius} °C, ${Math.round(gpu.power_watts)} W`);
+  return words.join(", ");
+}
+
 function drawNodes(nodes) {
   fill(byId("nodes"), nodes.map((node) => {
     const load = node.load ?? {};
     const className = { ready: "good", draining: "warn", starting: "warn" }[node.state] ?? "bad";
-    return row(node.node_id, node.role, pill(node.state, className), load.num_running ?? 0, load.num_waiting ?? 0,
+    const state = pill(node.state, className);
+    if (node.reasons?.length) state.append(element("small", node.reasons.join("; "), "reasons"));
+    return row(node.node_id, node.role, state, load.num_running ?? 0, load.num_waiting ?? 0,
       load.num_queued_tokens ?? 0, tiers(node), node.num_index_blocks ?? 0, node.num_placed ?? 0,
-      cell(`${node.host}, ${node.pid}`, "soft"));
+      cell(hostOf(node), "soft"));
   }));
 }
 
@@ -130,7 +141,7 @@ function drawEvents(events) {
   const list = byId("events").querySelector("ol");
   byId("events").querySelector(".none").hidden = events.length > 0;
   patch(list, [...events].reverse().slice(0, 40).map((event) => {
-    const item = element("li", undefined, { left: "bad", joined: "good", retry: "warn" }[event.kind]);
+    const item = element("li", undefined, { left: "bad", unhealthy: "bad", joined: "good", healthy: "good", retry: "warn" }[event.kind]);
     item.append(element("time", new Date(event.unix_s * 1000).toLocaleTimeString()), element("b", `${event.kind} ${event.node}`),
       element("span", event.text));
     return item;

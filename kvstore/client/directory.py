@@ -42,10 +42,11 @@ class IndexDirectory:
         self._index = KVIndex(self._redis, namespace)
 
     async def nodes(self) -> list[NodeAddress]:
+        # Unhealthy ones too: what they hold is nowhere else.
         return [
             NodeAddress(record.node_id, record.epoch, record.rpc_address)
             for record in (await self._index.nodes()).values()
-            if record.role == "store" and record.state == "ready"
+            if record.role == "store" and record.state in ("ready", "unhealthy")
         ]
 
     async def aclose(self) -> None:

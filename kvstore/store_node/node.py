@@ -34,6 +34,7 @@ from kvstore.store_node.verify import Shelf
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc, store_pb2_grpc
 from runtime import rpc
+from runtime.health.monitor import HealthMonitor
 from runtime.metrics import serve_metrics
 from runtime.options import Config
 from runtime.service import ServiceContext
@@ -84,6 +85,9 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     async def _start(self, stack: AsyncExitStack) -> None:
         """Everything started is ended by ``stack``, the last first."""
         config = self.config
+        self._health = HealthMonitor(config.health, disk=config.store.ssd.path)
+        stack.callback(self._health.close)
+        self._health.start()
         maker = ShelfMaker.of(config, self.node_id)
         agent = await TransferAgent.start(config.transfer, agent_id=self.node_id, epoch=self.epoch)
         self._agent = await stack.enter_async_context(agent)
@@ -175,6 +179,8 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             self._kv.sweep()
+            if self._health.changed() and self._publisher is not None:
+                self._publisher.announce()
             if self._objects is not None:
                 self._objects.sweep()
 
@@ -198,11 +204,14 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             pid=os.getpid(),
             rpc_address=self._rpc_address,
             metrics_url=self._metrics_url,
-            state=self.state,
+            state=self._health.state(self.state),
+            reasons=self._health.judgement.reasons,
+            unix_s=time.time(),
             layout=self._kv.layout.fingerprint.hex() if self._kv.layout is not None else "",
             kv_address=self._kv_address().SerializeToString(),
             load=NodeLoad(num_blocks=num_blocks, free_blocks=num_blocks - num_held),
             links=self._agent.bandwidth(),
+            extra={"health": self._health.readings()},
         )
 
     def _kv_address(self) -> node_pb2.KvAddress:
@@ -241,7 +250,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             node_id=self.node_id,
             epoch=self.epoch,
             role=self.role,
-            state=self.state,
+            state=self._health.state(self.state),
             tiers=[
                 node_pb2.TierStatus(
                     name=f"{shelf.name} {tier.name}",

@@ -24,7 +24,7 @@ class ApiDirectory:
         return [
             NodeAddress(node["node_id"], int(node["epoch"]), node["rpc_address"])
             for node in (await self._client.cluster())["nodes"]
-            if node["role"] == "store" and node["state"] == "ready"
+            if node["role"] == "store" and node["state"] in ("ready", "unhealthy")
         ]
 
     async def aclose(self) -> None:

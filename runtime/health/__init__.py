@@ -1,0 +1,1 @@
+"""How this host and its GPUs are, and whether a node on them should get work."""

@@ -1,0 +1,75 @@
+"""Whether a disk takes what is written to it, and how soon."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from runtime.health.readings import DiskReading
+
+_NAME = ".health"
+_PAGE = bytes(4096)
+
+
+class DiskWatch:
+    """Writes a page of its own in ``directory``, in a thread, because a disk that hangs keeps its callers.
+
+    ``read`` returns at once: it tells of the last write that ended, or of the one that does not, and begins
+    the next. ``directory`` is made, and the file in it removed by ``close``.
+    """
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._file = directory / f"{_NAME}-{os.getpid()}"
+        self._clock = clock
+        self._began_s = 0.0
+        self._write_s = 0.0
+        self._error = ""
+        self._space: tuple[int, int] | None = None  # free, in all
+        self._thread: threading.Thread | None = None
+
+    def read(self) -> DiskReading:
+        writing_s = 0.0
+        if self._thread is not None and self._thread.is_alive():
+            writing_s = self._clock() - self._began_s
+        else:
+            self._began_s = self._clock()
+            self._thread = threading.Thread(target=self._write, name="disk health", daemon=True)
+            self._thread.start()
+            # A disk that is well has answered before anybody notices.
+            self._thread.join(0.05)
+        free, nbytes = self._space or (None, 0)
+        return DiskReading(
+            str(self._directory),
+            free,
+            nbytes,
+            max(self._write_s, writing_s),
+            "" if writing_s else self._error,
+        )
+
+    def close(self) -> None:
+        """A write that does not end is left to itself."""
+        if self._thread is not None:
+            self._thread.join(0.5)
+        if self._thread is None or not self._thread.is_alive():
+            self._file.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        error, began_s = "", self._clock()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            space = shutil.disk_usage(self._directory)
+            self._space = (space.free, space.total)
+            fd = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(fd, _PAGE, 0)
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+        except OSError as failed:
+            error = failed.strerror or str(failed)
+        self._error, self._write_s = error, self._clock() - began_s

@@ -1,0 +1,101 @@
+"""Reads GPUs through NVML, the driver's own library; without it, says so in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import pynvml
+
+from runtime.health.readings import GpuReading
+
+T = TypeVar("T")
+
+_LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
+_THROTTLES = {
+    "hw_slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
+    "hw_thermal": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+    "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+    "sw_thermal": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
+    "sw_power_cap": pynvml.nvmlClocksEventReasonSwPowerCap,
+}
+
+
+class GpuWatch:
+    """GPUs by their UUIDs. ``missing`` says why some or all of them are not watched; empty: they are.
+
+    NVML is the process's: it is opened by the first watch and stays open.
+    """
+
+    def __init__(self, uuids: Sequence[str]) -> None:
+        self.missing = ""
+        self._gpus: list[tuple[str, Any]] = []  # its number, NVML's handle
+        if not uuids:
+            return
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            self.missing = f"the health of GPUs is not known: NVML says {error}"
+            return
+        for uuid in uuids:
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                self._gpus.append((str(pynvml.nvmlDeviceGetIndex(handle)), handle))
+            except pynvml.NVMLError as error:
+                self.missing = f"the health of GPU {uuid} is not known: NVML says {error}"
+
+    def read(self) -> tuple[GpuReading, ...]:
+        """Takes about a millisecond a GPU. Never raises for what a GPU or its driver does."""
+        return tuple(_read(number, handle) for number, handle in self._gpus)
+
+
+class _GpuLost(Exception):
+    pass
+
+
+def _read(number: str, handle: Any) -> GpuReading:
+    def ask(question: Callable[..., T], *arguments: Any) -> T | None:
+        """None: this GPU, or its driver, does not tell."""
+        try:
+            return question(handle, *arguments)
+        except pynvml.NVMLError as error:
+            if error.value in _LOST:
+                raise _GpuLost(str(error)) from error
+            return None
+
+    def errors(kind: int) -> int | None:
+        return ask(pynvml.nvmlDeviceGetTotalEccErrors, kind, pynvml.NVML_VOLATILE_ECC)
+
+    try:
+        busy = ask(pynvml.nvmlDeviceGetUtilizationRates)
+        memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
+        power = ask(pynvml.nvmlDeviceGetPowerUsage)
+        clock = ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
+        reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
+        temperature = ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
+        return GpuReading(
+            number,
+            utilization=None if busy is None else busy.gpu / 100,
+            memory_used_nbytes=None if memory is None else int(memory.used),
+            memory_nbytes=None if memory is None else int(memory.total),
+            temperature_celsius=temperature,
+            slowdown_celsius=_slowdown(ask, temperature),
+            power_watts=None if power is None else power / 1e3,
+            clock_hertz=None if clock is None else clock * 1e6,
+            corrected_errors=errors(pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+            uncorrected_errors=errors(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+            throttles=tuple(name for name, bit in _THROTTLES.items() if reasons & bit),
+        )
+    except _GpuLost as lost:
+        return GpuReading(number, lost=str(lost))
+
+
+def _slowdown(ask: Callable[..., Any], temperature: float | None) -> float | None:
+    known: float | None = ask(
+        pynvml.nvmlDeviceGetTemperatureThreshold, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+    )
+    if known or temperature is None:
+        return known
+    # Newer GPUs only tell how far away it is.
+    margin: float | None = ask(pynvml.nvmlDeviceGetMarginTemperature)
+    return None if margin is None else temperature + margin

@@ -1,0 +1,90 @@
+"""Reads a host: memory that is left, cores, network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from runtime.health.readings import HostReading
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A container's limit: the kernel ends a process of it when it is reached, whatever the machine has."""
+
+    directory: Path
+    limit: str  # names of files
+    used: str
+    reclaimable: str  # a line of memory.stat
+
+    def read(self) -> tuple[int, int] | None:
+        """(available, limit) in bytes; None: there is no limit."""
+        try:
+            limit = int((self.directory / self.limit).read_text())
+            used = int((self.directory / self.used).read_text())
+            stat = (self.directory / "memory.stat").read_text().split()
+        except (OSError, ValueError):  # "max" is none, and groups come and go
+            return None
+        cache = int(stat[stat.index(self.reclaimable) + 1]) if self.reclaimable in stat else 0
+        return max(limit - used + cache, 0), limit
+
+
+def memory_limits(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> list[MemoryLimit]:
+    """Of every group that this process is in, where there is one now."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return []
+    return [
+        limit
+        for line in lines
+        for limit in _limits_of(cgroups, *line.split(":", 2)[1:])
+        if limit.read() is not None
+    ]
+
+
+def _limits_of(cgroups: Path, controllers: str, path: str) -> Iterator[MemoryLimit]:
+    if not controllers:
+        root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+    elif "memory" in controllers.split(","):
+        root = cgroups / "memory"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    else:
+        return
+    # Inside a container the path may be the host's: then only the root is there, and it is ours.
+    own = root / path.lstrip("/")
+    for directory in (own, *own.parents):
+        if directory.is_relative_to(root):
+            yield MemoryLimit(directory, *names)
+
+
+class HostWatch:
+    """Takes some hundred microseconds a reading."""
+
+    def __init__(self) -> None:
+        self._limits = memory_limits()
+        psutil.cpu_percent(None)  # the first one only begins to count
+
+    def read(self) -> HostReading:
+        memory = psutil.virtual_memory()
+        known = [found for limit in self._limits if (found := limit.read()) is not None]
+        available, total = min([(memory.available, memory.total), *known])
+        wires = [
+            counts
+            for name, counts in psutil.net_io_counters(pernic=True, nowrap=False).items()
+            if name != "lo"
+        ]
+        return HostReading(
+            memory_available_nbytes=available,
+            memory_nbytes=min(total, memory.total),
+            cpu_ratio=psutil.cpu_percent(None) / 100,
+            network_nbytes=sum(counts.bytes_sent + counts.bytes_recv for counts in wires),
+            network_errors=sum(
+                counts.errin + counts.errout + counts.dropin + counts.dropout for counts in wires
+            ),
+        )

@@ -1,0 +1,160 @@
+"""Readings of a real host, of a real disk that fills up or hangs, and of a GPU that NVML tells of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pynvml
+import pytest
+from prometheus_client import REGISTRY
+
+from runtime.health.gpu import GpuWatch
+from runtime.health.host import HostWatch, memory_limits
+from runtime.health.monitor import HealthMonitor
+from runtime.options import HealthOptions
+from tests.runtime.health.stand_in import UUID, gpu_stand_in
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 4 MiB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(mount)], check=False)
+    if done.returncode:
+        pytest.skip("needs the right to mount a file system; CI has it")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def fast(**limits: object) -> HealthOptions:
+    return HealthOptions(interval_s=60, bad_readings=1, good_readings=1, **limits)  # type: ignore[arg-type]
+
+
+def test_a_host_has_what_psutil_says() -> None:
+    reading = HostWatch().read()
+    memory = psutil.virtual_memory()
+    assert 0 < reading.memory_available_nbytes <= reading.memory_nbytes <= memory.total
+    assert 0 <= reading.cpu_ratio <= 1
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files"),
+    [
+        ("0::/pod/x", "pod", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:memory:/pod/x",
+            "memory/pod",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_a_container_has_what_its_group_leaves(
+    tmp_path: Path, line: str, folder: str, files: tuple[str, str, str]
+) -> None:
+    """The limit of a group above counts; what is cached and can be dropped is not in use."""
+    (tmp_path / "own").write_text(f"9:name=systemd:/\n{line}\n")
+    group = tmp_path / folder
+    group.mkdir(parents=True)
+    (group / files[0]).write_text("1000000\n")
+    (group / files[1]).write_text("700000\n")
+    (group / "memory.stat").write_text(f"anon 1\n{files[2]} 50000\n")
+    (limit,) = memory_limits(tmp_path, tmp_path / "own")
+    assert limit.read() == (350_000, 1_000_000)
+    (group / files[0]).write_text("max\n")
+    assert memory_limits(tmp_path, tmp_path / "own") == []
+
+
+def test_a_disk_that_fills_up_is_too_full_and_then_fails(small_disk: Path) -> None:
+    monitor = HealthMonitor(fast(disk_free_nbytes=1 << 20), disk=str(small_disk / "blocks"))
+    monitor.read()
+    assert monitor.judgement.healthy
+    (small_disk / "other").write_bytes(bytes(3 << 20) + bytes(500 << 10))
+    monitor.read()
+    assert tuple(monitor.judgement.problems) == ("disk_space",)
+    monitor.close()
+
+
+def test_a_write_that_does_not_end_counts_as_long_as_it_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(os, "fdatasync", lambda fd: hangs.wait(30))
+    monitor = HealthMonitor(fast(disk_write_s=0.2), disk=str(tmp_path))
+    began_s = time.monotonic()
+    while monitor.judgement.healthy:
+        monitor.read()
+        assert time.monotonic() < began_s + 20
+    assert "to be written" in monitor.judgement.reasons[0]
+    hangs.set()
+    while not monitor.judgement.healthy:
+        monitor.read()
+        assert time.monotonic() < began_s + 20
+    monitor.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_nvml_there_is_a_sentence_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    watch = GpuWatch([UUID])
+    assert watch.read() == ()
+    assert "NVML says" in watch.missing
+    assert GpuWatch([]).missing == ""
+
+
+def test_a_gpu_is_read_as_nvml_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = gpu_stand_in(monkeypatch)
+    state.reasons = 0x8 | 0x40 | 0x4  # slowed down by hardware, by heat, and by the power cap
+    watch = GpuWatch([UUID, "GPU-another"])
+    assert "GPU-another" in watch.missing
+    (gpu,) = watch.read()
+    assert (gpu.gpu, gpu.utilization, gpu.temperature_celsius, gpu.slowdown_celsius) == ("3", 0.4, 50, 90)
+    assert (gpu.memory_used_nbytes, gpu.power_watts, gpu.clock_hertz) == (8 << 30, 300.0, 1.98e9)
+    assert gpu.throttles == ("hw_slowdown", "hw_thermal", "sw_power_cap")
+    state.no_slowdown, state.margin = 1, 12
+    assert watch.read()[0].slowdown_celsius == 62
+
+
+def test_a_gpu_that_falls_off_the_bus_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = gpu_stand_in(monkeypatch)
+    monitor = HealthMonitor(fast(), gpus=[UUID])
+    monitor.read()
+    assert monitor.judgement.healthy
+    state.lost = 1
+    monitor.read()
+    assert monitor.judgement.fatal
+    assert monitor.judgement.reasons == ("GPU 3 is lost: GPU is lost",)
+
+
+def test_what_was_read_is_on_the_metrics_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state = gpu_stand_in(monkeypatch)
+    state.celsius = 89
+    monitor = HealthMonitor(fast(), gpus=[UUID], disk=str(tmp_path))
+    monitor.start()
+    try:
+        assert monitor.state("ready") == "unhealthy"
+        assert monitor.state("draining") == "draining"
+        assert monitor.changed()
+        assert not monitor.changed()
+        values = {
+            "moonpool_node_health": ({"check": "gpu_temperature"}, 0.0),
+            "moonpool_gpu_temperature_celsius": ({"gpu": "3"}, 89.0),
+            "moonpool_gpu_memory_bytes": ({"gpu": "3", "state": "used"}, float(8 << 30)),
+            "moonpool_gpu_memory_errors_total": ({"gpu": "3", "kind": "uncorrected"}, 0.0),
+            "moonpool_gpu_throttled": ({"gpu": "3", "reason": "hw_thermal"}, 0.0),
+        }
+        for name, (labels, value) in values.items():
+            assert REGISTRY.get_sample_value(name, labels) == value
+        assert REGISTRY.get_sample_value("moonpool_node_health", {"check": "host_memory"}) == 1.0
+        assert REGISTRY.get_sample_value("moonpool_host_disk_write_seconds", {}) is not None
+        assert monitor.readings()["gpus"][0]["temperature_celsius"] == 89
+    finally:
+        monitor.close()
+    assert REGISTRY.get_sample_value("moonpool_node_health", {"check": "host_memory"}) is None
