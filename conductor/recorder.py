@@ -218,7 +218,7 @@ class Recorder:
         self.timeline.add("done", now_s, finish_reason=finish_reason, output_tokens=num_tokens, **facts)
         if finish_reason in ("stop", "length"):
             self._cost_model.output_lengths.observe(summary.prompt_tokens, num_tokens)
-        if tracing.enabled():
+        if tracing.sampled():
             self._export(now_s)
 
     def _export(self, now_s: float) -> None:

@@ -11,13 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context, get_current
-from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from runtime.options import TracingOptions
+
+if TYPE_CHECKING:
+    from runtime.span_export import SpanExport
 
 TRACEPARENT = "traceparent"
 
@@ -25,7 +29,7 @@ Attribute = str | int | float | bool
 
 _propagator = TraceContextTextMapPropagator()
 _nothing = nullcontext(INVALID_SPAN)
-_tracer: Tracer | None = None
+_export: SpanExport | None = None
 
 
 def setup_tracing(options: TracingOptions, process: str) -> Callable[[], None]:
@@ -34,51 +38,45 @@ def setup_tracing(options: TracingOptions, process: str) -> Callable[[], None]:
     A collector that does not answer costs spans, never a request: they wait in a queue of bounded length, and
     are sent by a thread.
     """
-    global _tracer
+    global _export
     if not options.otlp_endpoint:
         return lambda: None
-    # The SDK takes 0.2 s to import: only who exports pays for it.
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from runtime.span_export import SpanExport
 
-    resource = Resource.create({"service.name": "moonpool", "service.instance.id": process})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(options.otlp_endpoint)))
-    _tracer = provider.get_tracer("moonpool")
+    export = _export = SpanExport(options.otlp_endpoint, process)
 
     def end() -> None:
-        global _tracer
-        _tracer = None
-        provider.shutdown()
+        global _export
+        _export = None
+        export.shutdown()
 
     return end
 
 
-def enabled() -> bool:
-    return _tracer is not None
+def sampled() -> bool:
+    """Whether what happens now is part of a trace that somebody will get."""
+    return _export is not None and trace.get_current_span().get_span_context().trace_flags.sampled
 
 
 def span(name: str, **attributes: Attribute) -> AbstractContextManager[Span]:
     """Around some work for the request at hand; whatever is called meanwhile becomes a child."""
-    if _tracer is None or not trace.get_current_span().get_span_context().is_valid:
+    if _export is None or not trace.get_current_span().get_span_context().is_valid:
         return _nothing
-    return _tracer.start_as_current_span(name, attributes=attributes)
+    return _export.tracer.start_as_current_span(name, attributes=attributes)
 
 
 def serving(name: str, traceparent: str, *, root: bool = False) -> AbstractContextManager[Span]:
     """Around the answer to a call that came with ``traceparent``; without one only if it may be a
     ``root``."""
-    if _tracer is None or not (traceparent or root):
+    if _export is None or not (traceparent or root):
         return _nothing
     context = _propagator.extract({TRACEPARENT: traceparent}, Context())
-    return _tracer.start_as_current_span(name, context, SpanKind.SERVER)
+    return _export.tracer.start_as_current_span(name, context, SpanKind.SERVER)
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
     """The header that makes what a peer does for us a child of what we are doing."""
-    if _tracer is None:
+    if _export is None:
         return ()
     carrier: dict[str, str] = {}
     _propagator.inject(carrier)
@@ -95,8 +93,9 @@ def past(
 ) -> None:
     """A span of something that began ``ago_s`` ago and took ``seconds``, a child of the span we are in, or
     were in when ``here`` was asked."""
-    if _tracer is None or not trace.get_current_span(within).get_span_context().is_valid:
+    if _export is None:
         return
-    began_ns = time.time_ns() - int(1e9 * ago_s)
-    done = _tracer.start_span(name, within, attributes=attributes, start_time=began_ns)
-    done.end(began_ns + int(1e9 * seconds))
+    parent = trace.get_current_span(within).get_span_context()
+    if parent.trace_flags.sampled:
+        began_ns = time.time_ns() - int(1e9 * ago_s)
+        _export.ended(name, parent, attributes, began_ns, began_ns + int(1e9 * seconds))

@@ -14,7 +14,7 @@ from bench import report
 from bench.cluster import StartCluster, cluster_starter
 from bench.serve.figures import Slo
 from bench.serve.plot import draw
-from bench.serve.session import CASES, PEERS, Settings, measure
+from bench.serve.session import CASES, PEERS, TRACING, Settings, measure
 from bench.serve.workload import Workload
 from bench.simulate.plot import check_ending
 from runtime.config import load_config
@@ -30,7 +30,13 @@ _PACKAGES = ("torch", "transformers", "aiohttp", "grpcio", "redis", "uvloop")
 @click.option("--model-dir", type=_PATH, help="Checkpoint the peers load; without it the cluster's.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", default="", help="Sent as a bearer token.")
 @click.option("--plain", is_flag=True, help="Send text and no fields but OpenAI's own.")
-@click.option("--case", "cases", multiple=True, type=click.Choice(CASES), help="Repeatable; default: all.")
+@click.option(
+    "--case",
+    "cases",
+    multiple=True,
+    type=click.Choice((*CASES, TRACING)),
+    help="Repeatable; default: all but tracing, which compares two clusters.",
+)
 @click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Compare with; repeatable.")
 @click.option("--rounds", default=7, show_default=True, help="Repetitions of a case, peers in turn.")
 @click.option("--requests", default=64, show_default=True, help="load: conversations.")

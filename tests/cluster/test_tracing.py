@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import grpc.aio
+import jsonschema
 import pytest
 import pytest_asyncio
 from click.testing import CliRunner
@@ -25,6 +27,40 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"
+
+# The JSON object form of the Trace Event Format, for the phases we write: metadata, complete, instant.
+_PLACE = {"pid": {"type": "integer"}, "tid": {"type": "integer"}, "name": {"type": "string", "minLength": 1}}
+_WHEN = _PLACE | {
+    "ts": {"type": "number", "minimum": 0},
+    "cat": {"type": "string"},
+    "args": {"type": "object"},
+}
+
+
+def _phase(phase: str, facts: dict[str, object]) -> dict[str, object]:
+    properties = {"ph": {"const": phase}, **facts}
+    return {"properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+TRACE_EVENTS = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "properties": {
+        "displayTimeUnit": {"enum": ["ms", "ns"]},
+        "traceEvents": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "oneOf": [
+                    _phase("M", _PLACE | {"args": {"required": ["name"]}}),
+                    _phase("X", _WHEN | {"dur": {"type": "number", "minimum": 0}}),
+                    _phase("i", _WHEN | {"s": {"enum": ["g", "p", "t"]}}),
+                ]
+            },
+        },
+    },
+    "additionalProperties": False,
+}
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -67,18 +103,36 @@ async def traced(
         cluster=replace(config.cluster, prefill=1, decode=1),
         engine=replace(config.engine, max_batch_tokens=64),
     )
-    async with LocalCluster(config, directory=tmp_path_factory.mktemp("traced")) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # ms; the default are five seconds
+        async with LocalCluster(config, directory=tmp_path_factory.mktemp("traced")) as running:
+            yield running
 
 
-async def _complete(url: str, request_id: str) -> None:
-    headers = {"x-request-id": request_id, "traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
-    body = {"prompt": list(range(100, 300)), "max_tokens": 8, "temperature": 0}
+async def _complete(
+    url: str,
+    request_id: str,
+    *,
+    trace_id: str = TRACE_ID,
+    sampled: bool = True,
+    prompt: Sequence[int] = range(100, 300),
+    max_tokens: int = 8,
+) -> list[int]:
+    """The tokens that were generated."""
+    headers = {"x-request-id": request_id, "traceparent": f"00-{trace_id}-{PARENT_ID}-0{sampled:d}"}
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{url}/v1/completions", json=body, headers=headers) as answer,
     ):
         assert answer.status == 200
+        return list((await answer.json())["choices"][0]["token_ids"])
 
 
 async def test_spans_of_every_process_hang_together(
@@ -110,13 +164,61 @@ async def test_spans_of_every_process_hang_together(
         assert span.end_time_unix_nano >= span.start_time_unix_nano > 0
 
 
+async def test_a_prefix_from_a_peer_is_a_child_of_who_fetched_it(
+    traced: LocalCluster, collector: tuple[Collector, str]
+) -> None:
+    tries = itertools.count(1)
+
+    async def fetched() -> list[tuple[str, Span]]:
+        """The spans of a second turn whose prefix was read from the node that had generated it."""
+        number = next(tries)
+        trace_id = f"{number:032x}"
+        prompt = list(range(300 + number, 332 + number))
+        prompt += await _complete(
+            traced.url, f"first-{number}", trace_id="3" * 32, prompt=prompt, max_tokens=240
+        )
+        await _complete(traced.url, f"second-{number}", trace_id=trace_id, prompt=[*prompt, 7])
+
+        async def exported() -> bool:
+            names = {span.name for _, span in collector[0].spans.get(trace_id, [])}
+            return names >= {"/v1/completions", "PrefillNode/Prefill", "decode"}
+
+        await eventually(exported)
+        seen = collector[0].spans[trace_id]
+        return seen if any(span.name == "Node/Lease" for _, span in seen) else []
+
+    await eventually(fetched, timeout_s=40)
+    number = next(tries) - 1
+    spans = collector[0].spans[f"{number:032x}"]
+    named = {(process, span.name): span for process, span in spans}
+    prefill = named["prefill-0", "PrefillNode/Prefill"]
+    assert named["decode-0", "Node/Lease"].parent_span_id == prefill.span_id
+    assert named["prefill-0", "load blocks"].parent_span_id == prefill.span_id
+    assert named["prefill-0", "read blocks"].parent_span_id == prefill.span_id
+
+
+async def test_what_the_client_does_not_sample_is_not_sent(
+    traced: LocalCluster, collector: tuple[Collector, str]
+) -> None:
+    await _complete(traced.url, "unsampled", trace_id="5" * 32, sampled=False)
+    await _complete(traced.url, "sampled", trace_id="6" * 32)
+
+    async def later_one_sent() -> bool:
+        return len(collector[0].spans.get("6" * 32, [])) > 10
+
+    await eventually(later_one_sent)
+    assert "5" * 32 not in collector[0].spans
+
+
 async def test_a_trace_needs_no_collector(traced: LocalCluster, client_of: Client, tmp_path: Path) -> None:
     await _complete(traced.url, "traced-2")
     file = tmp_path / "trace.json"
     arguments = ["trace", "traced-2", "--url", traced.url, "-o", str(file)]
     result = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
     assert result.exit_code == 0, result.output
-    events = json.loads(file.read_text())["traceEvents"]
+    trace = json.loads(file.read_text())
+    jsonschema.validate(trace, TRACE_EVENTS)
+    events = trace["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert set(processes.values()) == {"api", "conductor", "prefill-0", "decode-0"}
     by_process: dict[str, list[dict]] = {name: [] for name in processes.values()}
