@@ -1,0 +1,103 @@
+"""However a step's batch is cut, each token is computed once and attends to what is before it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.model import StepInputs
+from engine.parallel.pieces import cut
+from engine.parallel.portion import Portion
+from engine.parallel.shares import share_out
+
+BLOCK_SIZE = 4
+
+
+def batch(num_decodes: int, chunks: list[tuple[int, int]]) -> StepInputs:
+    """Decodes of contexts 1, 2, …, and (cached, new) prompt tokens; sequence i in blocks 100 i …."""
+    lens = [*range(1, num_decodes + 1), *(cached + new for cached, new in chunks)]
+    news = [1] * num_decodes + [new for _, new in chunks]
+    positions = [np.arange(n - new, n) for n, new in zip(lens, news, strict=True)]
+    slots = [100 * BLOCK_SIZE * i + at for i, at in enumerate(positions)]
+    table = torch.arange(30, dtype=torch.int32) + 100 * torch.arange(len(lens), dtype=torch.int32)[:, None]
+    total = sum(news)
+    return StepInputs(
+        torch.arange(total),
+        torch.from_numpy(np.concatenate([*positions, np.zeros(0, np.int64)])),
+        torch.from_numpy(np.concatenate([*slots, np.zeros(0, np.int64)])),
+        num_decodes,
+        table[:num_decodes],
+        torch.tensor(lens[:num_decodes], dtype=torch.int32),
+        *(
+            (
+                table[num_decodes:],
+                torch.tensor(np.cumsum([0, *news[num_decodes:]]), dtype=torch.int32),
+                torch.tensor(lens[num_decodes:], dtype=torch.int32),
+            )
+            if chunks
+            else ()
+        ),
+    )
+
+
+def check(portions: list[Portion], whole: StepInputs) -> None:
+    rows = np.concatenate([portion.rows(whole.num_decodes) for portion in portions])
+    assert sorted(rows) == list(range(len(whole.token_ids)))
+    for portion in portions:
+        part = portion.of(whole)
+        assert part.token_ids.tolist() == portion.rows(whole.num_decodes).tolist()
+        assert len(part.token_ids) == len(portion)
+        n = part.num_decodes
+        tables, ends = list(part.decode_table), part.positions[:n] + 1
+        assert part.decode_lens.tolist() == ends.tolist()
+        spans = [(i, i + 1) for i in range(n)]
+        if part.chunk_table is not None:
+            starts = (n + part.chunk_starts).tolist()
+            assert starts[-1] == len(portion)
+            tables += list(part.chunk_table)
+            spans += pairwise(starts)
+            # The last of its tokens is the last its sequence has so far, as attention takes it.
+            for (first, end), length in zip(spans[n:], part.chunk_lens.tolist(), strict=True):
+                assert part.positions[first:end].tolist() == list(range(length - (end - first), length))
+        for table, (first, end) in zip(tables, spans, strict=True):
+            at = part.positions[first:end]
+            slots = table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+            assert slots.tolist() == part.slots[first:end].tolist()
+
+
+BATCHES = st.builds(
+    batch,
+    st.integers(0, 9),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 70)), max_size=5),
+).filter(lambda whole: len(whole.token_ids))
+
+
+@given(BATCHES, st.integers(1, 3), st.integers(1, 40))
+def test_pieces_of_a_pipeline(whole: StepInputs, num_stages: int, max_tokens: int) -> None:
+    portions = cut(whole, num_stages, max_tokens)
+    check(portions, whole)
+    if num_stages > 1:
+        assert all(len(portion) <= max(max_tokens, len(portion.decodes)) for portion in portions)
+        rows = np.concatenate([portion.rows(whole.num_decodes) for portion in portions])
+        assert (np.diff(rows) == 1).all(), "a piece reads what those before it wrote"
+
+
+@given(BATCHES, st.integers(1, 5), st.integers(1, 3))
+def test_shares_of_the_pieces(whole: StepInputs, num_shares: int, num_stages: int) -> None:
+    pieces = [share_out(piece, num_shares) for piece in cut(whole, num_stages, 32)]
+    check([share for shares in pieces for share in shares], whole)
+    for shares in pieces:
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 2
+
+
+@given(st.integers(0, 500), st.integers(1, 50), st.integers(1, 5))
+def test_shares_of_a_prompt_attend_to_as_much(cached: int, size: int, num_shares: int) -> None:
+    """Exactly so where its tokens can be divided; and no share has only early ones, or late ones."""
+    (whole,) = cut(batch(0, [(cached, 2 * num_shares * size)]), 1, 1)
+    seen = [int((cached + share.rows(0) + 1).sum()) for share in share_out(whole, num_shares)]
+    assert len(set(seen)) == 1
