@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.device import Device
 from engine.inputs import BatchInputs, PaddedRows
-from engine.model import StepInputs
 from engine.plan import Plan
+from engine.step_inputs import StepInputs
 
 log = logging.getLogger(__name__)
 

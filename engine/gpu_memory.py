@@ -13,10 +13,10 @@ from engine.decode_graphs import padded_sizes
 from engine.device import DeviceMemory
 from engine.dtype import TORCH_DTYPES
 from engine.errors import GpuMemoryShort
-from engine.model import StepInputs
 from engine.sampler import SamplingBatch, sample
 from engine.sampling import Sampling
 from engine.sequence import Sequence
+from engine.step_inputs import StepInputs
 from kvstore.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def largest_step(runner: ModelRunner, layout: KVLayout) -> None:
     hidden = model.forward(
         StepInputs(
             token_ids=torch.zeros(n, dtype=torch.int64, device=device.torch),
-            positions=torch.arange(n, device=device.torch) % model.cos.shape[0],
+            positions=torch.arange(n, device=device.torch) % model.attention.cos.shape[0],
             slots=torch.full((n,), -1, dtype=torch.int64, device=device.torch),
             num_decodes=0,
             decode_table=torch.zeros((0, 1), dtype=torch.int32, device=device.torch),

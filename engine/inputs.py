@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.device import Device
-from engine.model import StepInputs
 from engine.plan import Chunk, Plan
 from engine.sequence import Sequence
+from engine.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from engine.dtype import TORCH_DTYPES, page_dtype
 from engine.errors import WeightsTooLarge
 from engine.gpu_memory import choose_num_blocks
 from engine.inputs import BatchInputs
-from engine.model import Model, StepInputs
+from engine.model import Model
 from engine.parallel.link import Link
 from engine.parallel.plan import ParallelPlan, Shard
 from engine.parallel.slices import Slices
@@ -25,6 +25,7 @@ from engine.plan import Plan, StepOutput
 from engine.profile import CostProfile, measure
 from engine.sampler import SamplingBatch, describe, sample
 from engine.sequence import Sequence, TokenLogprobs
+from engine.step_inputs import StepInputs
 from engine.weights import Checkpoint, Progress
 from kvstore.layout import KVLayout
 from runtime.options import EngineOptions

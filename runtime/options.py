@@ -82,9 +82,22 @@ class ParallelOptions:
     piece_tokens: int = option(
         128, "tokens", "pipeline: most prompt tokens that go through a stage at once, the rest follows behind"
     )
+    share_tokens: int = option(
+        32, "tokens", "context parallel: fewer at once are not shared out, but computed by every rank"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep", "dp", "cp", "timeout_s", "start_timeout_s", "piece_tokens"):
+        for name in (
+            "tp",
+            "pp",
+            "ep",
+            "dp",
+            "cp",
+            "timeout_s",
+            "start_timeout_s",
+            "piece_tokens",
+            "share_tokens",
+        ):
             _require(getattr(self, name) > 0, f"engine.parallel.{name}", "positive", getattr(self, name))
         links = ("auto", "shm", "gloo", "nccl")
         _require(self.link in links, "engine.parallel.link", f"one of {', '.join(links)}", self.link)

@@ -34,13 +34,13 @@ class Circle:
         self._num_given = 0
 
     def give(self, part: Tensor, head: Tensor | None = None) -> int:
-        """Begin an exchange: all of ours, flat, ``lines(head)`` behind ``head``. Returns its number."""
+        """Begin an exchange: all of ours, in any shape, ``lines(head)`` behind ``head``. Its number."""
         self._num_given = k = self._num_given + 1
         half, first = self._halves[self._board.rank][k & 1], 0
         if head is not None:
             half.view(head.dtype)[: len(head)].copy_(head)
             first = lines(head.nbytes) // part.itemsize
-        half.view(part.dtype)[first : first + len(part)].copy_(part)
+        half.view(part.dtype)[first : first + part.numel()].view(part.shape).copy_(part)
         self._board.post(self._word, k)
         return k
 

@@ -34,6 +34,12 @@ class ExchangeClock:
         self.collective_ns += took_ns
         self.samples_s.append(took_ns / 1e9)
 
+    def went_on(self, began_ns: int) -> None:
+        """The exchange counted last was not over: what it took since ``began_ns`` belongs to it."""
+        took_ns = time.perf_counter_ns() - began_ns
+        self.collective_ns += took_ns
+        self.samples_s[-1] += took_ns / 1e9
+
     def all_to_all(self, began_ns: int, nbytes: int) -> None:
         """``nbytes``: of the rows this rank gave away."""
         self.collective(began_ns, nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -38,6 +38,15 @@ class Link(Protocol):
         """Rows to and from each rank of this stage and share, itself too, in their order: [sum(received), …].
 
         rows: [sum(sent), …], those for place 0 first; ``sent[i]`` is what place i has as ``received`` of us.
+        """
+        ...
+
+    def swap(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
+        """Begin to exchange rows with the other shares of this stage and place.
+
+        part: [counts[share], width], which may be changed when this returns; ``counts`` is the same on all.
+        Returns what waits for a share and has its part, [counts[that share], width], until the next ``swap``.
+        Before that every rank must take the part of each of the others, also where it is nothing.
         """
         ...
 

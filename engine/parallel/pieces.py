@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from engine.model import StepInputs
 from engine.parallel.portion import Portion, Run
+from engine.step_inputs import StepInputs
 
 
 def cut(inputs: StepInputs, num_stages: int, max_tokens: int) -> list[Portion]:

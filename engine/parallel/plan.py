@@ -105,7 +105,6 @@ class ParallelPlan:
         for name, why in (
             ("ep", f"{config.family} has no experts"),
             ("dp", "a node serves one replica; start more nodes instead"),
-            ("cp", "a prompt's tokens are not spread over ranks; use pp for long prompts"),
         ):
             if (value := getattr(self, name)) != 1:
                 raise ConfigError(

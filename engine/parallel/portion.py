@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.model import StepInputs
+from engine.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ def _run(assignment: Assignment, board: Board) -> None:
     pool = pool_tensor(layout, assignment.num_blocks, device, memory)
     report("loaded", identity=assignment.identity(config))
     try:
-        run_steps(Stage(model, pool, link, board, clock, options.parallel.piece_tokens), board, device)
+        run_steps(Stage(model, pool, link, board, clock, options.parallel), board, device)
     finally:
         link.close()
 

@@ -15,7 +15,6 @@ from engine.config import ModelConfig
 from engine.device import Device
 from engine.errors import RankDiverged, RankLost
 from engine.expert_load import ExpertLoad
-from engine.model import StepInputs
 from engine.parallel.assignment import Assignment
 from engine.parallel.board import Board, Count
 from engine.parallel.clock import ExchangeClock
@@ -25,6 +24,7 @@ from engine.parallel.stage import Stage
 from engine.parallel.step_message import chain_digest, pack
 from engine.plan import Plan, StepOutput
 from engine.runner import ModelRunner
+from engine.step_inputs import StepInputs
 from engine.weights import Progress
 
 
@@ -78,9 +78,7 @@ class ParallelRunner(ModelRunner):
         self._shards = assignment.plan.shards(config)
         self._board = board
         self._link = link
-        self._stage = Stage(
-            self.model, self.pool, link, board, clock, assignment.options.parallel.piece_tokens
-        )
+        self._stage = Stage(self.model, self.pool, link, board, clock, assignment.options.parallel)
         self._rounds: list[list[int]] = []
         self._hidden: Tensor | None = None
         self._publish_s = 0.0
@@ -140,16 +138,14 @@ class ParallelRunner(ModelRunner):
         self._board.publish(self._stage.step, nbytes)
         self._publish_s = time.perf_counter() - began_s
         self._hidden = self._stage.forward(inputs.to(self.device.torch))
-        if self._hidden is None:
-            # Another stage has the last word: only the number of rows means something here.
-            return torch.empty(1, 1).expand(len(inputs.token_ids), 1)
-        return self._hidden
+        # Other ranks may have some of them, or all: only the number of rows means something here.
+        return torch.empty(1, 1).expand(len(inputs.token_ids), 1)
 
     def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """The next of the rounds the ranks were told of, whole."""
         wanted = self._rounds.pop(0)
         assert len(wanted) == (len(hidden) if rows is None else len(rows)), "not what the ranks were told"
-        logits = self._stage.logits(self._hidden, self.device.upload(torch.tensor(wanted)))
+        logits = self._stage.logits(self._hidden, torch.tensor(wanted))
         assert logits is not None
         return logits
 

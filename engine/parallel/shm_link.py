@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,6 +24,7 @@ class ExchangeShape:
     shared_nbytes: int  # for those it splits matrices with, at once
     hidden_nbytes: int  # for the next stage: tokens × hidden size
     logits_nbytes: int  # of one gather: rows × words of the largest shard
+    tokens_nbytes: int  # for the other shares: K and V of its tokens, or the rows whose logits are wanted
     hidden_size: int
     dtype: torch.dtype
 
@@ -34,13 +35,17 @@ class ExchangeShape:
         words = max(len(shard.vocab) for shard in plan.shards(config))
         hidden = lines(max_tokens * config.hidden_size * dtype.itemsize)
         logits = lines(max_rows * words * dtype.itemsize)
-        return cls(hidden + _starts_nbytes(plan.tp), hidden, logits, config.hidden_size, dtype)
+        kv_width = 2 * len(plan.shard(config, 0).kv_heads) * config.head_dim
+        widest = max(max_tokens * kv_width, max_rows * config.hidden_size) if plan.cp > 1 else 0
+        tokens = lines(widest * dtype.itemsize)
+        return cls(hidden + _starts_nbytes(plan.tp), hidden, logits, tokens, config.hidden_size, dtype)
 
     @property
     def areas(self) -> list[int]:
         """What is written while it was read by all is written again only after the other half was: twice of
-        each, for exchanges with those it splits matrices with, sends and gathers."""
-        return [size for size in (self.shared_nbytes, self.hidden_nbytes, self.logits_nbytes) for _ in "ab"]
+        each, for exchanges with those it splits matrices with, sends, gathers, and other shares."""
+        sizes = (self.shared_nbytes, self.hidden_nbytes, self.logits_nbytes, self.tokens_nbytes)
+        return [size for size in sizes for _ in "ab"]
 
     @property
     def rank_nbytes(self) -> int:
@@ -51,7 +56,8 @@ class ShmLink:
     """See ``Link``. A rank writes into its own half-buffers, posts its count, and reads those of the
     others.
 
-    Exchanges of ranks that split matrices are those of a ``Circle``, of whatever kind they are.
+    Exchanges of ranks that split matrices are those of a ``Circle``, of whatever kind they are, and those of
+    ranks that split tokens of another.
     """
 
     def __init__(
@@ -72,7 +78,7 @@ class ShmLink:
         self._num_sent = self._num_received = self._num_gathered = 0
         self._heads = [(s.rank, len(s.vocab)) for s in plan.head_shards(config)]
         whole = torch.from_numpy(memory.array)
-        # For each rank: the halves for exchanges, for sends and for gathers.
+        # For each rank: the halves for exchanges, for sends, for gathers and for other shares.
         self._areas: list[list[Tensor]] = []
         end = 0
         for _ in range(plan.world_size):
@@ -83,11 +89,13 @@ class ShmLink:
             self._areas.append(areas)
         halves = {rank: self._areas[rank][:2] for rank in shard.tensor_ranks}
         self._circle = Circle(board, Count.EXCHANGED, shard.tensor_ranks, halves)
+        halves = {rank: self._areas[rank][6:] for rank in shard.context_ranks}
+        self._shares = Circle(board, Count.SHARED, shard.context_ranks, halves)
 
     def all_reduce(self, part: Tensor) -> Tensor:
         began_ns = time.perf_counter_ns()
         flat, n = part.view(-1), part.numel()
-        k = self._circle.give(flat)
+        k = self._circle.give(part)
         parts = [self._circle.given(rank, k, part.dtype, 0, n) for rank in self._circle.ranks]
         if len(parts) == 2:
             torch.add(parts[0], parts[1], out=flat)
@@ -99,7 +107,7 @@ class ShmLink:
     def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
         began_ns = time.perf_counter_ns()
         width = part.shape[1:].numel()
-        k = self._circle.give(part.reshape(-1))
+        k = self._circle.give(part)
         parts = [
             self._circle.given(rank, k, part.dtype, 0, n * width)
             for rank, n in zip(self._circle.ranks, counts, strict=True)
@@ -112,7 +120,7 @@ class ShmLink:
         began_ns = time.perf_counter_ns()
         width, place = whole.shape[1:].numel(), self._shard.place
         first, n = sum(counts[:place]) * width, counts[place] * width
-        k = self._circle.give(whole.reshape(-1))
+        k = self._circle.give(whole)
         total = _total([self._circle.given(rank, k, whole.dtype, first, n) for rank in self._circle.ranks])
         self._clock.collective(began_ns, whole.nbytes)
         return total.to(whole.dtype).view(counts[place], *whole.shape[1:])
@@ -122,7 +130,7 @@ class ShmLink:
         width, place = rows.shape[1:].numel(), self._shard.place
         # Whoever reads must know where its rows begin, which only we do: a line of offsets before them.
         starts = torch.tensor([0, *accumulate(sent)])
-        k = self._circle.give(rows.reshape(-1), starts)
+        k = self._circle.give(rows, starts)
         behind = _starts_nbytes(self._shard.tp) // rows.itemsize
         parts = []
         for rank, n in zip(self._circle.ranks, received, strict=True):
@@ -132,6 +140,20 @@ class ShmLink:
         arrived = torch.cat(parts).view(-1, *rows.shape[1:])
         self._clock.all_to_all(began_ns, rows.nbytes)
         return arrived
+
+    def swap(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
+        began_ns = time.perf_counter_ns()
+        k, width, dtype = self._shares.give(part), part.shape[1], part.dtype
+        self._clock.collective(began_ns, part.nbytes)
+
+        def take(share: int) -> Tensor:
+            began_ns = time.perf_counter_ns()
+            n = counts[share]
+            theirs = self._shares.given(self._shares.ranks[share], k, dtype, 0, n * width).view(n, width)
+            self._clock.went_on(began_ns)
+            return theirs
+
+        return take
 
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()
@@ -181,6 +203,7 @@ class ShmLink:
     def close(self) -> None:
         self._areas = []
         self._circle.close()
+        self._shares.close()
 
     def _area(self, rank: int, first: int, k: int, dtype: torch.dtype) -> Tensor:
         """The half for number ``k`` of a kind whose halves are areas ``first`` and ``first + 1``."""

@@ -7,28 +7,39 @@ import time
 import torch
 from torch import Tensor
 
-from engine.model import Model, StepInputs
+from engine.model import Model
 from engine.parallel.board import Board, Count
 from engine.parallel.clock import ExchangeClock
 from engine.parallel.link import Link
 from engine.parallel.pieces import cut
+from engine.parallel.shares import SharedTokens, share_out
 from engine.parallel.step_message import chain_digest, unpack
+from engine.step_inputs import StepInputs
+from runtime.options import ParallelOptions
 
 
 class Stage:
     """A rank's model, pool and link. Every rank makes the same calls for every step."""
 
     def __init__(
-        self, model: Model, pool: Tensor, link: Link, board: Board, clock: ExchangeClock, piece_tokens: int
+        self,
+        model: Model,
+        pool: Tensor,
+        link: Link,
+        board: Board,
+        clock: ExchangeClock,
+        options: ParallelOptions,
     ) -> None:
         self.model = model
         self._pool = pool
         self._link = link
         self._board = board
         self._clock = clock
-        self._piece_tokens = piece_tokens
+        self._piece_tokens = options.piece_tokens
+        self._share_tokens = options.share_tokens
         self._step = self._digest = 0
         self._begun_ns = self._collective_ns = self._bubble_ns = 0
+        self._tokens = SharedTokens(0, 1)
 
     def begin(self, batch_digested: int) -> None:
         """A step begins whose batch makes the digest ``batch_digested``."""
@@ -46,12 +57,14 @@ class Stage:
         return self._digest
 
     def forward(self, inputs: StepInputs) -> Tensor | None:
-        """The batch through this rank's layers. The last stage's ranks get [num_tokens, hidden]."""
+        """The batch through this rank's layers. The last stage's ranks get [their share's tokens, hidden]."""
         shard = self.model.shard
+        self._tokens = tokens = SharedTokens(shard.share, shard.cp)
         results = []
         for piece in cut(inputs, shard.pp, self._piece_tokens):
-            hidden = None if shard.is_first else self._link.receive(len(piece.token_ids))
-            hidden = self.model.forward(piece, self._pool, hidden)
+            part = tokens.take(inputs, share_out(piece, shard.cp, self._share_tokens))
+            hidden = None if shard.is_first else self._link.receive(len(part.token_ids))
+            hidden = self.model.forward(part, self._pool, hidden)
             if shard.is_last:
                 results.append(hidden)
             else:
@@ -61,12 +74,15 @@ class Stage:
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def logits(self, hidden: Tensor | None, rows: Tensor) -> Tensor | None:
-        """Of ``rows`` of the step: rank 0 gets them whole, [len(rows), vocab_size]."""
+        """Of ``rows`` (in main memory) of the step: rank 0 gets them whole, [len(rows), vocab_size]."""
         shard = self.model.shard
-        if shard.is_last:
-            assert hidden is not None
-            return self._link.gather(self.model.logits(hidden[rows]), len(rows))
-        return self._link.gather(None, len(rows)) if shard.rank == 0 else None
+        if not shard.is_last:
+            return self._link.gather(None, len(rows)) if shard.rank == 0 else None
+        assert hidden is not None
+        wanted = self._tokens.collect(hidden, rows, self._link)
+        if shard.share:
+            return None
+        return self._link.gather(self.model.logits(wanted), len(rows))
 
     def end(self) -> None:
         """Post that the step is done, and what it took here."""
@@ -98,5 +114,5 @@ def run_steps(stage: Stage, board: Board, device: torch.device) -> None:
             inputs, rounds = unpack(batch)
             hidden = stage.forward(inputs.to(device))
             for rows in rounds:
-                stage.logits(hidden, rows.to(device))
+                stage.logits(hidden, rows)
             stage.end()

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.model import StepInputs
+from engine.step_inputs import StepInputs
 
 _HEADER = 8  # int64 words
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -104,6 +104,30 @@ class TorchLink:
             dist.all_to_all_single(arrived, rows, list(received), list(sent), group=self._tensor_group)
         self._clock.all_to_all(began_ns, rows.nbytes)
         return arrived
+
+    def swap(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
+        began_ns = time.perf_counter_ns()
+        ours, ranks = self._shard.share, self._shard.context_ranks
+        given = part.clone(memory_format=torch.contiguous_format)
+        taken = [part.new_empty((n, *part.shape[1:])) for n in counts]
+        others = [share for share in range(len(counts)) if share != ours]
+        operations = [dist.P2POp(dist.isend, given, ranks[share]) for share in others if counts[ours]]
+        operations += [
+            dist.P2POp(dist.irecv, taken[share], ranks[share]) for share in others if counts[share]
+        ]
+        with _losing(self._shard.rank):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        self._clock.collective(began_ns, part.nbytes)
+
+        def take(share: int) -> Tensor:
+            began_ns = time.perf_counter_ns()
+            with _losing(ranks[share]):
+                while works:
+                    works.pop().wait()
+            self._clock.went_on(began_ns)
+            return taken[share]
+
+        return take
 
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()

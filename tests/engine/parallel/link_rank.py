@@ -58,6 +58,7 @@ class Exchanges:
     def __init__(self, link: Link, clock: ExchangeClock, place: int, num_ranks: int, hidden: int) -> None:
         self.link, self.clock, self.place, self.num_ranks, self.hidden = link, clock, place, num_ranks, hidden
         self.draw = random.Random(0)
+        self.kinds = [self.all_reduce, self.all_gather, self.reduce_scatter, self.all_to_all]
 
     def rows(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """[n, hidden] that another call does not give."""
@@ -73,8 +74,7 @@ class Exchanges:
 
     def one(self, i: int) -> None:
         total = MAX_TOKENS if i % 3 == 0 else self.draw.choice([0, 1, self.draw.randint(0, MAX_TOKENS)])
-        kind = self.draw.choice([self.all_reduce, self.all_gather, self.reduce_scatter, self.all_to_all])
-        kind(total)
+        self.draw.choice(self.kinds)(total)
 
     def all_reduce(self, total: int) -> None:
         parts = [self.rows(total) for _ in range(self.num_ranks)]
@@ -91,6 +91,16 @@ class Exchanges:
         parts = [self.rows(total) for _ in counts]
         expected = sum(parts).split(counts)[self.place]  # type: ignore[union-attr]
         close(self.link.reduce_scatter(parts[self.place], counts), expected)
+
+    def swap(self, total: int) -> None:
+        counts = self.counts(total)
+        parts = [self.rows(n) for n in counts]
+        given = parts[self.place].clone()
+        take = self.link.swap(given, counts)
+        given.zero_()
+        for share in self.draw.sample(range(self.num_ranks), self.num_ranks):
+            if share != self.place:
+                assert take(share).equal(parts[share])
 
     def all_to_all(self, total: int) -> None:
         counts = [self.counts(total) for _ in range(self.num_ranks)]
@@ -111,17 +121,20 @@ def main() -> None:
     torch.set_num_threads(1)
     words = json.loads(sys.stdin.readline())
     config = ModelConfig.from_checkpoint(Path(words["model"]))
-    plan = ParallelPlan(words["tp"])
+    plan = ParallelPlan(words["tp"], cp=words["cp"])
     clock = ExchangeClock()
     try:
         link = opened(words, config, plan, clock)
-        exchanges = Exchanges(link, clock, words["rank"], plan.tp, config.hidden_size)
+        exchanges = Exchanges(link, clock, words["rank"], plan.world_size, config.hidden_size)
+        if plan.cp > 1:
+            exchanges.kinds = [exchanges.swap]
         for i in count():
             exchanges.one(i)
             if i + 1 == words["rounds"]:
                 assert clock.num_collectives == i + 1
-                assert len(clock.all_to_all_samples_s) == clock.num_all_to_alls > 0
-                assert 0 < clock.all_to_all_ns < clock.collective_ns
+                assert len(clock.all_to_all_samples_s) == clock.num_all_to_alls
+                assert 0 <= clock.all_to_all_ns < clock.collective_ns
+                assert (clock.num_all_to_alls > 0) == (exchanges.all_to_all in exchanges.kinds)
                 print("all were right", flush=True)
     except RankLost as error:
         print(f"{time.monotonic()} {error}", flush=True)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model import StepInputs
 from engine.parallel.pieces import cut
 from engine.parallel.portion import Portion
 from engine.parallel.shares import share_out
+from engine.step_inputs import StepInputs
 
 BLOCK_SIZE = 4
 
@@ -89,10 +89,13 @@ def test_pieces_of_a_pipeline(whole: StepInputs, num_stages: int, max_tokens: in
 @given(BATCHES, st.integers(1, 5), st.integers(1, 3))
 def test_shares_of_the_pieces(whole: StepInputs, num_shares: int, num_stages: int) -> None:
     pieces = [share_out(piece, num_shares) for piece in cut(whole, num_stages, 32)]
-    check([share for shares in pieces for share in shares], whole)
     for shares in pieces:
         sizes = [len(share) for share in shares]
+        assert min(sizes) > 0
         assert max(sizes) - min(sizes) <= 2
+    # Of too few tokens all shares get all.
+    alone = [shares[:1] if shares[0] == shares[-1] else shares for shares in pieces]
+    check([share for shares in alone for share in shares], whole)
 
 
 @given(st.integers(0, 500), st.integers(1, 50), st.integers(1, 5))

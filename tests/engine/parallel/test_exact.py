@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,19 @@ LENGTHS = (1, 8, 9, 23, 40)
 NUM_TOKENS = 16
 PLANS = [
     {"tp": 2, "pp": 2},
-    *(pytest.param(plan, marks=pytest.mark.slow) for plan in ({"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 3})),
+    {"cp": 2},
+    *(
+        pytest.param(plan, marks=pytest.mark.slow)
+        for plan in (
+            {"tp": 2},
+            {"tp": 4},
+            {"pp": 2},
+            {"pp": 3},
+            {"cp": 3},
+            {"cp": 2, "tp": 2},
+            {"cp": 2, "pp": 2},
+        )
+    ),
 ]
 
 
@@ -38,13 +51,14 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(f"{k}{v}" for k, v in plan.items()))
 async def test_greedy_tokens_equal_transformers(plan, make_checkpoint) -> None:
-    async with ranks(plan.get("tp", 1) * plan.get("pp", 1)) as group:
-        for family, words in MODELS.values():
-            reference = make_checkpoint(family, **SHAPE, **words)
+    async with ranks(prod(plan.values())) as group:
+        for family, shape in MODELS.values():
+            reference = make_checkpoint(family, **SHAPE, **shape)
             expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
             # A batch of mixed lengths, prompts in chunks of at most 32 tokens, of which a pipeline makes
-            # pieces of 8; then each again, its prefix from the cache.
-            async with serving(reference.path, group, max_batch_tokens=32, piece_tokens=8, **plan) as driver:
+            # pieces of 8, and which are shared out however short; then each again, its prefix from the cache.
+            words = {"max_batch_tokens": 32, "piece_tokens": 8, "share_tokens": 1}
+            async with serving(reference.path, group, **words, **plan) as driver:
                 for _ in range(2):
                     sequences = [driver.sequence(prompt, max_tokens=NUM_TOKENS) for prompt in prompts()]
                     results = await driver.run(*sequences)

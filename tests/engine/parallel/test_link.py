@@ -24,18 +24,22 @@ from tests.engine.parallel.test_exact import SHAPE
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 2.0
 NUM_RANKS = 3
+TENSOR, CONTEXT = ParallelPlan(NUM_RANKS), ParallelPlan(cp=NUM_RANKS)
 
 
 @contextmanager
-def linked(path: Path, link: str, rounds: int) -> Iterator[tuple[Board, list[subprocess.Popen[str]]]]:
+def linked(
+    path: Path, plan: ParallelPlan, link: str, rounds: int
+) -> Iterator[tuple[Board, list[subprocess.Popen[str]]]]:
     """Processes that exchange, and the board of whoever leads them."""
-    config, plan = ModelConfig.from_checkpoint(path), ParallelPlan(NUM_RANKS)
+    config = ModelConfig.from_checkpoint(path)
     board = Board.create(NUM_RANKS, 8, TIMEOUT_S)
     exchange = SharedMemory.create("exchange", NUM_RANKS * link_rank.shape(config, plan).rank_nbytes)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words: dict[str, Any] = {
         "model": str(path),
-        "tp": NUM_RANKS,
+        "tp": plan.tp,
+        "cp": plan.cp,
         "link": link,
         "board": board.path,
         "exchange": exchange.path,
@@ -68,20 +72,23 @@ def next_line(rank: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("link", "rounds", "number"),
+    ("plan", "link", "rounds", "number"),
     [
-        ("shm", 1000, signal.SIGKILL),
-        ("gloo", 60, signal.SIGKILL),
-        pytest.param("shm", 5000, signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param("gloo", 500, signal.SIGSTOP, marks=pytest.mark.slow),
+        (TENSOR, "shm", 1000, signal.SIGKILL),
+        (TENSOR, "gloo", 60, signal.SIGKILL),
+        (CONTEXT, "shm", 1000, signal.SIGKILL),
+        pytest.param(CONTEXT, "gloo", 60, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(TENSOR, "shm", 5000, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(TENSOR, "gloo", 500, signal.SIGSTOP, marks=pytest.mark.slow),
     ],
+    ids=lambda value: str(value).replace(" × ", "-").replace(" ", ""),
 )
 def test_exchanges_are_those_of_plain_torch_until_a_rank_is_lost(
-    make_checkpoint, link, rounds, number
+    make_checkpoint, plan, link, rounds, number
 ) -> None:
     """Uneven runs, empty ones, the largest size, between processes; then one is lost in the midst of them,
     and the others end in time."""
-    with linked(make_checkpoint("llama", **SHAPE).path, link, rounds) as (board, ranks):
+    with linked(make_checkpoint("llama", **SHAPE).path, plan, link, rounds) as (board, ranks):
         for rank in ranks:
             assert next_line(rank) == "all were right"
         ranks[2].send_signal(number)

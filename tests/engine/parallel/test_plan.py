@@ -34,7 +34,6 @@ def config(make_checkpoint) -> ModelConfig:
         ({"tp": 16}, r"valid are 1, 2, 4, 8"),
         ({"pp": 4}, r"engine\.parallel\.pp is 4: the model has 3 layers, so valid are 1 to 3"),
         ({"ep": 2}, r"engine\.parallel\.ep is 2: llama has no experts; valid is 1"),
-        ({"cp": 2}, r"engine\.parallel\.cp is 2: .*; valid is 1"),
         ({"dp": 2}, r"engine\.parallel\.dp is 2: .*; valid is 1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
