@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import PackedExperts, PackedLinear, combine_experts, group_by_expert, route_experts, silu_mul
+from kernels import (
+    PackedExperts,
+    PackedLinear,
+    combine_experts,
+    group_by_expert,
+    group_rows,
+    route_experts,
+    silu_mul,
+)
 
 
 @dataclass(slots=True)
@@ -66,6 +74,6 @@ class MixtureOfExperts:
         weights, ids = self.router(x)
         order, offsets = group_by_expert(ids, len(self.load))
         self.load += offsets.diff()
-        rows = self.experts(x[order // self.router.top_k], offsets)
-        out = combine_experts(rows, order, weights)
+        rows = group_rows(x, order, self.router.top_k)
+        out = combine_experts(self.experts(rows, offsets), order, weights)
         return out if self.shared is None else out.add_(self.shared(x))

@@ -29,9 +29,13 @@ def best(plain: Form) -> Form:
 def _cpu_form(plain: Form) -> Form:
     if load() is None:
         return plain
-    from kernels.cpu import ops
+    from kernels.cpu import expert_ops, ops
 
-    return cast(Form, getattr(ops, plain.__name__, plain))
+    for module in (ops, expert_ops):
+        form = getattr(module, plain.__name__, None)
+        if form is not None:
+            return cast(Form, form)
+    return plain
 
 
 def _gpu_form(plain: Form) -> Form:
@@ -61,6 +65,7 @@ combine_experts = best(reference.combine_experts)
 copy_blocks = best(reference.copy_blocks)
 gather_blocks = best(reference.gather_blocks)
 group_by_expert = best(reference.group_by_expert)
+group_rows = best(reference.group_rows)
 grouped_matmul = best(reference.grouped_matmul)
 merge_attention_states = best(reference.merge_attention_states)
 paged_decode_attention = best(reference.paged_decode_attention)

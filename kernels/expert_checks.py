@@ -53,6 +53,12 @@ def group_by_expert(expert_ids: Tensor, num_experts: int) -> None:
     require(inside, f"an expert id lies outside of 0 … {num_experts - 1}")
 
 
+def group_rows(x: Tensor, order: Tensor, k: int) -> None:
+    require(x.dim() == 2, f"x must be [n, width], is {list(x.shape)}")
+    require_tensor("order", order, torch.int64, x.shape[0] * k)
+    require(sorted(order.tolist()) == list(range(order.shape[0])), "order must name each choice once")
+
+
 def grouped_matmul(x: Tensor, weights: Tensor, offsets: Tensor) -> None:
     require(weights.dim() == 3, f"weights must be [experts, out, in], are {list(weights.shape)}")
     require_tensor("x", x, weights.dtype, *x.shape[:1], weights.shape[2])

@@ -4,36 +4,81 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
+from kernels.cpu.library import LINEAR_PAIRS, Function, Library, load
 from kernels.dispatch import grouped_matmul
-from kernels.linear import PackedLinear
+from kernels.linear import LONG_PRODUCTS, PackedLinear, narrowed, own_form_is_faster
 
 
 class PackedExperts:
     """``y = x @ weights[e].T`` for the rows of each expert e, with the weights laid out once for many calls.
 
     weights: [num_experts, out, in]. Calling it with x: [m, in] and offsets: int32 [num_experts + 1], as
-    ``grouped_matmul`` takes them, gives [m, out] in the dtype of x. On a CPU each expert is a
-    ``PackedLinear``; elsewhere one call does all. A row's result does not depend on the other rows.
+    ``grouped_matmul`` takes them, gives [m, out] in the dtype of x. On a CPU the weights are kept as those of
+    ``PackedLinear``, one expert after the other; elsewhere they stay as they are. One call does all experts,
+    and reads the weights of those only that have rows. A row's result does not depend on the other rows.
     """
 
     def __init__(self, weights: Tensor) -> None:
         self.num_experts, self.out_features, self.in_features = weights.shape
         self._weights: Tensor | None = weights
-        self._experts: list[PackedLinear] = []
-        if weights.device.type == "cpu":
+        self._experts: list[PackedLinear] = []  # on a CPU without a form of our own
+        self._held: dict[torch.dtype, Function] = {}
+        self._freed: dict[torch.dtype, Function] = {}
+        self._most_held_rows = LONG_PRODUCTS // max(1, self.in_features * self.out_features)
+        if weights.device.type != "cpu":
+            return
+        library = load()
+        if library is not None and own_form_is_faster(weights.dtype):
+            self._pack(library, weights)
+        else:
             self._experts = [PackedLinear(weight) for weight in weights.unbind(0)]
-            self._weights = None
+        self._weights = None
+
+    def _pack(self, library: Library, weights: Tensor) -> None:
+        stored = narrowed(weights).contiguous()
+        size = library.packed_size(stored.dtype, self.in_features, self.out_features)
+        self._packed = torch.empty((self.num_experts, size), dtype=stored.dtype)
+        self._library = library
+        pack = library.freed["pack"][stored.dtype]
+        for weight, packed in zip(stored, self._packed, strict=True):
+            pack(weight.data_ptr(), packed.data_ptr(), self.in_features, self.out_features)
+        self._packed_address = self._packed.data_ptr()
+        for pair in LINEAR_PAIRS:
+            if pair[1] is stored.dtype:
+                self._held[pair[0]] = library.held["grouped_linear"][pair]
+                self._freed[pair[0]] = library.freed["grouped_linear"][pair]
 
     @property
     def nbytes(self) -> int:
         """Bytes the weights take as they are kept."""
-        if self._weights is not None:
-            return self._weights.nbytes
-        return sum(expert.nbytes for expert in self._experts)
+        if self._experts:
+            return sum(expert.nbytes for expert in self._experts)
+        return (self._packed if self._weights is None else self._weights).nbytes
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        m = x.shape[0]
+        function = (self._held if m <= self._most_held_rows else self._freed).get(x.dtype)
+        if function is None:
+            return self._plain(x, offsets)
+        if not x.is_contiguous():
+            x = x.contiguous()
+        y = x.new_empty((m, self.out_features))
+        function(
+            x.data_ptr(),
+            self._packed_address,
+            offsets.data_ptr(),
+            y.data_ptr(),
+            m,
+            self.num_experts,
+            self.in_features,
+            self.out_features,
+        )
+        return y
+
+    def _plain(self, x: Tensor, offsets: Tensor) -> Tensor:
         if self._weights is not None:
             out: Tensor = grouped_matmul(x, self._weights, offsets)
             return out

@@ -10,7 +10,7 @@ from kernels.cpu.features import has_amx
 from kernels.cpu.library import LINEAR_PAIRS, Function, Library, load
 
 # A call of more multiply-adds than this (about 50 µs) gives Python's global lock up.
-_LONG_PRODUCTS = 5_000_000
+LONG_PRODUCTS = 5_000_000
 
 
 class PackedLinear:
@@ -31,13 +31,13 @@ class PackedLinear:
         # Empty where the plain form runs.
         self._held: dict[torch.dtype, Function] = {}
         self._freed: dict[torch.dtype, Function] = {}
-        self._most_held_rows = _LONG_PRODUCTS // max(1, self.in_features * self.out_features)
+        self._most_held_rows = LONG_PRODUCTS // max(1, self.in_features * self.out_features)
         library = load() if weight.device.type == "cpu" else None
-        if library is not None and _own_form_is_faster(weight.dtype):
+        if library is not None and own_form_is_faster(weight.dtype):
             self._pack(library, weight)
 
     def _pack(self, library: Library, weight: Tensor) -> None:
-        stored = _narrowed(weight).contiguous()
+        stored = narrowed(weight).contiguous()
         self._packed = torch.empty(
             library.packed_size(stored.dtype, self.in_features, self.out_features), dtype=stored.dtype
         )
@@ -101,7 +101,7 @@ class PackedLinear:
         return y
 
 
-def _own_form_is_faster(dtype: torch.dtype) -> bool:
+def own_form_is_faster(dtype: torch.dtype) -> bool:
     """Measured for 1 to 512 rows (docs/decisions/kernels.md): the packed form wins or ties at every count,
     but for bfloat16 where oneDNN has a matrix unit to drive. There the weight stays plain."""
     if dtype is torch.bfloat16 and has_amx():
@@ -109,7 +109,7 @@ def _own_form_is_faster(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _narrowed(weight: Tensor) -> Tensor:
+def narrowed(weight: Tensor) -> Tensor:
     """The weight as bfloat16 where that is exact, else as it is."""
     if weight.dtype is torch.float32:
         narrow = weight.bfloat16()

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from bench import report
-from bench.kernels import moves, products, sweep
+from bench.kernels import mixture, moves, products, sweep
 from bench.kernels.machine import Machine
 from bench.report import Report, Row
 from kernels import backend_report
@@ -35,6 +35,7 @@ PARTS: dict[str, Part] = {
     "write": _plain(moves.write_rows),
     "merge": _plain(moves.merge_rows),
     "experts": _plain(products.expert_rows),
+    "mixture": _plain(mixture.mixture_rows),
     "lora": _plain(products.lora_rows),
 }
 

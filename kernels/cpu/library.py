@@ -46,6 +46,15 @@ _SIGNATURES: dict[str, list[Any]] = {
     "argmax_rows": [_P, _P, _I, _I],
     "pack": [_P, _P, _I, _I],
     "unpack": [_P, _P, _I, _I],
+    "route_experts": [_P, _P, _P, _I, _I, _I, _I],
+    "combine_experts": [_P, _P, _P, _P, _I, _I, _I],
+}
+# Operations on bytes or indices.
+_PLAIN_SIGNATURES: dict[str, list[Any]] = {
+    "block_checksums": [_P, _I, _I, _P],
+    "copy_blocks": [_P, _P, _P, _I, _I],
+    "group_by_expert": [_P, _P, _P, _I, _I],
+    "group_rows": [_P, _P, _I, _P, _I, _I],
 }
 # Operations on a pool, whose dtype need not be that of the activations.
 _POOL_SIGNATURES: dict[str, list[Any]] = {
@@ -54,7 +63,10 @@ _POOL_SIGNATURES: dict[str, list[Any]] = {
     "decode": [_P, _I, _P, _P, _P, _P, _I, _P, _P, _I, _I, _F, _F, _I, _F],
     "prefill": [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _F, _F, _I, _F],
 }
-_LINEAR: list[Any] = [_P, _P, _P, _P, _I, _I, _I]
+_LINEAR_SIGNATURES: dict[str, list[Any]] = {
+    "linear": [_P, _P, _P, _P, _I, _I, _I],
+    "grouped_linear": [_P, _P, _P, _P, _I, _I, _I, _I],
+}
 
 Function = Callable[..., Any]
 
@@ -141,17 +153,16 @@ def _bind(loaded: ctypes.CDLL) -> dict[str, dict[Any, Function]]:
             function = getattr(loaded, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, None
             table[name][pair] = function
-    table["linear"] = {}
-    for pair, suffix in LINEAR_PAIRS.items():
-        function = getattr(loaded, f"linear_{suffix}")
-        function.argtypes, function.restype = _LINEAR, None
-        table["linear"][pair] = function
-    checksums = loaded.block_checksums
-    checksums.argtypes, checksums.restype = [_P, _I, _I, _P], None
-    table["block_checksums"] = {None: checksums}
-    copies = loaded.copy_blocks
-    copies.argtypes, copies.restype = [_P, _P, _P, _I, _I], None
-    table["copy_blocks"] = {None: copies}
+    for name, arguments in _LINEAR_SIGNATURES.items():
+        table[name] = {}
+        for pair, suffix in LINEAR_PAIRS.items():
+            function = getattr(loaded, f"{name}_{suffix}")
+            function.argtypes, function.restype = arguments, None
+            table[name][pair] = function
+    for name, arguments in _PLAIN_SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+        table[name] = {None: function}
     table["packed_size"] = {}
     for dtype, suffix in DTYPE_NAMES.items():
         function = getattr(loaded, f"packed_size_{suffix}")

@@ -191,6 +191,25 @@ void linear(const X* x, const T* w, const float* bias, X* y, int64_t rows, int64
     }
 }
 
+template <class T>
+int64_t packed_size(int64_t inputs, int64_t outputs) {
+    return round_up(inputs, std::is_same_v<T, bf16> ? 2 : 1) * round_up(outputs, W);
+}
+
+// Rows offsets[e] … offsets[e + 1] - 1 of x times the e-th of the packed weights, which lie one after the other.
+// Of m rows, those beyond the last expert's are zeros.
+template <class X, class T>
+void grouped_linear(const X* x, const T* w, const int32_t* offsets, X* y, int64_t m, int64_t experts,
+                    int64_t inputs, int64_t outputs) {
+    const int64_t size = packed_size<T>(inputs, outputs);
+    for (int64_t e = 0; e < experts; e++) {
+        const int64_t first = offsets[e], rows = offsets[e + 1] - first;
+        if (rows) linear(x + first * inputs, w + e * size, nullptr, y + first * outputs, rows, inputs, outputs);
+    }
+    const int64_t end = offsets[experts];
+    memset((void*)(y + end * outputs), 0, (m - end) * outputs * sizeof(X));
+}
+
 // ---------------------------------------------------------------- packing
 
 // Calls f(place in the packed weight, output, input) for every weight, those of the padding included.
@@ -224,7 +243,7 @@ void unpack(const T* packed, T* weight, int64_t inputs, int64_t outputs) {
 
 #define MP_PACK(T, NAME)                                                                                    \
     MP_EXPORT int64_t packed_size_##NAME(int64_t inputs, int64_t outputs) {                                 \
-        return round_up(inputs, std::is_same_v<T, bf16> ? 2 : 1) * round_up(outputs, W);                    \
+        return packed_size<T>(inputs, outputs);                                                             \
     }                                                                                                       \
     MP_EXPORT void pack_##NAME(const T* weight, T* packed, int64_t inputs, int64_t outputs) {               \
         pack(weight, packed, inputs, outputs);                                                              \
@@ -237,6 +256,11 @@ void unpack(const T* packed, T* weight, int64_t inputs, int64_t outputs) {
     MP_EXPORT void linear_##XNAME##_##TNAME(const X* x, const T* w, const float* bias, X* y, int64_t rows,  \
                                             int64_t inputs, int64_t outputs) {                              \
         linear(x, w, bias, y, rows, inputs, outputs);                                                       \
+    }                                                                                                       \
+    MP_EXPORT void grouped_linear_##XNAME##_##TNAME(const X* x, const T* w, const int32_t* offsets, X* y,   \
+                                                    int64_t m, int64_t experts, int64_t inputs,             \
+                                                    int64_t outputs) {                                      \
+        grouped_linear(x, w, offsets, y, m, experts, inputs, outputs);                                      \
     }
 
 MP_PACK(float, f32)

@@ -22,7 +22,13 @@ from kernels.reference.blocks import (
     reshard_blocks,
     scatter_blocks,
 )
-from kernels.reference.experts import combine_experts, group_by_expert, grouped_matmul, route_experts
+from kernels.reference.experts import (
+    combine_experts,
+    group_by_expert,
+    group_rows,
+    grouped_matmul,
+    route_experts,
+)
 from kernels.reference.kv import rotate, rotate_and_write, write_kv
 from kernels.reference.rows import argmax_rows, rms_norm, silu_mul
 from kernels.reference.stored import FP8, FP8_MAX, as_stored
@@ -40,6 +46,7 @@ __all__ = [
     "copy_blocks",
     "gather_blocks",
     "group_by_expert",
+    "group_rows",
     "grouped_matmul",
     "merge_attention_states",
     "paged_decode_attention",

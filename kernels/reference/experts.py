@@ -36,6 +36,13 @@ def group_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     return order, torch.searchsorted(grouped, experts, out_int32=True)
 
 
+def group_rows(x: Tensor, order: Tensor, k: int) -> Tensor:
+    """x: [n, width]; order: int64 [n * k]. Returns the row of each choice's token, as ``group_by_expert``
+    orders them: [n * k, width].
+    """
+    return x[order // k]
+
+
 def grouped_matmul(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """x: [m, in], rows offsets[e] … offsets[e + 1] - 1 for expert e; weights: [num_experts, out, in];
     offsets: int32 [num_experts + 1]. Returns [m, out]; rows beyond offsets[-1] are zeros."""

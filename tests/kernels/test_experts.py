@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels
+from kernels import reference
 from tests.kernels.paged import assert_near
 
 
@@ -29,7 +30,7 @@ def dense(x: Tensor, logits: Tensor, k: int, up: Tensor, *, renormalize: bool) -
 def sparse(x: Tensor, logits: Tensor, k: int, up: Tensor, *, renormalize: bool) -> Tensor:
     weights, ids = kernels.route_experts(logits, k, renormalize=renormalize)
     order, offsets = kernels.group_by_expert(ids, logits.shape[1])
-    rows = kernels.grouped_matmul(x[order // k], up, offsets)
+    rows = kernels.grouped_matmul(kernels.group_rows(x, order, k), up, offsets)
     return kernels.combine_experts(rows, order, weights)
 
 
@@ -40,7 +41,7 @@ def sparse(x: Tensor, logits: Tensor, k: int, up: Tensor, *, renormalize: bool) 
 def test_only_the_chosen_experts_compute_and_the_sum_is_the_dense_one(
     dtype: torch.dtype, renormalize: bool, data: st.DataObject
 ) -> None:
-    num_experts = data.draw(st.integers(1, 9))
+    num_experts = data.draw(st.integers(1, 40))
     k, n = data.draw(st.integers(1, num_experts)), data.draw(st.integers(1, 20))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     x, up = torch.randn(n, 24).to(dtype), torch.randn(num_experts, 17, 24).to(dtype)
@@ -62,10 +63,43 @@ def test_grouping_keeps_the_order_of_an_experts_tokens() -> None:
     assert offsets.tolist() == [0, 2, 3, 6, 6], "an expert without tokens has an empty run"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (5, 5), (16, 3), (128, 8)])
+def test_every_form_routes_as_the_plain_one(dtype, renormalize, num_experts, k) -> None:
+    logits = (4 * torch.randn(50, num_experts)).to(dtype)
+    logits[0] = -200.0  # far from 0, and all equal
+    weights, ids = kernels.route_experts(logits, k, renormalize=renormalize)
+    expected_weights, expected_ids = reference.route_experts(logits, k, renormalize=renormalize)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+
+
+def test_a_broken_token_is_still_routed_to_experts_that_there_are() -> None:
+    """NaN must reach the answer, where it can be seen, and no memory."""
+    logits = torch.randn(3, 20)
+    logits[1] = torch.nan
+    logits[2, 4] = torch.nan
+    weights, ids = kernels.route_experts(logits, 4, renormalize=True)
+    assert ((ids >= 0) & (ids < 20)).all()
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    assert weights[0].isfinite().all()
+    assert weights[1:].isnan().all()
+
+
+def test_rows_beyond_the_last_experts_are_zeros() -> None:
+    packed = kernels.PackedExperts(torch.randn(2, 70, 64))
+    out = packed(torch.randn(9, 64), torch.tensor([0, 3, 7], dtype=torch.int32))
+    assert out[:7].any(dim=1).all()
+    assert not out[7:].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_experts_give_what_the_plain_product_gives(dtype: torch.dtype) -> None:
     weights, x = torch.randn(5, 70, 64).to(dtype), torch.randn(40, 64).to(dtype)
     offsets = torch.tensor([0, 3, 3, 20, 39, 40], dtype=torch.int32)
+    if dtype is torch.float32:
+        weights[0] = weights[0].bfloat16()  # of which not all are
     packed = kernels.PackedExperts(weights)
     expected = torch.cat(
         [x[a:b].double() @ weights[e].double().T for e, (a, b) in enumerate(pairwise(offsets.tolist()))]
