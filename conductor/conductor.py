@@ -19,6 +19,7 @@ from conductor.fair_share import FairShare
 from conductor.policies import POLICIES
 from conductor.registry import NodeRegistry
 from conductor.rejection import REJECTIONS
+from conductor.replica_groups import grouped, missing_replicas
 from conductor.replicator import Replicator
 from conductor.request import GenerateRequest, TokenEvent
 from conductor.request_run import RequestRun
@@ -160,7 +161,7 @@ class Conductor:
         now_s = self._services.clock()
         layout = registry.layout
         nodes = []
-        for node_id, member in sorted(registry.members.items()):
+        for node_id, member in registry.members.items():
             facts = member.to_dict(now_s) | {"num_index_blocks": mirror.num_blocks_of(node_id)}
             if why := registry.incompatible(member.record):
                 facts |= {"state": "incompatible", "incompatible": why}
@@ -171,7 +172,7 @@ class Conductor:
             "dtype": layout.dtype if layout else None,
             "block_size": self.model.block_size,
             "block_nbytes": layout.block_nbytes if layout else None,
-            "nodes": nodes,
+            "nodes": grouped(nodes),
             "index": {
                 "connected": mirror.connected,
                 "lag_s": mirror.lag_s,
@@ -217,4 +218,7 @@ class Conductor:
                 degraded.append(f"node {node_id} at {member.client.address} cannot be reached")
             elif not member.healthy:
                 degraded.append(f"node {node_id} is unhealthy: {'; '.join(member.record.reasons)}")
+        records = [member.record for member in registry.members.values()]
+        for node_id, present, count in missing_replicas(records):
+            degraded.append(f"node {node_id} has {present} of its {count} replicas")
         return serves, degraded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -232,6 +233,7 @@ class Member:
         return {
             "node_id": record.node_id,
             "role": record.role,
+            "replica": asdict(record.replica) if record.replica else None,  # None: it is a whole node
             "host": record.host,
             "pid": record.pid,
             "ranks": str(record.extra.get("ranks", "")),  # such as tp 2 × pp 1; empty: one process

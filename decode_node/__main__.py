@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import sys
 
-from decode_node.node import DecodeNode
 from runtime.options import Config
+from runtime.replicas import Replicas
 from runtime.service import ServiceContext, run_service
 
 
 async def main(config: Config, context: ServiceContext) -> None:
+    if config.engine.parallel.dp > 1:
+        await Replicas(config, "decode", [sys.executable, "-m", "decode_node"]).run(context)
+        return
+    # Here: who only looks after replicas needs no torch.
+    from decode_node.node import DecodeNode
+
     await DecodeNode(config).run(context)
 
 

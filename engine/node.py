@@ -34,15 +34,14 @@ from runtime import rpc
 from runtime.health.monitor import HealthMonitor, NodeUnfit
 from runtime.metrics import serve_metrics
 from runtime.options import Config
+from runtime.replica import Replica
 from runtime.service import ServiceContext
+from runtime.short_lives import ShortLives
 from transfer import TransferAgent
 
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.5
-# A node whose ranks are lost again and again this soon after it was ready is not mended by new ones.
-SHORT_LIFE_S = 10.0
-MAX_SHORT_LIVES = 5
 
 Key = tuple[str, int]  # request id, attempt
 
@@ -59,13 +58,15 @@ class EngineNode:
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.time) -> None:
         self.config = config
         self.clock = clock
-        self.node_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
+        self.replica = Replica.ours()
+        own_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
+        self.node_id = self.replica.replica_id if self.replica is not None else own_id
         self.epoch = time.time_ns()
         self.state = "starting"
         self.rpc_address = ""
         self.metrics_url = ""
         self.draining = asyncio.Event()
-        self.num_lives = 1
+        self.num_lives = self.replica.life if self.replica is not None else 1
         self._began_s = self._ready_s = 0.0  # of this life
         self.tenant_labels = TenantLabels()
         self.events: EventPublisher | None = None  # where they are asked for
@@ -125,11 +126,11 @@ class EngineNode:
 
         Raises whatever keeps the node from starting, and what stopped its engine; it has left the index then.
         """
-        num_short_lives = 0
+        lives = ShortLives()
         while (lost := await self._live(context)) is not None:
             RANKS_LOST.inc()
-            num_short_lives = num_short_lives + 1 if time.monotonic() - self._ready_s < SHORT_LIFE_S else 0
-            if num_short_lives == MAX_SHORT_LIVES or context.draining.is_set() or self.draining.is_set():
+            too_many = lives.too_many(time.monotonic() - self._ready_s)
+            if too_many or context.draining.is_set() or self.draining.is_set():
                 raise lost
             log.error("%s: node %s begins a new life", lost, self.node_id)
             self.begin_again()
@@ -177,7 +178,8 @@ class EngineNode:
         gpus = gpu_uuids(engine.device.torch)
         self.health = HealthMonitor(config.health, gpus=gpus, disk=config.store.ssd.path)
         self.health.start()
-        folder = config.node.id or self.role
+        # The same in the next life: a name of ours has a process id in it.
+        folder = config.node.id or (f"{self.role}.{self.replica.number}" if self.replica else self.role)
         self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._moved)
         self._server, port = await rpc.serve(
             [(node_pb2_grpc.add_NodeServicer_to_server, NodeService(self)), self.servicer()],
@@ -232,6 +234,8 @@ class EngineNode:
             await asyncio.wait([engine_ended, *asked], return_when=asyncio.FIRST_COMPLETED)
             if engine_ended.done():
                 engine_ended.result()
+            if self.draining.is_set():
+                context.drains()
             self.state = "draining"
             self.publisher.announce()
             deadline_s = time.monotonic() + self.config.node.drain_s
@@ -300,6 +304,7 @@ class EngineNode:
             tiers=self.store.fill(),
             profile=self.profile(),
             links=self.agent.bandwidth(),
+            replica=self.replica,
             extra=self._extra(),
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from kvstore.errors import StoreError
+from runtime.replica import Replica
 
 # Of an engine that is not ours and is followed by its KV events.
 EXTERNAL_ROLE = "external"
@@ -40,7 +41,10 @@ class TierFill:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """One node in one life (``epoch``). ``epoch`` grows from one life of a node to the next."""
+    """One node, or one replica of a node, in one life (``epoch``), which grows from each life to the next.
+
+    A replica holds blocks and takes requests as any node does; ``replica`` says whose it is.
+    """
 
     node_id: str
     epoch: int
@@ -59,6 +63,7 @@ class NodeRecord:
     tiers: dict[str, TierFill] = field(default_factory=dict)  # below the pool: "host", "ssd"
     profile: dict[str, float] = field(default_factory=dict)  # protos.Profile's coefficients by name
     links: dict[str, float] = field(default_factory=dict)  # bytes/s it reached lately, by node_id
+    replica: Replica | None = None  # None: it is the whole node
     extra: dict[str, Any] = field(default_factory=dict)  # fields a newer version wrote; kept as they are
 
     def to_json(self) -> bytes:
@@ -83,6 +88,8 @@ class NodeRecord:
                 for name, fill in known.get("tiers", {}).items()
             }
             known["reasons"] = tuple(str(reason) for reason in known.get("reasons", ()))
+            if replica := known.get("replica"):
+                known["replica"] = Replica.of(replica)
             known["links"] = {name: float(rate) for name, rate in known.get("links", {}).items()}
             return cls(**known, extra=body)
         except (ValueError, TypeError, KeyError, AttributeError) as error:

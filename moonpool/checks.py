@@ -18,6 +18,7 @@ from typing import Literal
 import psutil
 
 from moonpool.errors import LocalClusterError
+from moonpool.node_configs import pools_nbytes
 from moonpool.preflight import check_memory, check_model
 from moonpool.redis_server import find_redis
 from runtime.child import tied_command
@@ -95,8 +96,7 @@ def shared_memory(config: Config) -> Finding:
         free = shutil.disk_usage("/dev/shm").free
     except FileNotFoundError:
         return Finding("/dev/shm", "slow", "absent", "mount a tmpfs there")
-    nodes = config.cluster.prefill + config.cluster.decode
-    needed = nodes * config.engine.host_pool_nbytes
+    needed = pools_nbytes(config)
     fact = f"{free / 2**30:.1f} GiB free"
     if free < needed:
         advice = f"the nodes' pools want {needed / 2**30:.1f} GiB; in a container: --shm-size"

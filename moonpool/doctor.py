@@ -11,6 +11,7 @@ from rich.markup import escape
 from moonpool.checks import Finding, check_machine
 from moonpool.client import Client
 from moonpool.errors import ApiError
+from moonpool.status import state_of
 from runtime.options import Config
 from transfer.host_report import host_report
 
@@ -75,12 +76,14 @@ async def check_cluster(url: str) -> list[Finding]:
     findings = [Finding("conductor", "ok", url)]
     nodes = cluster["nodes"]
     for role in ("prefill", "decode"):
-        if not any(node["role"] == role and node["state"] == "ready" for node in nodes):
+        if not any(
+            node["role"] == role and node["state"] in ("ready", "unhealthy", "partial") for node in nodes
+        ):
             findings.append(
                 Finding(f"{role} nodes", "missing", "none is ready", f"start one: moonpool {role}-node")
             )
     for node in nodes:
-        fact = f"{node['role']} on {node['host']}, {node['state']}"
+        fact = f"{node['role']} on {node['host']}, {state_of(node)}"
         if node["state"] == "ready":
             findings.append(Finding(node["node_id"], "ok", fact))
         else:

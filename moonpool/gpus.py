@@ -1,48 +1,34 @@
-"""The GPUs of this machine, and how the nodes of one cluster share them."""
+"""How the nodes of one cluster share this machine's GPUs."""
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
+from collections import Counter
+from collections.abc import Sequence
 
 from runtime.options import Config
 
 
-def num_gpus() -> int:
-    """How many CUDA would give a process of ours. Without torch, whose import takes seconds."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return 0
-    return count.value
+def gpu_options(nodes: Sequence[Config], gpus: int) -> list[tuple[str, ...]]:
+    """What each prefill and decode node is told: its first GPU, and its share of its GPUs' memory.
 
-
-def computes_on_gpus(config: Config) -> int:
-    """How many GPUs the nodes of this configuration are spread over; 0: they compute on CPUs."""
-    device = config.model.device
-    if device == "cpu" or (device == "auto" and "+cpu" in importlib.metadata.version("torch")):
-        return 0
-    available = num_gpus()
-    return min(available, 1) if ":" in device else available
-
-
-def gpu_options(config: Config, gpus: int) -> list[tuple[str, ...]]:
-    """What each prefill and then each decode node is told: its GPU, and its share of that GPU's memory.
-
-    They go round the GPUs; those of one GPU share alike what ``engine.gpu_memory`` allows of it.
+    They go round the GPUs, each taking one for each rank of each replica, side by side; those of one GPU
+    share alike what ``engine.gpu_memory`` allows of it.
     """
-    num_nodes = config.cluster.prefill + config.cluster.decode
     if not gpus:
-        return [()] * num_nodes
-    device = config.model.device
+        return [()] * len(nodes)
+    taken: list[range] = []
+    for config in nodes:
+        parallel = config.engine.parallel
+        first = taken[-1].stop if taken else 0
+        count = parallel.world_size * parallel.dp
+        # Who does not fit where the others stop begins anew; who needs more than there are says so itself.
+        taken.append(range(first, first + count) if first + count <= gpus else range(count))
+    sharers = Counter(gpu for span in taken for gpu in span)
     options: list[tuple[str, ...]] = []
-    for i in range(num_nodes):
-        sharers = len(range(i % gpus, num_nodes, gpus))
+    for config, span in zip(nodes, taken, strict=True):
+        device = config.model.device
         # Cut off, not rounded: together they may not take more than is allowed.
-        share = int(config.engine.gpu_memory / sharers * 1000) / 1000
-        name = device if ":" in device else f"cuda:{i % gpus}"
+        share = int(config.engine.gpu_memory / max(sharers[gpu] for gpu in span) * 1000) / 1000
+        name = device if ":" in device else f"cuda:{span.start}"
         options.append((f"model.device={name}", f"engine.gpu_memory={share:g}"))
     return options

@@ -15,12 +15,14 @@ from typing import Self
 
 from moonpool.client import Client
 from moonpool.errors import ApiError
-from moonpool.gpus import computes_on_gpus, gpu_options
+from moonpool.gpus import gpu_options
+from moonpool.node_configs import node_configs
 from moonpool.preflight import check_before_start
 from moonpool.redis_server import RedisServer
 from runtime.child import Child
 from runtime.config import to_toml
 from runtime.errors import ChildFailed
+from runtime.gpus import computes_on_gpus
 from runtime.options import Config
 
 READY_TIMEOUT_S = 120.0  # a large checkpoint takes a while to load
@@ -170,7 +172,7 @@ class LocalCluster:
             ("decode", "decode_node", counts.decode, counts.decode_options),
             ("store", "kvstore.store_node", counts.store, ()),
         )
-        where = iter(gpu_options(self.config, computes_on_gpus(self.config)))
+        where = iter(gpu_options(node_configs(self.config), computes_on_gpus(self.config)))
         for role, module, count, options in roles:
             for number in range(count):
                 name = f"{role}-{number}"

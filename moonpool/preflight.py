@@ -14,8 +14,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from moonpool.errors import IndexUnreachable, ModelMissing, TooLittleMemory
-from moonpool.gpus import computes_on_gpus
+from moonpool.node_configs import pools_nbytes
 from runtime.errors import PortInUse
+from runtime.gpus import computes_on_gpus
 from runtime.options import Config
 
 
@@ -58,9 +59,8 @@ def check_port(host: str, port: int) -> None:
 
 def check_memory(config: Config) -> None:
     """Raises ``TooLittleMemory``: the pools of all nodes are more than what is free."""
-    nodes = config.cluster.prefill + config.cluster.decode
     lent = config.store.host.capacity_nbytes + config.store_node.object_nbytes
-    pools = 0 if computes_on_gpus(config) else nodes * config.engine.host_pool_nbytes
+    pools = 0 if computes_on_gpus(config) else pools_nbytes(config)
     needed = pools + config.cluster.store * lent
     available = psutil.virtual_memory().available
     if needed > available:

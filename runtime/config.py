@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -19,7 +20,7 @@ from runtime.options import Config
 
 # Stands for what nobody is shown.
 HIDDEN = "•••"
-
+_STDIN = Path("-")
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -52,23 +53,37 @@ def explain() -> list[OptionRow]:
 
 
 def load_config(file: Path | None = None, sets: Sequence[str] = ()) -> Config:
-    """Defaults, then ``file``, then each ``section.key=value`` of ``sets``, later ones winning.
-    ``section.key=@file`` takes the value from a file.
+    """Defaults, then ``file`` (``-``: stdin), then each ``section.key=value`` of ``sets``, later ones
+    winning. ``section.key=@file`` takes the value from a file.
 
     Raises:
         ConfigError: unknown key, wrong type, impossible value, unreadable file; names the key, where it was
             written and, for an unknown key, the nearest valid name.
     """
     given = dict(_read_toml(file)) if file is not None else {}
+    return _configure({}, given | _read_sets(sets))
+
+
+def override(config: Config, sets: Sequence[str]) -> Config:
+    """``config`` with each ``section.key=value`` of ``sets`` besides. Raises ConfigError, as above."""
+    return _configure({key: _get(config, key) for key in _options()}, _read_sets(sets))
+
+
+def _read_sets(sets: Sequence[str]) -> dict[str, _Given]:
+    given = {}
     for item in sets:
         key, equals, text = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item}: write it as section.key=value", item)
         given[key.strip()] = _Given(_text(text.strip(), item), f"--set {item}", text=True)
+    return given
+
+
+def _configure(before: Mapping[str, Any], given: Mapping[str, _Given]) -> Config:
     for key in given:
         if key not in _options():
             raise _unknown(key, given[key].where)
-    values = {key: _convert(key, one) for key, one in given.items()}
+    values = {**before, **{key: _convert(key, one) for key, one in given.items()}}
     try:
         config: Config = _construct(Config, "", values)
         return config
@@ -185,7 +200,7 @@ def _convert(key: str, given: _Given) -> Any:
 
 def _read_toml(file: Path) -> Iterator[tuple[str, _Given]]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = sys.stdin.read() if file == _STDIN else file.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from error

@@ -70,7 +70,12 @@ class ParallelOptions:
     tp: int = option(1, "ranks", "tensor parallel: ranks that share every layer of a node's model")
     pp: int = option(1, "stages", "pipeline parallel: runs of layers a node's model is cut into")
     ep: int = option(1, "ranks", "expert parallel: ranks that share a mixture-of-experts model's experts")
-    dp: int = option(1, "replicas", "data parallel: replicas of the model behind one node")
+    dp: int = option(
+        1,
+        "replicas",
+        "data parallel: replicas behind one node, each with ranks, GPUs, a pool, tiers and a port "
+        "(from node.port on) of its own",
+    )
     cp: int = option(1, "ranks", "context parallel: ranks that share the tokens of one long prompt")
     link: str = option(
         "auto",
@@ -101,6 +106,11 @@ class ParallelOptions:
             _require(getattr(self, name) > 0, f"engine.parallel.{name}", "positive", getattr(self, name))
         links = ("auto", "shm", "gloo", "nccl")
         _require(self.link in links, "engine.parallel.link", f"one of {', '.join(links)}", self.link)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one replica."""
+        return self.tp * self.pp * self.cp
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,14 @@ class ServiceContext:
 
     def ready(self, **facts: object) -> None:
         """Tell whoever started us that we serve: one JSON line on stdout, with where to reach us."""
-        line = {"ready": True, "role": self.role, "pid": os.getpid(), **facts}
-        sys.stdout.write(json.dumps(line) + "\n")
+        self._tell({"ready": True, "role": self.role, "pid": os.getpid(), **facts})
+
+    def drains(self) -> None:
+        """Tell whoever started us that somebody else than they asked us to drain."""
+        self._tell({"draining": True})
+
+    def _tell(self, message: dict[str, object]) -> None:
+        sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
 
 
@@ -53,7 +59,7 @@ def run_service(main: ServiceMain, argv: Sequence[str] | None = None, *, role: s
     process. SIGUSR1 prints every thread's stack on stderr.
     """
     parser = argparse.ArgumentParser(prog=f"moonpool {role}", allow_abbrev=False)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options; -: stdin")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
     arguments = parser.parse_args(argv)
     try:

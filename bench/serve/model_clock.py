@@ -11,7 +11,7 @@ from bench.serve.answer import AnswerInvalid, read_json, read_text
 from bench.serve.http import HttpClient, ServerUnreachable
 from bench.serve.server import Server
 
-_SUM = re.compile(r'^moonpool_model_seconds_sum\{kind="(\w+)"\} (\S+)', re.MULTILINE)
+_SUM = re.compile(r'^moonpool_model_seconds_sum\{kind="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

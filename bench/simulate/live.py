@@ -16,6 +16,7 @@ from bench.serve.workload import FIRST_ID, LAST_ID, Prompts
 from bench.simulate.hardware import Hardware
 from bench.simulate.trace import TraceRequest
 from conductor.cost_model import Profile
+from conductor.replica_groups import holders
 
 # Requests one after the other that tell what a request costs beside its computing.
 _SINGLES = 12
@@ -105,10 +106,10 @@ async def measured_hardware(
 
 
 async def _nodes(http: HttpClient) -> dict[str, Any]:
-    """One node of each role, by role."""
+    """One node of each role, or one replica of one, by role."""
     status, content = read_json(await http.get("/v1/cluster"))
     nodes = content.get("nodes", []) if status == 200 else []
-    found: dict[str, Any] = {node["role"]: node for node in nodes}
+    found: dict[str, Any] = {node["role"]: holders(node)[0] for node in nodes}
     if not {"prefill", "decode"} <= found.keys():
         raise RequestFailed("the server's /v1/cluster shows no prefill and decode nodes")
     return found

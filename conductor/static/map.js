@@ -3,10 +3,32 @@ import { byId, bytes, element, svg } from "./draw.js";
 
 const ROLES = ["prefill", "decode", "store"];
 const WIDTH = 190, HEIGHT = 74, GAP = 18, BETWEEN = 210, TOP = 26;
+const FRAME = 26, INSET = 8; // around the replicas of a node: above them its name, beside and below them a margin
 
-function stateClass(node) {
-  if (node.state === "ready") return "good";
-  return node.state === "draining" || node.state === "starting" ? "warn" : "bad";
+export function stateClass(node) {
+  return { ready: "good", partial: "warn", draining: "warn", starting: "warn" }[node.state] ?? "bad";
+}
+
+// In words: of a node of several replicas, how many serve.
+export function stateOf(node) {
+  return node.state === "partial" ? `${node.num_serving} of ${node.num_replicas} serve` : node.state;
+}
+
+// What moves blocks and takes requests under its own name.
+export const holders = (node) => (node.replicas?.length ? node.replicas : [node]);
+
+const heightOf = (node) => (node.replicas?.length ? FRAME + node.replicas.length * (HEIGHT + INSET) : HEIGHT);
+
+// Around the replicas of one node, with its name.
+function frame(node, x, y) {
+  const group = svg("g", { transform: `translate(${x - INSET} ${y})`, class: `replicas ${stateClass(node)}`, "data-node": node.node_id });
+  group.append(svg("title", {}, `${node.node_id}: ${stateOf(node)}`));
+  group.append(svg("rect", { width: WIDTH + 2 * INSET, height: heightOf(node), rx: 9 }));
+  group.append(svg("circle", { cx: 12 + INSET, cy: 14, r: 4 }));
+  group.append(svg("text", { x: 22 + INSET, y: 18, class: "name" }, node.node_id));
+  const words = node.state === "partial" ? stateOf(node) : `${node.num_replicas} replicas`;
+  group.append(svg("text", { x: WIDTH + INSET - 4, y: 18, class: "soft", "text-anchor": "end" }, words));
+  return group;
 }
 
 function box(node, x, y) {
@@ -35,22 +57,28 @@ function box(node, x, y) {
 export function drawMap(nodes, routes) {
   const picture = byId("map").querySelector("svg");
   const columns = ROLES.map((role) => nodes.filter((node) => node.role === role)).filter((column) => column.length);
-  const most = Math.max(1, ...columns.map((column) => column.length));
-  const width = Math.max(columns.length, 1) * (WIDTH + BETWEEN) - BETWEEN + 2;
-  const height = TOP + most * (HEIGHT + GAP);
+  const heights = columns.map((column) => column.reduce((sum, node) => sum + heightOf(node) + GAP, 0));
+  const width = Math.max(columns.length, 1) * (WIDTH + BETWEEN) - BETWEEN + 2 + 2 * INSET;
+  const height = TOP + Math.max(HEIGHT + GAP, ...heights);
   picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
   picture.setAttribute("width", width);
   picture.setAttribute("height", height);
   const places = new Map();
   const parts = [];
   columns.forEach((column, position) => {
-    const x = 1 + position * (WIDTH + BETWEEN);
+    const x = 1 + INSET + position * (WIDTH + BETWEEN);
+    let y = TOP + (height - TOP - heights[position]) / 2;
     parts.push(svg("text", { x, y: 15, class: "soft" }, `${column[0].role} (${column.length})`));
-    column.forEach((node, line) => {
-      const y = TOP + (line + (most - column.length) / 2) * (HEIGHT + GAP);
-      places.set(node.node_id, { x, y });
-      parts.push(box(node, x, y));
-    });
+    for (const node of column) {
+      const framed = node.replicas?.length;
+      if (framed) parts.push(frame(node, x, y));
+      holders(node).forEach((one, line) => {
+        const at = framed ? y + FRAME + line * (HEIGHT + INSET) : y;
+        places.set(one.node_id, { x, y: at });
+        parts.push(box(one, x, at));
+      });
+      y += heightOf(node) + GAP;
+    }
   });
   const lines = routes.filter((route) => places.has(route.source) && places.has(route.target)).map((route) => {
     const from = places.get(route.source), to = places.get(route.target);

@@ -1,11 +1,12 @@
 // Everything the dashboard says of a cluster, from one snapshot of /v1/live and the one before it.
 import * as charts from "./charts.js";
 import { bars, byId, bytes, cell, element, fill, format, patch, percent, pill, row, say, seconds, within } from "./draw.js";
-import { drawMap, tiers } from "./map.js";
+import { drawMap, holders, stateClass, stateOf, tiers } from "./map.js";
 
 const LOST_SHOWN_S = 120; // a node whose lease ended stays in sight for so long
 
 const roles = new Map(); // of every node seen, for those that are gone
+const nodeOf = new Map(); // the node of every replica seen
 let before = null; // the snapshot of the second before, for rates
 
 function rate(now, name) {
@@ -24,17 +25,28 @@ function withRates(now) {
 
 // The nodes there are, and those that went without saying so a moment ago.
 function withLost(now) {
-  const present = new Set(now.cluster.nodes.map((node) => node.node_id));
+  const all = now.cluster.nodes.flatMap((node) => [node, ...(node.replicas ?? [])]);
+  const present = new Set(all.map((node) => node.node_id));
   const lost = new Map();
   for (const event of now.events) {
     const role = roles.get(event.node);
+    // A replica that is away is told by its node's state, as long as there is another.
+    if (present.has(nodeOf.get(event.node))) continue;
     if (event.kind === "left" && event.text !== "left" && role && !present.has(event.node)
       && now.unix_s - event.unix_s < LOST_SHOWN_S) {
       lost.set(event.node, { node_id: event.node, role, state: "lost", host: "", pid: "" });
     }
   }
-  if (roles.size > 4096) roles.clear();
-  for (const node of now.cluster.nodes) roles.set(node.node_id, node.role);
+  if (roles.size > 4096) {
+    roles.clear();
+    nodeOf.clear();
+  }
+  for (const node of now.cluster.nodes) {
+    for (const one of holders(node)) {
+      roles.set(one.node_id, one.role);
+      nodeOf.set(one.node_id, node.node_id);
+    }
+  }
   return [...now.cluster.nodes, ...lost.values()];
 }
 
@@ -76,12 +88,12 @@ function hostOf(node) {
 }
 
 function drawNodes(nodes) {
-  fill(byId("nodes"), nodes.map((node) => {
+  const lines = nodes.flatMap((node) => [[node, "whole"], ...(node.replicas ?? []).map((one) => [one, "replica"])]);
+  fill(byId("nodes"), lines.map(([node, kind]) => {
     const load = node.load ?? {};
-    const className = { ready: "good", draining: "warn", starting: "warn" }[node.state] ?? "bad";
-    const state = pill(node.state, className);
+    const state = pill(stateOf(node), stateClass(node));
     if (node.reasons?.length) state.append(element("small", node.reasons.join("; "), "reasons"));
-    return row(node.node_id, node.role, state, load.num_running ?? 0, load.num_waiting ?? 0,
+    return row(cell(node.node_id, kind), node.role, state, load.num_running ?? 0, load.num_waiting ?? 0,
       load.num_queued_tokens ?? 0, tiers(node), node.num_index_blocks ?? 0, node.num_placed ?? 0,
       cell(hostOf(node), "soft"));
   }));

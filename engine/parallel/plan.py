@@ -104,7 +104,7 @@ class ParallelPlan:
             )
         for name, why in (
             ("ep", f"{config.family} has no experts"),
-            ("dp", "a node serves one replica; start more nodes instead"),
+            ("dp", "an engine is one replica; prefill-node and decode-node start several"),
         ):
             if (value := getattr(self, name)) != 1:
                 raise ConfigError(

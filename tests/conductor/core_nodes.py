@@ -22,6 +22,7 @@ import redis
 from grpc.aio import ServicerContext
 
 from conductor.conductor import Conductor
+from conductor.replica_groups import holders
 from conductor.request import GenerateRequest, TokenEvent
 from conductor.sampling import SamplingParams
 from conductor.served_model import ServedModel
@@ -313,7 +314,7 @@ class Cluster:
     def state(self, node_id: str) -> str:
         """As the conductor sees it: that of this life."""
         epoch = str(self.nodes[node_id].record.epoch)
-        nodes = self.conductor.cluster()["nodes"]
+        nodes = [one for node in self.conductor.cluster()["nodes"] for one in holders(node)]
         return next((n["state"] for n in nodes if (n["node_id"], n["epoch"]) == (node_id, epoch)), "")
 
     async def until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:

@@ -13,6 +13,7 @@ from kvstore.keys import BlockKey
 from kvstore.node_record import NodeLoad, NodeRecord, RecordCorrupt
 from kvstore.redis_client import connect
 from kvstore.tier import Tier
+from runtime.replica import Replica
 from tests.kvstore.nodes import FakeNode, chain
 from tests.kvstore.redis_servers import Server, until
 
@@ -32,6 +33,7 @@ def test_a_record_survives_json_and_keeps_what_a_newer_version_wrote() -> None:
         load=NodeLoad(num_running=3, free_blocks=7),
         profile={"x": 0.5},
         links={"b": 2.5e9},
+        replica=Replica("n", 1, 2, node_pid=17, metrics_url="http://node/metrics", life=3),
     )
     assert NodeRecord.from_json(full.to_json()) == full
     newer = full.to_json()[:-1] + b',"colour":"blue"}'
@@ -47,6 +49,8 @@ def test_a_record_survives_json_and_keeps_what_a_newer_version_wrote() -> None:
         b"{}",
         b'{"node_id":"a","epoch":"x","role":"r"}',
         b'{"node_id":"a","epoch":"1","role":"r","links":{"b":"fast"}}',
+        b'{"node_id":"a","epoch":"1","role":"r","replica":{"node_id":"n"}}',
+        b'{"node_id":"a","epoch":"1","role":"r","replica":[1]}',
     ],
 )
 def test_a_broken_record_is_refused(data: bytes) -> None:

@@ -1,0 +1,101 @@
+"""One replica of a node: a process that is started again when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from runtime.child import Child
+from runtime.errors import ChildFailed, ConfigError
+from runtime.replica import Replica
+from runtime.short_lives import MAX_SHORT_LIVES, SHORT_LIFE_S, ShortLives
+
+log = logging.getLogger(__name__)
+
+# What a daemon's exit code says: see ``run_service``.
+_WRONG_OPTIONS = 2
+
+
+class ReplicaProcess:
+    """``was_ready``: one of its processes has served; ``num_lives`` counts them."""
+
+    def __init__(self, replica: Replica, create: Callable[[Replica], Child]) -> None:
+        """``create`` gives the process of one life, not started."""
+        self.number = replica.number
+        self.was_ready = asyncio.Event()
+        self.num_lives = 0
+        self._replica = replica
+        self._create = create
+        self._child: Child | None = None
+        self._ends = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its ready line said; empty while it does not serve."""
+        return self._child.ready if self._child is not None and self._child.returncode is None else {}
+
+    async def keep(self) -> None:
+        """Start it, and start it again whenever it ends. Returns when it was told to drain and has.
+
+        Raises:
+            ConfigError: it refused its options.
+            ChildFailed: it did not become ready the first time, its lives became too short, or it died while
+                it drained. It is not running then.
+        """
+        lives = ShortLives()
+        while True:
+            self.num_lives += 1
+            child = self._child = self._create(replace(self._replica, life=self.num_lives))
+            await child.start()
+            if self._ends:
+                child.kill()
+            lived_s = await self._follow(child)
+            code = child.returncode or 0
+            how = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
+            if self._ends:
+                if code and child.ready:
+                    raise child.failure(f"{how} while it drained")
+                return
+            if not self.was_ready.is_set():
+                if code == _WRONG_OPTIONS:
+                    raise ConfigError(f"{child.name} refused its options, see above")
+                raise child.failure(f"{how} before it was ready; its last lines above say why")
+            if lives.too_many(lived_s):
+                raise child.failure(
+                    f"{how}, and {MAX_SHORT_LIVES} times in a row less than {SHORT_LIFE_S:g} s after it was "
+                    "ready: starting it again does not mend it; its lines above say what is wrong"
+                )
+            log.error("%s %s: it is started again", child.name, how)
+
+    def drain(self) -> None:
+        """Let it finish what it has, and end; at once where it does not serve. Idempotent."""
+        if self._ends:
+            return
+        self._ends = True
+        if self._child is not None:
+            if self._child.ready:
+                self._child.terminate()
+            else:
+                self._child.kill()
+
+    async def stop(self, timeout_s: float) -> None:
+        """End it within ``timeout_s``, whatever it does. ``keep`` must not be running."""
+        self._ends = True
+        if self._child is not None:
+            await self._child.stop(timeout_s)
+
+    async def _follow(self, child: Child) -> float:
+        """Until it ends; for how long it was ready, seconds."""
+        try:
+            await child.wait_ready()
+        except ChildFailed:
+            await child.wait()
+            return 0.0
+        self.was_ready.set()
+        ready_s = time.monotonic()
+        await child.wait()
+        return time.monotonic() - ready_s

@@ -1,0 +1,254 @@
+"""A node of several replicas is one process to its operator: it starts, drains and ends as one, and mends."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from runtime import gpus
+from runtime.errors import ConfigError
+from runtime.options import Config, EventsOptions, ModelOptions, NodeOptions, ParallelOptions
+from runtime.replica import Replica
+from runtime.replica_metrics import merged
+from runtime.replicas import replica_configs
+
+ROOT = Path(__file__).parents[2]
+
+# A daemon without a model; node.id says what it does: "short.N" ends as soon as it is ready, "refused.1" (and
+# only that) does not start, "slow.1" never becomes ready.
+NODE = """
+import asyncio, os, sys
+from runtime.errors import ConfigError
+from runtime.metrics import serve_metrics
+from runtime.replica import Replica
+from runtime.replicas import Replicas
+from runtime.service import run_service
+
+async def main(config, context):
+    if config.engine.parallel.dp > 1:
+        await Replicas(config, "test", [sys.executable, __file__]).run(context)
+        return
+    replica = Replica.ours()
+    if config.node.id == "refused.1":
+        raise ConfigError("no, not like this")
+    if config.node.id == "slow.1":
+        await asyncio.Event().wait()
+    url = f"http://127.0.0.1:{serve_metrics('127.0.0.1', 0)}/metrics"
+    context.ready(node_id=config.node.id, life=replica.life, secret=config.transfer.secret, metrics_url=url)
+    if replica.node_id == "short":
+        os._exit(3)
+    if config.node.id == "told.1":
+        while not os.path.exists(__file__ + ".told"):
+            await asyncio.sleep(0.01)
+        context.drains()
+    await context.draining.wait()
+    print("drained", config.node.id, file=sys.stderr, flush=True)
+    if config.node.id == "stuck.1":
+        await asyncio.Event().wait()
+
+sys.exit(run_service(main, role="test-node"))
+"""
+
+
+class Node:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def ready(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        ready: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return ready
+
+    def replicas(self) -> dict[str, psutil.Process]:
+        """The processes there are, by name."""
+        found = {}
+        for process in psutil.Process(self.process.pid).children():
+            if name := re.search(r"node\.id=(\S+)", " ".join(process.cmdline())):
+                found[name[1]] = process
+        return found
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code and what it and its replicas logged."""
+        _, log = self.process.communicate(timeout=30)
+        return self.process.returncode, log
+
+
+@contextmanager
+def node(tmp_path: Path, name: str, *options: str) -> Iterator[Node]:
+    file = tmp_path / "node.py"
+    file.write_text(NODE)
+    sets = [f"--set={option}" for option in (f"node.id={name}", "engine.parallel.dp=2", *options)]
+    with subprocess.Popen(
+        [sys.executable, file, *sets],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield Node(process)
+        finally:
+            process.kill()
+
+
+def until(holds: Callable[[], object]) -> None:
+    for _ in range(3000):
+        if holds():
+            return
+        time.sleep(0.01)
+    pytest.fail("not within 30 s")
+
+
+def page(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_it_is_ready_once_and_drains_as_one(tmp_path: Path) -> None:
+    with node(tmp_path, "n", "transfer.secret=hush") as running:
+        ready = running.ready()
+        assert ready["node_id"] == "n"
+        assert [one["node_id"] for one in ready["replicas"]] == ["n.0", "n.1"]
+        assert {one["secret"] for one in ready["replicas"]} == {"hush"}
+        replicas = running.replicas()
+        assert replicas.keys() == {"n.0", "n.1"}
+        assert "hush" not in "".join(map(str, (process.cmdline() for process in replicas.values())))
+        running.process.send_signal(signal.SIGTERM)
+        code, log = running.end()
+    assert code == 0
+    assert "drained n.0" in log
+    assert "drained n.1" in log
+
+
+def test_one_that_dies_is_started_again_beside_the_other(tmp_path: Path) -> None:
+    with node(tmp_path, "n") as running:
+        url = running.ready()["metrics_url"]
+        before = running.replicas()
+        before["n.1"].kill()
+        until(lambda: 'moonpool_replica_lives_total{replica="1"} 2.0' in page(url))
+        until(lambda: "moonpool_replicas_ready 2.0" in page(url))
+        after = running.replicas()
+        assert after["n.0"].pid == before["n.0"].pid
+        assert after["n.1"].pid != before["n.1"].pid
+        running.process.send_signal(signal.SIGTERM)
+        code, log = running.end()
+    assert code == 0
+    assert "replica n.1 ended by signal 9: it is started again" in log
+
+
+def test_killed_it_takes_its_replicas_along(tmp_path: Path) -> None:
+    with node(tmp_path, "n") as running:
+        running.ready()
+        replicas = list(running.replicas().values())
+        running.process.kill()
+        _, alive = psutil.wait_procs(replicas, timeout=10)
+        assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+def test_short_lives_end_it_with_a_sentence(tmp_path: Path) -> None:
+    with node(tmp_path, "short") as running:
+        code, log = running.end()
+    assert code == 1
+    assert "5 times in a row less than 10 s after it was ready" in log
+
+
+def test_options_that_one_refuses_are_refused(tmp_path: Path) -> None:
+    with node(tmp_path, "refused") as running:
+        code, log = running.end()
+    assert code == 2
+    assert "no, not like this" in log
+    assert "replica refused.1 refused its options" in log
+
+
+def test_one_that_is_told_to_drain_drains_all(tmp_path: Path) -> None:
+    with node(tmp_path, "told") as running:
+        running.ready()
+        (tmp_path / "node.py.told").touch()
+        code, log = running.end()
+    assert code == 0
+    assert "drained told.0" in log
+    assert "drained told.1" in log
+
+
+def test_the_first_signal_ends_a_start_and_the_second_a_drain(tmp_path: Path) -> None:
+    with node(tmp_path, "slow") as running:
+        until(lambda: running.replicas().keys() == {"slow.0", "slow.1"})
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end()[0] == 0
+    with node(tmp_path, "stuck") as running:
+        running.ready()
+        replicas = list(running.replicas().values())
+        running.process.send_signal(signal.SIGTERM)
+        psutil.wait_procs(replicas[:1], timeout=10)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end()[0] == 1
+        assert not any(process.is_running() for process in replicas)
+
+
+def test_pages_of_replicas_are_one_page() -> None:
+    text = '# HELP a_total As\n# TYPE a_total counter\na_total{kind="x"} 1.0\n'
+    (family,) = merged({0: text, 1: text})
+    assert [sample.labels for sample in family.samples] == [
+        {"kind": "x", "replica": "0"},
+        {"kind": "x", "replica": "1"},
+    ]
+    assert list(merged({0: ""})) == []
+    assert [family.type for family in text_string_to_metric_families(text)] == [family.type]
+
+
+def config(device: str = "cpu", *, port: int = 0, **parallel: int) -> Config:
+    whole = Config()
+    return replace(
+        whole,
+        model=ModelOptions(device=device),
+        engine=replace(whole.engine, parallel=ParallelOptions(**parallel)),
+        node=NodeOptions(id="n", port=port),
+        events=EventsOptions(zmq_endpoint="tcp://*:5557", replay_endpoint="ipc:///tmp/replay"),
+    )
+
+
+def test_each_has_its_own_of_what_there_is_once() -> None:
+    told = replica_configs(config(port=7000, dp=3))
+    assert [one.node.id for one in told] == ["n.0", "n.1", "n.2"]
+    assert [one.node.port for one in told] == [7000, 7001, 7002]
+    assert [one.events.zmq_endpoint for one in told] == ["tcp://*:5557", "tcp://*:5558", "tcp://*:5559"]
+    assert told[1].events.replay_endpoint == "ipc:///tmp/replay_dp1"
+    assert {one.engine.parallel.dp for one in told} == {1}
+    with pytest.raises(ConfigError, match=r"node\.port is 65535: 2 replicas need as many ports"):
+        replica_configs(config(port=65535, dp=2))
+
+
+def test_each_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "num_gpus", lambda: 8)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
+    told = replica_configs(config("auto", dp=2, tp=2, pp=2))
+    assert [one.model.device for one in told] == ["cuda:0", "cuda:4"]
+    told = replica_configs(config("cuda:5", dp=3))
+    assert [one.model.device for one in told] == ["cuda:5", "cuda:6", "cuda:7"]
+    with pytest.raises(ConfigError, match=r"needs 12 GPUs from cuda:0 on, there are 8: .* at most 2"):
+        replica_configs(config("cuda", dp=3, tp=4))
+
+
+def test_a_replica_is_told_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Replica.ours() is None
+    replica = Replica("n", 1, 2, 17, "http://here/metrics", life=3)
+    for name, value in replica.environment().items():
+        monkeypatch.setenv(name, value)
+    assert Replica.ours() == replica
+    assert replica.replica_id == "n.1"
