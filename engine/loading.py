@@ -124,7 +124,8 @@ class Loader:
 
     def _packed_experts(self, names: list[list[str]]) -> PackedExperts:
         """One matrix an expert, of those that read the same input."""
-        return PackedExperts(torch.stack([self.tensor(*(f"{n}.weight" for n in some)) for some in names]))
+        rows = self.tensor(*(f"{name}.weight" for some in names for name in some))
+        return PackedExperts(rows.unflatten(0, (len(names), -1)))
 
     def _scale(self, attention: str, which: str) -> float:
         """Where vLLM looks for it; 1 where there is none."""

@@ -47,11 +47,12 @@ async def test_a_page_is_a_quarter_and_near(make_checkpoint: Callable[..., Any],
         assert off.mean() < TOLERANCE / 5
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
 async def test_tokens_do_not_depend_on_how_they_were_computed(
-    make_checkpoint: Callable[..., Any], serve: Any
+    make_checkpoint: Callable[..., Any], serve: Any, family: str
 ) -> None:
     """Alone, in a batch, in chunks, or over a cached prefix: what is stored is the same bytes."""
-    checkpoint = make_checkpoint("llama")
+    checkpoint = make_checkpoint(family)
     prompts = [prompt(n, n) for n in (5, 40, 77)]
     async with serve(checkpoint.path, kv_dtype="fp8_e4m3") as driver:
         alone = [(await driver.run(driver.sequence(p, max_tokens=16)))[0].token_ids for p in prompts]
