@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -234,6 +234,7 @@ class Engine:
             tp=self.plan.tp,
             pp=self.plan.pp,
             cp=self.plan.cp,
+            ep=self.plan.ep,
             model=str(self.config.path.resolve()),
             dtype=self.dtype,
             device=self.device.torch.type,
@@ -241,6 +242,7 @@ class Engine:
             options=self.options,
             num_blocks=self._num_blocks,
             max_len=self.max_model_len,
+            experts=asdict(self.plan.experts) if self.plan.experts is not None else None,
         )
         if self.ranks is None:
             self.ranks = RankGroup(self.plan.world_size, parallel.timeout_s)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.experts import Experts, MixtureOfExperts, Router, SharedExpert
-from engine.parallel.plan import Shard
+from engine.parallel.link import Link
+from engine.parallel.plan import Shard, run_of
+from engine.parallel.spread_experts import SpreadMixture
 from engine.weights import Checkpoint, expected_tensors
 from kernels import PackedExperts, PackedLinear, silu_mul
 
@@ -51,8 +53,10 @@ class Loader:
         device: torch.device,
         shard: Shard,
         expert_load: Tensor,
+        link: Link | None,
     ) -> None:
-        """``expert_load``: int64 [num_layers, num_experts], where mixtures count the tokens of each expert.
+        """``link``: what experts that are spread over ranks are reached by. ``expert_load``: int64
+        [num_layers, num_experts], where mixtures count the tokens of each expert.
 
         Raises CheckpointError or UnsupportedModel unless all tensors are there, before any is loaded."""
         checkpoint.check(expected_tensors(config, shard), expected_tensors(config))
@@ -60,6 +64,7 @@ class Loader:
         self._shard = shard
         self._leads = shard.place == 0  # what is added to a sum over ranks is added once
         self._expert_load = expert_load
+        self._link = link
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
@@ -99,28 +104,45 @@ class Loader:
             down=self._linear([f"{name}.down_proj"], bias=bias and self._leads),
         )
 
-    def _mixture(self, i: int) -> MixtureOfExperts:
+    def _mixture(self, i: int) -> MixtureOfExperts | SpreadMixture:
         """Layer i's, with the shard's experts."""
         moe = self._config.moe
         assert moe is not None
         name = f"model.layers.{i}.{moe.block}"
         gate, up, down = moe.projections
-        experts = [f"{name}.experts.{e}" for e in self._shard.experts]
-        return MixtureOfExperts(
-            router=Router(self._linear([f"{name}.gate"], bias=False), moe.top_k, moe.renormalize),
-            experts=Experts(
-                gate_up=self._packed_experts([[f"{e}.{gate}", f"{e}.{up}"] for e in experts]),
-                down=self._packed_experts([[f"{e}.{down}"] for e in experts]),
-            ),
-            shared=self._shared_expert(name) if moe.shared_inter else None,
-            load=self._expert_load[i],
+        ids = [f"{name}.experts.{e}" for e in self._shard.experts(i)]
+        router = Router(self._linear([f"{name}.gate"], bias=False), moe.top_k, moe.renormalize)
+        experts = Experts(
+            gate_up=self._packed_experts([[f"{e}.{gate}", f"{e}.{up}"] for e in ids]),
+            down=self._packed_experts([[f"{e}.{down}"] for e in ids]),
         )
+        load = self._expert_load[i]
+        if self._shard.ep == 1:
+            shared = self._shared_expert(name) if moe.shared_inter else None
+            return MixtureOfExperts(router=router, experts=experts, shared=shared, load=load)
+        parts = self._shared_parts(name) if moe.shared_inter else []
+        return SpreadMixture(router, experts, parts, load, i, self._shard, self._link)
 
     def _shared_expert(self, name: str) -> SharedExpert:
-        return SharedExpert(
-            mlp=self._mlp(f"{name}.shared_expert", bias=False),
-            gate=self._linear([f"{name}.shared_expert_gate"], bias=False),
+        return SharedExpert(mlp=self._mlp(f"{name}.shared_expert", bias=False), gate=self._shared_gate(name))
+
+    def _shared_parts(self, name: str) -> list[SharedExpert]:
+        """Of all places, which read the whole of it where experts are spread."""
+        gate, up, down = (
+            self.tensor(f"{name}.shared_expert.{part}_proj.weight") for part in ("gate", "up", "down")
         )
+        runs = [run_of(len(gate), self._shard.tp, place) for place in range(self._shard.tp)]
+        columns = [slice(run.start, run.stop) for run in runs]
+        return [
+            SharedExpert(
+                Mlp(PackedLinear(torch.cat([gate[c], up[c]])), PackedLinear(down[:, c].contiguous())),
+                self._shared_gate(name),
+            )
+            for c in columns
+        ]
+
+    def _shared_gate(self, name: str) -> PackedLinear:
+        return self._linear([f"{name}.shared_expert_gate"], bias=False)
 
     def _packed_experts(self, names: list[list[str]]) -> PackedExperts:
         """One matrix an expert, of those that read the same input."""

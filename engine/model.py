@@ -12,7 +12,8 @@ from engine.config import ModelConfig
 from engine.expert_load import new_table
 from engine.loading import Loader
 from engine.parallel.link import Link
-from engine.parallel.plan import ParallelPlan, Shard
+from engine.parallel.plan import ParallelPlan, Shard, run_of
+from engine.parallel.spread_experts import SpreadMixture
 from engine.step_inputs import StepInputs
 from engine.weights import Checkpoint
 from kernels import rms_norm
@@ -42,7 +43,7 @@ class Model:
         self.shard = shard = shard or ParallelPlan().shard(config, 0)
         self.link = link
         self.expert_load = new_table(config, device) if expert_load is None else expert_load
-        loader = Loader(config, checkpoint, dtype, device, shard, self.expert_load)
+        loader = Loader(config, checkpoint, dtype, device, shard, self.expert_load, link)
         self.config = config
         self.dtype = dtype
         self.layers = [loader.layer(i) for i in shard.layers]
@@ -58,22 +59,42 @@ class Model:
 
         ``hidden``: what the stage before returned, None for the first. The last stage's is normed.
         """
-        eps, shard = self.config.rms_norm_eps, self.shard
+        shard = self.shard
         hidden = self.embed(inputs.token_ids) if hidden is None else hidden
-        residual = hidden
+        residual: Tensor | None = None
         for i, layer in enumerate(self.layers):
-            if i == 0:
-                x = rms_norm(hidden, layer.input_norm, eps)
-            else:
-                x, residual = rms_norm(hidden, layer.input_norm, eps, residual=residual)
-            attended = self.attention(layer.qkv(x), inputs, pool, i, layer)
-            hidden = self._sum(layer.o(attended))
-            x, residual = rms_norm(hidden, layer.post_norm, eps, residual=residual)
+            x, residual = self._norm(hidden, layer.input_norm, residual)
+            part = layer.o(self.attention(layer.qkv(x), inputs, pool, i, layer))
+            if isinstance(layer.mlp, SpreadMixture) and layer.mlp.pays(len(part)):
+                hidden, residual = self._exchange(part, residual, layer.post_norm, layer.mlp), None
+                continue
+            x, residual = self._norm(self._sum(part), layer.post_norm, residual)
             hidden = self._sum(layer.mlp(x))
         if not shard.is_last:
-            return hidden + residual
-        normed, _ = rms_norm(hidden, self.norm, eps, residual=residual)
+            return hidden if residual is None else hidden + residual
+        normed, _ = self._norm(hidden, self.norm, residual)
         return normed
+
+    def _norm(self, hidden: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The normed sum of both, and the sum."""
+        eps = self.config.rms_norm_eps
+        if residual is None:
+            return rms_norm(hidden, weight, eps), hidden
+        normed, residual = rms_norm(hidden, weight, eps, residual=residual)
+        return normed, residual
+
+    def _exchange(self, part: Tensor, residual: Tensor, norm: Tensor, mixture: SpreadMixture) -> Tensor:
+        """What follows a layer's attention where every rank has a run of the step's tokens for its own.
+
+        part: [num_tokens, hidden], this rank's of the attention's sum. Returns that sum, what was before it
+        and what the experts make of both, summed: [num_tokens, hidden].
+        """
+        assert self.link is not None
+        runs = [run_of(len(part), self.shard.tp, place) for place in range(self.shard.tp)]
+        counts, own = [len(run) for run in runs], runs[self.shard.place]
+        attended = self.link.reduce_scatter(part, counts)
+        x, residual = self._norm(attended, norm, residual[own.start : own.stop])
+        return self.link.all_gather(mixture.exchange(x, counts) + residual, counts)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: int64 [n]. Returns [n, hidden]: every rank of the stage looks up its own words."""

@@ -152,10 +152,9 @@ def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[st
     tensors: dict[str, tuple[int, ...]] = {}
     if shard.is_first or (shard.is_last and tied):
         tensors["model.embed_tokens.weight"] = (config.vocab_size, hidden)
-    mixture = _mixture_linears(config, shard) if config.moe is not None else {}
     for i in shard.layers:
         sparse = config.moe is not None and i in config.moe.layers
-        linears = attention | (mixture if sparse else mlp)
+        linears = attention | (_mixture_linears(config, shard.experts(i)) if sparse else mlp)
         for name, (out_features, in_features, bias) in linears.items():
             tensors[f"model.layers.{i}.{name}.weight"] = (out_features, in_features)
             if bias:
@@ -169,13 +168,13 @@ def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[st
     return tensors
 
 
-def _mixture_linears(config: ModelConfig, shard: Shard) -> dict[str, tuple[int, int, bool]]:
-    """The matrices of a sparse layer's mixture: [out, in], and that they have no bias."""
+def _mixture_linears(config: ModelConfig, experts: tuple[int, ...]) -> dict[str, tuple[int, int, bool]]:
+    """The matrices of a sparse layer's mixture with these experts: [out, in], and that they have no bias."""
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     linears = {f"{moe.block}.gate": (moe.num_experts, hidden, False)}
     gate, up, down = moe.projections
-    mlps = [(f"{moe.block}.experts.{e}", moe.expert_inter) for e in shard.experts]
+    mlps = [(f"{moe.block}.experts.{e}", moe.expert_inter) for e in experts]
     if moe.shared_inter:
         linears[f"{moe.block}.shared_expert_gate"] = (1, hidden, False)
         mlps.append((f"{moe.block}.shared_expert", moe.shared_inter))

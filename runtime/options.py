@@ -69,7 +69,16 @@ class ModelOptions:
 class ParallelOptions:
     tp: int = option(1, "ranks", "tensor parallel: ranks that share every layer of a node's model")
     pp: int = option(1, "stages", "pipeline parallel: runs of layers a node's model is cut into")
-    ep: int = option(1, "ranks", "expert parallel: ranks that share a mixture-of-experts model's experts")
+    ep: int = option(1, "ranks", "expert parallel: tp's ranks a mixture's experts are dealt out to")
+    expert_plan_path: str = option(
+        "", "path", "expert parallel: which ranks hold which experts, as `moonpool experts` wrote it"
+    )
+    all_to_all_tokens: int = option(
+        0,
+        "tokens",
+        "expert parallel: steps of as many tokens send them to their experts' ranks (all-to-all), in shorter "
+        "ones all ranks see all tokens; 0: by a measured rule",
+    )
     dp: int = option(
         1,
         "replicas",
@@ -104,6 +113,8 @@ class ParallelOptions:
             "share_tokens",
         ):
             _require(getattr(self, name) > 0, f"engine.parallel.{name}", "positive", getattr(self, name))
+        least = self.all_to_all_tokens
+        _require(least >= 0, "engine.parallel.all_to_all_tokens", "0 or more", least)
         links = ("auto", "shm", "gloo", "nccl")
         _require(self.link in links, "engine.parallel.link", f"one of {', '.join(links)}", self.link)
 

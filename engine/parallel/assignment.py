@@ -9,6 +9,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.errors import RankRefused
+from engine.parallel.expert_plan import ExpertPlan
 from engine.parallel.plan import ParallelPlan, Shard
 from engine.runner import LOGIT_ROWS
 from engine.weights import fingerprint
@@ -27,6 +28,7 @@ class Assignment:
     tp: int
     pp: int
     cp: int
+    ep: int
     model: str
     dtype: str
     device: str
@@ -34,6 +36,7 @@ class Assignment:
     options: EngineOptions
     num_blocks: int
     max_len: int
+    experts: dict[str, object] | None = None  # an ExpertPlan's ``asdict``
     board: str = ""
     exchange: str = ""
     pool: str = ""
@@ -42,7 +45,15 @@ class Assignment:
 
     @property
     def plan(self) -> ParallelPlan:
-        return ParallelPlan(self.tp, self.pp, cp=self.cp)
+        experts = ExpertPlan.unpack(self.experts) if self.experts else None
+        return ParallelPlan(
+            self.tp,
+            self.pp,
+            self.ep,
+            cp=self.cp,
+            experts=experts,
+            all_to_all_tokens=self.options.parallel.all_to_all_tokens,
+        )
 
     @property
     def max_rows(self) -> int:

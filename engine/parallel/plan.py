@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from engine.config import ModelConfig
+from engine.parallel.expert_plan import ExpertPlan
 from kvstore.layout import KVLayout
 from runtime.errors import ConfigError
 from runtime.options import ParallelOptions
@@ -25,6 +27,8 @@ class ParallelPlan:
     ep: int = 1
     dp: int = 1
     cp: int = 1
+    experts: ExpertPlan | None = None  # None: dealt out evenly
+    all_to_all_tokens: int = 0  # see ParallelOptions
 
     @classmethod
     def of(cls, options: ParallelOptions, config: ModelConfig, device: torch.device) -> ParallelPlan:
@@ -32,7 +36,10 @@ class ParallelPlan:
 
         Raises ConfigError, which says what would be valid, where the model or the devices do not allow it.
         """
-        plan = cls(options.tp, options.pp, options.ep, options.dp, options.cp)
+        path = options.expert_plan_path
+        experts = ExpertPlan.read(Path(path)) if path else None
+        sizes = options.tp, options.pp, options.ep, options.dp, options.cp
+        plan = cls(*sizes, experts, options.all_to_all_tokens)
         plan._check_model(config)
         if device.type == "cuda" and plan.world_size > (num_devices := torch.cuda.device_count()):
             raise ConfigError(
@@ -44,7 +51,9 @@ class ParallelPlan:
 
     def __str__(self) -> str:
         words = f"tp {self.tp} × pp {self.pp}"
-        return words if self.cp == 1 else f"{words} × cp {self.cp}"
+        words += f" × cp {self.cp}" if self.cp > 1 else ""
+        words += f", ep {self.ep}" if self.ep > 1 else ""
+        return words if self.experts is None else f"{words} by plan {self.experts.digest}"
 
     @property
     def world_size(self) -> int:
@@ -59,25 +68,33 @@ class ParallelPlan:
         few, more = divmod(config.num_layers, self.pp)
         first_layer = stage * few + min(stage, more)
         num_kv_heads = max(1, config.num_kv_heads // self.tp)
-        moe = config.moe
+        sharers = self.tp // self.ep
+        _, of_expert, shared = _mlp_columns(config)
         return Shard(
             tp=self.tp,
             pp=self.pp,
             cp=self.cp,
+            ep=self.ep,
             rank=rank,
             layers=range(first_layer, first_layer + few + (stage < more)),
-            heads=_share(config.num_heads, self.tp, place),
+            heads=run_of(config.num_heads, self.tp, place),
             # With more ranks than KV heads, neighbours hold the same one.
             kv_heads=range(
                 first_kv := place * config.num_kv_heads // self.tp,
                 first_kv + num_kv_heads,
             ),
-            inter=_share(config.intermediate_size, self.tp, place),
-            experts=range(moe.num_experts if moe else 0),
-            expert_inter=_share(moe.expert_inter if moe else 0, self.tp, place),
-            shared_inter=_share(moe.shared_inter if moe else 0, self.tp, place),
-            vocab=_share(config.vocab_size, self.tp, place),
+            inter=run_of(config.intermediate_size, self.tp, place),
+            expert_plan=self.expert_plan(config),
+            all_to_all_tokens=self.all_to_all_tokens,
+            expert_inter=run_of(of_expert, sharers, place % sharers),
+            # Where a rank has tokens of its own they go through the whole of it.
+            shared_inter=run_of(shared, 1, 0) if self.ep > 1 else run_of(shared, self.tp, place),
+            vocab=run_of(config.vocab_size, self.tp, place),
         )
+
+    def expert_plan(self, config: ModelConfig) -> ExpertPlan:
+        num_experts = config.moe.num_experts if config.moe else 0
+        return self.experts or ExpertPlan.deal(config.num_layers, num_experts, self.ep)
 
     def shards(self, config: ModelConfig) -> list[Shard]:
         return [self.shard(config, rank) for rank in range(self.world_size)]
@@ -87,9 +104,10 @@ class ParallelPlan:
         return [shard for shard in self.shards(config) if shard.is_last and shard.share == 0]
 
     def _check_model(self, config: ModelConfig) -> None:
-        valid_tp = [n for n in range(1, config.num_heads + 1) if _splits(config, n)]
+        self._check_experts(config)
+        valid_tp = [n for n in range(1, config.num_heads + 1) if _splits(config, n, self.ep)]
         if self.tp not in valid_tp:
-            columns = " and ".join(map(str, _mlp_columns(config)))
+            columns = " and ".join(str(n) for n in _mlp_columns(config) if n)
             raise ConfigError(
                 f"engine.parallel.tp is {self.tp}: {config.num_heads} attention heads, "
                 f"{config.num_kv_heads} KV heads and {columns} MLP columns cannot be split "
@@ -102,14 +120,26 @@ class ParallelPlan:
                 f"so valid are 1 to {config.num_layers}",
                 "engine.parallel.pp",
             )
-        for name, why in (
-            ("ep", f"{config.family} has no experts"),
-            ("dp", "an engine is one replica; prefill-node and decode-node start several"),
-        ):
-            if (value := getattr(self, name)) != 1:
-                raise ConfigError(
-                    f"engine.parallel.{name} is {value}: {why}; valid is 1", f"engine.parallel.{name}"
-                )
+        if self.dp != 1:
+            raise ConfigError(
+                f"engine.parallel.dp is {self.dp}: an engine is one replica; prefill-node and "
+                "decode-node start several; valid is 1",
+                "engine.parallel.dp",
+            )
+
+    def _check_experts(self, config: ModelConfig) -> None:
+        name, num_experts = "engine.parallel.ep", config.moe.num_experts if config.moe else 0
+        if self.ep > 1 and not num_experts:
+            raise ConfigError(f"{name} is {self.ep}: {config.family} has no experts; valid is 1", name)
+        valid = [n for n in range(1, self.tp + 1) if self.tp % n == 0 and n <= max(1, num_experts)]
+        if self.ep not in valid:
+            raise ConfigError(
+                f"{name} is {self.ep}: {num_experts} experts are dealt out to a stage's {self.tp} tp ranks; "
+                f"valid are {', '.join(map(str, valid))}",
+                name,
+            )
+        if self.experts is not None:
+            self.experts.check(config.num_layers, num_experts, self.ep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +149,15 @@ class Shard:
     tp: int
     pp: int
     cp: int
+    ep: int
     rank: int
     layers: range
     heads: range
     kv_heads: range
     inter: range  # of a dense MLP
-    experts: range  # of a mixture
-    expert_inter: range  # columns of each of these
+    expert_plan: ExpertPlan  # of mixtures
+    all_to_all_tokens: int
+    expert_inter: range  # columns of each expert that it holds
     shared_inter: range  # of the expert that every token goes through
     vocab: range
 
@@ -147,6 +179,15 @@ class Shard:
     def place(self) -> int:
         """Its number among those that split the matrices of the same share."""
         return self.rank % self.tp
+
+    @property
+    def expert_rank(self) -> int:
+        """Its number among those that experts are dealt out to; neighbours that share columns have one."""
+        return self.place * self.ep // self.tp
+
+    def experts(self, layer: int) -> tuple[int, ...]:
+        """Those of a layer's mixture that it holds, ascending."""
+        return self.expert_plan.held(layer, self.expert_rank)
 
     @property
     def tensor_ranks(self) -> range:
@@ -179,20 +220,24 @@ class Shard:
         return self.stage == self.pp - 1
 
 
-def _splits(config: ModelConfig, tp: int) -> bool:
+def _splits(config: ModelConfig, tp: int, ep: int) -> bool:
     """Whether ``tp`` ranks can have equal parts of a layer; words and their embeddings need not be equal."""
     kv_fits = config.num_kv_heads % tp == 0 or tp % config.num_kv_heads == 0
-    return config.num_heads % tp == 0 and kv_fits and not any(n % tp for n in _mlp_columns(config))
+    if config.num_heads % tp or not kv_fits or tp % ep:
+        return False
+    dense, of_experts, shared = _mlp_columns(config)
+    return not (dense % tp or of_experts % (tp // ep) or shared % tp)
 
 
-def _mlp_columns(config: ModelConfig) -> list[int]:
-    """How wide the MLPs of the model are: dense ones, experts, the shared expert, as there are."""
+def _mlp_columns(config: ModelConfig) -> tuple[int, int, int]:
+    """How wide the MLPs of the model are: a dense one, an expert, the shared expert; 0: none."""
     moe = config.moe
-    dense = config.intermediate_size if moe is None or len(moe.layers) < config.num_layers else 0
-    widths = (dense, moe.expert_inter, moe.shared_inter) if moe else (dense,)
-    return [width for width in widths if width]
+    if moe is None:
+        return config.intermediate_size, 0, 0
+    dense = config.intermediate_size if len(moe.layers) < config.num_layers else 0
+    return dense, moe.expert_inter, moe.shared_inter
 
 
-def _share(total: int, parts: int, i: int) -> range:
+def run_of(total: int, parts: int, i: int) -> range:
     """The i-th of ``parts`` runs that cover ``total``: equal ones, or as nearly as can be."""
     return range(total * i // parts, total * (i + 1) // parts)

@@ -35,10 +35,13 @@ class ExchangeShape:
         words = max(len(shard.vocab) for shard in plan.shards(config))
         hidden = lines(max_tokens * config.hidden_size * dtype.itemsize)
         logits = lines(max_rows * words * dtype.itemsize)
+        # At worst all that a step's tokens choose is on one rank: what it gives back is the most.
+        choices = config.moe.top_k if config.moe and plan.ep > 1 else 1
+        shared = lines(choices * hidden) + _starts_nbytes(plan.tp)
         kv_width = 2 * len(plan.shard(config, 0).kv_heads) * config.head_dim
         widest = max(max_tokens * kv_width, max_rows * config.hidden_size) if plan.cp > 1 else 0
         tokens = lines(widest * dtype.itemsize)
-        return cls(hidden + _starts_nbytes(plan.tp), hidden, logits, tokens, config.hidden_size, dtype)
+        return cls(shared, hidden, logits, tokens, config.hidden_size, dtype)
 
     @property
     def areas(self) -> list[int]:

@@ -61,5 +61,5 @@ def combine_experts(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     n, k = weights.shape
     ungrouped = torch.empty_like(rows)
     ungrouped[order] = rows
-    chosen = wide(ungrouped).view(n, k, -1)
+    chosen = wide(ungrouped).view(n, k, rows.shape[1])
     return (chosen * weights[..., None].to(chosen.dtype)).sum(1).to(rows.dtype)

@@ -94,6 +94,15 @@ def test_rows_beyond_the_last_experts_are_zeros() -> None:
     assert not out[7:].any()
 
 
+def test_no_tokens_are_no_rows() -> None:
+    """A rank whose share of a step is empty."""
+    weights, ids = kernels.route_experts(torch.zeros(0, 4), 2, renormalize=True)
+    order, offsets = kernels.group_by_expert(ids, 4)
+    rows = kernels.PackedExperts(torch.randn(4, 17, 24))(torch.zeros(0, 24), offsets)
+    assert rows.shape == (0, 17)
+    assert kernels.combine_experts(rows, order, weights).shape == (0, 17)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_experts_give_what_the_plain_product_gives(dtype: torch.dtype) -> None:
     weights, x = torch.randn(5, 70, 64).to(dtype), torch.randn(40, 64).to(dtype)

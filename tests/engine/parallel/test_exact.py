@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import transformers
 
+from engine.config import ModelConfig
+from engine.parallel.expert_plan import plan_experts
 from tests.engine.parallel.conftest import ranks, serving
 
 # Heads for four ranks, of which pairs share a KV head; and what differs between the families.
@@ -26,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 # With blocks of 8: shorter than, equal to and across block borders.
 LENGTHS = (1, 8, 9, 23, 40)
 NUM_TOKENS = 16
+MIXTURES = {name: model for name, model in MODELS.items() if name in ("mixtral", "qwen2-moe", "qwen3-moe")}
 PLANS = [
     {"tp": 2, "pp": 2},
     {"cp": 2},
@@ -49,10 +52,66 @@ def prompts() -> list[list[int]]:
     return [random.integers(0, 160, n).tolist() for n in LENGTHS]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(f"{k}{v}" for k, v in plan.items()))
+def named(plan: dict[str, Any]) -> str:
+    return "-".join(f"{k}{v}" for k, v in plan.items())
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=named)
 async def test_greedy_tokens_equal_transformers(plan, make_checkpoint) -> None:
-    async with ranks(prod(plan.values())) as group:
-        for family, shape in MODELS.values():
+    await are_exact(plan, make_checkpoint, MODELS)
+
+
+EXPERT_PLANS = [
+    # Prompts go to their experts, single tokens are seen by all ranks.
+    {"tp": 2, "ep": 2, "all_to_all_tokens": 6},
+    *(
+        pytest.param(plan, marks=pytest.mark.slow)
+        for plan in (
+            # Some ranks have no token of their own, or no row for another.
+            {"tp": 2, "ep": 2, "all_to_all_tokens": 1},
+            {"tp": 2, "ep": 2, "all_to_all_tokens": 1, "link": "gloo"},
+            {"tp": 4, "ep": 4, "all_to_all_tokens": 1},
+            {"tp": 4, "ep": 4, "all_to_all_tokens": 10000},
+            {"tp": 4, "ep": 2, "all_to_all_tokens": 6},
+            {"tp": 2, "pp": 2, "ep": 2, "all_to_all_tokens": 4},
+            {"tp": 2, "cp": 2, "ep": 2, "all_to_all_tokens": 1},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("plan", EXPERT_PLANS, ids=named)
+async def test_experts_on_ranks_of_their_own_are_exact(plan, make_checkpoint) -> None:
+    await are_exact(plan, make_checkpoint, MIXTURES)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"tp": 2, "ep": 2, "all_to_all_tokens": 6},
+        pytest.param({"tp": 4, "ep": 4, "all_to_all_tokens": 1}, marks=pytest.mark.slow),
+    ],
+    ids=named,
+)
+async def test_wherever_a_plan_puts_experts_and_their_copies_they_are_exact(
+    plan, make_checkpoint, tmp_path
+) -> None:
+    """Hot experts are on several ranks, layer by layer others, and no layer is as a plain deal has it."""
+    for name, (family, words) in MIXTURES.items():
+        config = ModelConfig.from_checkpoint(make_checkpoint(family, **SHAPE, **words).path)
+        load = (
+            np.random.default_rng(1).zipf(1.3, (config.num_layers, config.moe.num_experts)).clip(max=10_000)
+        )
+        experts = plan_experts(load, plan["ep"], 3)
+        assert max(len(ranks) for layer in experts.layers for ranks in layer) > 1
+        path = tmp_path / f"{name}.json"
+        path.write_text(experts.to_json())
+        await are_exact({**plan, "expert_plan_path": str(path)}, make_checkpoint, {name: MODELS[name]})
+
+
+async def are_exact(plan, make_checkpoint, models) -> None:
+    async with ranks(prod(plan.get(name, 1) for name in ("tp", "pp", "cp"))) as group:
+        for family, shape in models.values():
             reference = make_checkpoint(family, **SHAPE, **shape)
             expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
             # A batch of mixed lengths, prompts in chunks of at most 32 tokens, of which a pipeline makes

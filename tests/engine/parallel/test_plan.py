@@ -61,12 +61,18 @@ def mixtures(make_checkpoint) -> list[ModelConfig]:
     return [ModelConfig.from_checkpoint(model.path) for model in models]
 
 
-@given(tp=st.sampled_from([1, 2, 4, 8]), pp=st.integers(1, 3), cp=st.integers(1, 3), family=st.integers(0, 3))
-def test_the_ranks_hold_every_element_once_a_share(config, mixtures, tp, pp, cp, family: int) -> None:
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.integers(1, 3),
+    cp=st.integers(1, 3),
+    ep=st.sampled_from([1, 2, 4]),
+    family=st.integers(0, 3),
+)
+def test_the_ranks_hold_every_element_once_a_share(config, mixtures, tp, pp, cp, ep, family: int) -> None:
     """But KV heads, which ranks share where there are more ranks than heads, and what every rank needs
-    whole."""
-    plan = ParallelPlan(tp, pp, cp=cp)
+    whole: where experts are dealt out, also the shared one."""
     config = [config, *mixtures][family]
+    plan = ParallelPlan(tp, pp, min(ep, tp) if config.moe else 1, cp=cp)
     counts = {name: np.zeros(shape, int) for name, shape in expected_tensors(config).items()}
     for shard in plan.shards(config):
         part = Slices(config, shard)
@@ -77,6 +83,8 @@ def test_the_ranks_hold_every_element_once_a_share(config, mixtures, tp, pp, cp,
             times = tp
         elif "k_proj" in name or "v_proj" in name:
             times = max(1, tp // config.num_kv_heads)
+        elif ".shared_expert." in name and plan.ep > 1:
+            times = tp
         else:
             times = 1
         assert (count == cp * times).all(), name
@@ -99,6 +107,27 @@ def test_every_rank_has_its_stage_share_and_place(config, tp: int, pp: int, cp: 
             assert (after.stage, after.share, after.place) == (shard.stage + 1, shard.share, shard.place)
     heads = ParallelPlan(tp, pp, cp=cp).head_shards(config)
     assert [word for shard in heads for word in shard.vocab] == list(range(config.vocab_size))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"tp": 2, "ep": 4}, r"ep is 4: 5 experts are dealt out to a stage's 2 tp ranks; valid are 1, 2$"),
+        ({"tp": 8, "ep": 8}, r"ep is 8: 5 experts are dealt out to a stage's 8 tp ranks; valid are 1, 2, 4$"),
+        ({"ep": 2}, r"ep is 2: .* valid are 1$"),
+    ],
+    ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_an_impossible_deal_of_experts_says_what_would_be_valid(mixtures, words, sentence) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.parallel\." + sentence):
+        ParallelPlan.of(ParallelOptions(**words), mixtures[0], CPU)
+
+
+def test_whole_experts_need_not_be_split(mixtures) -> None:
+    narrow = replace(mixtures[2], moe=replace(mixtures[2].moe, expert_inter=33))
+    assert ParallelPlan.of(ParallelOptions(tp=4, ep=4), narrow, CPU).ep == 4
+    with pytest.raises(ConfigError, match=r"33 MLP columns .*; valid are 4, 8|tp is 4"):
+        ParallelPlan.of(ParallelOptions(tp=4, ep=2), narrow, CPU)
 
 
 def test_experts_that_cannot_be_split_say_what_would_be_valid(mixtures) -> None:
