@@ -26,6 +26,7 @@ from conductor.request_run import RequestRun
 from conductor.served_model import ServedModel
 from conductor.services import Services
 from conductor.sharing import Sharing
+from conductor.tally import Tally
 from conductor.timeline import RequestTimeline, TimelineRing
 from kvstore.bookings import Bookings
 from kvstore.changes import encode
@@ -185,6 +186,17 @@ class Conductor:
                 name: errors.to_dict() for name, errors in self._services.cost_model.errors.items()
             },
         }
+
+    def tally(self) -> Tally:
+        """What ``cluster`` says, counted; a node of several replicas counts as each of them."""
+        registry, tally = self._services.registry, Tally()
+        for member in registry.members.values():
+            load = member.record.load
+            tally.num_blocks += load.num_blocks
+            tally.num_used_blocks += load.num_blocks - load.free_blocks
+            state = "incompatible" if registry.incompatible(member.record) else member.state
+            tally.nodes[member.record.role, state] += 1
+        return tally
 
     def activity(self) -> dict[str, Any]:
         """What went on since the start, for the dashboard: ``Activity.to_dict``, hot prefixes, the SLO."""

@@ -21,8 +21,8 @@ bookings = Counter(
 )
 cluster_nodes = Gauge(
     "moonpool_cluster_nodes",
-    "Nodes this conductor knows, by role and state (ready, partial, unhealthy, draining, starting, "
-    "unreachable, incompatible)",
+    "Nodes this conductor knows, each replica by itself, by role and state (ready, unhealthy, draining, "
+    "starting, unreachable, incompatible)",
     ["role", "state"],
 )
 waits = Counter("moonpool_waits_for_node_total", "Requests that found no node of a role", ["role"])

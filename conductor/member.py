@@ -227,6 +227,11 @@ class Member:
         self.breaker.fail(self._clock())
         self._on_touched(self)
 
+    @property
+    def state(self) -> str:
+        """What it says of itself, where it can be reached."""
+        return self.record.state if self.client.connected else "unreachable"
+
     def to_dict(self, now_s: float) -> dict[str, Any]:
         """For ``/v1/cluster``: plain JSON types."""
         record, load = self.record, self.record.load
@@ -240,7 +245,7 @@ class Member:
             "join_s": record.extra.get("join_s"),  # from its life's begin until it served
             "num_lives": record.extra.get("num_lives", 1),  # of its process
             "epoch": str(record.epoch),  # JSON readers lose 64-bit integers
-            "state": record.state if self.client.connected else "unreachable",
+            "state": self.state,
             "reasons": list(record.reasons),  # why it is unhealthy
             "health": record.extra.get("health", {}),  # readings of its host and GPUs
             "rpc_address": record.rpc_address,

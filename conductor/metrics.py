@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter as TallyCounter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from conductor import core_metrics
+from conductor.tally import Tally
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
@@ -178,20 +178,11 @@ class RequestMetrics:
         """One sequence ended: stop, length, cancelled, or the error's name."""
         self._finished.labels(self._model, reason).inc()
 
-    def see_cluster(self, cluster: dict[str, Any]) -> None:
-        """Take over what only the nodes know, from ``Conductor.cluster()``; call before a scrape."""
-        pools = [
-            tier
-            for node in cluster.get("nodes", ())
-            for tier in node.get("tiers", ())
-            if tier.get("name") == "pool"
-        ]
-        total = sum(tier.get("num_blocks", 0) for tier in pools)
-        used = sum(tier.get("num_used_blocks", 0) for tier in pools)
-        self.kv_usage.set(used / total if total else 0.0)
-        nodes = TallyCounter((node["role"], node["state"]) for node in cluster.get("nodes", ()))
+    def see_cluster(self, tally: Tally) -> None:
+        """Take over what only the nodes know; call before a scrape."""
+        self.kv_usage.set(tally.num_used_blocks / tally.num_blocks if tally.num_blocks else 0.0)
         core_metrics.cluster_nodes.clear()
-        for labels, count in nodes.items():
+        for labels, count in tally.nodes.items():
             core_metrics.cluster_nodes.labels(*labels).set(count)
 
 

@@ -66,9 +66,12 @@ async def readyz(http: web.Request) -> web.Response:
 
 
 async def metrics(http: web.Request) -> web.Response:
-    """``GET /metrics``, rendered in a thread: a page of many series would stop every stream for 10 ms."""
+    """``GET /metrics``, rendered in a thread: a page of many series would stop every stream for 10 ms.
+
+    What is left for the loop is to count the nodes.
+    """
     context = http.app[CONTEXT]
-    context.metrics.see_cluster(context.conductor.cluster())
+    context.metrics.see_cluster(context.conductor.tally())
     page = await asyncio.to_thread(generate_latest, context.metrics.registry)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 

@@ -22,6 +22,7 @@ from conductor.api.sampling_defaults import SamplingDefaults
 from conductor.metrics import RequestMetrics
 from conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
 from conductor.served_model import ServedModel
+from conductor.tally import Tally
 from conductor.timeline import RequestTimeline
 from conductor.tokenizer import Tokenizer
 from runtime.options import ConductorOptions
@@ -147,6 +148,9 @@ class ScriptedConductor:
     def cluster(self) -> dict[str, Any]:
         tiers = [{"name": "pool", "num_blocks": 8, "num_used_blocks": 2}]
         return {"nodes": [{"id": "decode-0", "role": "decode", "tiers": tiers}]}
+
+    def tally(self) -> Tally:
+        return Tally(num_blocks=8, num_used_blocks=2)
 
     def ready(self) -> tuple[bool, list[str]]:
         return self.is_ready, self.degraded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -205,6 +206,19 @@ async def test_estimates_follow_what_nodes_report(redis: RedisProcess) -> None:
         # It says 1 ms for what its profile predicts at 1.24 ms.
         assert node["prefill_correction"] == pytest.approx(1 / 1.24, rel=0.05)
         assert errors["prefill"]["p50_percent"] < 5
+
+
+async def test_what_is_counted_is_what_is_shown(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0", "d1") as cluster:
+        await cluster.nodes["d1"].die()
+        await cluster.until(
+            lambda: cluster.conductor.ready()[1] or len(cluster.conductor.cluster()["nodes"]) < 3
+        )
+        nodes, tally = cluster.conductor.cluster()["nodes"], cluster.conductor.tally()
+        assert tally.nodes == Counter((node["role"], node["state"]) for node in nodes)
+        pools = [tier for node in nodes for tier in node["tiers"] if tier["name"] == "pool"]
+        assert tally.num_used_blocks == sum(pool["num_used_blocks"] for pool in pools)
+        assert tally.num_blocks == sum(pool["num_blocks"] for pool in pools) > 0
 
 
 async def test_the_cost_of_a_link_is_what_its_nodes_say_of_it(redis: RedisProcess) -> None:
