@@ -13,7 +13,7 @@ from engine.config import ModelConfig
 class ExpertLoad:
     """A table for each rank, counted into by that rank alone: int64 [num_layers, num_experts], rows since the
     start. A row is one of the experts that a token chose. Dense layers stay 0; models without experts have
-    empty tables.
+    empty tables. (On a GPU the rows that pad a recorded step to its size are counted too.)
     """
 
     def __init__(self, config: ModelConfig, memory: npt.NDArray[np.uint8], num_ranks: int) -> None:

@@ -147,7 +147,7 @@ class Loader:
     def _packed_experts(self, names: list[list[str]]) -> PackedExperts:
         """One matrix an expert, of those that read the same input."""
         rows = self.tensor(*(f"{name}.weight" for some in names for name in some))
-        return PackedExperts(rows.unflatten(0, (len(names), -1)))
+        return PackedExperts(rows.view(len(names), -1, rows.shape[1]))
 
     def _scale(self, attention: str, which: str) -> float:
         """Where vLLM looks for it; 1 where there is none."""

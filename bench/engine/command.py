@@ -87,8 +87,9 @@ async def _measure(
 def engine(name: str | None, device: str, block_size: int, no_graphs: bool, json_path: Path | None) -> None:
     """Measure a whole engine with random weights: decode steps and time to first token, beside their floor.
 
-    A decode step cannot take less than reading all weights and the KV of all sequences once takes; a prompt
-    not less than its products. What the machine gives of both is measured in the same run.
+    A decode step cannot take less than reading all weights (of experts, those chosen) and the KV of all
+    sequences once takes; a prompt not less than its products. What the machine gives of both is measured in
+    the same run.
     """
     console = Console(stderr=True, highlight=False)
     where = choose_device(device).torch

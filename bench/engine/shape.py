@@ -14,7 +14,7 @@ from engine.loading import Mlp
 from engine.model import Model
 from engine.weights import expected_tensors
 
-_LLAMA_8B = {
+_LLAMA_8B: dict[str, object] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -23,7 +23,7 @@ _LLAMA_8B = {
     "vocab_size": 128256,
     "rope_theta": 500000.0,
 }
-_SMALL = {
+_SMALL: dict[str, object] = {
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_hidden_layers": 6,
@@ -32,11 +32,23 @@ _SMALL = {
     "vocab_size": 2048,
     "rope_theta": 10000.0,
 }
-SHAPES = {"llama-3-8b": _LLAMA_8B, "small": _SMALL}
+_SMALL_MOE = {
+    **_SMALL,
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+SHAPES: dict[str, dict[str, object]] = {"llama-3-8b": _LLAMA_8B, "small": _SMALL, "small-moe": _SMALL_MOE}
+# What sends different tokens to different experts, and makes different tokens.
+_ROUTING = ("mlp.gate.weight", "lm_head.weight")
 
 
 def make_checkpoint(name: str, directory: Path, max_position: int) -> ModelConfig:
-    """A bfloat16 checkpoint of this shape whose weights are all 0: a file that is one hole."""
+    """A bfloat16 checkpoint of this shape whose weights are all 0: a file that is one hole. Of a mixture of
+    experts those are random that decide which are chosen."""
     words = {
         "model_type": "llama",
         "torch_dtype": "bfloat16",
@@ -48,26 +60,33 @@ def make_checkpoint(name: str, directory: Path, max_position: int) -> ModelConfi
     }
     (directory / "config.json").write_text(json.dumps(words))
     config = ModelConfig.from_checkpoint(directory)
-    header, end = {}, 0
+    header, starts, end = {}, {}, 0
     for tensor, shape in expected_tensors(config).items():
         begin, end = end, end + 2 * prod(shape)
+        starts[tensor] = begin, shape
         header[tensor] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     with (directory / "model.safetensors").open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         file.truncate(8 + len(encoded) + end)
+        for tensor, (begin, shape) in starts.items():
+            if config.moe is not None and tensor.endswith(_ROUTING):
+                file.seek(8 + len(encoded) + begin)
+                file.write(torch.randn(shape).bfloat16().view(torch.uint8).numpy().tobytes())
     return config
 
 
 @torch.inference_mode()
 def randomize(model: Model) -> None:
     """Give a GPU's weights random values where they lie: products of zeros are faster than those of numbers.
-    (A CPU's are packed: they stay 0, and take as long.)"""
+    (A CPU's are packed: they stay 0, and take as long. So do experts, which no GPU is measured with yet.)"""
     matrices = [model.embedding, model.head.weight]
     model.norm.fill_(1)
     for layer in model.layers:
-        assert isinstance(layer.mlp, Mlp)
-        matrices += [part.weight for part in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
+        parts = [layer.qkv, layer.o]
+        if isinstance(layer.mlp, Mlp):
+            parts += [layer.mlp.gate_up, layer.mlp.down]
+        matrices += [part.weight for part in parts]
         layer.input_norm.fill_(1)
         layer.post_norm.fill_(1)
     for matrix in matrices:
@@ -82,26 +101,27 @@ class Floor:
     nbytes_per_s: float  # of a large copy, bytes read and bytes written both counted
     flops_per_s: float  # of a large product
 
-    @property
-    def num_layer_weights(self) -> int:
-        config = self.config
-        attention = 2 * config.num_heads + 2 * config.num_kv_heads
-        return (
-            config.num_layers
-            * config.hidden_size
-            * (attention * config.head_dim + 3 * config.intermediate_size)
-        )
+    def num_layer_weights(self, num_tokens: int = 1) -> float:
+        """That a step of so many tokens reads: of experts, those expected to be chosen by any."""
+        config, moe = self.config, self.config.moe
+        attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        mlps = 3.0 * config.intermediate_size * config.num_layers
+        if moe is not None:
+            chosen = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** num_tokens)
+            sparse = moe.num_experts + 3 * (chosen * moe.expert_inter + moe.shared_inter)
+            mlps += len(moe.layers) * (sparse - 3 * config.intermediate_size)
+        return config.hidden_size * (config.num_layers * attention + mlps)
 
     def decode_s(self, batch: int, context: float, itemsize: int = 2) -> float:
-        """Every weight and every cached K and V read once."""
+        """Every weight that is used and every cached K and V read once."""
         config = self.config
-        weights = self.num_layer_weights + config.vocab_size * config.hidden_size
+        weights = self.num_layer_weights(batch) + config.vocab_size * config.hidden_size
         kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * batch * context
         return (weights + kv) * itemsize / self.nbytes_per_s
 
     def prefill_s(self, num_tokens: int) -> float:
         """Every product of the layers, half of the attention square, one row of logits."""
         config = self.config
-        products = 2 * num_tokens * self.num_layer_weights + 2 * config.vocab_size * config.hidden_size
+        products = 2 * num_tokens * self.num_layer_weights() + 2 * config.vocab_size * config.hidden_size
         attention = 2 * num_tokens**2 * config.num_layers * config.num_heads * config.head_dim
         return (products + attention) / self.flops_per_s
