@@ -1,0 +1,221 @@
+"""Nodes of two replicas: one node to their operator, two places to the conductor, exact whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import pytest_asyncio
+import tokenizers
+import torch
+import transformers
+
+from conductor.replica_groups import holders
+from kvstore import keys as block_keys
+from kvstore.index import replay
+from moonpool.client import Client, Reply
+from moonpool.local_cluster import LocalCluster
+from moonpool.status import state_of
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from tests.cluster.conftest import eventually, kill, small_config
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+DEMO = Path(__file__).parents[2] / "moonpool" / "demo" / "model"
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    config = small_config()
+    two = ("engine.parallel.dp=2",)
+    config = replace(
+        config,
+        cluster=replace(config.cluster, prefill=1, decode=1, prefill_options=two, decode_options=two),
+    )
+    async with LocalCluster(config, directory=tmp_path_factory.mktemp("replicas")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(cluster: LocalCluster) -> AsyncIterator[Client]:
+    async with Client(cluster.url) as connected:
+        yield connected
+
+
+async def ask(client: Client, prompt: str, **parameters: Any) -> Reply:
+    reply = Reply()
+    async for _ in client.complete(prompt, reply, **{**GREEDY, **parameters}):
+        pass
+    return reply
+
+
+async def summary(client: Client, reply: Reply) -> dict[str, Any]:
+    found: dict[str, Any] = (await client.timeline(reply.id))["summary"]
+    return found
+
+
+async def nodes(client: Client) -> dict[str, dict[str, Any]]:
+    return {node["node_id"]: node for node in (await client.cluster())["nodes"]}
+
+
+async def replicas(client: Client) -> dict[str, dict[str, Any]]:
+    return {one["node_id"]: one for node in (await nodes(client)).values() for one in holders(node)}
+
+
+async def all_are_ready(client: Client) -> bool:
+    return all(node["state"] == "ready" for node in (await nodes(client)).values())
+
+
+def family(cluster: LocalCluster, name: str) -> list[psutil.Process]:
+    return psutil.Process(cluster.children[name].pid).children(recursive=True)
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+async def test_they_are_one_node_and_answer_as_one_process_does(
+    cluster: LocalCluster, client: Client
+) -> None:
+    seen = await nodes(client)
+    assert seen.keys() == {"prefill-0", "decode-0"}
+    assert [seen[name]["ranks"] for name in seen] == ["dp 2", "dp 2"]
+    assert (await replicas(client)).keys() == {"prefill-0.0", "prefill-0.1", "decode-0.0", "decode-0.1"}
+    assert seen["prefill-0"]["pid"] == cluster.children["prefill-0"].pid
+    prompt = "In the beginning " * 20
+    tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    expected = model.generate(ids, max_new_tokens=48, min_new_tokens=48, do_sample=False, eos_token_id=None)
+    expected_text = tokenizer.decode(expected[0, ids.shape[1] :].tolist())
+    used: set[str] = set()
+    # At once, so that they spread over all; then from what these keep.
+    for _ in range(2):
+        asked = await asyncio.gather(*(ask(client, prompt, max_tokens=48) for _ in range(6)))
+        assert {reply.text for reply in asked} == {expected_text}
+        for reply in asked:
+            told = await summary(client, reply)
+            used |= {told["prefill_node"], told["decode_node"]}
+    assert used >= {"decode-0.0", "decode-0.1"}
+
+
+async def test_prompts_spread_and_each_next_turn_finds_its_prefix(client: Client) -> None:
+    prefixes = [f"{number} And the LORD spake unto Moses, saying, " * 40 for number in range(4)]
+    replies = await asyncio.gather(*(ask(client, prefix, max_tokens=4) for prefix in prefixes))
+    first = [await summary(client, reply) for reply in replies]
+    assert {told["prefill_node"] for told in first} == {"prefill-0.0", "prefill-0.1"}
+    for prefix, before in zip(prefixes, first, strict=True):
+        told = await summary(client, await ask(client, f"{prefix} Amen", max_tokens=4))
+        assert told["cached_tokens"] > 400
+        # At the replica that has it, or read from that one.
+        assert told["prefill_node"] == before["prefill_node"] or told["fetched_tokens"] > 400
+
+
+async def test_a_replica_reads_blocks_of_its_sibling(client: Client) -> None:
+    seen = await replicas(client)
+    for source, target in (("prefill-0.0", "prefill-0.1"), ("prefill-0.1", "prefill-0.0")):
+        async with (
+            rpc.channel(seen[source]["rpc_address"]) as there,
+            rpc.channel(seen[target]["rpc_address"]) as here,
+        ):
+            status = await node_pb2_grpc.NodeStub(there).Status(node_pb2.StatusRequest())
+            held = [one.changes async for one in node_pb2_grpc.NodeStub(there).Held(node_pb2.HeldRequest())]
+            keys = list(replay(held))[:8]
+            reply = await node_pb2_grpc.NodeStub(here).Replicate(
+                node_pb2.ReplicateRequest(source=status.kv, keys=block_keys.pack(keys))
+            )
+        assert reply.num_blocks == 8
+
+
+async def test_one_page_of_metrics_shows_both(client: Client) -> None:
+    for node in (await nodes(client)).values():
+        async with aiohttp.ClientSession() as session, session.get(node["metrics_url"]) as answer:
+            page = await answer.text()
+        for replica in ("0", "1"):
+            assert f'moonpool_node_join_seconds{{replica="{replica}"}}' in page
+        assert page.count("# TYPE moonpool_node_join_seconds") == 1
+
+
+async def test_a_replica_killed_while_decoding_costs_no_token_and_comes_back(
+    cluster: LocalCluster, client: Client
+) -> None:
+    prompt = "And the LORD said unto him " * 8
+    expected = (await ask(client, prompt)).text
+    reply, before = Reply(), dict[str, dict[str, Any]]()
+    name = ""
+    async for _ in client.complete(prompt, reply, **GREEDY):
+        if not before and len(reply.pieces_s) >= 20:
+            name = (await summary(client, reply))["decode_node"]
+            before = await replicas(client)
+            os.kill(before[name]["pid"], signal.SIGKILL)
+    assert before, "it was over too soon"
+    assert reply.text == expected
+    assert "retry" in [event["event"] for event in (await client.timeline(reply.id))["events"]]
+    assert (await ask(client, prompt)).text == expected  # of the sibling, or of the new one
+
+    async def is_back() -> bool:
+        one = (await replicas(client)).get(name)
+        return one is not None and one["state"] == "ready" and one["epoch"] != before[name]["epoch"]
+
+    await eventually(is_back, timeout_s=40)
+    after = await replicas(client)
+    sibling = next(other for other in before if other.startswith("decode") and other != name)
+    assert after[sibling]["epoch"] == before[sibling]["epoch"]
+    assert after[name]["num_lives"] == 2
+    assert (await nodes(client))["decode-0"]["pid"] == cluster.children["decode-0"].pid
+    assert (await ask(client, prompt)).text == expected
+
+
+async def test_while_one_is_away_the_node_says_so_and_serves(cluster: LocalCluster, client: Client) -> None:
+    await eventually(lambda: all_are_ready(client), timeout_s=40)
+    os.kill((await replicas(client))["prefill-0.1"]["pid"], signal.SIGSTOP)
+    stopped = (await replicas(client))["prefill-0.1"]["pid"]
+
+    async def says_so() -> bool:
+        return state_of((await nodes(client))["prefill-0"]) == "1 of 2 serve"
+
+    await eventually(says_so)
+    assert (await summary(client, await ask(client, "Blessed be", max_tokens=4)))[
+        "prefill_node"
+    ] == "prefill-0.0"
+    os.kill(stopped, signal.SIGCONT)
+    await eventually(lambda: all_are_ready(client), timeout_s=40)
+
+
+async def test_sigterm_drains_both(cluster: LocalCluster, client: Client) -> None:
+    prompt = "And it came to pass " * 8
+    expected = (await ask(client, prompt)).text
+    members = family(cluster, "decode-0")
+    begun = [asyncio.Event() for _ in range(4)]
+
+    async def stream(begins: asyncio.Event) -> str:
+        reply = Reply()
+        async for _ in client.complete(prompt, reply, **GREEDY):
+            if len(reply.pieces_s) == 2:  # the first is the prefill node's
+                begins.set()
+        return reply.text
+
+    streams = [asyncio.create_task(stream(one)) for one in begun]
+    await asyncio.gather(*(one.wait() for one in begun))
+    os.kill(cluster.children["decode-0"].pid, signal.SIGTERM)
+    assert await asyncio.gather(*streams) == [expected] * 4
+    assert await cluster.children["decode-0"].wait() == 0
+    assert all_gone(members)
+
+
+async def test_a_killed_node_leaves_no_process(cluster: LocalCluster, client: Client) -> None:
+    members = family(cluster, "prefill-0")
+    assert len(members) == 2
+    kill(cluster, "prefill-0")
+    assert all_gone(members)
