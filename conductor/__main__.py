@@ -17,6 +17,7 @@ from conductor.metrics import RequestMetrics
 from conductor.served_model import ServedModel
 from conductor.tenants import Tenants
 from conductor.tokenizer import Tokenizer
+from runtime.agreement import agreement_of, own_version
 from runtime.options import Config
 from runtime.service import ServiceContext, run_service
 
@@ -37,8 +38,9 @@ async def main(config: Config, service: ServiceContext) -> None:
     # Listen first: a port in use is the commonest mistake, and nothing needs undoing then.
     await server.start()
     try:
-        await conductor.start()
         url = f"http://{_reachable(config.conductor.host)}:{server.port}"
+        conductor.describe(url=url, version=own_version(), options=agreement_of(config))
+        await conductor.start()
         service.ready(url=url, metrics_url=f"{url}/metrics", model=model.name)
         await service.draining.wait()
         await server.drain(config.node.drain_s)
@@ -57,6 +59,9 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
         tokenizer.vocab_size,
         tokenizer.detokenizer_kind,
         "chat template" if template else "no chat template",
+    )
+    conductor.describe(
+        tokenizer=tokenizer.fingerprint, chat_template=template.fingerprint if template else "none"
     )
     return ApiContext(
         conductor=conductor,

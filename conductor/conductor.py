@@ -16,7 +16,9 @@ from conductor.batch_turn import BatchTurn
 from conductor.cluster_view import Slo
 from conductor.cost_model import CostModel
 from conductor.fair_share import FairShare
+from conductor.neighbours import Neighbours
 from conductor.policies import POLICIES
+from conductor.prefix_watch import PrefixWatch
 from conductor.registry import NodeRegistry
 from conductor.rejection import REJECTIONS
 from conductor.replica_groups import grouped, missing_replicas
@@ -30,6 +32,7 @@ from conductor.tally import Tally
 from conductor.timeline import RequestTimeline, TimelineRing
 from kvstore.bookings import Bookings
 from kvstore.changes import encode
+from kvstore.conductor_facts import ConductorFacts
 from kvstore.index import KVIndex
 from kvstore.keys import BlockKey
 from kvstore.redis_client import connect
@@ -70,6 +73,8 @@ class Conductor:
         conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"
         self._redis = connect(index.redis_url)
         kv_index = KVIndex(self._redis, index.namespace)
+        self._neighbours = Neighbours(ConductorFacts(kv_index, conductor_id))
+        self.describe(model=model.name, block_size=model.block_size, policy=options.policy)
         registry = NodeRegistry(
             kv_index,
             index.lease_ttl_s,
@@ -100,12 +105,17 @@ class Conductor:
                 block_size=model.block_size,
                 clock=clock,
             ),
+            prefixes=PrefixWatch(model.block_size, clock),
             slo=Slo(options.slo_ttft_s or math.inf, options.slo_tbt_s or math.inf),
             max_attempts=options.max_attempts,
             timeout_s=options.request_timeout_s,
             clock=clock,
             rng=rng,
         )
+
+    def describe(self, **facts: object) -> None:
+        """Facts that other conductors are told of this one, and ``/v1/cluster`` shows. Before ``start``."""
+        self._neighbours.facts |= facts
 
     async def start(self) -> None:
         """Read the index and connect to the nodes in it. Does not wait for nodes: see ``ready``.
@@ -116,12 +126,14 @@ class Conductor:
         await self._services.registry.start()
         await self._services.sharing.start()
         self._services.replicator.start()
+        self._neighbours.start()
 
     async def close(self) -> None:
         """End every request in flight, everywhere, and close all connections. Idempotent."""
         self._services.admission.close()
         # Those who consume the streams have to run once, for the nodes to hear of it.
         await self._services.admission.emptied(_FAREWELL_S)
+        await self._neighbours.close()
         await self._services.sharing.close()
         await self._services.replicator.close()
         await self._services.registry.close()
@@ -181,6 +193,9 @@ class Conductor:
             },
             "degraded": self.ready()[1],
             "num_other_conductors": self._services.sharing.num_others,
+            "facts": self._neighbours.facts,
+            "conductors": {name: dict(facts) for name, facts in self._neighbours.others.items()},
+            "prefixes": self._services.prefixes.to_dict(),
             "num_requests": len(self._services.admission.runs),
             "prediction_errors": {
                 name: errors.to_dict() for name, errors in self._services.cost_model.errors.items()
@@ -223,6 +238,7 @@ class Conductor:
             degraded.append(
                 "Redis does not answer: the index is as it was, nodes are followed by their connections"
             )
+        degraded += self._neighbours.differences()
         for node_id, member in sorted(registry.members.items()):
             if why := registry.incompatible(member.record):
                 degraded.append(f"node {node_id} is not used: {why}")

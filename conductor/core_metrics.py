@@ -19,6 +19,12 @@ bookings = Counter(
     "decode node had room), unavailable (Redis did not answer)",
     ["outcome"],
 )
+prefix_outcomes = Counter(
+    "moonpool_prefix_outcomes_total",
+    "Requests by what became of their prefix: hit, off, short, unused, pending, dropped, salted, headed, new "
+    "(docs/troubleshooting.md says what each means)",
+    ["outcome"],
+)
 cluster_nodes = Gauge(
     "moonpool_cluster_nodes",
     "Nodes this conductor knows, each replica by itself, by role and state (ready, unhealthy, draining, "

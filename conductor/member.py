@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from conductor.agent_facts import agent_facts
 from conductor.breaker import Breaker
+from conductor.clock_offset import ClockOffset
 from conductor.cluster_view import NodeView
 from conductor.cost_model import CostModel, Profile
 from conductor.decode_schedule import DecodeSchedule
@@ -45,14 +48,17 @@ class Member:
         conductor_id: str,
         on_change: Callable[[Member], None],
         on_touched: Callable[[Member], None],
+        unix_clock: Callable[[], float] = time.time,
     ) -> None:
         """``on_change``: it can be reached, or cannot; ``on_touched``: anything else placement goes by."""
         self.record = record
+        self.clock_offset = ClockOffset()
         self.breaker = Breaker()
         self.view = NodeView(record.node_id, cost_model.node(Profile.from_record(record.profile)))
         self.client = _client(record, conductor_id, lambda: on_change(self), self._on_step)
         self._cost_model = cost_model
         self._clock = clock
+        self._unix_clock = unix_clock
         self._errors = 0  # in a row
         self._slow = 0  # likewise
         self._on_touched = on_touched
@@ -111,6 +117,7 @@ class Member:
             self.view.cost.profile = Profile.from_record(record.profile)
         for other_id, nbytes_per_s in record.links.items():
             self._cost_model.links.measured(other_id, self.node_id, nbytes_per_s)
+        self.clock_offset.heard(record.unix_s, self._unix_clock())
         self.record = record
         load = record.load
         self.view.num_blocks = load.num_blocks
@@ -248,6 +255,10 @@ class Member:
             "state": self.state,
             "reasons": list(record.reasons),  # why it is unhealthy
             "health": record.extra.get("health", {}),  # readings of its host and GPUs
+            "clock_offset_s": self.clock_offset.seconds,  # its host's clock less ours; None: not known yet
+            "options": record.extra.get("options", {}),  # those that nodes must agree in
+            "version": record.extra.get("version", ""),
+            "agent": agent_facts(record.kv_address),
             "rpc_address": record.rpc_address,
             "metrics_url": record.metrics_url,
             "model": record.model,

@@ -137,6 +137,16 @@ class RequestPlacer:
         )
         attempt.start()
         self._watch_fetch(estimate)
+        if number == 0:
+            services.prefixes.note(
+                client.name,
+                self._lineage.root_key,
+                self._lineage.token_ids(),
+                self._lineage.keys,
+                held=self._prefixes,
+                num_used_tokens=estimate.prefix_tokens,
+                reads_cache=not self._wants_prompt_logprobs,
+            )
         services.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
         return attempt
 

@@ -13,6 +13,7 @@ from conductor.cluster_view import Slo
 from conductor.cost_model import CostModel
 from conductor.fair_share import FairShare
 from conductor.policies import Policy
+from conductor.prefix_watch import PrefixWatch
 from conductor.registry import NodeRegistry
 from conductor.rejection import RejectionPolicy
 from conductor.replicator import Replicator
@@ -38,6 +39,7 @@ class Services:
     fair_share: FairShare
     batch_turn: BatchTurn
     replicator: Replicator
+    prefixes: PrefixWatch
     slo: Slo
     max_attempts: int
     timeout_s: float  # deadline of a request that sets none

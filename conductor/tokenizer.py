@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,23 @@ MAX_INLINE_CHARS = 8192
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
+def fingerprint_of(*parts: bytes) -> str:
+    """Equal where all parts are; short enough to be compared by eye."""
+    digest = blake2b(digest_size=6)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
 class Tokenizer:
     """Immutable after construction; safe to use from any thread."""
 
-    def __init__(self, core: TokenizerCore, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, core: TokenizerCore, config: Mapping[str, Any] | None = None, fingerprint: str = ""
+    ) -> None:
+        """``fingerprint``: of the file it was read from."""
         self._core = core
+        self.fingerprint = fingerprint
         self.config = dict(config or {})  # tokenizer_config.json
         self.special_tokens = _special_tokens(self.config)
         core.no_truncation()
@@ -55,7 +68,7 @@ class Tokenizer:
             core = TokenizerCore.from_file(str(file))
         except Exception as error:  # the library raises plain Exception for anything wrong in the file
             raise ConfigError(f"{file} cannot be read: {error}", "model.path") from error
-        return cls(core, read_json(path / "tokenizer_config.json"))
+        return cls(core, read_json(path / "tokenizer_config.json"), fingerprint_of(file.read_bytes()))
 
     @property
     def vocab_size(self) -> int:

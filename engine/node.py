@@ -31,6 +31,7 @@ from kvstore.tenant_quota import TenantQuotas
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
+from runtime.agreement import agreement_of, own_version
 from runtime.health.monitor import HealthMonitor, NodeUnfit
 from runtime.metrics import serve_metrics
 from runtime.options import Config
@@ -61,6 +62,7 @@ class EngineNode:
         self.replica = Replica.ours()
         own_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
         self.node_id = self.replica.replica_id if self.replica is not None else own_id
+        self._agreement = {"version": own_version(), "options": agreement_of(config)}
         self.epoch = time.time_ns()
         self.state = "starting"
         self.rpc_address = ""
@@ -289,7 +291,7 @@ class EngineNode:
             metrics_url=self.metrics_url,
             state=self.health.state(self.state),
             reasons=self.health.judgement.reasons,
-            unix_s=time.time(),
+            unix_s=self.clock(),
             model=self.engine.model_fingerprint.hex(),
             layout=self.engine.layout.fingerprint.hex(),
             kv_address=self._packed_kv_address,
@@ -311,7 +313,7 @@ class EngineNode:
     def _extra(self) -> dict[str, Any]:
         plan = self.engine.plan
         extra: dict[str, Any] = {"join_s": round(self.join_s, 3), "num_lives": self.num_lives}
-        extra["health"] = self.health.readings()
+        extra |= self._agreement | {"health": self.health.readings()}
         if plan.world_size > 1:
             extra["ranks"] = str(plan)
         if self.events is not None:

@@ -10,31 +10,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
 from moonpool.errors import LocalClusterError
+from moonpool.finding import Finding
 from moonpool.node_configs import pools_nbytes
 from moonpool.preflight import check_memory, check_model
 from moonpool.redis_server import find_redis
 from runtime.child import tied_command
 from runtime.options import Config
-
-State = Literal["ok", "slow", "missing"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """``missing``: Moonpool cannot run like this; ``slow``: it can, with less. ``advice`` is what to do."""
-
-    what: str
-    state: State
-    fact: str
-    advice: str = ""
 
 
 def check_machine(config: Config) -> Iterator[Finding]:

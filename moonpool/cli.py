@@ -165,13 +165,22 @@ def chat_command(url: str, message: tuple[str, ...], **options: Any) -> None:
 
 
 @cli.command("doctor")
-@click.option("--url", envvar="MOONPOOL_URL", help="Check the cluster running there too.")
+@click.option("--url", envvar="MOONPOOL_URL", help="Diagnose the cluster of this conductor too.")
+@click.option("--redis", metavar="URL", help="The cluster's index: look there too (index.redis_url).")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @config_options
-def doctor_command(url: str | None, file: Path | None, sets: Sequence[str]) -> None:
-    """Say what on this machine is slow, missing or misconfigured."""
+def doctor_command(
+    url: str | None, redis: str | None, as_json: bool, file: Path | None, sets: Sequence[str]
+) -> None:
+    """Say what is slow, missing or wrong on this machine, and in a cluster, and what to do about it.
+
+    Of a cluster (--url): nodes that do not serve, why the cache is not hit, slow paths, clocks that differ,
+    options that contradict each other. Exit code 1: something is missing or wrong.
+    """
     from moonpool.doctor import doctor
 
-    sys.exit(_run(doctor(load_config(file, sets), url, console)))
+    config = load_config(file, [*sets, *([f"index.redis_url={redis}"] if redis else [])])
+    sys.exit(_run(doctor(config, url, console, as_json=as_json)))
 
 
 @cli.command("config")

@@ -1,43 +1,69 @@
-"""``moonpool doctor``: what is slow, missing or misconfigured here, and what to do about it."""
+"""``moonpool doctor``: what is slow, missing or wrong here and in a cluster, and what to do about it."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 
+import orjson
 from rich.console import Console
 from rich.markup import escape
 
-from moonpool.checks import Finding, check_machine
-from moonpool.client import Client
+from moonpool.checks import check_machine
+from moonpool.diagnosis.agreement import check_clocks, check_conductors, check_options
+from moonpool.diagnosis.evidence import Evidence, gather
+from moonpool.diagnosis.hits import check_hits
+from moonpool.diagnosis.index import check_index
+from moonpool.diagnosis.nodes import check_nodes
+from moonpool.diagnosis.paths import check_paths
 from moonpool.errors import ApiError
-from moonpool.status import state_of
+from moonpool.finding import Finding
 from runtime.options import Config
 from transfer.host_report import host_report
 
-_STYLES = {"ok": "green", "slow": "yellow", "missing": "bold red"}
+_STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red", "missing": "bold red"}
+_CLUSTER_CHECKS = (
+    check_nodes,
+    check_options,
+    check_conductors,
+    check_clocks,
+    check_index,
+    check_hits,
+    check_paths,
+)
 
 
-async def doctor(config: Config, url: str | None, console: Console) -> int:
-    """Print a line a finding; the exit code is 1 where something is missing."""
-    missing = _show(check_machine(config), console) + _show(check_kernels(), console)
-    _show(check_transfer(config), console)
+async def doctor(config: Config, url: str | None, console: Console, *, as_json: bool = False) -> int:
+    """Print a line a finding, or all of them as JSON; the exit code is 1 where something is missing or wrong.
+
+    Without ``url`` this machine is looked at, with it the cluster too.
+    """
+    findings: list[Finding] = []
+
+    def show(found: Iterable[Finding]) -> None:
+        for finding in found:
+            findings.append(finding)
+            if not as_json:
+                _print(finding, console)
+
+    show(check_machine(config))
+    show(check_kernels())
+    show(check_transfer(config))
     if url:
-        missing += _show(await check_cluster(url), console)
-    return 1 if missing else 0
+        show(await check_cluster(url, config))
+    if as_json:
+        # Not wrapped, as a console would.
+        console.file.write(orjson.dumps([asdict(finding) for finding in findings]).decode() + "\n")
+    return int(any(finding.state in ("missing", "wrong") for finding in findings))
 
 
-def _show(findings: Iterable[Finding], console: Console) -> int:
-    """Returns how many are missing."""
-    missing = 0
-    for finding in findings:
-        style = _STYLES[finding.state]
-        state = f"[{style}]{finding.state:<8}[/]"
-        console.print(f"{state}{finding.what:<17} {escape(finding.fact)}", soft_wrap=True)
-        if finding.advice:
-            console.print(f"{'':<26}[dim]{escape(finding.advice)}[/]", soft_wrap=True)
-        missing += finding.state == "missing"
-    return missing
+def _print(finding: Finding, console: Console) -> None:
+    style = _STYLES[finding.state]
+    state = f"[{style}]{finding.state:<8}[/]"
+    console.print(f"{state}{escape(finding.what):<17} {escape(finding.fact)}", soft_wrap=True)
+    if finding.advice:
+        console.print(f"{'':<26}[dim]{escape(finding.advice)}[/]", soft_wrap=True)
 
 
 def check_transfer(config: Config) -> Iterator[Finding]:
@@ -66,27 +92,16 @@ def check_kernels() -> Iterator[Finding]:
         yield Finding("GPU", "ok", "none; the CPU computes")
 
 
-async def check_cluster(url: str) -> list[Finding]:
-    """What the conductor at ``url`` says of its nodes."""
+async def check_cluster(url: str, config: Config) -> list[Finding]:
+    """What the conductor at ``url`` and its nodes say, and Redis where ``index.redis_url`` says which."""
     try:
-        async with Client(url) as client:
-            cluster = await client.cluster()
+        evidence = await gather(url, config.index)
     except ApiError as error:
         return [Finding("conductor", "missing", "no answer", str(error))]
-    findings = [Finding("conductor", "ok", url)]
-    nodes = cluster["nodes"]
-    for role in ("prefill", "decode"):
-        if not any(
-            node["role"] == role and node["state"] in ("ready", "unhealthy", "partial") for node in nodes
-        ):
-            findings.append(
-                Finding(f"{role} nodes", "missing", "none is ready", f"start one: moonpool {role}-node")
-            )
-    for node in nodes:
-        fact = f"{node['role']} on {node['host']}, {state_of(node)}"
-        if node["state"] == "ready":
-            findings.append(Finding(node["node_id"], "ok", fact))
-        else:
-            findings.append(Finding(node["node_id"], "slow", fact, "see its log"))
-    findings += [Finding("cluster", "slow", sentence) for sentence in cluster.get("degraded", [])]
-    return findings
+    return [Finding("conductor", "ok", url), *diagnose(evidence)]
+
+
+def diagnose(evidence: Evidence) -> Iterator[Finding]:
+    """Everything there is to say of a cluster, in the order in which one thing explains the next."""
+    for check in _CLUSTER_CHECKS:
+        yield from check(evidence)

@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from conductor.tokenizer import read_json
+from conductor.tokenizer import fingerprint_of, read_json
 from runtime.errors import ConfigError, MoonpoolError
 
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -43,6 +43,7 @@ class ChatTemplate:
     ) -> None:
         """Raises ``ConfigError`` when ``source`` is not a template."""
         self._special_tokens = dict(special_tokens)
+        self.fingerprint = fingerprint_of(source.encode(), json.dumps(self._special_tokens).encode())
         try:
             self._template = _compile(source, now)
         except TemplateError as error:

@@ -34,6 +34,7 @@ from kvstore.store_node.verify import Shelf
 from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc, store_pb2_grpc
 from runtime import rpc
+from runtime.agreement import agreement_of, own_version
 from runtime.health.monitor import HealthMonitor
 from runtime.metrics import serve_metrics
 from runtime.options import Config
@@ -56,6 +57,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.node_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
+        self._agreement = {"version": own_version(), "options": agreement_of(config)}
         self.epoch = time.time_ns()
         self.state = "starting"
         self._clock = clock
@@ -211,7 +213,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             kv_address=self._kv_address().SerializeToString(),
             load=NodeLoad(num_blocks=num_blocks, free_blocks=num_blocks - num_held),
             links=self._agent.bandwidth(),
-            extra={"health": self._health.readings()},
+            extra=self._agreement | {"health": self._health.readings()},
         )
 
     def _kv_address(self) -> node_pb2.KvAddress:

@@ -1,0 +1,87 @@
+"""What is said of a request's prefix: each outcome by the one way there is to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.clock_offset import ClockOffset
+from conductor.prefix_watch import OUTCOMES, PrefixWatch
+from kvstore.keys import chain
+
+SIZE = 4
+BODY = list(range(100, 120))
+
+
+class Asking:
+    """A watch with a clock of its own, asked about prompts of made-up salts."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.watch = PrefixWatch(SIZE, lambda: self.now_s)
+
+    def __call__(self, tokens: list[int], salt: bytes = b"a", *, held: int = 0, used: int = 0) -> str:
+        ids = np.array(tokens, np.int32)
+        keys = chain(salt, ids, SIZE)
+        return self.watch.note("", salt, ids, keys, held={"n": held}, num_used_tokens=used)
+
+
+@pytest.fixture
+def ask() -> Asking:
+    return Asking()
+
+
+def test_a_prompt_of_one_block_or_less_cannot_be_found(ask: Asking) -> None:
+    assert [ask(BODY[:length]) for length in (1, 3, 4)] == ["short"] * 3
+    assert ask(BODY[:5]) == "new"
+
+
+def test_what_was_never_seen_is_new_and_then_a_hit_while_it_is_held(ask: Asking) -> None:
+    assert ask(BODY) == "new"
+    assert ask(BODY, held=4, used=16) == "hit"
+    assert ask(BODY, held=4) == "unused"
+
+
+def test_what_nobody_holds_is_pending_at_first_and_then_dropped(ask: Asking) -> None:
+    ask(BODY)
+    ask.now_s = 1.0
+    assert ask(BODY) == "pending"
+    ask.now_s = 6.0
+    assert ask(BODY) == "dropped"
+
+
+def test_the_same_tokens_of_another_salt_are_told_apart_from_new_ones(ask: Asking) -> None:
+    assert [ask(BODY, salt) for salt in (b"a", b"b", b"c")] == ["new", "salted", "salted"]
+    assert ask.watch.to_dict()["num_salts"] == 3
+    assert ask.watch.to_dict()["num_salts_once"] == 3
+
+
+def test_a_changing_head_before_the_same_body_is_noticed(ask: Asking) -> None:
+    assert [ask([head, *BODY[1:]]) for head in (1, 2, 3)] == ["new", "headed", "headed"]
+
+
+def test_a_tenant_has_counts_of_its_own(ask: Asking) -> None:
+    ids = np.array(BODY, np.int32)
+    ask.watch.note("acme", b"r", ids, chain(b"r", ids, SIZE), held={}, num_used_tokens=0, reads_cache=False)
+    assert ask.watch.to_dict()["tenants"] == {"acme": {"off": 1}}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([b"a", b"b"]), st.integers(0, 12)), max_size=40))
+def test_every_request_has_one_outcome(requests: list[tuple[int, bytes, int]]) -> None:
+    ask = Asking()
+    for head, salt, length in requests:
+        ask.now_s += 2.0
+        assert ask([head, *BODY[:length]], salt) in OUTCOMES
+    assert sum(ask.watch.outcomes.values()) == len(requests)
+
+
+@given(st.floats(-100, 100), st.lists(st.floats(0, 1), min_size=16, max_size=40))
+def test_a_clock_is_off_by_what_the_quickest_heartbeat_says(ahead_s: float, ways_s: list[float]) -> None:
+    offset = ClockOffset()
+    offset.heard(0.0, 5.0)  # of an older version, which does not say when
+    assert offset.seconds is None
+    for number, way_s in enumerate(ways_s):
+        offset.heard(1000.0 + number + ahead_s, 1000.0 + number + way_s)
+    assert offset.seconds == pytest.approx(ahead_s - min(ways_s[-16:]), abs=1e-6)
