@@ -64,7 +64,11 @@ class Stage:
         for piece in cut(inputs, shard.pp, self._piece_tokens):
             part = tokens.take(inputs, share_out(piece, shard.cp, self._share_tokens))
             hidden = None if shard.is_first else self._link.receive(len(part.token_ids))
+            # Tokens that every share computes are the first one's to count.
+            counted = self.model.expert_load.clone() if shard.share and not part.others else None
             hidden = self.model.forward(part, self._pool, hidden)
+            if counted is not None:
+                self.model.expert_load.copy_(counted)
             if shard.is_last:
                 results.append(hidden)
             else:

@@ -26,7 +26,22 @@ def chosen(reference: Reference, token_ids: list[int]) -> np.ndarray:
     return load
 
 
-@pytest.mark.parametrize("plan", [{}, {"tp": 2, "pp": 2}], ids=["alone", "tp2-pp2"])
+PLANS = {
+    "alone": {},
+    # Long pieces are shared out, of short ones every share computes all tokens.
+    "pp2-cp2": {"pp": 2, "cp": 2, "share_tokens": 8},
+    "tp2-pp2": {"tp": 2, "pp": 2},
+    "ep2": {"tp": 2, "ep": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan, id=name, marks=[] if name in ("alone", "pp2-cp2") else pytest.mark.slow)
+        for name, plan in PLANS.items()
+    ],
+)
 async def test_the_rows_of_every_expert_are_counted_once(make_checkpoint, plan) -> None:
     reference = make_checkpoint(
         "qwen2_moe", num_attention_heads=8, num_key_value_heads=2, mlp_only_layers=[DENSE]
