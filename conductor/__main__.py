@@ -12,6 +12,7 @@ from conductor.api import ApiContext, ApiServer
 from conductor.api.chat_template import load_chat_template
 from conductor.api.sampling_defaults import SamplingDefaults
 from conductor.bench_results import BenchResults
+from conductor.cluster_view import Slo
 from conductor.conductor import Conductor
 from conductor.metrics import RequestMetrics
 from conductor.served_model import ServedModel
@@ -68,7 +69,7 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
         tokenizer=tokenizer,
         template=template,
         defaults=SamplingDefaults.from_checkpoint(path),
-        metrics=RequestMetrics(conductor.model.name),
+        metrics=RequestMetrics(conductor.model.name, slo=Slo.of(config.conductor)),
         options=config.conductor,
         tenants=Tenants.load(config.conductor.tenants_path),
         results=BenchResults(config.conductor.results_path),

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from conductor import core_metrics
+from kvstore.reuse_distance import ReuseDistance
+
 # Events kept for those who look later; an event is some hundred bytes.
 _EVENTS_KEPT = 200
 # Pairs of nodes that are told apart; of more, those that moved nothing for longest are forgotten.
@@ -15,7 +18,9 @@ _MAX_ROUTES = 512
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """``kind``: joined, left, unhealthy, healthy, retry, rejected, resync or copied."""
+    """``kind``: joined, left, unhealthy, healthy, retry, evicted (in bulk), resync (of the index mirror) or
+    copied (a prefix).
+    """
 
     number: int  # counts up, so that a reader knows what is new
     unix_s: float
@@ -44,7 +49,11 @@ class Activity:
 
     unix_clock: Callable[[], float]
     tokens: Counter[str] = field(default_factory=Counter)  # prompt tokens by where their KV came from
-    tenants: dict[str, Counter[str]] = field(default_factory=dict)  # configured ones: prompt, cached, output
+    # Of configured ones: prompt tokens, those cached, and these as in ``tokens``.
+    tenants: dict[str, Counter[str]] = field(default_factory=dict)
+    reuse: ReuseDistance = field(
+        default_factory=lambda: ReuseDistance(core_metrics.reuse_distance, core_metrics.reuse_first_uses)
+    )
     placements: Counter[str] = field(default_factory=Counter)
     rejections: Counter[str] = field(default_factory=Counter)
     events: deque[ClusterEvent] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
@@ -58,6 +67,7 @@ class Activity:
             counts = self.tenants.setdefault(tenant, Counter())
             counts["prompt"] += sum(tokens_by_source.values())
             counts["cached"] += sum(tokens_by_source.values()) - tokens_by_source["computed"]
+            counts.update(tokens_by_source)
 
     def moved(self, source: str, target: str, transport: str, nbytes: int, seconds: float) -> None:
         route = self._route(source, target)
@@ -81,6 +91,7 @@ class Activity:
             "placements": dict(self.placements),
             "rejections": dict(self.rejections),
             "routes": [asdict(route) for route in self._routes.values()],
+            "reuse": {"num_uses": self.reuse.num_uses, "hit_ratios": self.reuse.hit_ratios()},
             "events": [asdict(event) for event in self.events],
         }
 

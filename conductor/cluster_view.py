@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from conductor.cost_model import NodeCost
 from conductor.link import LinkModel
 from conductor.prefill_queue import PrefillQueue
+from runtime.options import ConductorOptions
 
 if TYPE_CHECKING:
     from conductor.fleet import Fleet
@@ -49,6 +51,10 @@ class Slo:
 
     ttft_s: float = float("inf")
     tbt_s: float = float("inf")
+
+    @classmethod
+    def of(cls, options: ConductorOptions) -> Slo:
+        return cls(options.slo_ttft_s or math.inf, options.slo_tbt_s or math.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 from conductor.activity import Activity
@@ -17,6 +18,7 @@ from conductor.cluster_view import Slo
 from conductor.cost_model import CostModel
 from conductor.fair_share import FairShare
 from conductor.neighbours import Neighbours
+from conductor.paths import paths_of
 from conductor.policies import POLICIES
 from conductor.prefix_watch import PrefixWatch
 from conductor.registry import NodeRegistry
@@ -104,9 +106,10 @@ class Conductor:
                 nbytes_per_s=options.replicate_nbytes_per_s,
                 block_size=model.block_size,
                 clock=clock,
+                on_copied=partial(activity.event, "copied"),
             ),
             prefixes=PrefixWatch(model.block_size, clock),
-            slo=Slo(options.slo_ttft_s or math.inf, options.slo_tbt_s or math.inf),
+            slo=Slo.of(options),
             max_attempts=options.max_attempts,
             timeout_s=options.request_timeout_s,
             clock=clock,
@@ -214,14 +217,23 @@ class Conductor:
         return tally
 
     def activity(self) -> dict[str, Any]:
-        """What went on since the start, for the dashboard: ``Activity.to_dict``, hot prefixes, the SLO."""
+        """What went on since the start, for the dashboard: ``Activity.to_dict``, hot prefixes, transfer
+        paths, the latest estimates with what they came to, the SLO.
+        """
         slo = self._services.slo
         limits = {
             "ttft_s": None if math.isinf(slo.ttft_s) else slo.ttft_s,
             "tbt_s": None if math.isinf(slo.tbt_s) else slo.tbt_s,
         }
-        prefixes = self._services.replicator.hottest(_PREFIXES_SHOWN)
-        return self._services.activity.to_dict() | {"prefixes": prefixes, "slo": limits}
+        members = self._services.registry.members.values()
+        return self._services.activity.to_dict() | {
+            "prefixes": self._services.replicator.hottest(_PREFIXES_SHOWN),
+            "paths": paths_of(member.record for member in members),
+            "predictions": {
+                name: errors.latest() for name, errors in self._services.cost_model.errors.items()
+            },
+            "slo": limits,
+        }
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether requests can be served now, and what is degraded, in sentences."""

@@ -50,3 +50,13 @@ prediction_error = Histogram(
     ["estimate"],
     buckets=(0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0),
 )
+reuse_distance = Histogram(
+    "moonpool_cluster_reuse_distance_blocks",
+    "Different blocks that this conductor's requests used between two uses of one, of the blocks that are "
+    "watched (a share that is halved as there are more): its share below N is the hit rate of one LRU cache "
+    "of N blocks, first uses counted as misses",
+    buckets=[float(4**power) for power in range(2, 15)],
+)
+reuse_first_uses = Counter(
+    "moonpool_cluster_reuse_first_uses_total", "Uses of watched blocks never seen before, or long ago"
+)

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from conductor import core_metrics
+from conductor.cluster_view import Slo
 from conductor.tally import Tally
 
 _SECONDS = (
@@ -65,8 +66,10 @@ def _renamed(sample: Sample, old: str, new: str) -> Sample:
 class RequestMetrics:
     """Request-level metrics of one served model. All on the event loop; scraped from any thread."""
 
-    def __init__(self, model: str, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, model: str, registry: CollectorRegistry = REGISTRY, slo: Slo | None = None) -> None:
+        """``slo``: what a sequence must keep to count as good; None: any will do."""
         self.registry = registry
+        self.slo = slo or Slo()
         own = self._own = CollectorRegistry()
 
         def of_model(kind: type[Any], name: str, text: str, **options: Any) -> Any:
@@ -117,6 +120,11 @@ class RequestMetrics:
         self.hit_tokens = of_model(
             Counter, "moonpool_prefix_hit_tokens", "Of those, found there and not computed"
         )
+        self.good = of_model(
+            Counter,
+            "moonpool_requests_within_slo",
+            "Sequences that ended well and kept conductor.slo_ttft_s and, as a mean, conductor.slo_tbt_s",
+        )
         self._finished = Counter(
             "moonpool_requests", "Sequences by how they ended", ["model_name", "finish_reason"], registry=own
         )
@@ -151,7 +159,8 @@ class RequestMetrics:
 
     def snapshot(self) -> dict[str, Any]:
         """The request-level metrics as the dashboard takes them: a number, or a histogram's cumulative
-        ``[le, count]`` pairs under ``buckets`` with ``sum``; by name without ``moonpool_``.
+        ``[le, count]`` pairs under ``buckets`` with ``sum``; by name without ``moonpool_``. Those by how they
+        ended are by that.
         """
         found: dict[str, Any] = {}
         for metric in self._own.collect():
@@ -164,8 +173,12 @@ class RequestMetrics:
                 ]
                 total = next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
                 found[name] = {"buckets": pairs, "sum": total}
-            elif metric.type in ("counter", "gauge") and len(metric.samples) == 1:
-                found[name] = metric.samples[0].value
+                continue
+            samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            if name == "requests":
+                found[name] = {sample.labels["finish_reason"]: sample.value for sample in samples}
+            elif metric.type in ("counter", "gauge") and len(samples) == 1:
+                found[name] = samples[0].value
         return found
 
     def of_tenant(self, tenant: str, status: str, tokens: Mapping[str, int]) -> None:
@@ -237,5 +250,10 @@ class SequenceClock:
         metrics.e2e.observe(now_s - self.arrived_s)
         metrics.prompt_size.observe(self.num_prompt_tokens)
         metrics.output_size.observe(self.num_tokens)
+        tpot_s = 0.0
         if self.num_tokens > 1:
-            metrics.tpot.observe((self.last_s - self.first_s) / (self.num_tokens - 1))
+            tpot_s = (self.last_s - self.first_s) / (self.num_tokens - 1)
+            metrics.tpot.observe(tpot_s)
+        kept = self.first_s - self.arrived_s <= metrics.slo.ttft_s and tpot_s <= metrics.slo.tbt_s
+        if kept and reason in ("stop", "length"):
+            metrics.good.inc()

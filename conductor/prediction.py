@@ -6,16 +6,22 @@ from collections import deque
 
 
 class PredictionErrors:
-    """The absolute percentage errors of the latest predictions of one kind."""
+    """The absolute percentage errors of the latest predictions of one kind, and some of these themselves."""
 
-    def __init__(self, window: int = 256) -> None:
+    def __init__(self, window: int = 256, shown: int = 48) -> None:
         self._percents: deque[float] = deque(maxlen=window)
+        self._latest: deque[tuple[float, float]] = deque(maxlen=shown)
         self.count = 0
 
     def add(self, predicted: float, actual: float) -> None:
         if actual > 0:
             self._percents.append(100 * abs(predicted - actual) / actual)
+            self._latest.append((predicted, actual))
             self.count += 1
+
+    def latest(self) -> list[tuple[float, float]]:
+        """What was predicted and what it came to, to the millionth: to be drawn."""
+        return [(round(predicted, 6), round(actual, 6)) for predicted, actual in self._latest]
 
     def quantile(self, q: float) -> float | None:
         """The ``q`` quantile (0 … 1) in percent; None before the first prediction was checked."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from conductor.activity import Activity
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
+from conductor.evictions import EvictionWatch
 from conductor.fleet import Fleet
 from conductor.fleets import Fleets
 from conductor.member import Member
@@ -53,9 +54,11 @@ class NodeRegistry:
             on_joined=self._joined,
             on_heard=self._heard,
             on_left=self._left,
+            on_news=lambda sentence: activity.event("resync", "index", sentence),
             clock=clock,
         )
         self._fleets = Fleets()
+        self._evictions = EvictionWatch()
         self._connected = 0  # flags of the mirror's nodes that can be reached
         self._model = model
         self._layouts = model.layouts()
@@ -203,6 +206,8 @@ class NodeRegistry:
             member.update(record)
             if member.healthy != before:
                 self._health_changed(member)
+            for sentence in self._evictions.heard(record, self._clock()):
+                self._activity.event("evicted", record.node_id, sentence)
 
     def _health_changed(self, member: Member) -> None:
         text = "; ".join(member.record.reasons) or "all its checks are within their limits again"
@@ -261,6 +266,7 @@ class NodeRegistry:
             return
         log.info("%s left: %s", record.node_id, reason)
         self._activity.event("left", record.node_id, reason)
+        self._evictions.left(record.node_id)
         self._former.add(member)
         self._fleets.drop(member)
         if reason == "left":

@@ -33,13 +33,15 @@ class Replicator:
         nbytes_per_s: float,
         block_size: int,
         clock: Callable[[], float],
+        on_copied: Callable[[str, str], None] = lambda target, sentence: None,
     ) -> None:
-        """``nbytes_per_s``: for all copies together; 0: none are made."""
+        """``nbytes_per_s``: for all copies together; 0: none are made. ``on_copied``: told of each copy."""
         self._registry = registry
         self._cost_model = cost_model
         self._nbytes_per_s = nbytes_per_s
         self._block_size = block_size
         self._clock = clock
+        self._on_copied = on_copied
         self._heat = Heat()
         self._made: list[Copy] = []
         self._task: asyncio.Task[None] | None = None
@@ -126,6 +128,10 @@ class Replicator:
             core_metrics.hot_copies.labels("made").inc()
             core_metrics.hot_nbytes.inc(reply.nbytes)
             self._made.append(copy)
+            took = f"{reply.nbytes / 1e6:.1f} MB in {1e3 * reply.seconds:.0f} ms"
+            self._on_copied(
+                copy.target, f"{reply.num_read:,} blocks of a hot prefix from {copy.source}, {took}"
+            )
 
     async def _let_go(self, copy: Copy) -> None:
         member = self._registry.members.get(copy.target)

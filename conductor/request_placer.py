@@ -137,7 +137,8 @@ class RequestPlacer:
         )
         attempt.start()
         self._watch_fetch(estimate)
-        if number == 0:
+        if number == self.first_attempt:
+            services.activity.reuse.use(self._lineage.keys)
             services.prefixes.note(
                 client.name,
                 self._lineage.root_key,

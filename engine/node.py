@@ -26,6 +26,7 @@ from kvstore.node_record import NodeLoad, NodeRecord
 from kvstore.publisher import IndexPublisher
 from kvstore.redis_client import connect
 from kvstore.store.collector import observe_stores
+from kvstore.store.metrics import evicted_totals
 from kvstore.tenant_metrics import TenantLabels, observe_tenants
 from kvstore.tenant_quota import TenantQuotas
 from kvstore.tier import Tier
@@ -33,12 +34,14 @@ from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
 from runtime.agreement import agreement_of, own_version
 from runtime.health.monitor import HealthMonitor, NodeUnfit
+from runtime.machine import versions_of
 from runtime.metrics import serve_metrics
 from runtime.options import Config
 from runtime.replica import Replica
 from runtime.service import ServiceContext
 from runtime.short_lives import ShortLives
 from transfer import TransferAgent
+from transfer.metrics import path_totals
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class EngineNode:
         self.metrics_url = ""
         self.draining = asyncio.Event()
         self.num_lives = self.replica.life if self.replica is not None else 1
+        self._versions = versions_of(("moonpool", "torch"))
         self._began_s = self._ready_s = 0.0  # of this life
         self.tenant_labels = TenantLabels()
         self.events: EventPublisher | None = None  # where they are asked for
@@ -312,8 +316,15 @@ class EngineNode:
 
     def _extra(self) -> dict[str, Any]:
         plan = self.engine.plan
-        extra: dict[str, Any] = {"join_s": round(self.join_s, 3), "num_lives": self.num_lives}
-        extra |= self._agreement | {"health": self.health.readings()}
+        extra: dict[str, Any] = {
+            "join_s": round(self.join_s, 3),
+            "num_lives": self.num_lives,
+            "versions": self._versions,
+            "evicted": evicted_totals(),
+            "paths": path_totals(),
+            "health": self.health.readings(),
+            **self._agreement,
+        }
         if plan.world_size > 1:
             extra["ranks"] = str(plan)
         if self.events is not None:

@@ -46,12 +46,13 @@ stale_hits = Counter(
 )
 reuse_distance = Histogram(
     "moonpool_reuse_distance_blocks",
-    "Different blocks used between two uses of one, of one block in 16: its share below N is the hit rate of "
-    "an LRU cache of N blocks, first uses counted as misses.",
+    "Different blocks used between two uses of one, of the blocks that are watched (a share that is halved "
+    "as there are more): its share below N is the hit rate of an LRU cache of N blocks, first uses counted "
+    "as misses.",
     buckets=[float(4**power) for power in range(3, 13)],
 )
 reuse_first_uses = Counter(
-    "moonpool_reuse_first_uses_total", "Uses of blocks never seen before, or long ago, of one block in 16."
+    "moonpool_reuse_first_uses_total", "Uses of watched blocks never seen before, or long ago."
 )
 lapsed_nodes = Counter(
     "moonpool_index_lapsed_nodes_total", "Nodes this process dropped because their lease ended."

@@ -44,6 +44,7 @@ class IndexMirror:
         on_joined: Callable[[NodeRecord], None] | None = None,
         on_left: Callable[[NodeRecord, str], None] | None = None,
         on_heard: Callable[[NodeRecord], None] | None = None,
+        on_news: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         tick_s: float = 0.5,
         check_interval_s: float = 10.0,
@@ -54,13 +55,15 @@ class IndexMirror:
 
         ``on_joined`` is called for every new life of a node, ``on_heard`` for every later record of one,
         ``on_left`` with the record and why; a node that comes back with a new epoch leaves first. All run on
-        the loop, after the mirror has changed.
+        the loop, after the mirror has changed. ``on_news`` gets a sentence whenever the mirror loses the
+        index, falls behind it, is found to differ from it, and when it is in step again.
         """
         self.connected = False
         self._index = index
         self.joined = on_joined or (lambda record: None)
         self.left = on_left or (lambda record, reason: None)
         self.heard = on_heard or (lambda record: None)
+        self._news = on_news or (lambda sentence: None)
         self._sweep_due = asyncio.Event()
         self._copy = IndexCopy(self, self._sweep_due.set)
         self._follower = Follower(index, self._copy, lease_ttl_s=lease_ttl_s, clock=clock, tick_s=tick_s)
@@ -156,14 +159,19 @@ class IndexMirror:
                     if not self.connected:
                         await self._follower.connect()
                         self._set_connected(True)
+                        self._news(
+                            f"in step with Redis again: {self.num_blocks:,} blocks of {len(self.nodes)} nodes"
+                        )
                     attempt = 0
                     await self._follower.follow()
                 except Behind as behind:
                     _log.warning("index mirror reads everything again: %s", behind)
                     self._set_connected(False, behind.cause)
+                    self._news(f"everything is read again ({behind.cause}): {behind}")
                 except IndexUnavailable as error:
                     if self.connected:
                         _log.warning("index mirror keeps what it has: %s", error)
+                        self._news(f"keeps what it has: {error}")
                     self._set_connected(False)
                     await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
                     attempt += 1
@@ -184,7 +192,8 @@ class IndexMirror:
             await asyncio.sleep(self._check_interval_s)
             if self.connected:
                 try:
-                    await self._check.compare_next()
+                    if num_blocks := await self._check.compare_next():
+                        self._news(f"{num_blocks:,} blocks differ from Redis: their nodes are read again")
                 except IndexUnavailable as error:
                     _log.warning("the mirror was not compared with Redis: %s", error)
 

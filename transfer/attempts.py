@@ -82,6 +82,7 @@ class Attempts:
         tries: dict[str, int] = {}
         interruptions = 0
         reasons: list[str] = []
+        failed: metrics.PathMetrics | None = None  # the attempt before
         while True:
             carriers = self._carriers(infos, where)
             path = next((path for path in carriers if tries.get(path.name, 0) < _MAX_TRIES_A_PATH), None)
@@ -90,13 +91,18 @@ class Attempts:
             if path is None:
                 raise PeerLost(self._peer.agent_id, "; ".join(reasons[-4:]))
             elsewhere = any(p is not path and not tries.get(p.name) for p in carriers)
-            error = await self._try(path, where, elsewhere=elsewhere)
+            if failed is not None:
+                failed.retries.inc()
+            counters = metrics.of_path(path.name, self._direction)
+            with counters.attempts.track_inprogress():
+                error = await self._try(path, where, elsewhere=elsewhere)
             if error is None:
                 return path
+            counters.failed.inc()
             if not isinstance(error, PathFailed):
                 raise error
             reasons.append(str(error))
-            metrics.RETRIES.labels(path.name, self._direction).inc()
+            failed = counters
             if error.interrupted and interruptions < _MAX_INTERRUPTIONS:
                 interruptions += 1
             else:

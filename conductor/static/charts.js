@@ -5,7 +5,8 @@ const KEPT = 600;
 const CHARTS = {
   "chart-tokens": { series: [["generated", "--accent"], ["prompt", "--soft"]] },
   "chart-requests": { series: [["running", "--accent"], ["waiting", "--warn"]] },
-  "chart-hits": { series: [["hit", "--good"]], max: 100 },
+  "chart-goodput": { series: [["ended", "--soft"], ["good", "--good"], ["turned away", "--bad"]] },
+  "chart-hits": { series: [["of the node itself", "--good"], ["of another node", "--accent"]], max: 100 },
   "chart-moved": { series: [["moved", "--accent"]] },
 };
 

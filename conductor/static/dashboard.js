@@ -68,6 +68,9 @@ async function listBenchmarks() {
     if (!one.problem) details.addEventListener("toggle", () => { if (details.open) openBenchmark(details); });
     return details;
   }));
+  // The latest is drawn at once.
+  const latest = listed.findIndex((one) => !one.problem);
+  if (!known.size && latest >= 0) box.children[latest].open = true;
   byId("benchmarks").querySelector(".none").hidden = listed.length > 0;
 }
 

@@ -2,6 +2,7 @@
 import { byId, bytes, element, svg } from "./draw.js";
 
 const ROLES = ["prefill", "decode", "store"];
+const compact = new Intl.NumberFormat("en", { notation: "compact" });
 const WIDTH = 190, HEIGHT = 74, GAP = 18, BETWEEN = 210, TOP = 26;
 const FRAME = 26, INSET = 8; // around the replicas of a node: above them its name, beside and below them a margin
 
@@ -38,7 +39,8 @@ function box(node, x, y) {
   group.append(svg("circle", { cx: 12, cy: 15, r: 4 }));
   group.append(svg("text", { x: 22, y: 19, class: "name" }, node.node_id));
   const load = node.load ?? {};
-  const words = node.state === "ready" ? `${load.num_running ?? 0} run, ${load.num_waiting ?? 0} wait` : node.state;
+  const queued = load.num_queued_tokens ? `, ${compact.format(load.num_queued_tokens)} tokens queued` : "";
+  const words = node.state === "ready" ? `${load.num_running ?? 0} run, ${load.num_waiting ?? 0} wait${queued}` : node.state;
   group.append(svg("text", { x: 22, y: 35, class: "soft" }, words));
   (node.tiers ?? []).slice(0, 3).forEach((tier, number) => {
     const held = (tier.num_used_blocks ?? 0) + (tier.num_cached_blocks ?? 0);
@@ -51,6 +53,27 @@ function box(node, x, y) {
     group.append(filled);
   });
   return group;
+}
+
+// The line between two nodes, and how much goes over it just now.
+function link(route, places) {
+  const from = places.get(route.source), to = places.get(route.target);
+  const right = to.x > from.x, same = to.x === from.x;
+  const x1 = from.x + (right || same ? WIDTH : 0), x2 = to.x + (right ? 0 : WIDTH);
+  const y1 = from.y + HEIGHT / 2, y2 = to.y + HEIGHT / 2;
+  const bend = same ? 50 : (x2 - x1) / 2, back = same ? -50 : bend;
+  const told = `${route.source} to ${route.target}: ${bytes(route.rate)}/s`;
+  const path = `M${x1} ${y1} C${x1 + bend} ${y1} ${x2 - back} ${y2} ${x2} ${y2}`;
+  const line = svg("path", { d: path, class: route.rate ? "link moving" : "link" });
+  line.style.strokeWidth = route.rate ? 1.5 + Math.min(6, Math.log10(1 + route.rate / 1e5)) : 1;
+  line.append(svg("title", {}, told));
+  if (!route.rate) return { line: [line], label: [] };
+  // Nearer to where it comes from: lines that cross have their middles in one place.
+  const along = 0.3, rest = 1 - along;
+  const at = (a, b, c, d) => rest ** 3 * a + 3 * rest ** 2 * along * b + 3 * rest * along ** 2 * c + along ** 3 * d;
+  const label = svg("text", { x: at(x1, x1 + bend, x2 - back, x2), y: at(y1, y1, y2, y2) - 5, class: "rate", "text-anchor": "middle" }, `${bytes(route.rate)}/s`);
+  label.append(svg("title", {}, told));
+  return { line: [line], label: [label] };
 }
 
 // routes: [{source, target, rate}], rate in bytes a second.
@@ -80,19 +103,8 @@ export function drawMap(nodes, routes) {
       y += heightOf(node) + GAP;
     }
   });
-  const lines = routes.filter((route) => places.has(route.source) && places.has(route.target)).map((route) => {
-    const from = places.get(route.source), to = places.get(route.target);
-    const right = to.x > from.x, same = to.x === from.x;
-    const x1 = from.x + (right || same ? WIDTH : 0), x2 = to.x + (right ? 0 : WIDTH);
-    const y1 = from.y + HEIGHT / 2, y2 = to.y + HEIGHT / 2;
-    const bend = same ? 50 : (x2 - x1) / 2;
-    const path = `M${x1} ${y1} C${x1 + (same ? 50 : bend)} ${y1} ${same ? x2 + 50 : x2 - bend} ${y2} ${x2} ${y2}`;
-    const line = svg("path", { d: path, class: route.rate ? "link moving" : "link" });
-    line.style.strokeWidth = route.rate ? 1.5 + Math.min(6, Math.log10(1 + route.rate / 1e5)) : 1;
-    line.append(svg("title", {}, `${route.source} to ${route.target}: ${bytes(route.rate)}/s`));
-    return line;
-  });
-  picture.replaceChildren(...lines, ...parts);
+  const links = routes.filter((route) => places.has(route.source) && places.has(route.target)).map((route) => link(route, places));
+  picture.replaceChildren(...links.flatMap((one) => one.line), ...parts, ...links.flatMap((one) => one.label));
   const alive = nodes.filter((node) => node.state === "ready").length;
   picture.setAttribute("aria-label", `${nodes.length} nodes, ${alive} of them ready; the table below says the same`);
   if (!nodes.length) picture.replaceChildren(svg("text", { x: 0, y: 15, class: "soft" }, "no node has registered"));

@@ -1,27 +1,16 @@
 // Everything the dashboard says of a cluster, from one snapshot of /v1/live and the one before it.
+import { drawCache, parts } from "./cache.js";
 import * as charts from "./charts.js";
-import { bars, byId, bytes, cell, element, fill, format, patch, percent, pill, row, say, seconds, within } from "./draw.js";
+import { byId, bytes, cell, element, fill, format, patch, percent, pill, row, say, seconds, within } from "./draw.js";
 import { drawMap, holders, stateClass, stateOf, tiers } from "./map.js";
+import { pathsWithRates, rate, rateOfAll, remember, withRates } from "./rates.js";
+import { drawEstimates, drawService } from "./service.js";
+import { drawTransfers } from "./transfers.js";
 
 const LOST_SHOWN_S = 120; // a node whose lease ended stays in sight for so long
 
 const roles = new Map(); // of every node seen, for those that are gone
 const nodeOf = new Map(); // the node of every replica seen
-let before = null; // the snapshot of the second before, for rates
-
-function rate(now, name) {
-  const span = before ? now.unix_s - before.unix_s : 0;
-  return span > 0 ? Math.max(0, now.metrics[name] - before.metrics[name]) / span : 0;
-}
-
-function withRates(now) {
-  const span = before ? now.unix_s - before.unix_s : 0;
-  const known = new Map((before?.routes ?? []).map((route) => [`${route.source}\n${route.target}`, route.nbytes]));
-  return now.routes.map((route) => {
-    const past = known.get(`${route.source}\n${route.target}`) ?? (before ? 0 : route.nbytes);
-    return { ...route, rate: span > 0 ? (route.nbytes - past) / span : 0 };
-  });
-}
 
 // The nodes there are, and those that went without saying so a moment ago.
 function withLost(now) {
@@ -59,7 +48,7 @@ function drawNow(now) {
     ["tokens", format.format(Math.round(rate(now, "output_tokens"))), "tokens a second"],
     ["hits", percent(hits), "of prompt tokens from the cache"],
     ["blocks", format.format(now.cluster.index.num_blocks), "blocks in the index"],
-    ["index", now.cluster.index.connected ? seconds(now.cluster.index.lag_s) : "lost", now.cluster.index.connected ? "behind the index" : "Redis does not answer"],
+    ["index", now.cluster.index.connected ? `${Math.round(1000 * now.cluster.index.lag_s)} ms` : "lost", now.cluster.index.connected ? "behind the index" : "Redis does not answer"],
   ];
   patch(byId("now"), figures.map(([id, value, name]) => {
     const card = within("div", "", element("b", value), element("span", name));
@@ -69,13 +58,20 @@ function drawNow(now) {
 }
 
 function drawCharts(now, routes) {
-  const prompt = rate(now, "prefix_queried_tokens"), hit = rate(now, "prefix_hit_tokens");
+  const found = rateOfParts(now);
   charts.add(now.unix_s, {
-    "chart-tokens": [rate(now, "output_tokens"), prompt],
+    "chart-tokens": [rate(now, "output_tokens"), rate(now, "prefix_queried_tokens")],
     "chart-requests": [now.metrics.running_requests, now.metrics.waiting_requests],
-    "chart-hits": [prompt ? (100 * hit) / prompt : null],
+    "chart-goodput": [rateOfAll(now, (one) => one.metrics.requests ?? {}), rate(now, "requests_within_slo"), rateOfAll(now, (one) => one.rejections)],
+    "chart-hits": found,
     "chart-moved": [routes.reduce((sum, route) => sum + route.rate, 0) / 1e6],
   });
+}
+
+// Percent of the prompt tokens of the last second, from the node itself and from another; nothing while there were none.
+function rateOfParts(now) {
+  const [local, remote, all] = ["local", "remote", "all"].map((part) => rateOfAll(now, (one) => [parts(one.tokens)[part]]));
+  return all ? [(100 * local) / all, (100 * remote) / all] : [null, null];
 }
 
 // Where a node is, and how its host and GPUs are.
@@ -99,28 +95,6 @@ function drawNodes(nodes) {
   }));
 }
 
-function drawCache(now) {
-  const names = { computed: "computed", pool: "its own pool", host: "host memory", ssd: "disk", fetched: "another node" };
-  const all = Object.values(now.tokens).reduce((sum, count) => sum + count, 0);
-  const shown = Object.entries(names).map(([name, title]) => [title, now.tokens[name] ?? 0]);
-  bars(byId("sources"), all ? shown : [], (count) => `${format.format(count)} (${percent(count / all)})`);
-  fill(byId("tenants"), Object.entries(now.tenants).map(([name, counts]) =>
-    row(name, counts.prompt ?? 0, cell(percent((counts.cached ?? 0) / counts.prompt), "number"))));
-  fill(byId("prefixes"), now.prefixes.map((prefix) =>
-    row(cell(prefix.key.slice(0, 12), "id"), prefix.blocks, cell((60 * prefix.uses_per_s).toFixed(1), "number"),
-      prefix.holders.join(", ") || "nobody now")));
-}
-
-function drawRoutes(routes) {
-  const sorted = [...routes].sort((a, b) => b.rate - a.rate || b.nbytes - a.nbytes);
-  fill(byId("routes"), sorted.map((route) => {
-    const mean = route.transfers ? route.seconds / route.transfers : 0;
-    return row(route.source, route.target, route.transport || "–", cell(`${bytes(route.rate)}/s`, "number"),
-      cell(route.seconds ? `${bytes(route.nbytes / route.seconds)}/s` : "–", "number"),
-      cell(bytes(route.nbytes), "number"), route.transfers, cell(seconds(mean), "number"), route.failures);
-  }));
-}
-
 function drawRequests(requests, open) {
   fill(byId("requests").querySelector("table"), requests.map((request) => {
     const className = { done: "good", running: "warn", cancelled: "soft" }[request.status] ?? "bad";
@@ -128,25 +102,6 @@ function drawRequests(requests, open) {
       request.output_tokens, cell(seconds(request.ttft_s), "number"), cell(seconds(request.tpot_s), "number"),
       cell(seconds(request.e2e_s), "number"), open(request.id));
   }));
-}
-
-// A histogram's buckets that hold something, and the share that keeps the limit.
-function drawLatency(id, histogram, limit_s) {
-  const buckets = histogram.buckets.map(([le, count], at, all) => [le === "+Inf" ? Infinity : Number(le), count - (at ? all[at - 1][1] : 0)]);
-  const used = buckets.filter(([, count]) => count);
-  const shown = used.length ? buckets.slice(buckets.indexOf(used[0]), buckets.indexOf(used.at(-1)) + 1) : [];
-  bars(byId(id), shown.map(([le, count]) => [le === Infinity ? "more" : `≤ ${seconds(le)}`, count]));
-  const all = buckets.reduce((sum, [, count]) => sum + count, 0);
-  const within = buckets.filter(([le]) => le <= limit_s).reduce((sum, [, count]) => sum + count, 0);
-  const mean = all ? `mean ${seconds(histogram.sum / all)} of ${format.format(all)}` : "";
-  const kept = limit_s ? `; at least ${percent(within / all)} within ${seconds(limit_s)}` : "";
-  say(byId(id).nextElementSibling, all ? mean + kept : "");
-}
-
-function drawCost(errors) {
-  const shown = (value) => cell(value === null ? "–" : `${value.toFixed(1)} %`, "number");
-  fill(byId("cost").querySelector("table"), Object.entries(errors).map(([name, error]) =>
-    row(name, error.count, shown(error.p50_percent), shown(error.p90_percent))));
 }
 
 function drawEvents(events) {
@@ -174,13 +129,10 @@ export function draw(now, open) {
   drawMap(nodes, routes);
   drawNodes(nodes);
   drawCache(now);
-  drawRoutes(routes);
+  drawTransfers(pathsWithRates(now), routes);
   drawRequests(now.requests, open);
-  drawLatency("ttft", now.metrics.time_to_first_token_seconds, now.slo.ttft_s);
-  drawLatency("gap", now.metrics.inter_token_latency_seconds, now.slo.tbt_s);
-  bars(byId("rejections"), Object.entries(now.rejections));
-  bars(byId("placements"), Object.entries(now.placements));
-  drawCost(now.cluster.prediction_errors);
+  drawService(now);
+  drawEstimates(now);
   drawEvents(now.events);
-  before = now;
+  remember(now);
 }

@@ -46,3 +46,12 @@ SECONDS = Histogram(
     ["tier", "operation"],
     buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
 )
+
+
+def evicted_totals() -> dict[str, dict[str, int]]:
+    """``EVICTED_BLOCKS`` by tier and reason: what a node says of it to others."""
+    found: dict[str, dict[str, int]] = {}
+    for sample in next(iter(EVICTED_BLOCKS.collect())).samples:
+        if sample.name.endswith("_total"):
+            found.setdefault(sample.labels["tier"], {})[sample.labels["reason"]] = int(sample.value)
+    return found

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from conductor.api import ApiServer
-from conductor.metrics import RequestMetrics
+from conductor.cluster_view import Slo
+from conductor.metrics import RequestMetrics, SequenceClock
 from runtime.errors import PortInUse
 
 
@@ -158,3 +159,21 @@ async def test_recent_requests_are_listed_with_what_the_api_spent(api: Any) -> N
 def test_two_models_metrics_can_live_in_one_registry_each() -> None:
     for name in ("a", "b"):
         RequestMetrics(name, CollectorRegistry()).ttft.observe(1.0)
+
+
+@pytest.mark.parametrize(
+    ("first_s", "last_s", "reason", "good"),
+    [(0.5, 0.7, "stop", 1), (0.6, 0.7, "stop", 0), (0.5, 0.8, "stop", 0), (0.5, 0.7, "cancelled", 0)],
+)
+def test_a_request_is_good_when_it_kept_both_slos(
+    first_s: float, last_s: float, reason: str, good: int
+) -> None:
+    metrics = RequestMetrics("tiny", CollectorRegistry(), slo=Slo(ttft_s=0.5, tbt_s=0.1))
+    sequence = SequenceClock(metrics, arrived_s=0.0, num_prompt_tokens=3)
+    sequence.begin()
+    for now_s in (first_s, (first_s + last_s) / 2, last_s):
+        sequence.token(now_s, 0)
+    sequence.end(last_s, reason)
+    snapshot = metrics.snapshot()
+    assert snapshot["requests_within_slo"] == good
+    assert snapshot["requests"] == {reason: 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -23,22 +24,40 @@ NEEDS_BROWSER = pytest.mark.skipif(
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 MARKUP = "<img src=x onerror='window.pwned=1'>"
 SECRET = "a-secret-that-nobody-is-shown"
+BREAKOUT = "</script><script>window.pwned=1</script><!--"
 TENANTS = f"""
 ["{MARKUP}"]
 keys = ["sk-1"]
 """
 
 
+def result(path: Path, text: str) -> Path:
+    """A benchmark's file with somebody's text wherever text may stand."""
+    row = {"case": text, "metric": text, "value": 8.0, "unit": text, "p50": 8.0, "p99": 9.0}
+    peer = {"peer": text, "peer_value": 4.0, "ratio": 2.0, "limit": "at least", "limit_value": 1.5}
+    environment = {"machine": text, "versions": {text: text}, "commit": text}
+    environment["date"] = "2026-11-21T03:00:00+00:00"
+    path.write_text(json.dumps({"environment": environment, "rows": [row, {**row, **peer}]}))
+    return path
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
     directory: Path = tmp_path_factory.mktemp("dashboard")
     (directory / "tenants.toml").write_text(TENANTS)
+    (directory / "results").mkdir()
+    result(directory / "results" / "hostile.json", f"{MARKUP}{BREAKOUT}")
     config = small_config()
     config = replace(
         config,
         model=replace(config.model, name=MARKUP),
         cluster=replace(config.cluster, prefill=1, decode=2),
-        conductor=replace(config.conductor, tenants_path=str(directory / "tenants.toml")),
+        conductor=replace(
+            config.conductor,
+            tenants_path=str(directory / "tenants.toml"),
+            results_path=str(directory / "results"),
+            slo_ttft_s=60.0,
+        ),
         transfer=replace(config.transfer, secret=SECRET),
     )
     async with LocalCluster(config, directory=directory) as running:

@@ -6,6 +6,7 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import aiohttp
 import pytest
@@ -16,7 +17,7 @@ from moonpool.client import Client
 from moonpool.local_cluster import LocalCluster
 from runtime.child import tied_command
 from tests.cluster.conftest import eventually, kill
-from tests.dashboard.conftest import MARKUP, NEEDS_BROWSER, SCREENSHOTS, ask
+from tests.dashboard.conftest import BREAKOUT, MARKUP, NEEDS_BROWSER, SCREENSHOTS, ask
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]
 
@@ -56,8 +57,62 @@ async def test_the_figures_are_those_of_the_metrics(page: Page, cluster: LocalCl
     await expect(tenant).to_have_count(1)
     await expect(tenant).to_contain_text(MARKUP)
     await expect(tenant).to_contain_text(f"{queried:,.0f}")
+    await expect(tenant).to_contain_text(f"{100 * hit / queried:.1f} %")
+    good = await metric(cluster.url, "moonpool_requests_within_slo_total")
+    await expect(page.locator("#goodput")).to_contain_text(f"{good:.0f} of {good:.0f} sequences")
     moved = page.locator("#routes tbody tr", has_text="prefill-0")
     await expect(moved.first).to_contain_text("decode-")
+
+
+async def test_transfers_are_those_of_the_nodes_metrics(page: Page, cluster: LocalCluster) -> None:
+    await ask(cluster.url, "Sixteen tokens make a block, and a block is moved. " * 4)
+    pages = [str(node.ready["metrics_url"]).removesuffix("/metrics") for node in cluster.nodes]
+    counts = dict.fromkeys(("shm", "tcp"), 0.0)
+    for path in counts:
+        name = rf'moonpool_transfer_batch_seconds_count{{direction="read",path="{path}"}}'
+        counts[path] = sum([await metric(url, re.escape(name)) for url in pages])
+    path, count = max(counts.items(), key=lambda one: one[1])
+    assert count > 0
+    row = page.locator("#paths tbody tr", has_text=path)
+    await expect(row.locator("td").nth(3)).to_have_text(f"{count:.0f}")
+    for place in (6, 7, 8):  # nothing under way, nothing failed
+        await expect(row.locator("td").nth(place)).to_have_text("0")
+
+
+async def test_what_another_cache_would_have_found_is_told(page: Page, cluster: LocalCluster) -> None:
+    for _ in range(2):
+        await ask(cluster.url, "A prompt that comes again is found where there is room for it. " * 3)
+    await expect(page.locator("#reuse > div").last).to_contain_text("%")
+    async with Client(cluster.url) as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    ratios = dict(now["reuse"]["hit_ratios"])
+    best = max(ratios.values())
+    assert best > 0
+    await expect(page.locator("#reuse > div").last).to_contain_text(f"{100 * best:.1f} %")
+    await expect(page.locator("#reuse + p")).to_contain_text("As large as the prefill nodes' pools")
+
+
+async def test_benchmark_results_are_drawn(page: Page, cluster: LocalCluster) -> None:
+    first = page.locator("#benchmarks details").first
+    await expect(first).to_contain_text("hostile.json")
+    await expect(first.locator("tbody tr")).to_have_count(2)
+    await expect(first.locator("figcaption")).to_have_text(f"{MARKUP}{BREAKOUT}")
+    await expect(first.locator(".benchmark")).to_contain_text("1 of 1 limits reached")
+
+
+async def test_a_page_can_be_paused(page: Page, cluster: LocalCluster) -> None:
+    pause = page.get_by_role("button", name="pause")
+    await pause.click()
+    await expect(pause).to_have_attribute("aria-pressed", "true")
+    request = await ask(cluster.url, "What comes while nobody looks.")
+    async with Client(cluster.url) as client, aclosing(client.live()) as live:
+        # The page is sent what we are: by our third snapshot it has had two.
+        for _ in range(3):
+            now = await anext(live)
+    assert any(one["id"] == request for one in now["requests"])
+    await expect(page.locator("#requests tbody tr", has_text=request)).to_have_count(0)
+    await pause.click()
+    await expect(page.locator("#requests tbody tr", has_text=request)).to_have_count(1)
 
 
 async def test_a_timeline_is_that_of_the_api(page: Page, cluster: LocalCluster) -> None:
@@ -97,7 +152,16 @@ async def test_every_part_is_on_the_page(page: Page, theme: str, width: int) -> 
     await expect(page.locator("#map svg .node")).to_have_count(3)
     # Nothing is wider than the page, but for what scrolls in itself.
     assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    for heading in ("Cluster", "Cache", "Transfers", "Requests", "Latency", "Events", "Playground"):
+    for heading in (
+        "Cluster",
+        "Cache",
+        "Transfers",
+        "Requests",
+        "Service",
+        "Events",
+        "Benchmarks",
+        "Playground",
+    ):
         await expect(page.get_by_role("heading", name=heading, exact=True)).to_be_visible()
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     await page.screenshot(path=SCREENSHOTS / f"dashboard-{theme}-{width}.png", full_page=True)
@@ -106,8 +170,10 @@ async def test_every_part_is_on_the_page(page: Page, theme: str, width: int) -> 
 async def test_a_page_left_open_does_not_grow(page: Page) -> None:
     """Ten minutes' worth of snapshots at once, twice: the second time nothing is kept that was not before."""
     await page.evaluate("import('/static/charts.js').then((m) => { window.charts = m })")
-    fill = """(from) => { for (let i = 0; i < 1200; i++) charts.add(from + i, {'chart-tokens': [i, i],
-        'chart-requests': [i, i], 'chart-hits': [i], 'chart-moved': [i]}); return charts.kept(); }"""
+    fill = """(from) => {
+        for (let i = 0; i < 1200; i++) charts.add(from + i, {'chart-tokens': [i, i], 'chart-requests': [i, i],
+            'chart-goodput': [i, i, i], 'chart-hits': [i, i], 'chart-moved': [i]});
+        return charts.kept(); }"""
     assert await page.evaluate(fill, 0) == await page.evaluate(fill, 5000) == 600
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 
@@ -15,24 +14,17 @@ from moonpool.errors import ReportSourceInvalid
 from moonpool.local_cluster import LocalCluster
 from moonpool.report import benchmark_facts, report_data
 from moonpool.single_page import bundle, single_page
-from tests.dashboard.conftest import MARKUP, NEEDS_BROWSER, SCREENSHOTS, SECRET, ask
+from tests.dashboard.conftest import (
+    BREAKOUT,
+    MARKUP,
+    NEEDS_BROWSER,
+    SCREENSHOTS,
+    SECRET,
+    ask,
+    result,
+)
 
-BREAKOUT = "</script><script>window.pwned=1</script><!--"
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-
-
-def result(path: Path, text: str) -> Path:
-    """A benchmark's file with somebody's text wherever text may stand."""
-    row = {"case": text, "metric": text, "value": 8.0, "unit": text, "p50": 8.0, "p99": 9.0}
-    peer = {"peer": text, "peer_value": 4.0, "ratio": 2.0, "limit": "at least", "limit_value": 1.5}
-    environment = {
-        "machine": text,
-        "versions": {text: text},
-        "commit": text,
-        "date": "2026-11-21T03:00:00+00:00",
-    }
-    path.write_text(json.dumps({"environment": environment, "rows": [row, {**row, **peer}]}))
-    return path
 
 
 async def opened(browser: Browser, file: Path, theme: str = "light") -> tuple[Page, list[str]]:

@@ -28,7 +28,14 @@ class Watcher:
     def __init__(self, index: KVIndex) -> None:
         self.joined: list[tuple[str, int]] = []
         self.left: list[tuple[str, int, str]] = []
-        self.mirror = IndexMirror(index, lease_ttl_s=TTL_S, on_joined=self._joined, on_left=self._left)
+        self.news: list[str] = []
+        self.mirror = IndexMirror(
+            index,
+            lease_ttl_s=TTL_S,
+            on_joined=self._joined,
+            on_left=self._left,
+            on_news=self.news.append,
+        )
 
     def _joined(self, record: NodeRecord) -> None:
         self.joined.append((record.node_id, record.epoch))
@@ -212,6 +219,9 @@ async def test_a_hole_in_the_stream_makes_the_mirror_read_everything(
     await index.publish("a", 1, [(key(11), Tier.POOL)])
     await watcher.mirror.caught_up()
     assert watcher.mirror.longest_prefix(chain(20)) == {"a": 12}
+    found, over = watcher.news
+    assert found.startswith("everything is read again (gap): events ")
+    assert over.startswith("in step with Redis again: 12 blocks of ")
 
 
 async def test_another_history_under_the_same_numbers_is_noticed(

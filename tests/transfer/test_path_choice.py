@@ -13,6 +13,7 @@ from tests.transfer.conftest import StartPeer
 from tests.transfer.peer_process import pattern
 from transfer import PathFailed, PeerLost, Span, TransferAgent
 from transfer.attempt import Attempt
+from transfer.metrics import path_totals
 from transfer.path_choice import PathChoice
 
 
@@ -79,6 +80,7 @@ async def test_a_batch_goes_on_over_the_next_path(start_peer: StartPeer) -> None
             attempt.stop(PathFailed("shm", "broken for the test"))
 
         shm.start = broken  # type: ignore[method-assign]
+        before = path_totals()
         memory.array[:] = 0
         assert (await peer.read(*spans, deadline_s=5)).transport == "tcp"
         assert np.array_equal(memory.array, pattern(1 << 20, 4))
@@ -88,3 +90,16 @@ async def test_a_batch_goes_on_over_the_next_path(start_peer: StartPeer) -> None
         tcp.start = lambda attempt: attempt.stop(PathFailed("tcp", "this one, too"))  # type: ignore[method-assign]
         with pytest.raises(PeerLost, match="this one, too"):
             await peer.read(*spans, deadline_s=5)
+        after = path_totals()
+
+        def more(path: str, name: str) -> int:
+            return int(after[path][name] - before.get(path, {}).get(name, 0))
+
+        # shm is tried until it is given up, and every time another attempt follows; the last one has none.
+        tries = more("shm", "failures") + more("tcp", "failures")
+        assert more("shm", "retries") + more("tcp", "retries") == tries - 1
+        assert (more("tcp", "batches"), more("tcp", "nbytes"), more("shm", "batches")) == (1, 1 << 20, 0)
+        assert after["shm"]["in_flight"] == after["tcp"]["in_flight"] == 0
+        bounds, counts = zip(*after["tcp"]["buckets"], strict=True)
+        assert list(bounds) == sorted(bounds)
+        assert list(counts) == sorted(counts)

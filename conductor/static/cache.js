@@ -1,0 +1,58 @@
+// What was found in the cache, where, for whom, and what a larger or smaller one would have found.
+import { bars, byId, bytes, cell, element, fill, format, percent, row, say } from "./draw.js";
+
+const SOURCES = { computed: "computed", pool: "its own pool", host: "host memory", ssd: "disk", fetched: "another node" };
+const LOCAL = ["pool", "host", "ssd"];
+
+export function parts(tokens) {
+  const local = LOCAL.reduce((all, name) => all + (tokens[name] ?? 0), 0), remote = tokens.fetched ?? 0;
+  return { local, remote, all: local + remote + (tokens.computed ?? 0) };
+}
+
+function tenantRow(name, counts) {
+  const { local, remote, all } = parts(counts), share = (part) => cell(percent(part / all), "number");
+  return row(name, counts.prompt ?? 0, share(local + remote), ...LOCAL.map((tier) => share(counts[tier] ?? 0)), share(remote));
+}
+
+// Between two sizes that were asked about, along the logarithm.
+function ratioAt(ratios, capacity) {
+  const after = ratios.findIndex(([size]) => size >= capacity);
+  if (after < 0) return ratios.at(-1)[1];
+  if (after === 0) return ratios[0][1] * capacity / ratios[0][0];
+  const [[low, from], [high, to]] = [ratios[after - 1], ratios[after]];
+  return from + (to - from) * Math.log(capacity / low) / Math.log(high / low);
+}
+
+// Room for blocks on the nodes that compute prompts: in the pool, and with each slower tier.
+function rooms(nodes) {
+  let all = 0;
+  return [["the prefill nodes' pools", "pool"], ["these and their host memory", "host"], ["these and their disks", "ssd"]].flatMap(([title, name]) => {
+    const of = (node) => (node.tiers ?? []).find((tier) => tier.name === name)?.num_blocks ?? 0;
+    const more = nodes.filter((node) => node.role === "prefill").reduce((sum, node) => sum + of(node), 0);
+    all += more;
+    return more ? [[title, all]] : [];
+  });
+}
+
+function drawReuse(now) {
+  const ratios = now.reuse.hit_ratios, nbytes = now.cluster.block_nbytes;
+  const size = (blocks) => `${format.format(blocks)} blocks${nbytes ? `, ${bytes(blocks * nbytes)}` : ""}`;
+  const most = ratios.length ? ratios.at(-1)[1] : 0;
+  const end = ratios.findIndex(([, ratio]) => ratio >= most - 1e-3), begin = ratios.findIndex(([, ratio]) => ratio > 0);
+  const shown = begin < 0 ? [] : ratios.slice(Math.max(begin - 1, 0), end + 1);
+  bars(byId("reuse"), shown.map(([blocks, ratio]) => [size(blocks), ratio]), percent, 1);
+  const told = rooms(shown.length ? now.cluster.nodes : []).map(([title, blocks]) => ` As large as ${title} (${size(blocks)}): ${percent(ratioAt(ratios, blocks))}.`);
+  const uses = `Of ${format.format(now.reuse.num_uses)} uses of blocks, what one LRU cache for all would have found.`;
+  say(byId("reuse").nextElementSibling, shown.length ? uses + told.join("") : "");
+}
+
+export function drawCache(now) {
+  const { local, remote, all } = parts(now.tokens);
+  const shown = Object.entries(SOURCES).map(([name, title]) => [title, now.tokens[name] ?? 0]);
+  bars(byId("sources"), all ? shown : [], (count) => `${format.format(count)} (${percent(count / all)})`);
+  say(byId("sources").nextElementSibling, all ? `From the cache ${percent((local + remote) / all)}: on the node itself ${percent(local / all)}, from another ${percent(remote / all)}.` : "");
+  fill(byId("tenants"), Object.entries(now.tenants).map(([name, counts]) => tenantRow(name, counts)));
+  fill(byId("prefixes"), now.prefixes.map((prefix) => row(element("th", prefix.key.slice(0, 12), "id"), prefix.blocks,
+    cell((60 * prefix.uses_per_s).toFixed(1), "number"), prefix.holders.length, cell(prefix.holders.join(", ") || "nobody now", "wrap"))));
+  drawReuse(now);
+}
