@@ -29,6 +29,7 @@ from engine.errors import (
 from engine.events import StepEvent
 from engine.parallel.assignment import Assignment
 from engine.parallel.clock import ExchangeClock
+from engine.parallel.expert_plan import ExpertPlan
 from engine.parallel.group import RankGroup
 from engine.parallel.links import choose_link
 from engine.parallel.plan import ParallelPlan
@@ -270,6 +271,17 @@ class Engine:
         one of the experts that a token chose. 0 in dense layers. Started."""
         assert self._loop is not None
         return self._loop.runner.expert_load()
+
+    @property
+    def expert_plan(self) -> ExpertPlan:
+        """Which ranks hold which experts."""
+        return self.plan.expert_plan(self.config)
+
+    def exchange_clock(self) -> ExchangeClock | None:
+        """What rank 0's exchanges with others took; None where it is alone. Started."""
+        assert self._loop is not None
+        runner = self._loop.runner
+        return runner.clock if isinstance(runner, ParallelRunner) else None
 
     async def _run(self, loop: StepLoop) -> None:
         try:

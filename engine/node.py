@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 
 from engine.cuda_device import gpu_uuids
 from engine.errors import NodeDraining, RankLost
+from engine.expert_service import ExpertService
 from engine.kv_exchange import KvExchange
 from engine.load_progress import LoadProgress
 from engine.node_memory import NodeMemory
@@ -188,7 +189,11 @@ class EngineNode:
         folder = config.node.id or (f"{self.role}.{self.replica.number}" if self.replica else self.role)
         self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._moved)
         self._server, port = await rpc.serve(
-            [(node_pb2_grpc.add_NodeServicer_to_server, NodeService(self)), self.servicer()],
+            [
+                (node_pb2_grpc.add_NodeServicer_to_server, NodeService(self)),
+                (node_pb2_grpc.add_ExpertsServicer_to_server, ExpertService(self)),
+                self.servicer(),
+            ],
             config.node.host,
             config.node.port,
         )

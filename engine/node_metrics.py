@@ -90,6 +90,27 @@ class _EngineCollector(Collector):
         )
         if self._engine.config.moe is not None:
             yield from _expert_metrics(self._engine.expert_load())
+            if self._engine.plan.ep > 1:
+                yield from _spread_metrics(self._engine)
+
+
+def _spread_metrics(engine: Engine) -> Iterator[Metric]:
+    """Of experts that are dealt out to ranks."""
+    yield GaugeMetricFamily(
+        "moonpool_expert_rank_skew_ratio",
+        "Rows of a layer's busiest rank over the mean of its ranks, since the start: the mean of all layers",
+        value=engine.expert_plan.skew(engine.expert_load()),
+    )
+    clock = engine.exchange_clock()
+    assert clock is not None
+    yield CounterMetricFamily(
+        "moonpool_all_to_all_seconds",
+        "Rank 0's time taking tokens to their experts' ranks and back, waiting included",
+        value=clock.all_to_all_ns / 1e9,
+    )
+    yield CounterMetricFamily(
+        "moonpool_all_to_all_bytes", "What rank 0 gave for it", value=float(clock.all_to_all_nbytes)
+    )
 
 
 def _expert_metrics(load: npt.NDArray[np.int64]) -> Iterator[Metric]:

@@ -131,6 +131,23 @@ def status_command(url: str, as_json: bool) -> None:
     _run(run())
 
 
+@cli.command("experts")
+@click.argument("node", metavar="NODE")
+@click.option("--copies", default=2, show_default=True, help="Copies of hot experts, a layer.")
+@click.option("--ranks", default=0, metavar="N", help="Ranks to plan for; default: as many as NODE has (ep).")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan there.")
+@url_option
+def experts_command(node: str, copies: int, ranks: int, output: Path | None, url: str) -> None:
+    """Say how evenly NODE's experts are used since it started, and plan where they and copies of the hot ones
+    should lie.
+
+    Nodes that are started with engine.parallel.expert_plan_path=FILE do so.
+    """
+    from moonpool.experts import make_plan
+
+    _run(make_plan(console, url, node, num_ranks=ranks, copies=copies, output=output))
+
+
 @cli.command("top")
 @url_option
 def top_command(url: str) -> None:

@@ -391,6 +391,58 @@ class BlockSpans(_message.Message):
 Global___BlockSpans: _TypeAlias = BlockSpans  # noqa: Y015
 
 @_typing.final
+class ExpertLoadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertLoadRequest: _TypeAlias = ExpertLoadRequest  # noqa: Y015
+
+@_typing.final
+class ExpertLoadReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_EXPERTS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    SKEW_FIELD_NUMBER: _builtins.int
+    num_layers: _builtins.int
+    num_experts: _builtins.int
+    """0: the model has none"""
+    num_ranks: _builtins.int
+    """that experts are dealt out to"""
+    skew: _builtins.float
+    """rows of a layer's busiest rank over the mean of its ranks, mean of all"""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """layer after layer, an expert each"""
+
+    def __init__(
+        self,
+        *,
+        num_layers: _builtins.int = ...,
+        num_experts: _builtins.int = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+        num_ranks: _builtins.int = ...,
+        skew: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_experts", b"num_experts", "num_layers", b"num_layers", "num_ranks", b"num_ranks", "rows", b"rows", "skew", b"skew"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertLoadReply: _TypeAlias = ExpertLoadReply  # noqa: Y015
+
+@_typing.final
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

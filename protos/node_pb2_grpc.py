@@ -411,6 +411,85 @@ class Node:
             _registered_method=True)
 
 
+class ExpertsStub:
+    """---------------------------------------------------------------- nodes that compute mixtures of experts
+
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Load = channel.unary_unary(
+                '/moonpool.Experts/Load',
+                request_serializer=protos_dot_node__pb2.ExpertLoadRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.ExpertLoadReply.FromString,
+                _registered_method=True)
+
+
+class ExpertsServicer:
+    """---------------------------------------------------------------- nodes that compute mixtures of experts
+
+    """
+
+    def Load(self, request, context):
+        """What the experts were given since the node's present life began.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ExpertsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Load': grpc.unary_unary_rpc_method_handler(
+                    servicer.Load,
+                    request_deserializer=protos_dot_node__pb2.ExpertLoadRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.ExpertLoadReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonpool.Experts', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moonpool.Experts', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Experts:
+    """---------------------------------------------------------------- nodes that compute mixtures of experts
+
+    """
+
+    @staticmethod
+    def Load(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Experts/Load',
+            protos_dot_node__pb2.ExpertLoadRequest.SerializeToString,
+            protos_dot_node__pb2.ExpertLoadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class PrefillNodeStub:
     """---------------------------------------------------------------- prefill
 

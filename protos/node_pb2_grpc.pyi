@@ -143,6 +143,37 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class ExpertsStub:
+    """---------------------------------------------------------------- nodes that compute mixtures of experts"""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ExpertsAsyncStub: ...
+    Load: _grpc.UnaryUnaryMultiCallable[_node_pb2.ExpertLoadRequest, _node_pb2.ExpertLoadReply]
+    """What the experts were given since the node's present life began."""
+
+@_typing.type_check_only
+class ExpertsAsyncStub(ExpertsStub):
+    """---------------------------------------------------------------- nodes that compute mixtures of experts"""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Load: _aio.UnaryUnaryMultiCallable[_node_pb2.ExpertLoadRequest, _node_pb2.ExpertLoadReply]  # type: ignore[assignment]
+    """What the experts were given since the node's present life began."""
+
+class ExpertsServicer(metaclass=_abc_1.ABCMeta):
+    """---------------------------------------------------------------- nodes that compute mixtures of experts"""
+
+    @_abc_1.abstractmethod
+    def Load(
+        self,
+        request: _node_pb2.ExpertLoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.ExpertLoadReply, _abc.Awaitable[_node_pb2.ExpertLoadReply]]:
+        """What the experts were given since the node's present life began."""
+
+def add_ExpertsServicer_to_server(servicer: ExpertsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class PrefillNodeStub:
     """---------------------------------------------------------------- prefill"""
 

@@ -39,6 +39,7 @@ class Count(IntEnum):
     COMPUTE_NS = 41  # in the step DONE, and so the following
     COLLECTIVE_NS = 42
     BUBBLE_NS = 43
+    ALL_TO_ALL_NS = 44
     SHARED = 56  # with the other shares of its stage
     HEARTBEAT_NS = 48  # CLOCK_MONOTONIC, which all processes of a machine share
 

@@ -40,6 +40,7 @@ class StepTimes:
     compute_s: list[float]
     collective_s: list[float]
     bubble_s: list[float]
+    all_to_all_s: list[float]  # of collective_s
 
 
 class ParallelRunner(ModelRunner):
@@ -164,4 +165,5 @@ class ParallelRunner(ModelRunner):
             seconds(Count.COMPUTE_NS),
             seconds(Count.COLLECTIVE_NS),
             seconds(Count.BUBBLE_NS),
+            seconds(Count.ALL_TO_ALL_NS),
         )

@@ -38,7 +38,7 @@ class Stage:
         self._piece_tokens = options.piece_tokens
         self._share_tokens = options.share_tokens
         self._step = self._digest = 0
-        self._begun_ns = self._collective_ns = self._bubble_ns = 0
+        self._begun_ns = self._collective_ns = self._bubble_ns = self._all_to_all_ns = 0
         self._tokens = SharedTokens(0, 1)
 
     def begin(self, batch_digested: int) -> None:
@@ -47,6 +47,7 @@ class Stage:
         self._digest = batch_digested
         self._begun_ns = time.perf_counter_ns()
         self._collective_ns, self._bubble_ns = self._clock.collective_ns, self._clock.bubble_ns
+        self._all_to_all_ns = self._clock.all_to_all_ns
 
     @property
     def step(self) -> int:
@@ -98,6 +99,7 @@ class Stage:
         post(Count.COMPUTE_NS, took_ns - collective_ns - bubble_ns)
         post(Count.COLLECTIVE_NS, collective_ns)
         post(Count.BUBBLE_NS, bubble_ns)
+        post(Count.ALL_TO_ALL_NS, self._clock.all_to_all_ns - self._all_to_all_ns)
         post(Count.DONE, self._step)
 
 

@@ -86,18 +86,19 @@ async def test_experts_on_ranks_of_their_own_are_exact(plan, make_checkpoint) ->
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "names"),
     [
-        {"tp": 2, "ep": 2, "all_to_all_tokens": 6},
-        pytest.param({"tp": 4, "ep": 4, "all_to_all_tokens": 1}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "ep": 2, "all_to_all_tokens": 6}, ["qwen3-moe"], marks=pytest.mark.slow),
+        pytest.param({"tp": 4, "ep": 4, "all_to_all_tokens": 1}, list(MIXTURES), marks=pytest.mark.slow),
     ],
-    ids=named,
+    ids=["ep2", "ep4"],
 )
 async def test_wherever_a_plan_puts_experts_and_their_copies_they_are_exact(
-    plan, make_checkpoint, tmp_path
+    plan, names, make_checkpoint, tmp_path
 ) -> None:
-    """Hot experts are on several ranks, layer by layer others, and no layer is as a plain deal has it."""
-    for name, (family, words) in MIXTURES.items():
+    """Hot experts are on several ranks, layer by layer others."""
+    for name in names:
+        family, words = MIXTURES[name]
         config = ModelConfig.from_checkpoint(make_checkpoint(family, **SHAPE, **words).path)
         load = (
             np.random.default_rng(1).zipf(1.3, (config.num_layers, config.moe.num_experts)).clip(max=10_000)

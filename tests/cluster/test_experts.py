@@ -1,0 +1,113 @@
+"""Nodes whose experts lie on several ranks: served exactly, planned from what they measured, and a rank that
+dies while tokens are on their way to experts costs none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import tokenizers
+import torch
+import transformers
+from click.testing import CliRunner
+
+from engine.parallel.expert_plan import ExpertPlan
+from moonpool.cli import cli
+from moonpool.client import Client, Reply
+from moonpool.local_cluster import LocalCluster
+from runtime.options import ModelOptions, ParallelOptions
+from tests.cluster.conftest import eventually, small_config
+from tests.cluster.test_ranks import DEMO, GREEDY, is_back, nodes, rank_pid
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_LAYERS, NUM_EXPERTS = 3, 8
+
+
+@dataclass(frozen=True)
+class Served:
+    cluster: LocalCluster
+    model: Any  # transformers'
+
+    def text(self, prompt: str, num_tokens: int) -> str:
+        """What transformers goes on with."""
+        tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        limits = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+        found = self.model.generate(ids, **limits, do_sample=False, eos_token_id=None)
+        return str(tokenizer.decode(found[0, ids.shape[1] :].tolist()))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """Random weights behind the shipped model's tokenizer; every step of decode nodes takes tokens to their
+    experts."""
+    path: Path = tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(0)
+    words = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    mixture = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    shape = {"vocab_size": 2048, "num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 1024}
+    config = transformers.Qwen3MoeConfig(**words, **mixture, **shape, initializer_range=0.2)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, path)
+    options = small_config()
+    decode = ("engine.parallel.tp=2", "engine.parallel.ep=2", "engine.parallel.all_to_all_tokens=1")
+    options = replace(
+        options,
+        model=ModelOptions(path=str(path)),
+        engine=replace(options.engine, parallel=ParallelOptions(timeout_s=2.0)),
+        cluster=replace(options.cluster, prefill=1, decode=2, decode_options=decode),
+    )
+    async with LocalCluster(options, directory=tmp_path_factory.mktemp("experts")) as running:
+        yield Served(running, model)
+
+
+async def test_a_rank_killed_among_exchanges_costs_no_token(served: Served) -> None:
+    prompt, before = "In the beginning " * 6, dict[str, Any]()
+    reply = Reply()
+    async with Client(served.cluster.url) as client:
+        assert (await nodes(client))["decode-0"]["ranks"] == "tp 2 × pp 1, ep 2"
+        words = {**GREEDY, "max_tokens": 96}
+        async for _ in client.complete(prompt, reply, **words):
+            if not before and len(reply.pieces_s) >= 20:
+                name = (await client.timeline(reply.id))["summary"]["decode_node"]
+                before = (await nodes(client))[name]
+                os.kill(rank_pid(served.cluster, name), signal.SIGKILL)
+        assert before, "it was over too soon"
+        assert reply.text == served.text(prompt, 96)
+        await eventually(lambda: is_back(client, before))
+
+
+async def test_a_live_nodes_load_makes_a_plan(served: Served, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    async with Client(served.cluster.url) as client:
+        async for _ in client.complete("And the LORD spake " * 8, Reply(), **GREEDY | {"max_tokens": 8}):
+            pass
+
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(cli, ["experts", *arguments, "--url", served.cluster.url])
+
+    def both() -> tuple[Any, Any]:
+        return run("prefill-0", "--copies", "2", "--ranks", "2", "-o", str(path)), run("prefill-7")
+
+    made, unknown = await asyncio.to_thread(both)
+    assert made.exit_code == 0, made.output
+    assert "by this plan, 2 copies a layer" in made.output
+    assert "engine.parallel.expert_plan_path=" in made.output
+    plan = ExpertPlan.read(path)
+    plan.check(NUM_LAYERS, NUM_EXPERTS, 2)
+    assert unknown.exit_code == 1
+    assert (
+        "there is no node prefill-7 in the cluster; there are: decode-0, decode-1, prefill-0"
+        in unknown.output
+    )
