@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from bench import report
-from bench.parallel import handover, steps
+from bench.parallel import handover, replicas, steps
 from bench.parallel.plot import draw
 from bench.report import Report, Row
 from runtime.options import ModelOptions
@@ -17,6 +17,7 @@ from runtime.options import ModelOptions
 _PATH = click.Path(path_type=Path)
 _PACKAGES = ("torch", "numpy")
 _PLANS = ("1,1", "2,1", "1,2", "2,2")
+_REPLICAS = 2
 
 
 def _plan(text: str) -> tuple[int, int]:
@@ -32,7 +33,11 @@ def _plan(text: str) -> tuple[int, int]:
 @click.option("--model", type=_PATH, help="Checkpoint directory; default: the model that ships.")
 @click.option("--rounds", default=5, show_default=True, help="Prompts a plan, and readings of each pair.")
 @click.option(
-    "--part", "parts", multiple=True, type=click.Choice(("steps", "handover")), help="Default: both."
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(("steps", "replicas", "handover")),
+    help="Default: all.",
 )
 @click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
 @click.option("--plot", "plot_path", type=_PATH, metavar="FILE", help="Draw where steps' time goes (PNG).")
@@ -47,7 +52,7 @@ def parallel(
     """Measure a model spread over processes of this machine, on CPUs, one thread each.
 
     Of each plan: a decode step and a long prompt, what of it ranks compute, exchange and wait, and what the
-    leader adds; then blocks from each plan to each.
+    leader adds; then what two replicas compute at the same time, and blocks from each plan to each.
     """
     console = Console(stderr=True, highlight=False)
     plans = [_plan(text) for text in texts]
@@ -63,6 +68,9 @@ def parallel(
                 found, took = await steps.measure(directory, tp, pp, rounds, alone)
                 rows += found
                 alone = alone or took
+        if not parts or "replicas" in parts:
+            console.print(f"dp {_REPLICAS}", style="dim")
+            rows += await replicas.measure(directory, _REPLICAS, rounds)
         if not parts or "handover" in parts:
             console.print("blocks between plans", style="dim")
             rows += await handover.measure(directory, plans, rounds)

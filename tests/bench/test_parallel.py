@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.parallel import steps
+from bench.parallel import replicas, steps
 from bench.parallel.command import parallel
 
 
@@ -31,3 +31,14 @@ def test_steps_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert rows[case, "exchanges"] == 1 + 2 * 6 + 1
     assert 0 < rows[case, "computing, busiest rank"] < 1
     assert plot_path.stat().st_size > 0
+
+
+def test_two_replicas_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_JOBS", (("decode", 10),))
+    json_path = tmp_path / "report.json"
+    result = CliRunner().invoke(parallel, ["--rounds", "1", "--part", "replicas", "--json", str(json_path)])
+    assert result.exit_code == 0, result.output
+    (row, efficiency) = json.loads(json_path.read_text())["rows"]
+    assert row["case"] == f"dp 2, decode, batch {steps.BATCH} each, context {steps.CONTEXT}"
+    assert row["peer"] == "one replica"
+    assert efficiency["value"] == pytest.approx(row["ratio"] / 2)
