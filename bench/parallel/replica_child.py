@@ -2,8 +2,8 @@
 
     python -m bench.parallel.replica_child MODEL
 
-It prints ``{}`` when it is ready. Each line it reads is a job, ``{"what": "decode", "count": n}`` for n steps of
-a batch, or "prompts" for n prompts one after the other; it answers ``{"seconds": s, "tokens": t}``.
+It prints ``{}`` when it is ready. Each line it reads is a job, ``{"what": "decode", "count": n}`` for n steps
+of a batch, or "prompts" for n prompts one after the other; it answers ``{"seconds": s, "tokens": t}``.
 """
 
 from __future__ import annotations
