@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,8 @@ from conductor.spans import CONDUCTOR, spans_of
 from conductor.timeline import RequestTimeline
 from protos import node_pb2
 from runtime import tracing
+
+log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -56,6 +59,10 @@ class Recorder:
             self._predicted_ttft_s = now_s - self._started_s + placement.prefill.ttft_s
         self.timeline.add(
             "placed", now_s, attempt=attempt, hash_s=hash_s, place_s=place_s, placement=placement
+        )
+        log.debug(
+            "placed on %s, then %s: %s: %s",
+            *(summary.prefill_node, summary.decode_node or "nowhere", summary.reason, summary.detail),
         )
         core_metrics.placements.labels(placement.reason.value).inc()
         self._activity.placements[placement.reason.value] += 1
@@ -216,6 +223,7 @@ class Recorder:
             summary.tpot_s = (now_s - self._first_s) / (num_tokens - 1)
         facts = {"error": error} if error else {}
         self.timeline.add("done", now_s, finish_reason=finish_reason, output_tokens=num_tokens, **facts)
+        log.debug("%s after %d tokens and %.4f s %s", finish_reason, num_tokens, summary.e2e_s, error)
         if finish_reason in ("stop", "length"):
             self._cost_model.output_lengths.observe(summary.prompt_tokens, num_tokens)
         if tracing.sampled():

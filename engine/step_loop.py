@@ -151,7 +151,7 @@ class StepLoop:
         except RankLost as error:
             raise self._error or error from None
         except Exception as error:
-            log.exception("a step of %d sequences failed", len(plan.decodes) + len(plan.chunks))
+            log.exception("a step failed, and with it %s", _named(plan))
             self.num_failed_steps += 1
             return self._fail(plan, error)
         for chunk in plan.chunks:
@@ -191,3 +191,10 @@ class StepLoop:
 
 def _preemptions(plan: Plan) -> list[StepEvent]:
     return [StepEvent(sequence, 0, preempted=True) for sequence in plan.preempted]
+
+
+def _named(plan: Plan) -> str:
+    """Whose step it was, as a log has room for it."""
+    names = [sequence.request_id for sequence in plan.sequences()]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more

@@ -34,7 +34,7 @@ def setup_logging(options: LogOptions, process: str) -> None:
 class RepeatLimit(logging.Filter):
     """Lets through the first ``_REPEATS`` lines of a sentence in each stretch of ``_REPEATS_S`` seconds; the
     first one after that says how many were left out. Errors' tracebacks count as their sentence. Memory is
-    bounded by the number of sentences in the code.
+    bounded by the number of sentences in the code. Whoever asks for debugging gets every line of it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,6 +43,8 @@ class RepeatLimit(logging.Filter):
         self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}  # (since, lines)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno <= logging.DEBUG:
+            return True
         sentence = (record.name, record.levelno, str(record.msg))
         now_s = self._clock()
         since_s, lines = self._seen.get(sentence, (now_s, 0))

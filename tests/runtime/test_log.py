@@ -39,8 +39,8 @@ def test_one_sentence_cannot_flood_the_log() -> None:
     now_s = 0.0
     limit = RepeatLimit(lambda: now_s)
 
-    def passes(message: str, *facts: object) -> str | None:
-        record = logging.LogRecord("a", logging.WARNING, "", 0, message, facts, None)
+    def passes(message: str, *facts: object, level: int = logging.WARNING) -> str | None:
+        record = logging.LogRecord("a", level, "", 0, message, facts, None)
         return record.getMessage() if limit.filter(record) else None
 
     through = [passes("node %s is gone", n) for n in range(1000)]
@@ -50,3 +50,4 @@ def test_one_sentence_cannot_flood_the_log() -> None:
     now_s = 10.0
     assert passes("node %s is gone", 1000) == "node 1000 is gone (990 more of these before)"
     assert passes("node %s is gone", 1001) == "node 1001 is gone"
+    assert all(passes("at %s", n, level=logging.DEBUG) for n in range(100)), "what is asked for is all told"
