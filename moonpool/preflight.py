@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import socket
 from pathlib import Path
 
 import psutil
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from kvstore.errors import StoreError
+from kvstore.redis_client import connect
 from moonpool.errors import IndexUnreachable, ModelMissing, TooLittleMemory
 from moonpool.node_configs import pools_nbytes
 from runtime.errors import PortInUse
 from runtime.gpus import computes_on_gpus
 from runtime.options import Config
+
+_REDIS_S = 5.0
 
 
 async def check_before_start(config: Config) -> None:
@@ -70,8 +72,11 @@ def check_memory(config: Config) -> None:
 async def check_redis(url: str) -> None:
     """Raises ``IndexUnreachable``."""
     try:
-        once = Retry(NoBackoff(), 0)
-        async with redis.asyncio.Redis.from_url(url, socket_connect_timeout=3, retry=once) as client:
-            await client.ping()  # type: ignore[misc,unused-ignore]
-    except (RedisError, OSError, ValueError) as error:
-        raise IndexUnreachable(url, str(error)) from error
+        client = connect(url)
+        try:
+            async with asyncio.timeout(_REDIS_S):
+                await client.ping()
+        finally:
+            await client.aclose()
+    except (StoreError, RedisError, OSError, ValueError) as error:
+        raise IndexUnreachable(url, str(error) or f"no answer in {_REDIS_S:g} s") from error

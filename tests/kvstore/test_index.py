@@ -183,7 +183,15 @@ async def test_resp3_gives_the_same_answers(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://x", "redis+sentinel://host:26379", "redis+sentinel://:p@h1,h2:7/main", "rediss://h:1/2"]
+    "url",
+    [
+        *("http://x", "redis+sentinel://host:26379", "redis+sentinel://:p@h1,h2:7/main", "rediss://h:1/2"),
+        *(
+            "redis+cluster://u:p%40@h1:1,h2",
+            "rediss+cluster://h1?ssl_ca_certs=/ca.pem",
+            "rediss+sentinel://h/m",
+        ),
+    ],
 )
 def test_urls_are_understood_or_refused(url: str) -> None:
     if url in ("http://x", "redis+sentinel://host:26379"):
