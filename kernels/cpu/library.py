@@ -44,6 +44,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_P, _P, _P, _P, _P, _I, _I, _F],
     "silu_mul": [_P, _P, _I, _I],
     "argmax_rows": [_P, _P, _I, _I],
+    "merge": [_P, _P, _P, _P, _I, _I, _I],
     "pack": [_P, _P, _I, _I],
     "unpack": [_P, _P, _I, _I],
     "route_experts": [_P, _P, _P, _I, _I, _I, _I],

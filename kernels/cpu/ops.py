@@ -31,6 +31,7 @@ _rotate_and_write = LIBRARY.held["rotate_and_write"]
 _decode = LIBRARY.held["decode"]
 _decode_long = LIBRARY.freed["decode"]
 _prefill = LIBRARY.freed["prefill"]
+_merge = LIBRARY.freed["merge"]
 
 _empty_like = torch.empty_like
 
@@ -286,6 +287,16 @@ def paged_prefill_attention(
         soft_cap,
     )
     return out
+
+
+def merge_attention_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    function = _merge.get(outs.dtype)
+    if function is None or not (outs.is_contiguous() and lses.is_contiguous()):
+        return reference.merge_attention_states(outs, lses)
+    parts, n, num_heads, head_dim = outs.shape
+    out, lse = _empty_like(outs[0]), _empty_like(lses[0])
+    function(outs.data_ptr(), lses.data_ptr(), out.data_ptr(), lse.data_ptr(), parts, n * num_heads, head_dim)
+    return out, lse
 
 
 def block_checksums(blocks: Tensor) -> Tensor:

@@ -158,6 +158,17 @@ def test_several_queries_are_as_many_single_ones(form: ModuleType, dtype: torch.
         assert_near(together[:, j], alone.double(), dtype, factor=2)
 
 
+@pytest.mark.parametrize("head_dim", [8, 40, 128])
+def test_merging_is_the_same_in_every_form(form: ModuleType, dtype: torch.dtype, head_dim: int) -> None:
+    outs, lses = torch.randn(3, 50, 4, head_dim).to(dtype), torch.randn(3, 50, 4) * 20
+    lses[0, :20], lses[1, 10:30], lses[:, 15] = float("-inf"), float("-inf"), float("-inf")
+    out, lse = form.merge_attention_states(outs, lses)
+    expected, expected_lse = reference.merge_attention_states(outs.double(), lses)
+    assert out.dtype == dtype
+    assert_near(out, expected, dtype)
+    torch.testing.assert_close(lse, expected_lse)  # also where nothing was seen
+
+
 def test_merged_states_can_be_merged_again() -> None:
     outs, lses = torch.randn(6, 3, 2, 8), torch.randn(6, 3, 2) * 3
     lses[2] = float("-inf")
