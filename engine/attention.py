@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,13 @@ from engine.loading import Layer
 from engine.parallel.link import Link
 from engine.parallel.plan import Shard
 from engine.rope import rope_tables
-from engine.step_inputs import StepInputs
-from kernels import paged_decode_attention, paged_prefill_attention, rotate_and_write
+from engine.step_inputs import Keys, OtherTokens, StepInputs
+from kernels import (
+    merge_attention_states,
+    paged_decode_attention,
+    paged_prefill_attention,
+    rotate_and_write,
+)
 
 
 class Attention:
@@ -47,14 +53,25 @@ class Attention:
         scales: dict[str, Any] = {}
         if pool.dtype != self._dtype:
             scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        rules = {"scale": self._scale, "window": layer.window, **scales}
         num_heads, head_dim = len(self._shard.heads), self._config.head_dim
-        if inputs.others:
-            assert self._link is not None
-            take = self._link.swap(qkv[:, num_heads * head_dim :], inputs.share_sizes)
+        if not inputs.others:
+            q = self._write(qkv, inputs.positions, inputs.slots, pool, i, layer, num_heads, scales)
+            return _attend(q, inputs, pool, i, **rules).view(len(qkv), -1)
+        assert self._link is not None
+        take = self._link.swap(qkv[:, num_heads * head_dim :], inputs.share_sizes)
         q = self._write(qkv, inputs.positions, inputs.slots, pool, i, layer, num_heads, scales)
-        for other in inputs.others:
+
+        def receive(other: OtherTokens) -> None:
             self._write(take(other.share), other.positions, other.slots, pool, i, layer, 0, scales)
-        attended = _attend(q, inputs, pool, i, scale=self._scale, window=layer.window, **scales)
+
+        if layer.window:
+            # Which keys a window has is told by their places in the whole table.
+            for other in inputs.others:
+                receive(other)
+            attended = _attend(q, inputs, pool, i, **rules)
+        else:
+            attended = _attend_in_parts(q, inputs, receive, pool, i, **rules)
         return attended.view(len(qkv), -1)
 
     def _write(
@@ -115,3 +132,45 @@ def _attend(q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, **rules: An
         **rules,
     )
     return out
+
+
+def _attend_in_parts(
+    q: Tensor, inputs: StepInputs, receive: Callable[[OtherTokens], None], pool: Tensor, i: int, **rules: Any
+) -> Tensor:
+    """As ``_attend``, over what is there while the rest comes: over our own keys first, then over those of
+    one share after the other, merged by the logarithms of their sums."""
+    n = inputs.num_decodes
+    decoded = q[:0]
+    if n:
+        decoded = paged_decode_attention(q[:n], pool, i, inputs.decode_table, inputs.decode_lens, **rules)
+    num_parts = sum(keys is not None for keys in (inputs.own_keys, *(other.keys for other in inputs.others)))
+    outs = q.new_empty((num_parts, len(q) - n, *q.shape[1:]))
+    lses = q.new_empty(outs.shape[:-1], dtype=torch.float32)
+    free = iter(zip(outs, lses, strict=True))
+
+    def attend(keys: Keys | None) -> None:
+        if keys is None:
+            return
+        assert inputs.chunk_starts is not None
+        out, lse = next(free)
+        paged_prefill_attention(
+            q[n:],
+            pool,
+            i,
+            keys.table,
+            inputs.chunk_starts,
+            keys.lens,
+            q_positions=keys.first,
+            out=out,
+            lse=lse,
+            **rules,
+        )
+
+    attend(inputs.own_keys)
+    for other in inputs.others:
+        receive(other)
+        attend(other.keys)
+    if num_parts == 0:
+        return decoded
+    merged = outs[0] if num_parts == 1 else merge_attention_states(outs, lses)[0]
+    return torch.cat((decoded, merged)) if n else merged

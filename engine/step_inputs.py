@@ -9,22 +9,37 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
+class Keys:
+    """Some of what each of the prompt chunks attends to."""
+
+    table: Tensor  # int32 [num_chunks, max_blocks], padded with -1
+    lens: Tensor  # int32 [num_chunks]: keys in them
+    first: Tensor  # int32 [num_chunks]: where among them the chunk's first token stands; of lens, behind all
+
+    def to(self, device: torch.device) -> Keys:
+        return Keys(self.table.to(device), self.lens.to(device), self.first.to(device))
+
+
+@dataclass(slots=True)
 class OtherTokens:
     """Tokens of the same step that another share computes, whose KV this rank keeps too."""
 
     share: int
     positions: Tensor  # int64 [n]
     slots: Tensor  # int64 [n]
+    keys: Keys | None  # of them, where our chunks attend to any
 
     def to(self, device: torch.device) -> OtherTokens:
-        return OtherTokens(self.share, self.positions.to(device), self.slots.to(device))
+        keys = None if self.keys is None else self.keys.to(device)
+        return OtherTokens(self.share, self.positions.to(device), self.slots.to(device), keys)
 
 
 @dataclass(slots=True)
 class StepInputs:
     """The tensors of one step: the tokens of num_decodes sequences, then those of the prompt chunks.
 
-    Where a step's tokens are shared out they are one share's, and ``others`` are the other shares'.
+    Where a step's tokens are shared out they are one share's; ``others`` are the other shares', whose keys
+    are not among ``own_keys``.
     """
 
     token_ids: Tensor  # int64 [num_tokens]
@@ -36,6 +51,7 @@ class StepInputs:
     chunk_table: Tensor | None = None  # int32 [num_chunks, max_blocks]
     chunk_starts: Tensor | None = None  # int32 [num_chunks + 1], cumulative new tokens
     chunk_lens: Tensor | None = None  # int32 [num_chunks], cached and new tokens
+    own_keys: Keys | None = None
     others: tuple[OtherTokens, ...] = ()
     share_sizes: tuple[int, ...] = ()  # tokens of each share, this one's too
 
@@ -57,6 +73,7 @@ class StepInputs:
             moved(self.chunk_table),
             moved(self.chunk_starts),
             moved(self.chunk_lens),
+            None if self.own_keys is None else self.own_keys.to(device),
             tuple(other.to(device) for other in self.others),
             self.share_sizes,
         )

@@ -23,6 +23,13 @@ class Run:
         return self.end - self.first
 
 
+def chunk_offsets(inputs: StepInputs) -> list[int]:
+    """Of each chunk: from the number of a prompt token of the batch to its position in its sequence."""
+    if inputs.chunk_starts is None or inputs.chunk_lens is None:
+        return []
+    return (inputs.chunk_lens - inputs.chunk_starts[1:]).tolist()
+
+
 @dataclass(frozen=True, slots=True)
 class Portion:
     """No run is empty. Those of one chunk are in the order of their tokens."""
@@ -59,9 +66,9 @@ class Portion:
         assert inputs.chunk_table is not None
         assert inputs.chunk_starts is not None
         assert inputs.chunk_lens is not None
-        ends, lens = inputs.chunk_starts[1:].tolist(), inputs.chunk_lens.tolist()
+        offsets = chunk_offsets(inputs)
         starts = np.cumsum([0, *map(len, self.runs)], dtype=np.int32)
-        cached_and_new = [lens[run.chunk] - (ends[run.chunk] - run.end) for run in self.runs]
+        cached_and_new = [offsets[run.chunk] + run.end for run in self.runs]
         part.chunk_table = inputs.chunk_table[[run.chunk for run in self.runs]]
         part.chunk_starts = torch.from_numpy(starts).to(device)
         part.chunk_lens = torch.tensor(cached_and_new, dtype=torch.int32, device=device)

@@ -12,7 +12,7 @@ from engine.parallel.board import Board, Count
 from engine.parallel.clock import ExchangeClock
 from engine.parallel.link import Link
 from engine.parallel.pieces import cut
-from engine.parallel.shares import SharedTokens, share_out
+from engine.parallel.shared_tokens import SharedTokens
 from engine.parallel.step_message import chain_digest, unpack
 from engine.step_inputs import StepInputs
 from runtime.options import ParallelOptions
@@ -39,7 +39,7 @@ class Stage:
         self._share_tokens = options.share_tokens
         self._step = self._digest = 0
         self._begun_ns = self._collective_ns = self._bubble_ns = self._all_to_all_ns = 0
-        self._tokens = SharedTokens(0, 1)
+        self._tokens: SharedTokens | None = None
 
     def begin(self, batch_digested: int) -> None:
         """A step begins whose batch makes the digest ``batch_digested``."""
@@ -60,10 +60,12 @@ class Stage:
     def forward(self, inputs: StepInputs) -> Tensor | None:
         """The batch through this rank's layers. The last stage's ranks get [their share's tokens, hidden]."""
         shard = self.model.shard
-        self._tokens = tokens = SharedTokens(shard.share, shard.cp)
+        self._tokens = tokens = SharedTokens(
+            inputs, shard.share, shard.cp, block_size=self._pool.shape[4], min_tokens=self._share_tokens
+        )
         results = []
         for piece in cut(inputs, shard.pp, self._piece_tokens):
-            part = tokens.take(inputs, share_out(piece, shard.cp, self._share_tokens))
+            part = tokens.take(piece)
             hidden = None if shard.is_first else self._link.receive(len(part.token_ids))
             # Tokens that every share computes are the first one's to count.
             counted = self.model.expert_load.clone() if shard.share and not part.others else None
@@ -84,6 +86,7 @@ class Stage:
         if not shard.is_last:
             return self._link.gather(None, len(rows)) if shard.rank == 0 else None
         assert hidden is not None
+        assert self._tokens is not None
         wanted = self._tokens.collect(hidden, rows, self._link)
         if shard.share:
             return None

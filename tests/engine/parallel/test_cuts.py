@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.parallel.pieces import cut
-from engine.parallel.portion import Portion
+from engine.parallel.portion import Portion, chunk_offsets
+from engine.parallel.shared_keys import shared_keys
 from engine.parallel.shares import share_out
 from engine.step_inputs import StepInputs
 
@@ -86,21 +87,61 @@ def test_pieces_of_a_pipeline(whole: StepInputs, num_stages: int, max_tokens: in
         assert (np.diff(rows) == 1).all(), "a piece reads what those before it wrote"
 
 
-@given(BATCHES, st.integers(1, 5), st.integers(1, 3))
-def test_shares_of_the_pieces(whole: StepInputs, num_shares: int, num_stages: int) -> None:
-    pieces = [share_out(piece, num_shares) for piece in cut(whole, num_stages, 32)]
+@given(BATCHES, st.integers(2, 4), st.integers(1, 3), st.sampled_from([1, BLOCK_SIZE]))
+def test_shares_of_the_pieces(whole: StepInputs, num_shares: int, num_stages: int, block_size: int) -> None:
+    offsets = chunk_offsets(whole)
+    pieces = [share_out(piece, num_shares, offsets, block_size) for piece in cut(whole, num_stages, 32)]
     for shares in pieces:
         sizes = [len(share) for share in shares]
         assert min(sizes) > 0
-        assert max(sizes) - min(sizes) <= 2
+        assert max(sizes) - min(sizes) <= (2 if block_size == 1 else 4 * block_size)
     # Of too few tokens all shares get all.
     alone = [shares[:1] if shares[0] == shares[-1] else shares for shares in pieces]
     check([share for shares in alone for share in shares], whole)
 
 
-@given(st.integers(0, 500), st.integers(1, 50), st.integers(1, 5))
-def test_shares_of_a_prompt_attend_to_as_much(cached: int, size: int, num_shares: int) -> None:
-    """Exactly so where its tokens can be divided; and no share has only early ones, or late ones."""
-    (whole,) = cut(batch(0, [(cached, 2 * num_shares * size)]), 1, 1)
-    seen = [int((cached + share.rows(0) + 1).sum()) for share in share_out(whole, num_shares)]
+@given(st.integers(0, 500), st.integers(1, 50), st.integers(1, 5), st.sampled_from([1, BLOCK_SIZE]))
+def test_shares_of_a_prompt_attend_to_as_much(
+    cached: int, size: int, num_shares: int, block_size: int
+) -> None:
+    """Exactly so where its blocks can be divided; and no share has only early ones, or late ones."""
+    cached *= block_size
+    whole = batch(0, [(cached, 2 * num_shares * size * block_size)])
+    (piece,) = cut(whole, 1, 1)
+    shares = share_out(piece, num_shares, chunk_offsets(whole), block_size)
+    seen = [int((cached + share.rows(0) + 1).sum()) for share in shares]
     assert len(set(seen)) == 1
+
+
+@settings(max_examples=30)
+@given(BATCHES, st.integers(2, 4), st.integers(1, 3))
+def test_keys_of_all_shares_are_those_a_token_attends_to(
+    whole: StepInputs, num_shares: int, num_stages: int
+) -> None:
+    """Each of them once, and none that is written later."""
+    offsets = chunk_offsets(whole)
+    for piece in cut(whole, num_stages, 32):
+        portions = share_out(piece, num_shares, offsets, BLOCK_SIZE)
+        if portions[0] == portions[-1]:
+            continue
+        for share, portion in enumerate(portions):
+            part = portion.of(whole)
+            keys = shared_keys(piece, portions, share, whole, offsets, BLOCK_SIZE)
+            starts = [] if part.chunk_starts is None else part.chunk_starts.tolist()
+            for chunk, (start, end) in enumerate(pairwise(starts)):
+                for i, row in enumerate(range(start, end)):
+                    seen: list[int] = []
+                    for some in keys:
+                        if some is not None:
+                            count = min(int(some.lens[chunk]), int(some.first[chunk]) + i + 1)
+                            slots = some.table[chunk].repeat_interleave(BLOCK_SIZE) * BLOCK_SIZE
+                            slots += torch.arange(len(slots), dtype=torch.int32) % BLOCK_SIZE
+                            seen += slots[:count].tolist()
+                    position = int(part.positions[part.num_decodes + row])
+                    at = torch.arange(position + 1)
+                    expected = part.chunk_table[chunk][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+                    assert sorted(seen) == expected.tolist()
+                    # The newest is its own: what comes from other shares is all before it.
+                    own = keys[share]
+                    assert own is not None
+                    assert int(own.first[chunk]) + i < int(own.lens[chunk])

@@ -116,8 +116,8 @@ async def are_exact(plan, make_checkpoint, models) -> None:
             reference = make_checkpoint(family, **SHAPE, **shape)
             expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
             # A batch of mixed lengths, prompts in chunks of at most 32 tokens, of which a pipeline makes
-            # pieces of 8, and which are shared out however short; then each again, its prefix from the cache.
-            words = {"max_batch_tokens": 32, "piece_tokens": 8, "share_tokens": 1}
+            # pieces of 16, and which are shared out however short; then each again, its prefix from the cache.
+            words = {"max_batch_tokens": 32, "piece_tokens": 16, "share_tokens": 1}
             async with serving(reference.path, group, **words, **plan) as driver:
                 for _ in range(2):
                     sequences = [driver.sequence(prompt, max_tokens=NUM_TOKENS) for prompt in prompts()]
