@@ -31,7 +31,6 @@ NUM_TOKENS = 16
 MIXTURES = {name: model for name, model in MODELS.items() if name in ("mixtral", "qwen2-moe", "qwen3-moe")}
 PLANS = [
     {"tp": 2, "pp": 2},
-    {"cp": 2},
     *(
         pytest.param(plan, marks=pytest.mark.slow)
         for plan in (
@@ -39,6 +38,7 @@ PLANS = [
             {"tp": 4},
             {"pp": 2},
             {"pp": 3},
+            {"cp": 2},
             {"cp": 3},
             {"cp": 2, "tp": 2},
             {"cp": 2, "pp": 2},
@@ -59,6 +59,12 @@ def named(plan: dict[str, Any]) -> str:
 @pytest.mark.parametrize("plan", PLANS, ids=named)
 async def test_greedy_tokens_equal_transformers(plan, make_checkpoint) -> None:
     await are_exact(plan, make_checkpoint, MODELS)
+
+
+async def test_a_prompt_shared_out_gives_the_tokens_of_transformers(make_checkpoint) -> None:
+    """With windows, which need all keys in their places, and without, where parts are merged."""
+    windows = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
+    await are_exact({"cp": 2}, make_checkpoint, {"qwen2": ("qwen2", windows), "qwen3": MODELS["qwen3"]})
 
 
 EXPERT_PLANS = [
@@ -116,7 +122,7 @@ async def are_exact(plan, make_checkpoint, models) -> None:
             reference = make_checkpoint(family, **SHAPE, **shape)
             expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
             # A batch of mixed lengths, prompts in chunks of at most 32 tokens, of which a pipeline makes
-            # pieces of 16, and which are shared out however short; then each again, its prefix from the cache.
+            # pieces of 16, which are shared out however short; then each again, its prefix from the cache.
             words = {"max_batch_tokens": 32, "piece_tokens": 16, "share_tokens": 1}
             async with serving(reference.path, group, **words, **plan) as driver:
                 for _ in range(2):
