@@ -214,6 +214,8 @@ class Conductor:
             tally.num_used_blocks += load.num_blocks - load.free_blocks
             state = "incompatible" if registry.incompatible(member.record) else member.state
             tally.nodes[member.record.role, state] += 1
+        for lack in missing_replicas(member.record for member in registry.members.values()):
+            tally.num_missing_replicas[lack.role] += lack.count - lack.present
         return tally
 
     def activity(self) -> dict[str, Any]:
@@ -259,6 +261,6 @@ class Conductor:
             elif not member.healthy:
                 degraded.append(f"node {node_id} is unhealthy: {'; '.join(member.record.reasons)}")
         records = [member.record for member in registry.members.values()]
-        for node_id, present, count in missing_replicas(records):
-            degraded.append(f"node {node_id} has {present} of its {count} replicas")
+        for lack in missing_replicas(records):
+            degraded.append(f"node {lack.node_id} has {lack.present} of its {lack.count} replicas")
         return serves, degraded

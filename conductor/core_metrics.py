@@ -31,6 +31,11 @@ cluster_nodes = Gauge(
     "starting, unreachable, incompatible)",
     ["role", "state"],
 )
+missing_replicas = Gauge(
+    "moonpool_cluster_missing_replicas",
+    "Replicas that nodes should have and that are not in the index, by role",
+    ["role"],
+)
 waits = Counter("moonpool_waits_for_node_total", "Requests that found no node of a role", ["role"])
 hot_copies = Counter(
     "moonpool_hot_copies_total", "Copies of hot prefixes: made, failed, or released again", ["outcome"]

@@ -13,6 +13,7 @@ from prometheus_client.samples import Sample
 
 from conductor import core_metrics
 from conductor.cluster_view import Slo
+from conductor.fleets import ROLES
 from conductor.tally import Tally
 
 _SECONDS = (
@@ -197,6 +198,8 @@ class RequestMetrics:
         core_metrics.cluster_nodes.clear()
         for labels, count in tally.nodes.items():
             core_metrics.cluster_nodes.labels(*labels).set(count)
+        for role in ROLES:
+            core_metrics.missing_replicas.labels(role).set(tally.num_missing_replicas[role])
 
 
 class _Own(Collector):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.node_record import NodeRecord
@@ -39,10 +40,24 @@ def holders(node: Facts) -> Sequence[Facts]:
     return node.get("replicas") or [node]
 
 
-def missing_replicas(records: Iterable[NodeRecord]) -> list[tuple[str, int, int]]:
-    """Nodes of which replicas are not in the index: their names, how many are, how many there should be."""
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """``present`` of a node's ``count`` replicas are in the index."""
+
+    node_id: str
+    role: str
+    present: int
+    count: int
+
+
+def missing_replicas(records: Iterable[NodeRecord]) -> list[Lack]:
+    """Nodes of which some replicas are in the index and some are not."""
     counts = Counter((one.replica.node_id, one.role, one.replica.count) for one in records if one.replica)
-    return sorted((node_id, have, count) for (node_id, _, count), have in counts.items() if have < count)
+    return [
+        Lack(node_id, role, present, count)
+        for (node_id, role, count), present in sorted(counts.items())
+        if present < count
+    ]
 
 
 def _node(node_id: str, replicas: list[Facts]) -> Facts:
@@ -61,6 +76,7 @@ def _node(node_id: str, replicas: list[Facts]) -> Facts:
         "join_s": max(joins, default=None),
         "state": _state(states, told["count"]),
         "num_serving": _num_serving(states),
+        "versions": first["versions"],
         "reasons": [f"{one['node_id']}: {reason}" for one in replicas for reason in one["reasons"]],
         "health": _health([one["health"] for one in replicas]),
         "metrics_url": told["metrics_url"],

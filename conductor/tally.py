@@ -13,3 +13,4 @@ class Tally:
     num_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences
     nodes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    num_missing_replicas: Counter[str] = field(default_factory=Counter)  # by role, of nodes that are there

@@ -68,6 +68,7 @@ async def test_replicas_are_one_node_to_those_who_look(redis: RedisProcess) -> N
         await cluster.until(lambda: len(holders(shown(cluster)["p0"])) == 1)
         assert shown(cluster)["p0"]["state"] == "partial"
         assert cluster.conductor.ready() == (True, ["node p0 has 1 of its 2 replicas"])
+        assert cluster.conductor.tally().num_missing_replicas == {"prefill": 1}
         console.print(cluster_view("here", cluster.conductor.cluster()))
         assert "1 of 2 serve" in console.export_text()
 
