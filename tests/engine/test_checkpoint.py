@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from engine.config import ModelConfig
@@ -81,6 +82,15 @@ def test_words_left_out_mean_what_transformers_means(copy) -> None:
     config = ModelConfig.from_checkpoint(copy(head_dim=None, num_key_value_heads=None, rope_parameters=None))
     assert (config.head_dim, config.num_kv_heads, config.rope.theta) == (8, 6, 10000.0)
     assert set(ModelConfig.from_checkpoint(copy("mistral", sliding_window=None)).windows) == {4096}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "qwen3_moe"])
+def test_layers_that_are_not_named_have_the_windows_transformers_gives_them(copy, family) -> None:
+    words = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}
+    path = copy(family, layer_types=None, **words)
+    kinds = getattr(transformers.AutoConfig.from_pretrained(path), "layer_types", ["sliding_attention"] * 3)
+    expected = tuple(12 if kind == "sliding_attention" else 0 for kind in kinds)
+    assert ModelConfig.from_checkpoint(path).windows == expected
 
 
 def test_experts_are_counted_under_either_name(copy) -> None:
