@@ -44,14 +44,30 @@ class _Seen:
         before = self._values.pop(key, None)
         self._values[key] = value
         if len(self._values) > self._capacity:
-            self._values.popitem(last=False)
+            self.forgot(self._values.popitem(last=False)[1])
         return before
+
+    def forgot(self, value: Any) -> None:
+        """One was pushed out."""
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def count(self, value: Any) -> int:
-        return sum(one == value for one in self._values.values())
+
+class _Salts(_Seen):
+    """How many requests each salt had; how many salts had one is kept up to date."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.num_once = 0
+
+    def count(self, root: bytes) -> None:
+        before = self.swap(root, 0) or 0
+        self.num_once += (before == 0) - (before == 1)
+        self.swap(root, before + 1)
+
+    def forgot(self, value: Any) -> None:
+        self.num_once -= value == 1
 
 
 class PrefixWatch:
@@ -65,7 +81,7 @@ class PrefixWatch:
         self._first_keys = _Seen(_REMEMBERED)  # when it was first seen
         self._first_tokens = _Seen(_REMEMBERED)  # the root of its keys: of one tenant and salt
         self._later_tokens = _Seen(_REMEMBERED)  # of the second block
-        self._salts = _Seen(_REMEMBERED)  # requests of each root
+        self._salts = _Salts(_REMEMBERED)
 
     def note(
         self,
@@ -87,7 +103,7 @@ class PrefixWatch:
         core_metrics.prefix_outcomes.labels(outcome).inc()
         if tenant:
             self._tenants.setdefault(tenant, Counter())[outcome] += 1
-        self._salts.swap(root, 1 + (self._salts.swap(root, 0) or 0))
+        self._salts.count(root)
         return outcome
 
     def _outcome(
@@ -129,7 +145,7 @@ class PrefixWatch:
             "tenants": {name: dict(outcomes) for name, outcomes in self._tenants.items()},
             # Of the latest tenants and salts: how many there were, and how many of them asked once.
             "num_salts": len(self._salts),
-            "num_salts_once": self._salts.count(1),
+            "num_salts_once": self._salts.num_once,
         }
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from moonpool.node_configs import pools_nbytes
 from moonpool.preflight import check_memory, check_model
 from moonpool.redis_server import find_redis
 from runtime.child import tied_command
+from runtime.health.gpu import nvml_report
+from runtime.health.monitor import HealthMonitor
 from runtime.options import Config
 
 
@@ -122,6 +125,23 @@ def peer_memory(config: Config) -> Finding:
     return Finding(what, "slow", fact, advice)
 
 
+def host_health(config: Config) -> Finding:
+    """What would make a node here unhealthy (health.*), if it lasted; the GPUs' part needs NVML."""
+    path = config.store.ssd.path
+    # A directory that is not there yet is the node's to make.
+    limits = replace(config.health, bad_readings=1)
+    monitor = HealthMonitor(limits, disk=path if path and Path(path).is_dir() else "")
+    monitor.read()
+    monitor.close()
+    now, reasons = monitor.judgement.latest, monitor.judgement.reasons
+    assert now is not None
+    if reasons:
+        advice = "docs/troubleshooting.md, “A node is unhealthy”, says what to do about each"
+        return Finding("host health", "slow", "; ".join(reasons), advice)
+    disk = f", a page is durable in {1e3 * now.disk.write_s:.1f} ms" if now.disk else ""
+    return Finding("host health", "ok", f"within health.*{disk}; GPUs: {nvml_report()}")
+
+
 def open_files(config: Config) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4096:
@@ -181,6 +201,7 @@ CHECKS: tuple[Callable[[Config], Finding], ...] = (
     memory,
     shared_memory,
     peer_memory,
+    host_health,
     open_files,
     huge_pages,
     threads,

@@ -2,6 +2,11 @@
 import { bars, byId, bytes, cell, element, fill, format, percent, row, say } from "./draw.js";
 
 const SOURCES = { computed: "computed", pool: "its own pool", host: "host memory", ssd: "disk", fetched: "another node" };
+// What became of the prefix that a request began with; docs/troubleshooting.md says more of each.
+const OUTCOMES = {
+  hit: "hit", off: "cache not asked", short: "no whole block", unused: "held, not used", pending: "just computed", dropped: "held no more",
+  salted: "other tenant, salt", headed: "other head", new: "never seen",
+};
 const LOCAL = ["pool", "host", "ssd"];
 
 export function parts(tokens) {
@@ -51,6 +56,8 @@ export function drawCache(now) {
   const shown = Object.entries(SOURCES).map(([name, title]) => [title, now.tokens[name] ?? 0]);
   bars(byId("sources"), all ? shown : [], (count) => `${format.format(count)} (${percent(count / all)})`);
   say(byId("sources").nextElementSibling, all ? `From the cache ${percent((local + remote) / all)}: on the node itself ${percent(local / all)}, from another ${percent(remote / all)}.` : "");
+  const outcomes = Object.entries(now.cluster.prefixes?.outcomes ?? {}).sort((a, b) => b[1] - a[1]);
+  bars(byId("outcomes"), outcomes.map(([name, count]) => [OUTCOMES[name] ?? name, count]));
   fill(byId("tenants"), Object.entries(now.tenants).map(([name, counts]) => tenantRow(name, counts)));
   fill(byId("prefixes"), now.prefixes.map((prefix) => row(element("th", prefix.key.slice(0, 12), "id"), prefix.blocks,
     cell((60 * prefix.uses_per_s).toFixed(1), "number"), prefix.holders.length, cell(prefix.holders.join(", ") || "nobody now", "wrap"))));

@@ -77,10 +77,15 @@ function rateOfParts(now) {
 // Where a node is, and how its host and GPUs are.
 function hostOf(node) {
   const { cpu_ratio: cpu, memory_available_nbytes: free, gpus = [] } = node.health ?? {};
-  const words = [node.host, node.pid];
+  const words = [];
   if (free) words.push(`${bytes(free)} free`, `CPU ${percent(cpu)}`);
-  for (const gpu of gpus) words.push(`GPU ${gpu.gpu}: ${percent(gpu.utilization)}, ${gpu.temperature_celsius} °C, ${Math.round(gpu.power_watts)} W`);
-  return words.join(", ");
+  for (const { gpu, utilization, temperature_celsius: heat, power_watts: power, throttles } of gpus) {
+    const told = [[utilization, percent(utilization)], [heat, `${heat} °C`], [power, `${Math.round(power)} W`], ...throttles.map((why) => [why, why])];
+    words.push(`GPU ${gpu}: ${told.filter(([value]) => value != null).map(([, text]) => text).join(" ") || "lost"}`);
+  }
+  const where = cell(`${node.host}, ${node.pid}`, "soft");
+  if (words.length) where.append(element("small", words.join(", "), "below"));
+  return where;
 }
 
 function drawNodes(nodes) {
@@ -91,7 +96,7 @@ function drawNodes(nodes) {
     if (node.reasons?.length) state.append(element("small", node.reasons.join("; "), "reasons"));
     return row(cell(node.node_id, kind), node.role, state, load.num_running ?? 0, load.num_waiting ?? 0,
       load.num_queued_tokens ?? 0, tiers(node), node.num_index_blocks ?? 0, node.num_placed ?? 0,
-      cell(hostOf(node), "soft"));
+      hostOf(node));
   }));
 }
 

@@ -49,6 +49,15 @@ class GpuWatch:
         return tuple(_read(number, handle) for number, handle in self._gpus)
 
 
+def nvml_report() -> str:
+    """Whether the health of GPUs here can be known, for a person."""
+    try:
+        pynvml.nvmlInit()
+        return f"{pynvml.nvmlDeviceGetCount()} watched, NVML {pynvml.nvmlSystemGetNVMLVersion()}"
+    except pynvml.NVMLError as error:
+        return f"not watched, NVML says {error}"
+
+
 class _GpuLost(Exception):
     pass
 

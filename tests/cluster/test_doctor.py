@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
-import os
 import re
 import shutil
 import sys
@@ -18,9 +18,11 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+from rich.console import Console
 
 from moonpool.client import Client
 from moonpool.doctor import check_cluster
+from moonpool.doctor import doctor as whole_doctor
 from moonpool.finding import Finding
 from moonpool.local_cluster import LocalCluster
 from prefill_node.node import PrefillNode
@@ -167,12 +169,10 @@ async def test_a_salt_that_changes_with_the_request_is_the_cause_of_no_hit(clust
         cluster, "tenants, salts", "12 different .* sent 12 requests, 12 of them a single one; 11"
     )
     assert "cache_salt" in cause.advice
-    command = [sys.executable, "-m", "moonpool", "doctor", "--url", cluster.url, "--json"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=os.environ)
-    output, _ = await process.communicate()
-    assert process.returncode == 1
+    output = io.StringIO()
+    assert await whole_doctor(Config(), cluster.url, Console(file=output), as_json=True) == 1
     assert {"what": cause.what, "state": "wrong", "fact": cause.fact, "advice": cause.advice} in json.loads(
-        output
+        output.getvalue()
     )
 
 

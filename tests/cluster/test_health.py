@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from playwright.async_api import async_playwright, expect
 from rich.console import Console
 
 from moonpool.client import Client, Reply
@@ -25,6 +26,7 @@ from runtime.child import Child
 from runtime.health.monitor import NodeUnfit
 from runtime.service import ServiceContext
 from tests.cluster.conftest import eventually, kill, small_config
+from tests.dashboard.conftest import CHROMIUM, NEEDS_BROWSER, SCREENSHOTS
 from tests.runtime.health.stand_in import UUID, gpu_stand_in
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -126,6 +128,26 @@ async def test_a_full_disk_spares_its_node_until_there_is_room_again(
     assert (await events_of(client, node))[-1][0] == "healthy"
     placed = [await ask(client, 10 + number) for number in range(4)]
     assert node in placed
+
+
+@NEEDS_BROWSER
+async def test_the_dashboard_says_so_in_colour_and_in_words(
+    cluster: LocalCluster, client: Client, node: str
+) -> None:
+    await seen(client, "poor", "unhealthy")
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = await browser.new_page(viewport={"width": 1280, "height": 900})
+        await page.goto(cluster.url)
+        row = page.locator("#nodes tbody tr", has_text="poor")
+        await expect(row.locator(".status span")).to_have_text("unhealthy")
+        await expect(row.locator(".status span")).to_have_class("bad")
+        await expect(row.locator(".reasons")).to_contain_text("host memory: ")
+        await expect(row.locator(".below")).to_contain_text("GB free, CPU ")
+        await expect(page.locator('#map [data-node="poor"]')).to_have_class("node bad")
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        await page.locator("#map").screenshot(path=SCREENSHOTS / "unhealthy.png")
+        await browser.close()
 
 
 async def test_a_node_whose_gpu_is_lost_drains_and_ends(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.clock_offset import ClockOffset
-from conductor.prefix_watch import OUTCOMES, PrefixWatch
+from conductor.prefix_watch import _REMEMBERED, OUTCOMES, PrefixWatch
 from kvstore.keys import chain
 
 SIZE = 4
@@ -56,6 +56,15 @@ def test_the_same_tokens_of_another_salt_are_told_apart_from_new_ones(ask: Askin
     assert [ask(BODY, salt) for salt in (b"a", b"b", b"c")] == ["new", "salted", "salted"]
     assert ask.watch.to_dict()["num_salts"] == 3
     assert ask.watch.to_dict()["num_salts_once"] == 3
+
+
+def test_salts_that_asked_once_are_counted_as_they_are_forgotten_too(ask: Asking) -> None:
+    for number in range(_REMEMBERED + 10):
+        ask(BODY, number.to_bytes(4, "little"))
+    for number in range(5):
+        ask(BODY, (_REMEMBERED + number).to_bytes(4, "little"))
+    told = ask.watch.to_dict()
+    assert (told["num_salts"], told["num_salts_once"]) == (_REMEMBERED, _REMEMBERED - 5)
 
 
 def test_a_changing_head_before_the_same_body_is_noticed(ask: Asking) -> None:
