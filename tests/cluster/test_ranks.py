@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -10,15 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 import pytest_asyncio
 import tokenizers
 import torch
 import transformers
+from rich.console import Console
 
 from moonpool.client import Client, Reply
 from moonpool.local_cluster import LocalCluster
+from moonpool.status import cluster_view
 from runtime.options import Config, ParallelOptions
 from tests.cluster.conftest import eventually, small_config
 
@@ -171,6 +175,57 @@ async def test_a_leader_that_is_stopped_is_replaced_and_comes_back(
     os.kill(int(before["pid"]), signal.SIGCONT)
     await eventually(lambda: is_back(client, before))
     assert await whole(client, prompt) == expected
+
+
+@pytest.mark.slow
+async def test_a_lost_ranks_blocks_are_void_but_for_what_the_disk_kept(tmp_path: Path) -> None:
+    """The next life has another epoch, nothing in memory, and takes up from disk what is whole there."""
+    prompt = "The words of the preacher, the son of David. " * 40
+    config = config_of(prefill=1, decode=1)
+    ssd = replace(config.store.ssd, path=str(tmp_path / "disk"))
+    config = replace(
+        config,
+        cluster=replace(config.cluster, decode_options=()),
+        store=replace(config.store, write_policy="write-through", ssd=ssd),
+    )
+    directory = tmp_path / "cluster"
+    directory.mkdir()
+    async with LocalCluster(config, directory=directory) as cluster, Client(cluster.url) as client:
+        first = await whole(client, prompt, max_tokens=24)
+
+        async def used(tier: str) -> int:
+            (found,) = [t for t in (await nodes(client))["prefill-0"]["tiers"] if t["name"] == tier]
+            return int(found["num_used_blocks"])
+
+        # Of 16 tokens; the prompt's last ones are no whole block, or are computed in any case.
+        async def kept() -> bool:
+            return await used("ssd") >= 30
+
+        await eventually(kept)
+        before = (await nodes(client))["prefill-0"]
+        os.kill(rank_pid(cluster, "prefill-0"), signal.SIGKILL)
+        await eventually(lambda: is_back(client, before))
+        assert await used("ssd") >= 30
+        sources = []
+        for _ in range(2):
+            reply = Reply()
+            async for _ in client.complete(prompt, reply, **GREEDY | {"max_tokens": 24}):
+                pass
+            assert reply.text == first
+            summary = (await client.timeline(reply.id))["summary"]
+            sources.append((summary["ssd_tokens"], summary["pool_tokens"]))
+        # Nothing was left in the pool of the life that ended; what came from disk is there now.
+        assert sources[0] == (480, 0)
+        assert sources[1][0] == 0
+        assert sources[1][1] >= 480
+        now = (await nodes(client))["prefill-0"]
+        async with aiohttp.ClientSession() as session, session.get(now["metrics_url"]) as page:
+            lines = (await page.text()).splitlines()
+        (join_s,) = [line.split()[1] for line in lines if line.startswith("moonpool_node_join_seconds ")]
+        assert float(join_s) == pytest.approx(now["join_s"], abs=1e-3)
+        table = io.StringIO()
+        Console(width=300, file=table).print(cluster_view(cluster.url, await client.cluster()))
+        assert f"{now['join_s']:.1f} s" in table.getvalue()
 
 
 @pytest.mark.slow

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sys
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,15 +40,21 @@ def edited(path: Path, to: Path, edit: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "word", ["model", *(pytest.param(word, marks=pytest.mark.slow) for word in ("dtype", "plan"))]
+    "what",
+    ["model", *(pytest.param(what, marks=pytest.mark.slow) for what in ("revision", "dtype", "plan"))],
 )
-async def test_a_rank_that_differs_is_refused_by_name(path, tmp_path, monkeypatch, word) -> None:
+async def test_a_rank_that_differs_is_refused_by_name(path, tmp_path, monkeypatch, what) -> None:
     other = edited(path, tmp_path / "other", lambda t: t["model.norm.weight"].add_(1))
-    strange = {
-        "model": {"model": str(other)},
-        "dtype": {"dtype": "float16"},
-        "plan": {"tp": 1, "pp": 2},
-    }[word]
+    # Another revision may have the same weights, and say something else of how to compute with them.
+    revised = edited(path, tmp_path / "revised", lambda t: None)
+    config = revised / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 3e-6}))
+    word, strange = {
+        "model": ("model", {"model": str(other)}),
+        "revision": ("model", {"model": str(revised)}),
+        "dtype": ("dtype", {"dtype": "float16"}),
+        "plan": ("plan", {"tp": 1, "pp": 2}),
+    }[what]
     async with ranks(2) as group:
         monkeypatch.setattr(group, "assign", lambda leader, rank: replace(leader, rank=rank, **strange))
         with pytest.raises(RankRefused, match=rf"rank 1 is refused: its {word} is .+, the group's .+"):
@@ -81,34 +90,78 @@ async def test_weights_stream_in_with_progress_over_all_ranks(path) -> None:
             assert 0.95 * nbytes < reports[-1][1] < 1.1 * nbytes
 
 
-@pytest.mark.parametrize(
-    ("plan", "signal_number"),
-    [
-        ({"tp": 2}, signal.SIGKILL),
-        ({"tp": 2}, signal.SIGSTOP),
-        pytest.param({"pp": 3}, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param({"pp": 3}, signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param({"tp": 2, "link": "gloo"}, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param({"tp": 2, "link": "gloo"}, signal.SIGSTOP, marks=pytest.mark.slow),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value.name,
-)
-async def test_a_rank_lost_in_the_middle_of_steps_ends_all_waiting_in_time(path, plan, signal_number) -> None:
+def exchanging() -> bool:
+    """Whether a thread of ours is within an exchange with other ranks, now."""
+    tops = sys._current_frames().values()
+    files = {frame.f_code.co_filename for top in tops for frame, _ in traceback.walk_stack(top)}
+    return any(Path(file).name in ("circle.py", "shm_link.py", "torch_link.py") for file in files)
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+LOSSES = [
+    # plan, the rank that is lost, how, and whether the leader waits for it in an exchange then, or is
+    # anywhere in its steps.
+    pytest.param({"tp": 2}, 1, KILL, "steps"),
+    pytest.param({"tp": 2}, 1, STOP, "exchange"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ({"tp": 2}, 1, KILL, "exchange"),
+            ({"tp": 2}, 1, STOP, "steps"),
+            ({"pp": 3}, 2, KILL, "steps"),
+            ({"pp": 3}, 1, KILL, "exchange"),
+            ({"pp": 3}, 1, STOP, "exchange"),
+            ({"pp": 3}, 2, STOP, "steps"),
+            ({"tp": 2, "pp": 2}, 2, KILL, "exchange"),
+            ({"tp": 2, "pp": 2}, 3, STOP, "exchange"),
+            ({"tp": 2, "link": "gloo"}, 1, KILL, "steps"),
+            ({"tp": 2, "link": "gloo"}, 1, KILL, "exchange"),
+            ({"tp": 2, "link": "gloo"}, 1, STOP, "exchange"),
+            ({"pp": 3, "link": "gloo"}, 1, KILL, "exchange"),
+            ({"pp": 3, "link": "gloo"}, 2, STOP, "exchange"),
+        )
+    ),
+]
+
+
+def loss_name(value: Any) -> str:
+    if isinstance(value, dict):
+        return "-".join(f"{k}{v}" for k, v in value.items()).replace("link", "")
+    return value.name if isinstance(value, signal.Signals) else str(value)
+
+
+@pytest.mark.parametrize(("plan", "rank", "signal_number", "moment"), LOSSES, ids=loss_name)
+async def test_a_rank_lost_in_the_middle_of_steps_ends_all_waiting_in_time(
+    path, plan, rank, signal_number, moment
+) -> None:
     timeout_s = 1.0
     with pytest.raises(RankLost, match="rank"):
         async with serving(path, timeout_s=timeout_s, **plan) as driver:
             group = driver.engine.ranks
-            driver.engine.add(driver.sequence(PROMPT, max_tokens=200, ignore_eos=True))
-            await driver.until(lambda: driver.num_steps >= 10)
-            pids = [rank.pid for rank in group.ranks]
-            os.kill(pids[-1], signal_number)
-            began_s = time.monotonic()
-            with pytest.raises(RankLost, match=rf"rank {len(pids)}|torch.distributed"):
+            pids = [process.pid for process in group.ranks]
+            request = driver.sequence(PROMPT, max_tokens=200, ignore_eos=True)
+            if moment == "steps":
+                driver.engine.add(request)
+                await driver.until(lambda: driver.num_steps >= 10)
+                began_s = time.monotonic()
+                os.kill(pids[rank - 1], signal_number)
+            else:
+                # Stopped before the first step: what waits for it then cannot go on, whatever the timing.
+                began_s = time.monotonic()
+                os.kill(pids[rank - 1], signal.SIGSTOP)
+                driver.engine.add(request)
+                while not exchanging():  # noqa: ASYNC110  (another thread's)
+                    await asyncio.sleep(0.001)
+                if signal_number == signal.SIGKILL:
+                    began_s = time.monotonic()
+                    os.kill(pids[rank - 1], signal_number)
+            with pytest.raises(RankLost, match=rf"rank {rank}|torch.distributed"):
                 await asyncio.wait_for(driver.engine.wait(), 10)
             # The machine is shared: what takes longer than this is not the bound.
             assert time.monotonic() - began_s < timeout_s + 2.5
             assert not any(result.finish_reason for result in driver.results.values())
             await driver.engine.close()
+            assert not exchanging()
             assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "a rank outlived its group"
             raise group.lost or RankLost(0, "by its link")
 
