@@ -148,7 +148,9 @@ class EngineNode:
         async with await TransferAgent.start(
             self.config.transfer, agent_id=self.node_id, epoch=self.epoch
         ) as agent:
-            await self._start(agent)
+            with LoadProgress(self.node_id, context.loaded) as progress:
+                memory = await NodeMemory.open(self.config, agent, progress)
+            await self._start(agent, memory)
             try:
                 self.state = "ready"
                 NODE_JOIN_SECONDS.set(self.join_s)
@@ -169,9 +171,8 @@ class EngineNode:
                 await self._close()
         return None
 
-    async def _start(self, agent: TransferAgent) -> None:
+    async def _start(self, agent: TransferAgent, memory: NodeMemory) -> None:
         config, self.agent = self.config, agent
-        memory = await NodeMemory.open(config, agent, LoadProgress(self.node_id))
         self.engine = engine = memory.engine
         self.memory = memory.blocks
         self.quotas = TenantQuotas(engine.layout.block_nbytes)

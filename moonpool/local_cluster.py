@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -41,7 +42,8 @@ class LocalCluster:
     """``async with LocalCluster(config) as cluster``: serving at ``cluster.url`` inside, all gone after.
 
     ``children`` are by name: redis (unless ``index.redis_url`` names one), conductor, prefill-0, decode-0, …
-    ``report`` gets a sentence for each thing that happens. With ``restart`` a node or Redis that dies is
+    ``report`` gets a sentence for each thing that happens; ``loaded`` (a child's name, bytes, of bytes) is
+    called while weights are loaded. With ``restart`` a node or Redis that dies is
     started again. Every child is killed by the kernel when this process ends, however it ends; its output is
     in ``directory / NAME.log``. A directory we made is removed, unless something failed.
     """
@@ -53,6 +55,7 @@ class LocalCluster:
         directory: Path | None = None,
         restart: bool = False,
         report: Callable[[str], None] = lambda sentence: None,
+        loaded: Callable[[str, int, int], None] = lambda name, nbytes_done, nbytes_total: None,
     ) -> None:
         self.config = config
         self.directory = directory or Path()  # chosen in start
@@ -61,6 +64,7 @@ class LocalCluster:
         self._remove_directory = directory is None
         self._restart = restart
         self._report = report
+        self._loaded = loaded
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -163,7 +167,10 @@ class LocalCluster:
             for option in options:
                 command += ["--set", option]
             log = self.directory / f"{name}.log"
-            self.children[name] = Child(name, command, log, environment=environment, speaks=True)
+            loaded = partial(self._loaded, name)
+            self.children[name] = Child(
+                name, command, log, environment=environment, speaks=True, on_loaded=loaded
+            )
 
         create("conductor", "conductor")
         counts = self.config.cluster

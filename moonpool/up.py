@@ -14,6 +14,7 @@ from moonpool.client import Client
 from moonpool.errors import ApiError
 from moonpool.first_conversation import hold_conversation, turns_table
 from moonpool.local_cluster import LocalCluster
+from runtime.load_bars import LoadBars
 from runtime.options import Config
 
 
@@ -50,8 +51,10 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
     if counts.store:
         nodes = f"{counts.prefill} prefill, {counts.decode} decode and {counts.store} store nodes"
     report(f"starting a conductor, {nodes} with {config.model.directory}")
+    bars = LoadBars(console)
     try:
-        async with LocalCluster(config, restart=not once, report=report) as cluster:
+        async with LocalCluster(config, restart=not once, report=report, loaded=bars.update) as cluster:
+            bars.close()
             report("ready\n")
             async with Client(cluster.url) as client:
                 try:
@@ -71,6 +74,8 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
     except asyncio.CancelledError:
         report("stopped")
         return 0 if serving else 130
+    finally:
+        bars.close()
     return 0
 
 

@@ -23,6 +23,8 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+HEARS_LOADING = "MOONPOOL_HEARS_LOADING"
+"""Set for a child whose parent asks to hear how far it has loaded."""
 _TAIL_NBYTES = 3000
 # Of what a child prints, lines longer than this are no messages.
 _MAX_MESSAGE_NBYTES = 1 << 20
@@ -51,20 +53,24 @@ class Child:
         speaks: bool = False,
         given: bytes = b"",
         on_message: Callable[[dict[str, Any]], None] = lambda message: None,
+        on_loaded: Callable[[int, int], None] | None = None,
     ) -> None:
         """``log``: the file its output goes to; None: its stderr goes where ours goes.
 
         ``speaks``: it prints JSON lines on stdout, the first of which is its ready line; ``on_message`` hears
-        those after it. ``given``: what it finds on its stdin.
+        those after it. ``on_loaded`` (bytes, of bytes): hears how far it is, before that and in later lives.
+        ``given``: what it finds on its stdin.
         """
         self.name = name
         self.log = log
         self.environment = {**os.environ, **(environment or {})}
+        self.environment[HEARS_LOADING] = "1" if on_loaded else ""
         self.ready: dict[str, Any] = {}
         self._command = list(command)
         self._speaks = speaks
         self._given = given
         self._on_message = on_message
+        self._on_loaded = on_loaded
         self._process: Process | None = None
         self._is_ready = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -140,7 +146,10 @@ class Child:
             message = json.loads(line)
         except ValueError:
             return  # it prints other things too
-        if self._is_ready.is_set():
+        if "loaded" in message:
+            if self._on_loaded is not None:
+                self._on_loaded(*message["loaded"])
+        elif self._is_ready.is_set():
             self._on_message(message)
         else:
             self.ready = message

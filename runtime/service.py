@@ -10,12 +10,14 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import uvloop
 from prometheus_client import disable_created_metrics
 
+from runtime.child import HEARS_LOADING
 from runtime.config import load_config
 from runtime.errors import ConfigError, MoonpoolError
 from runtime.log import setup_logging
@@ -34,6 +36,7 @@ class ServiceContext:
 
     def __init__(self, role: str) -> None:
         self.role = role
+        self._lock = threading.Lock()
         self.draining = asyncio.Event()  # set by the first SIGTERM or SIGINT: finish what runs, then return
 
     def ready(self, **facts: object) -> None:
@@ -44,9 +47,16 @@ class ServiceContext:
         """Tell whoever started us that somebody else than they asked us to drain."""
         self._tell({"draining": True})
 
+    def loaded(self, nbytes_done: int, nbytes_total: int) -> None:
+        """Tell how far we are with what we load before we are ready; from any thread. A ``Child``'s parent
+        that asked hears it, nobody else: who reads our stdout otherwise finds the ready line first."""
+        if os.environ.get(HEARS_LOADING):
+            self._tell({"loaded": [nbytes_done, nbytes_total]})
+
     def _tell(self, message: dict[str, object]) -> None:
-        sys.stdout.write(json.dumps(message) + "\n")
-        sys.stdout.flush()
+        with self._lock:
+            sys.stdout.write(json.dumps(message) + "\n")
+            sys.stdout.flush()
 
 
 ServiceMain = Callable[[Config, ServiceContext], Awaitable[None]]

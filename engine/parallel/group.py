@@ -280,6 +280,9 @@ class _Progress:
         def progress(done: int, total: int, name: str) -> None:
             self._done[rank], self._total[rank] = done, total
             if self._report is not None:
-                self._report(sum(self._done), sum(self._total), name)
+                # Who has not begun is taken to read as much as the others.
+                known = [nbytes for nbytes in self._total if nbytes]
+                expected = sum(known) * len(self._total) // max(len(known), 1)
+                self._report(sum(self._done), expected, name)
 
         return progress

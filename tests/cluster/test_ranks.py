@@ -52,7 +52,16 @@ def config_of(*, prefill: int, decode: int) -> Config:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
     directory: Path = tmp_path_factory.mktemp("ranks")
-    async with LocalCluster(config_of(prefill=1, decode=2), directory=directory) as running:
+    loaded: dict[str, tuple[int, int]] = {}
+
+    def hear(name: str, nbytes_done: int, nbytes_total: int) -> None:
+        loaded[name] = nbytes_done, nbytes_total
+
+    config = config_of(prefill=1, decode=2)
+    async with LocalCluster(config, directory=directory, loaded=hear) as running:
+        # As it was read, by all ranks of each.
+        assert loaded.keys() == {"prefill-0", "decode-0", "decode-1"}
+        assert all(done == total for done, total in loaded.values())
         yield running
 
 
