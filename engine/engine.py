@@ -40,9 +40,10 @@ from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, State
 from engine.step_loop import StepLoop
-from engine.weights import Progress, fingerprint
+from engine.weights import fingerprint
 from kvstore.layout import KVLayout
 from runtime.errors import ConfigError
+from runtime.load_progress import Progress
 from runtime.options import EngineOptions, ModelOptions
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -15,7 +16,6 @@ from engine.cuda_device import gpu_uuids
 from engine.errors import NodeDraining, RankLost
 from engine.expert_service import ExpertService
 from engine.kv_exchange import KvExchange
-from engine.load_progress import LoadProgress
 from engine.node_memory import NodeMemory
 from engine.node_metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
 from engine.node_service import NodeService
@@ -35,6 +35,7 @@ from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
 from runtime.agreement import agreement_of, own_version
 from runtime.health.monitor import HealthMonitor, NodeUnfit
+from runtime.load_progress import LoadProgress
 from runtime.machine import versions_of
 from runtime.metrics import serve_metrics
 from runtime.options import Config
@@ -148,7 +149,7 @@ class EngineNode:
         async with await TransferAgent.start(
             self.config.transfer, agent_id=self.node_id, epoch=self.epoch
         ) as agent:
-            with LoadProgress(self.node_id, context.loaded) as progress:
+            with closing(LoadProgress(self.node_id, context.loaded)) as progress:
                 memory = await NodeMemory.open(self.config, agent, progress)
             await self._start(agent, memory)
             try:

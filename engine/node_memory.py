@@ -10,10 +10,10 @@ from engine.engine import Engine
 from engine.parallel.rank_reader import AgentReader, RankReader
 from engine.parallel.sharded_bytes import ShardedBytes
 from engine.parallel.sharded_reader import RankTarget, ShardedReader, rank_memory
-from engine.weights import Progress
 from kvstore.shards import BlockShard
 from protos import node_pb2
 from runtime.errors import ConfigError
+from runtime.load_progress import Progress
 from runtime.options import Config
 from transfer import Region, TransferAgent
 

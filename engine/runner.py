@@ -26,8 +26,9 @@ from engine.profile import CostProfile, measure
 from engine.sampler import SamplingBatch, describe, sample
 from engine.sequence import Sequence, TokenLogprobs
 from engine.step_inputs import StepInputs
-from engine.weights import Checkpoint, Progress
+from engine.weights import Checkpoint
 from kvstore.layout import KVLayout
+from runtime.load_progress import Progress
 from runtime.options import EngineOptions
 
 # Rows of logits made at once for prompt logprobs: float32, so 128 k words × 64 rows are 33 MB.

@@ -19,11 +19,9 @@ from engine.config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModel
 from engine.parallel.plan import ParallelPlan, Shard
 from engine.parallel.slices import Part
+from runtime.load_progress import Progress
 
 log = logging.getLogger(__name__)
-
-#: progress(nbytes_done, nbytes_total, tensor_name)
-Progress = Callable[[int, int, str], None]
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _MAX_HEADER_NBYTES = 100 << 20

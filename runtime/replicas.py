@@ -14,6 +14,7 @@ from runtime.child import Child
 from runtime.config import to_toml
 from runtime.errors import ConfigError
 from runtime.gpus import replica_devices
+from runtime.load_progress import LoadProgress, TotalProgress
 from runtime.options import Config, EventsOptions
 from runtime.replica import Replica
 from runtime.replica_metrics import ReplicaMetrics
@@ -41,12 +42,15 @@ class Replicas:
         self._command = list(command)
         self._configs = replica_configs(config)
         self._drain = asyncio.Event()
+        self._loaded = TotalProgress(None, len(self._configs))
         self._replicas: list[ReplicaProcess] = []
 
     async def run(self, context: ServiceContext) -> None:
         """Until drained. Raises what ``ReplicaProcess.keep`` does; the others have drained then."""
         began_s = time.monotonic()
         metrics = ReplicaMetrics(self._config.node.host, self._config.node.metrics_port)
+        loading = LoadProgress(self.node_id, context.loaded)
+        self._loaded = TotalProgress(loading, len(self._configs))
         replicas = self._replicas = metrics.replicas = [
             ReplicaProcess(
                 Replica(self.node_id, number, len(self._configs), os.getpid(), metrics.url), self._create
@@ -59,6 +63,7 @@ class Replicas:
         ends: list[asyncio.Future[Any]] = [*asked, *keepers]
         try:
             await asyncio.wait([ready, *ends], return_when=asyncio.FIRST_COMPLETED)
+            loading.close()
             if ready.done():
                 join_s = time.monotonic() - began_s
                 log.info("%d replicas are ready after %.2f s", len(replicas), join_s)
@@ -75,6 +80,7 @@ class Replicas:
             for keeper in keepers:
                 keeper.result()
         finally:
+            loading.close()
             ready.cancel()
             for task in ends:
                 task.cancel()
@@ -88,6 +94,7 @@ class Replicas:
         command = [*self._command, "--config", "-"]
         if config.node.id:
             command += ["--set", f"node.id={config.node.id}"]  # it is there too: this one is for `ps`
+        loaded = self._loaded.of(replica.number)
         return Child(
             f"replica {replica.replica_id}",
             command,
@@ -96,6 +103,7 @@ class Replicas:
             speaks=True,
             given=to_toml(config).encode(),
             on_message=self._hear,
+            on_loaded=lambda done, total: loaded(done, total, ""),
         )
 
     def _hear(self, message: dict[str, Any]) -> None:

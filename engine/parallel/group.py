@@ -27,7 +27,7 @@ from engine.parallel.links import exchange_shape, open_link
 from engine.parallel.rank_process import RankProcess
 from engine.parallel.runner import ParallelRunner
 from engine.parallel.step_message import payload_nbytes
-from engine.weights import Progress
+from runtime.load_progress import Progress, TotalProgress
 from runtime.options import TransferOptions
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class RankGroup:
         assert board is not None
         self._beating = Heart(board)
         self._watcher = asyncio.create_task(self._watch(board), name="ranks")
-        total = _Progress(progress, self.world_size)
+        total = TotalProgress(progress, self.world_size)
         clock = ExchangeClock()
 
         def load() -> ParallelRunner:
@@ -266,23 +266,3 @@ class RankGroup:
 
 def _came(load: asyncio.Future[dict[str, str]]) -> bool:
     return load.done() and not load.cancelled()
-
-
-class _Progress:
-    """What all ranks have read together, from each one's own reports; ``report`` may be called anywhere."""
-
-    def __init__(self, report: Progress | None, world_size: int) -> None:
-        self._report = report
-        self._done = [0] * world_size
-        self._total = [0] * world_size
-
-    def of(self, rank: int) -> Progress:
-        def progress(done: int, total: int, name: str) -> None:
-            self._done[rank], self._total[rank] = done, total
-            if self._report is not None:
-                # Who has not begun is taken to read as much as the others.
-                known = [nbytes for nbytes in self._total if nbytes]
-                expected = sum(known) * len(self._total) // max(len(known), 1)
-                self._report(sum(self._done), expected, name)
-
-        return progress

@@ -15,8 +15,8 @@ from typing import Any
 from engine.errors import RankLost
 from engine.parallel.assignment import Assignment
 from engine.parallel.rank_reader import RankRead
-from engine.weights import Progress
 from runtime.child import tied_command
+from runtime.load_progress import Progress
 from runtime.options import TransferOptions
 from transfer import TransferError
 

@@ -25,7 +25,7 @@ from engine.parallel.step_message import chain_digest, pack
 from engine.plan import Plan, StepOutput
 from engine.runner import ModelRunner
 from engine.step_inputs import StepInputs
-from engine.weights import Progress
+from runtime.load_progress import Progress
 
 
 @dataclass(slots=True)

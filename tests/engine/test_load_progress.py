@@ -11,16 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.load_progress import LoadProgress
 from runtime.child import HEARS_LOADING
+from runtime.load_progress import LoadProgress
 
 ROOT = Path(__file__).parents[2]
 
 # What a node does until it has its memory, without what it needs of others.
 PROGRAM = """
 import sys
+from contextlib import closing
 import engine.profile
-from engine.load_progress import LoadProgress
+from runtime.load_progress import LoadProgress
 from engine.node_memory import NodeMemory
 from runtime.service import run_service
 from transfer import TransferAgent
@@ -29,7 +30,7 @@ engine.profile._BUDGET_S = 0.02
 
 async def main(config, context):
     async with await TransferAgent.start(config.transfer, agent_id="node", epoch=1) as agent:
-        with LoadProgress("node", context.loaded) as progress:
+        with closing(LoadProgress("node", context.loaded)) as progress:
             memory = await NodeMemory.open(config, agent, progress)
         context.ready()
         await memory.engine.close()
@@ -100,7 +101,8 @@ def test_elsewhere_it_is_logged_and_told_to_a_parent_that_asked(make_checkpoint:
 
 def test_each_tenth_is_logged_once(caplog: Any) -> None:
     told: list[int] = []
-    with caplog.at_level("INFO"), LoadProgress("node", lambda done, total: told.append(done)) as progress:
+    with caplog.at_level("INFO"):
+        progress = LoadProgress("node", lambda done, total: told.append(done))
         for done in range(1001):
             progress(done, 1000, "a tensor")
     logged = [record.getMessage().split("%")[0] for record in caplog.records]
