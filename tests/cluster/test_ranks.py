@@ -29,7 +29,7 @@ from tests.cluster.conftest import eventually, small_config
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DEMO = Path(__file__).parents[2] / "moonpool" / "demo" / "model"
-TIMEOUT_S = 2.0
+TIMEOUT_S = 5.0
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 
 
