@@ -50,6 +50,7 @@ class RemoteStore:
         transfers may take."""
         self.node_id = node_id
         self.address = address
+        self.healthy = True  # as the index had it last
         self._agent = agent
         self._deadline_s = deadline_s
         self._channel = rpc.channel(address)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
 
@@ -18,13 +18,14 @@ class NodeAddress:
     node_id: str
     epoch: int
     address: str  # host:port of its gRPC server
+    healthy: bool = field(default=True, compare=False)  # False: new objects go elsewhere if they can
 
 
 class Directory(Protocol):
     """Where a client learns of the store nodes."""
 
     async def nodes(self) -> list[NodeAddress]:
-        """Those that are ready now.
+        """Those that serve now.
 
         Raises ``ApiError`` or ``IndexUnavailable``: nobody there to ask.
         """
@@ -44,7 +45,7 @@ class IndexDirectory:
     async def nodes(self) -> list[NodeAddress]:
         # Unhealthy ones too: what they hold is nowhere else.
         return [
-            NodeAddress(record.node_id, record.epoch, record.rpc_address)
+            NodeAddress(record.node_id, record.epoch, record.rpc_address, record.state == "ready")
             for record in (await self._index.nodes()).values()
             if record.role == "store" and record.state in ("ready", "unhealthy")
         ]

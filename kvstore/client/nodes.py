@@ -59,6 +59,7 @@ class StoreNodes:
                 self._nodes[address] = RemoteStore(
                     address.node_id, address.address, self._agent, deadline_s=self._deadline_s
                 )
+            self._nodes[address].healthy = address.healthy
         self._by_id = {address.node_id: node for address, node in self._nodes.items()}
         await asyncio.gather(*(node.close() for node in gone))
 

@@ -152,7 +152,7 @@ class Putter:
         request = store_pb2.CopyRequest(
             owner=self._tenant.owner, key=info.key, version=info.version, source=source, surplus=surplus
         )
-        for node_id in rank(info.key, nodes.keys() - set(have)):
+        for node_id in (each for each in _order(info.key, nodes) if each not in have):
             if len(have) >= copies:
                 break
             try:
@@ -176,8 +176,9 @@ class Putter:
         await ask_all(nodes, "Remove", request)
 
 
-def _order(key: bytes, nodes: Iterable[str], preferred: str) -> list[str]:
-    order = rank(key, nodes)
+def _order(key: bytes, nodes: Mapping[str, RemoteStore], preferred: str = "") -> list[str]:
+    # Stable: among the healthy, and among those that come after them, the object's own order.
+    order = sorted(rank(key, nodes), key=lambda node_id: not nodes[node_id].healthy)
     return [preferred, *(each for each in order if each != preferred)] if preferred else order
 
 

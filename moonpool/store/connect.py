@@ -22,7 +22,7 @@ class ApiDirectory:
 
     async def nodes(self) -> list[NodeAddress]:
         return [
-            NodeAddress(node["node_id"], int(node["epoch"]), node["rpc_address"])
+            NodeAddress(node["node_id"], int(node["epoch"]), node["rpc_address"], node["state"] == "ready")
             for node in (await self._client.cluster())["nodes"]
             if node["role"] == "store" and node["state"] in ("ready", "unhealthy")
         ]

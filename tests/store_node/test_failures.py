@@ -32,6 +32,25 @@ async def test_copies_survive_a_node(cluster: StoreCluster) -> None:
             np.testing.assert_array_equal(await store.get(name), value)
 
 
+async def test_an_unhealthy_node_is_given_objects_only_where_there_is_no_other(cluster: StoreCluster) -> None:
+    """It wants more memory than any host has."""
+    ill = {"health__host_memory_free": 0.999, "health__bad_readings": 1}
+    await asyncio.gather(cluster.start("a", **ill), cluster.start("b"))
+    names = [str(number) for number in range(8)]
+    async with cluster.client() as store:
+        await store.put("before", np.ones(8), node="a")
+        for name in names:
+            await store.put(name, np.ones(8))
+        stats = [await store.stat(name) for name in names]
+        assert {stat.nodes for stat in stats if stat is not None} == {("b",)}
+        assert await store.get("before") is not None
+        await cluster.kill("b")
+        await store.put("after", np.ones(8))
+        stat = await store.stat("after")
+        assert stat is not None
+        assert stat.nodes == ("a",)
+
+
 async def test_a_cluster_without_store_nodes_says_so(cluster: StoreCluster) -> None:
     async with cluster.client() as store:
         with pytest.raises(NoStoreNodes, match="moonpool store-node"):
