@@ -8,16 +8,27 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from rich.console import Console
 
+from conductor.cluster_view import Slo
+from conductor.place import place
+from conductor.placement import Placement, Reason
+from moonpool.cli import cli
 from moonpool.client import Client, Reply
 from moonpool.local_cluster import LocalCluster
 from moonpool.top import Rates, top_view
+from runtime.config import explain
+from tests.conductor.views import REQUEST, node
+from tests.conductor.views import cluster as cluster_view
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -38,6 +49,7 @@ def environment(cluster: LocalCluster) -> dict[str, str]:
         **os.environ,
         "PATH": path,
         "MOONPOOL_URL": cluster.url,
+        "CHECKPOINT": str(cluster.config.model.directory),
         "REDIS_URL": cluster.config.index.redis_url,
     }
 
@@ -78,6 +90,67 @@ async def test_daemons_start_and_drain(
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@pytest.mark.parametrize(("page", "commands"), blocks("sh make"))
+def test_what_make_is_asked_for_it_makes(page: str, commands: str) -> None:
+    """In a clean checkout ``.ci/run`` runs them; here make says what it would do."""
+    continuous = (DOCS.parent / ".ci" / "run").read_text()
+    for line in commands.splitlines():
+        assert line in continuous
+        done = subprocess.run([*line.split(), "--dry-run"], cwd=DOCS.parent, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+
+
+def shown_commands() -> list[tuple[str, str]]:
+    """(page, command line) of every ``moonpool …`` that people are shown, in a fence or in a sentence."""
+    found = []
+    for page in (*PAGES, DOCS.parent / "README.md"):
+        text = page.read_text().replace("\\\n", " ")
+        spans = re.findall(r"`(moonpool [^`…]+)`", text)
+        lines = re.findall(r"^(?: {4})?(?:\.venv/bin/)?(moonpool .*)$", text, re.MULTILINE)
+        found += [(page.name, one) for one in dict.fromkeys([*spans, *lines])]
+    return found
+
+
+@pytest.mark.parametrize(("page", "line"), shown_commands())
+def test_a_command_that_is_shown_is_one_there_is(page: str, line: str) -> None:
+    words = shlex.split(re.sub(r"\s#.*|[|>&].*", "", line))[1:]
+    command: click.Command = cli
+    while isinstance(command, click.Group):
+        assert words, f"{page}: {line} names no command"
+        name = words.pop(0).split("|")[0]
+        found = command.get_command(click.Context(command), name)
+        assert found is not None, f"{page}: there is no {name}"
+        command = found
+    if not command.context_settings.get("ignore_unknown_options"):  # else another parser reads them
+        options = {"--help", *(name for one in command.params for name in one.opts)}
+        assert {word.split("=")[0] for word in words if word.startswith("--")} <= options, f"{page}: {line}"
+    known = {row.key for row in explain()}
+    used = re.findall(r"--set[ =]([a-z_.]+)=", line)
+    assert set(used) <= known, f"{page}: {line}"
+
+
+def test_files_that_pages_name_are_there() -> None:
+    for page in PAGES:
+        for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|toml|yaml|yml|md))`", page.read_text()):
+            assert (DOCS.parent / name).exists(), f"{page.name} names {name}"
+
+
+def test_the_policy_that_is_written_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = (text for page, text in blocks("python") if page == "extending.md")
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(compile(code, "extending.md", "exec"), names)
+    sticky = names["Sticky"]()
+    nodes = [node("p0", queue_s=0.05), node("p1")]
+    view = cluster_view(nodes, [node("d0")], {"p0": 10})
+    outcome = place(REQUEST, view, Slo(), sticky)
+    assert isinstance(outcome, Placement)
+    assert (outcome.prefill.node_id, outcome.reason, outcome.policy) == ("p0", Reason.LOCALITY, "sticky")
+    busy = cluster_view([node("p0", queue_s=5.0), node("p1")], [node("d0")], {"p0": 10})
+    away = place(REQUEST, busy, Slo(), sticky)
+    assert isinstance(away, Placement)
+    assert (away.prefill.node_id, away.reason) == ("p1", Reason.LOAD)
 
 
 @pytest.mark.asyncio(loop_scope="module")
