@@ -3,7 +3,7 @@ import { byId, bytes, element, svg } from "./draw.js";
 
 const ROLES = ["prefill", "decode", "store"];
 const compact = new Intl.NumberFormat("en", { notation: "compact" });
-const WIDTH = 190, HEIGHT = 74, GAP = 18, BETWEEN = 210, TOP = 26;
+const WIDTH = 225, HEIGHT = 74, GAP = 18, BETWEEN = 190, TOP = 26;
 const FRAME = 26, INSET = 8; // around the replicas of a node: above them its name, beside and below them a margin
 
 export function stateClass(node) {

@@ -51,7 +51,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loc
     config = replace(
         config,
         model=replace(config.model, name=MARKUP),
-        cluster=replace(config.cluster, prefill=1, decode=2),
+        cluster=replace(config.cluster, prefill=1, decode=2, prefill_options=("engine.parallel.dp=2",)),
         conductor=replace(
             config.conductor,
             tenants_path=str(directory / "tenants.toml"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -149,7 +151,7 @@ async def test_the_playground_answers_and_says_what_is_wrong(page: Page, cluster
 async def test_every_part_is_on_the_page(page: Page, theme: str, width: int) -> None:
     await page.emulate_media(color_scheme=theme)
     await page.set_viewport_size({"width": width, "height": 900})
-    await expect(page.locator("#map svg .node")).to_have_count(3)
+    await expect(page.locator("#map svg .node")).to_have_count(4)
     # Nothing is wider than the page, but for what scrolls in itself.
     assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     for heading in (
@@ -175,6 +177,24 @@ async def test_a_page_left_open_does_not_grow(page: Page) -> None:
             'chart-goodput': [i, i, i], 'chart-hits': [i, i], 'chart-moved': [i]});
         return charts.kept(); }"""
     assert await page.evaluate(fill, 0) == await page.evaluate(fill, 5000) == 600
+
+
+async def test_replicas_are_drawn_inside_their_node(page: Page, cluster: LocalCluster) -> None:
+    node = page.locator("#map svg .replicas[data-node=prefill-0]")
+    await expect(node).to_have_class(re.compile("good"))
+    await expect(page.locator("#nodes tr", has_text="prefill-0").locator("td.replica")).to_have_text(
+        ["prefill-0.0", "prefill-0.1"]
+    )
+    async with Client(cluster.url) as client:
+        (first,) = [one for one in (await client.cluster())["nodes"] if one["node_id"] == "prefill-0"]
+    os.kill(first["replicas"][1]["pid"], signal.SIGKILL)
+    await expect(node).to_have_class(re.compile("warn"), timeout=15_000)
+    await expect(node).to_contain_text("1 of 2 serve")
+    # It is its node that lacks something, and no node that has gone.
+    await expect(page.locator("#nodes tbody tr", has_text="prefill-0.1").locator(".bad")).to_have_count(
+        0, timeout=15_000
+    )
+    await expect(node).to_have_class(re.compile("good"), timeout=40_000)
 
 
 async def test_a_killed_node_is_seen_to_go(page: Page, cluster: LocalCluster) -> None:
