@@ -231,7 +231,8 @@ class EngineNode:
     async def _start_events(self) -> None:
         if not self.config.events.zmq_endpoint:
             return
-        events = EventPublisher(self.config.events, self.engine.layout.block_size)
+        rank = self.replica.number if self.replica is not None else 0
+        events = EventPublisher(self.config.events, self.engine.layout.block_size, rank=rank)
         await events.start()
         self.events = events
         self.publisher.listeners.append(events)

@@ -12,7 +12,7 @@ from typing import Any
 
 from runtime.child import Child
 from runtime.config import to_toml
-from runtime.errors import ConfigError
+from runtime.errors import ChildFailed, ConfigError
 from runtime.gpus import replica_devices
 from runtime.load_progress import LoadProgress, TotalProgress
 from runtime.options import Config, EventsOptions
@@ -23,6 +23,8 @@ from runtime.service import ServiceContext
 
 log = logging.getLogger(__name__)
 
+# Beyond what draining may take by the options; a replica that is stopped (SIGSTOP) would never end.
+_LATE_S = 10.0
 # A second SIGTERM gives replicas this long to leave the index.
 _STOP_S = 3.0
 
@@ -74,11 +76,7 @@ class Replicas:
                     replicas=[one.facts for one in replicas],
                 )
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for one in replicas:
-                one.drain()
-            await asyncio.wait(keepers)
-            for keeper in keepers:
-                keeper.result()
+            await self._end(keepers)
         finally:
             loading.close()
             ready.cancel()
@@ -86,6 +84,24 @@ class Replicas:
                 task.cancel()
             await asyncio.gather(*keepers, return_exceptions=True)
             await asyncio.gather(*(one.stop(_STOP_S) for one in replicas))
+
+    async def _end(self, keepers: list[asyncio.Task[None]]) -> None:
+        """Let all drain. Raises what the first one ended with, or ChildFailed: it did not end."""
+        for keeper in keepers:
+            if keeper.done():
+                log.error("%s: the others drain, and the node ends", keeper.exception())
+        for one in self._replicas:
+            one.drain()
+        options = self._config
+        limit_s = options.node.drain_s + options.store.flush_s + _LATE_S
+        await asyncio.wait(keepers, timeout=limit_s)
+        for one, keeper in zip(self._replicas, keepers, strict=True):
+            if not keeper.done():
+                raise ChildFailed(
+                    f"replica {self.node_id}.{one.number}",
+                    f"has not ended {limit_s:g} s after it was told to drain, and is killed",
+                )
+            keeper.result()
 
     def _create(self, replica: Replica) -> Child:
         # On stdin, rather than as arguments or in a file: there may be secrets among the options, and

@@ -40,11 +40,18 @@ class EventPublisher:
     """
 
     def __init__(
-        self, options: EventsOptions, block_size: int, *, clock: Callable[[], float] = time.time
+        self,
+        options: EventsOptions,
+        block_size: int,
+        *,
+        rank: int = 0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """``rank``: of several replicas, which."""
         self.endpoint = self.replay_endpoint = ""  # as bound
         self._options = options
         self._block_size = block_size
+        self._rank = rank
         self._clock = clock
         self._described: OrderedDict[BlockKey, _Block] = OrderedDict()
         self._announced: dict[BlockKey, tuple[str, _Block]] = {}  # with the medium it was announced in
@@ -139,7 +146,7 @@ class EventPublisher:
             if not self._pending:
                 continue
             events, self._pending = self._pending, []
-            payload = encode(EventBatch(self._clock(), events, 0))
+            payload = encode(EventBatch(self._clock(), events, self._rank))
             seq = self._next_seq.to_bytes(8, "big")
             self._next_seq += 1
             self._sent.append((seq, payload))

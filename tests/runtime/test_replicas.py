@@ -166,6 +166,7 @@ def test_short_lives_end_it_with_a_sentence(tmp_path: Path) -> None:
         code, log = running.end()
     assert code == 1
     assert "5 times in a row less than 10 s after it was ready" in log
+    assert "the others drain, and the node ends" in log
 
 
 def test_options_that_one_refuses_are_refused(tmp_path: Path) -> None:
@@ -199,6 +200,19 @@ def test_the_first_signal_ends_a_start_and_the_second_a_drain(tmp_path: Path) ->
         running.process.send_signal(signal.SIGTERM)
         assert running.end()[0] == 1
         assert not any(process.is_running() for process in replicas)
+
+
+@pytest.mark.slow  # It waits for what nobody would wait for in practice.
+def test_one_that_does_not_drain_is_killed(tmp_path: Path) -> None:
+    with node(tmp_path, "n", "node.drain_s=0", "store.flush_s=0") as running:
+        running.ready()
+        replicas = running.replicas()
+        replicas["n.1"].suspend()
+        running.process.send_signal(signal.SIGTERM)
+        code, log = running.end()
+        assert not replicas["n.1"].is_running()
+    assert code == 1
+    assert "replica n.1 has not ended 10 s after it was told to drain" in log
 
 
 def test_pages_of_replicas_are_one_page() -> None:

@@ -19,6 +19,7 @@ from kvstore.events.messages import (
     BlockStored,
     EventBatch,
     KvEvent,
+    decode,
     encode,
 )
 from kvstore.events.publisher import EventPublisher
@@ -228,7 +229,7 @@ async def test_our_events_are_followed_by_our_own_reader(index: KVIndex, mirror:
         topic="kv@p@m",
         interval_s=0.001,
     )
-    publisher = EventPublisher(options, BLOCK)
+    publisher = EventPublisher(options, BLOCK, rank=3)
     await publisher.start()
     prompt = tokens(5)
     keys = ours(prompt)
@@ -255,6 +256,7 @@ async def test_our_events_are_followed_by_our_own_reader(index: KVIndex, mirror:
         publisher.removed(keys[4])
         await eventually(lambda: mirror.longest_prefix(keys) == {"copy": 4})
         assert mirror.num_blocks_of("copy") == 4
+        assert {decode(payload).data_parallel_rank for _, payload in publisher._sent} == {3}
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
