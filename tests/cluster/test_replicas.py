@@ -219,3 +219,53 @@ async def test_a_killed_node_leaves_no_process(cluster: LocalCluster, client: Cl
     assert len(members) == 2
     kill(cluster, "prefill-0")
     assert all_gone(members)
+
+
+@pytest.mark.slow
+async def test_replicas_of_several_ranks_lose_one_and_find_their_disks_again(tmp_path: Path) -> None:
+    config = small_config()
+    config = replace(
+        config,
+        cluster=replace(
+            config.cluster,
+            prefill=1,
+            decode=1,
+            prefill_options=("engine.parallel.dp=2",),
+            decode_options=("engine.parallel.dp=2", "engine.parallel.tp=2"),
+        ),
+        store=replace(
+            config.store,
+            write_policy="write-through",
+            ssd=replace(config.store.ssd, path=str(tmp_path / "disk")),
+        ),
+    )
+    prompts = [f"{number} The words of the preacher, the son of David. " * 40 for number in range(4)]
+    texts: list[list[str]] = []
+    for life in range(2):
+        directory = tmp_path / str(life)
+        directory.mkdir()
+        async with LocalCluster(config, directory=directory) as cluster, Client(cluster.url) as client:
+            replies = await asyncio.gather(*(ask(client, prompt, max_tokens=24) for prompt in prompts))
+            told = [await summary(client, reply) for reply in replies]
+            texts.append([reply.text for reply in replies])
+            # In the second life each prompt but its last tokens is on the disk of one of the two.
+            assert all(bool(one["cached_tokens"] > 400) == bool(life) for one in told)
+            decode = (await nodes(client))["decode-0"]
+            assert decode["ranks"] == "dp 2 × tp 2 × pp 1"
+            before = decode["replicas"][0]
+            (rank,) = psutil.Process(before["pid"]).children()
+            rank.kill()
+
+            async def is_in_another_life(before: dict[str, Any] = before, client: Client = client) -> bool:
+                one = (await replicas(client)).get(before["node_id"])
+                return one is not None and one["state"] == "ready" and one["epoch"] != before["epoch"]
+
+            await eventually(is_in_another_life, timeout_s=40)
+            # The leader mended itself: the node had nothing to do.
+            assert (await replicas(client))[before["node_id"]]["pid"] == before["pid"]
+            await eventually(lambda client=client: all_are_ready(client), timeout_s=40)
+            assert (await ask(client, prompts[0], max_tokens=24)).text == texts[0][0]
+    assert texts[0] == texts[1]
+    assert {path.name for path in (tmp_path / "disk").iterdir()} == {
+        *("prefill-0.0", "prefill-0.1", "decode-0.0", "decode-0.1")
+    }
