@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,11 +75,14 @@ class Loader:
         """
         embedding = self._checkpoint.read("model.embed_tokens.weight")
         narrow = embedding.dtype.itemsize <= self._dtype.itemsize
-        return embedding.to(self._device, embedding.dtype if narrow else self._dtype, copy=True)
+        ours = embedding.to(self._device, embedding.dtype if narrow else self._dtype, copy=True)
+        self._checkpoint.let_go()
+        return ours
 
     def head(self) -> PackedLinear:
         tied = self._config.tie_word_embeddings
-        return PackedLinear(self.tensor("model.embed_tokens.weight" if tied else "lm_head.weight"))
+        weight = self.matrix("model.embed_tokens.weight" if tied else "lm_head.weight")
+        return PackedLinear(weight, dtype=self._dtype)
 
     def layer(self, i: int) -> Layer:
         config = self._config
@@ -146,8 +149,8 @@ class Loader:
 
     def _packed_experts(self, names: list[list[str]]) -> PackedExperts:
         """One matrix an expert, of those that read the same input."""
-        rows = self.tensor(*(f"{name}.weight" for some in names for name in some))
-        return PackedExperts(rows.view(len(names), -1, rows.shape[1]))
+        rows = self.matrix(*(f"{name}.weight" for some in names for name in some))
+        return PackedExperts(rows.view(len(names), -1, rows.shape[1]), self._dtype)
 
     def _scale(self, attention: str, which: str) -> float:
         """Where vLLM looks for it; 1 where there is none."""
@@ -159,9 +162,26 @@ class Loader:
 
     def tensor(self, *names: str) -> Tensor:
         """The tensors, stacked along their first dimension, in our dtype, on our device, in our memory."""
-        return torch.cat([self._checkpoint.read(name).to(self._device, self._dtype) for name in names])
+        return self._stacked(names, self._dtype)
+
+    def matrix(self, *names: str) -> Tensor:
+        """The same of what will be packed: on a CPU that computes in float32, bfloat16 stays what it is."""
+        stored = {self._checkpoint.dtype(name) for name in names}
+        stays = self._device.type == "cpu" and self._dtype is torch.float32 and stored == {torch.bfloat16}
+        return self._stacked(names, torch.bfloat16 if stays else self._dtype)
+
+    def _stacked(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        parts = [self._checkpoint.read(name) for name in names]
+        rows = [len(part) for part in parts]
+        whole = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=dtype, device=self._device)
+        # One after the other into its place: beside what is kept there is one matrix, and once.
+        for part, place in zip(parts, torch.split(whole, rows), strict=True):
+            place.copy_(part)
+            self._checkpoint.let_go()
+        return whole
 
     def _linear(self, names: list[str], *, bias: bool) -> PackedLinear:
         """One matrix of several that read the same input: their rows one after the other."""
-        weight = self.tensor(*(f"{name}.weight" for name in names))
-        return PackedLinear(weight, self.tensor(*(f"{name}.bias" for name in names)) if bias else None)
+        weight = self.matrix(*(f"{name}.weight" for name in names))
+        biases = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
+        return PackedLinear(weight, biases, self._dtype)

@@ -113,6 +113,16 @@ class Checkpoint:
             self._progress(self._nbytes_done, self._nbytes_total, name)
         return tensor.view(entry.shape)[self._part(name)]
 
+    def dtype(self, name: str) -> torch.dtype:
+        """In which the tensor is stored."""
+        return _DTYPES[self._entries[name].dtype]
+
+    def let_go(self) -> None:
+        """What was read has been copied: its pages are mapped no longer. Views stay good, at the cost of
+        reading again."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
     def find(self, name: str) -> Tensor | None:
         """As ``read``, of a tensor that need not be there."""
         return self.read(name) if name in self._entries else None

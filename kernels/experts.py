@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.cpu.library import LINEAR_PAIRS, Function, Library, load
 from kernels.dispatch import grouped_matmul
-from kernels.linear import LONG_PRODUCTS, PackedLinear, narrowed, own_form_is_faster
+from kernels.linear import LONG_PRODUCTS, PackedLinear, kept, own_form_is_faster
 
 
 class PackedExperts:
@@ -21,24 +21,26 @@ class PackedExperts:
     and reads the weights of those only that have rows. A row's result does not depend on the other rows.
     """
 
-    def __init__(self, weights: Tensor) -> None:
+    def __init__(self, weights: Tensor, dtype: torch.dtype | None = None) -> None:
+        """dtype: as of ``PackedLinear``."""
         self.num_experts, self.out_features, self.in_features = weights.shape
         self._weights: Tensor | None = weights
         self._experts: list[PackedLinear] = []  # on a CPU without a form of our own
         self._held: dict[torch.dtype, Function] = {}
         self._freed: dict[torch.dtype, Function] = {}
         self._most_held_rows = LONG_PRODUCTS // max(1, self.in_features * self.out_features)
+        dtype = dtype or weights.dtype
         if weights.device.type != "cpu":
+            self._weights = weights.to(dtype)
             return
         library = load()
-        if library is not None and own_form_is_faster(weights.dtype):
-            self._pack(library, weights)
+        if library is not None and own_form_is_faster(dtype):
+            self._pack(library, kept(weights, dtype))
         else:
-            self._experts = [PackedLinear(weight) for weight in weights.unbind(0)]
+            self._experts = [PackedLinear(weight, dtype=dtype) for weight in weights.unbind(0)]
         self._weights = None
 
-    def _pack(self, library: Library, weights: Tensor) -> None:
-        stored = narrowed(weights).contiguous()
+    def _pack(self, library: Library, stored: Tensor) -> None:
         size = library.packed_size(stored.dtype, self.in_features, self.out_features)
         self._packed = torch.empty((self.num_experts, size), dtype=stored.dtype)
         self._library = library

@@ -11,6 +11,7 @@ from kernels.cpu.library import LINEAR_PAIRS, Function, Library, load
 
 # A call of more multiply-adds than this (about 50 µs) gives Python's global lock up.
 LONG_PRODUCTS = 5_000_000
+_ROWS = 1024
 
 
 class PackedLinear:
@@ -23,25 +24,28 @@ class PackedLinear:
     rows.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+        """dtype: what the weight is used as, its own unless given: a bfloat16 one need not be widened to be
+        used as float32."""
         self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self._weight: Tensor | None = weight
+        self.dtype = dtype or weight.dtype
+        self._weight: Tensor | None = None
         self._bias = bias
         # Empty where the plain form runs.
         self._held: dict[torch.dtype, Function] = {}
         self._freed: dict[torch.dtype, Function] = {}
         self._most_held_rows = LONG_PRODUCTS // max(1, self.in_features * self.out_features)
         library = load() if weight.device.type == "cpu" else None
-        if library is not None and own_form_is_faster(weight.dtype):
-            self._pack(library, weight)
+        if library is not None and own_form_is_faster(self.dtype):
+            self._pack(library, kept(weight, self.dtype))
+        else:
+            self._weight = weight.to(self.dtype)
 
-    def _pack(self, library: Library, weight: Tensor) -> None:
-        stored = narrowed(weight).contiguous()
+    def _pack(self, library: Library, stored: Tensor) -> None:
         self._packed = torch.empty(
             library.packed_size(stored.dtype, self.in_features, self.out_features), dtype=stored.dtype
         )
-        self._library, self._weight = library, None
+        self._library = library
         library.freed["pack"][stored.dtype](
             stored.data_ptr(), self._packed.data_ptr(), self.in_features, self.out_features
         )
@@ -109,10 +113,17 @@ def own_form_is_faster(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def narrowed(weight: Tensor) -> Tensor:
-    """The weight as bfloat16 where that is exact, else as it is."""
-    if weight.dtype is torch.float32:
-        narrow = weight.bfloat16()
-        if torch.equal(narrow.float(), weight):
-            return narrow
-    return weight
+def kept(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``weight``, to be used as ``dtype``, as it is packed: contiguous; bfloat16 for float32 where it is
+    exact."""
+    if dtype is torch.float32 and _is_bfloat16(weight):
+        dtype = torch.bfloat16
+    return weight.to(dtype).contiguous()
+
+
+def _is_bfloat16(weight: Tensor) -> bool:
+    """Whether every value is one. Some rows at a time: it may be the largest matrix of a model."""
+    if weight.dtype is torch.bfloat16:
+        return True
+    parts = torch.split(weight.flatten(0, -2), _ROWS)
+    return all(torch.equal(part.bfloat16().float(), part.float()) for part in parts)
