@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import tomllib
+from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,8 @@ import yaml
 
 from runtime.config import explain, load_config
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 MANIFESTS = sorted(path for path in KUBERNETES.glob("*.yaml") if path.name != "kustomization.yaml")
 
@@ -57,6 +63,43 @@ def test_a_deployment_says_what_operators_look_for(role: str) -> None:
     (container,) = pod["spec"]["containers"]
     assert container["livenessProbe"]
     assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+
+
+def test_the_container_file_is_one() -> None:
+    """No daemon builds it here; what can be wrong in it without one is looked for."""
+    lines = re.sub(r"\\\n", " ", (DEPLOY / "Containerfile").read_text()).splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    words = [word for word, _ in steps]
+    assert words[0] == "FROM"
+    assert set(words) <= {"FROM", "RUN", "ARG", "ENV", "WORKDIR", "COPY", "USER", "ENTRYPOINT", "CMD"}
+    for word, rest in steps:
+        if word == "COPY":
+            assert all((ROOT / source).exists() for source in rest.split()[:-1])
+        elif word in ("ENTRYPOINT", "CMD"):
+            assert json.loads(rest)
+        elif word == "RUN":
+            subprocess.run(["sh", "-n", "-c", rest], check=True)
+            for module in re.findall(r"python -m ([a-z_.]+)", rest):
+                assert find_spec(module), module
+    # Compiled as the user that runs, into that user's cache; and not as root.
+    user = next(place for place, word in enumerate(words) if word == "USER")
+    assert all(place > user for place, (_, rest) in enumerate(steps) if "python -m" in rest)
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv"} <= set(ignored)
+    assert not {"LICENSE", "README.md", *(path.parent.name for path in ROOT.glob("*/__init__.py"))} & (
+        set(ignored) - {"tests"}
+    )
+
+
+def test_a_wheel_holds_every_file_of_the_packages() -> None:
+    """Containers install one: what is not named in pyproject.toml is missing there and nowhere else."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = [pattern.rstrip("*") for pattern in project["packages"]["find"]["include"]]
+    for package in packages:
+        for path in (ROOT / package).rglob("*"):
+            if path.is_file() and not {"__pycache__"} & set(path.parts) and path.suffix != ".py":
+                patterns = project["package-data"]["*"]
+                assert any(fnmatch(path.name, one) for one in patterns), f"{path} is in no wheel"
 
 
 def test_only_options_there_are() -> None:
