@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import xxhash
 
 from engine.kv_exchange import KvExchange, PeerIncompatible
 from engine.node_memory import NodeMemory
@@ -21,7 +22,7 @@ from tests.engine.conftest import Driver, Result
 from tests.engine.parallel.test_exact import SHAPE
 from transfer import ChecksumMismatch, TransferAgent
 
-PLANS = list(itertools.product((1, 2), (1, 2)))  # tp, pp
+PLANS = [*itertools.product((1, 2), (1, 2)), (1, 1, 2), (2, 1, 2)]  # tp, pp, cp
 NUM_TOKENS = 12
 
 
@@ -76,10 +77,9 @@ class Side:
 
 
 @asynccontextmanager
-async def side(path: Path, name: str, tp: int, pp: int, **words: Any) -> AsyncIterator[Side]:
-    options = EngineOptions(
-        **{"block_size": 8, "pool_nbytes": 4 << 20, "parallel": ParallelOptions(tp=tp, pp=pp), **words}
-    )
+async def side(path: Path, name: str, tp: int, pp: int, cp: int = 1, **words: Any) -> AsyncIterator[Side]:
+    parallel = ParallelOptions(tp=tp, pp=pp, cp=cp, share_tokens=1)
+    options = EngineOptions(**{"block_size": 8, "pool_nbytes": 4 << 20, "parallel": parallel, **words})
     config = replace(Config(), engine=options, model=ModelOptions(path=str(path), device="cpu"))
     async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
         with patch("engine.profile._BUDGET_S", 0.02):
@@ -110,8 +110,10 @@ async def test_every_plan_continues_what_every_plan_began(make_checkpoint) -> No
     async with AsyncExitStack() as stack:
         sides = [
             [
-                await stack.enter_async_context(side(reference.path, f"{name}-{tp}-{pp}", tp, pp))
-                for tp, pp in PLANS
+                await stack.enter_async_context(
+                    side(reference.path, "-".join((name, *map(str, plan))), *plan)
+                )
+                for plan in PLANS
             ]
             for name in ("prefill", "decode")
         ]
@@ -147,6 +149,28 @@ async def test_other_plans_continue_exactly_and_whole_blocks_come_out(make_check
         assert bytes_.copy_in([source], sequence.block_table[:1], [checksum]) is None
         assert (bytes_.view(sequence.block_table[0]) == source).all()
         assert bytes_.copy_in([source], sequence.block_table[:1], [checksum ^ 1]) == 0
+
+
+async def test_every_rank_that_shares_tokens_has_all_blocks(make_checkpoint) -> None:
+    """Whoever computed them: here, on ranks cut otherwise, or a peer whose blocks come from a store."""
+    reference = make_checkpoint("qwen3", **SHAPE)
+    async with (
+        side(reference.path, "context", 1, 1, 2) as context,
+        side(reference.path, "tensor", 2, 1) as tensor,
+    ):
+        for seed, (source, target) in enumerate(itertools.permutations((context, tensor))):
+            await continues_exactly(reference, source, target, seed)
+        nbytes = context.memory.engine.layout.block_nbytes
+        theirs = context.memory.engine.ranks.pools[0].reshape(-1, nbytes)
+        ours = context.memory.engine.pool_tensor.numpy()
+        # Prompts shared out, decode steps each rank makes, blocks read from ranks cut otherwise.
+        assert ours.any(axis=1).sum() > 10
+        assert (ours == theirs[: len(ours)]).all()
+        block = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+        checksum = xxhash.xxh3_64_intdigest(block.data)
+        assert context.memory.blocks.bytes.copy_in([block], [7], [checksum]) is None
+        assert (ours[7] == block).all()
+        assert (theirs[7] == block).all()
 
 
 async def test_blocks_of_the_pool_and_of_host_memory_come_in_one_read(make_checkpoint) -> None:
