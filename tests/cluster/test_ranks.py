@@ -33,8 +33,8 @@ TIMEOUT_S = 5.0
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 
 
-def config_of(*, prefill: int, decode: int) -> Config:
-    """Prefill nodes of two tensor-parallel ranks, decode nodes of two stages."""
+def config_of(*, prefill: int, decode: int, plans: tuple[str, str] = ("tp=2", "pp=2")) -> Config:
+    """Prefill nodes of two tensor-parallel ranks, decode nodes of two stages, or of other ``plans``."""
     config = small_config()
     return replace(
         config,
@@ -43,8 +43,8 @@ def config_of(*, prefill: int, decode: int) -> Config:
             config.cluster,
             prefill=prefill,
             decode=decode,
-            prefill_options=("engine.parallel.tp=2",),
-            decode_options=("engine.parallel.pp=2",),
+            prefill_options=(f"engine.parallel.{plans[0]}",),
+            decode_options=(f"engine.parallel.{plans[1]}",),
         ),
     )
 
@@ -93,6 +93,10 @@ async def test_two_plans_serve_what_one_process_serves(cluster: LocalCluster, cl
     assert seen["prefill-0"]["ranks"] == "tp 2 × pp 1"
     assert seen["decode-0"]["ranks"] == "tp 1 × pp 2"
     assert seen["decode-0"]["join_s"] > 0
+    await serves_exactly(client)
+
+
+async def serves_exactly(client: Client) -> None:
     prompt = "In the beginning " * 20
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
@@ -101,6 +105,16 @@ async def test_two_plans_serve_what_one_process_serves(cluster: LocalCluster, cl
     expected_text = tokenizer.decode(expected[0, ids.shape[1] :].tolist())
     for _ in range(2):  # the second time from what both nodes keep
         assert await whole(client, prompt, max_tokens=48) == expected_text
+
+
+@pytest.mark.parametrize("decode", ["tp=1", pytest.param("tp=2", marks=pytest.mark.slow)])
+async def test_prompts_whose_tokens_ranks_share_out_are_decoded_elsewhere(
+    tmp_path: Path, decode: str
+) -> None:
+    config = config_of(prefill=1, decode=1, plans=("cp=2", decode))
+    async with LocalCluster(config, directory=tmp_path) as cluster, Client(cluster.url) as client:
+        assert (await nodes(client))["prefill-0"]["ranks"] == "tp 1 × pp 1 × cp 2"
+        await serves_exactly(client)
 
 
 async def is_back(client: Client, before: dict[str, Any]) -> bool:
@@ -141,10 +155,17 @@ async def test_a_rank_lost_while_decoding_costs_no_token(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-async def test_a_rank_lost_while_prefilling_costs_no_request(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("plan", "number"),
+    [("tp=2", signal.SIGKILL), ("tp=2", signal.SIGSTOP), ("cp=2", signal.SIGKILL)],
+    ids=str,
+)
+async def test_a_rank_lost_while_prefilling_costs_no_request(
+    tmp_path: Path, plan: str, number: signal.Signals
+) -> None:
+    config = config_of(prefill=2, decode=1, plans=(plan, "pp=2"))
     async with (
-        LocalCluster(config_of(prefill=2, decode=1), directory=tmp_path) as cluster,
+        LocalCluster(config, directory=tmp_path) as cluster,
         Client(cluster.url) as client,
     ):
         prompt = "The words of the preacher, the son of David. " * 100

@@ -132,15 +132,23 @@ async def are_exact(plan, make_checkpoint, models) -> None:
                 assert sequences[-1].num_cached_tokens == 32
 
 
-@pytest.mark.parametrize("link", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
-async def test_sampling_and_logprobs_equal_the_single_process_engine(make_checkpoint, link) -> None:
+@pytest.mark.parametrize(
+    ("plan", "link"),
+    [
+        ({"tp": 2, "pp": 2}, "shm"),
+        pytest.param({"tp": 2, "pp": 2}, "gloo", marks=pytest.mark.slow),
+        ({"cp": 2}, "shm"),
+        pytest.param({"cp": 3, "tp": 2}, "gloo", marks=pytest.mark.slow),
+    ],
+)
+async def test_sampling_and_logprobs_equal_the_single_process_engine(make_checkpoint, plan, link) -> None:
     """Seeded tokens, their logprobs and those of the prompt, over words that two ranks share unevenly."""
     reference = make_checkpoint("qwen3", **SHAPE | {"vocab_size": 161})
     prompt = prompts()[-1]
     words = {"max_tokens": 12, "temperature": 0.8, "seed": 7, "top_p": 0.9, "num_logprobs": 3}
     results = []
-    for plan in ({}, {"tp": 2, "pp": 2, "piece_tokens": 8, "link": link}):
-        async with serving(reference.path, max_batch_tokens=16, **plan) as driver:
+    for some in ({}, {**plan, "piece_tokens": 16, "share_tokens": 1, "link": link}):
+        async with serving(reference.path, max_batch_tokens=32, **some) as driver:
             sequences = [
                 driver.sequence(prompt, prompt_logprobs=True, **words),
                 driver.sequence(prompt[:5], max_tokens=12),

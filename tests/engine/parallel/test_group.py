@@ -103,11 +103,13 @@ LOSSES = [
     # anywhere in its steps.
     pytest.param({"tp": 2}, 1, KILL, "steps"),
     pytest.param({"tp": 2}, 1, STOP, "exchange"),
+    pytest.param({"cp": 2}, 1, KILL, "steps"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             ({"tp": 2}, 1, KILL, "exchange"),
             ({"tp": 2}, 1, STOP, "steps"),
+            ({"cp": 2, "tp": 2}, 2, STOP, "exchange"),
             ({"pp": 3}, 2, KILL, "steps"),
             ({"pp": 3}, 1, KILL, "exchange"),
             ({"pp": 3}, 1, STOP, "exchange"),
