@@ -20,17 +20,31 @@ from grpc.aio import ServicerContext
 
 from conductor.served_model import ServedModel
 from kvstore.index import KVIndex
-from kvstore.node_record import NodeLoad, NodeRecord
+from kvstore.node_record import NodeLoad, NodeRecord, TierFill
 from kvstore.publisher import IndexPublisher
 from kvstore.redis_client import connect
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
+from runtime.machine import versions_of
 from runtime.options import Config, IndexOptions
 
 # Ordinary words of the vocabulary: neither special tokens nor single bytes.
 _FIRST_TOKEN, _NUM_TOKENS = 300, 1500
 # Steps that wait for the conductor to take them; a real node's batch waits likewise.
 _AHEAD = 4
+# What nodes tell of their transfers and evictions: as much as real ones do.
+_PATH = {
+    "nbytes": 1 << 40,
+    "seconds": 1234.567891,
+    "batches": 123456,
+    "failures": 7,
+    "retries": 7,
+    "in_flight": 1,
+}
+_PATHS = {path: _PATH | {"buckets": [[10.0**-n, 1 << n] for n in range(11)]} for path in ("shm", "tcp")}
+_EVICTED = {
+    tier: {"below": 1 << 20, "dropped": 1 << 19, "surplus": 1 << 18} for tier in ("pool", "host", "ssd")
+}
 
 
 class FakeNode(  # of each service, what a conductor calls
@@ -152,6 +166,8 @@ async def main(redis_url: str, namespace: str, delay_s: float, counts: dict[str,
         layout=layout,
         load=NodeLoad(num_blocks=1 << 20, free_blocks=1 << 20),
         profile={"prefill_base_s": max(delay_s, 1e-4), "decode_base_s": 1e-4},
+        tiers={"host": TierFill(1 << 20, 1 << 19), "ssd": TierFill(1 << 22, 1 << 21)},
+        extra={"versions": versions_of(("moonpool", "torch")), "paths": _PATHS, "evicted": _EVICTED},
     )
     client = connect(redis_url)
     index = KVIndex(client, namespace)

@@ -1,5 +1,5 @@
 // Reports of `moonpool bench … --json`, drawn: each figure beside its peers, with its limit and its conditions.
-import { cell, element, format, row, table, within } from "./draw.js";
+import { cell, element, format, row, scrolling, table, within } from "./draw.js";
 
 // A figure as a person reads it: three digits or so.
 function number(value) {
@@ -75,7 +75,7 @@ function group(rows, title, name) {
   const made = table([name, unit, "figure", "p50 – p99", "to the peer", "limit"], lines);
   made.classList.add("figures");
   dropEmpty(made);
-  return within("figure", "", element("figcaption", title), within("div", "scroll", made));
+  return within("figure", "", element("figcaption", title), scrolling(title, made));
 }
 
 export function conditions(environment) {

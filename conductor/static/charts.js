@@ -6,7 +6,7 @@ const CHARTS = {
   "chart-tokens": { series: [["generated", "--accent"], ["prompt", "--soft"]] },
   "chart-requests": { series: [["running", "--accent"], ["waiting", "--warn"]] },
   "chart-goodput": { series: [["ended", "--soft"], ["good", "--good"], ["turned away", "--bad"]] },
-  "chart-hits": { series: [["of the node itself", "--good"], ["of another node", "--accent"]], max: 100 },
+  "chart-hits": { series: [["the node's own", "--good"], ["another node's", "--accent"]], max: 100 },
   "chart-moved": { series: [["moved", "--accent"]] },
 };
 

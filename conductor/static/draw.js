@@ -35,6 +35,15 @@ export function within(name, className, ...children) {
   return made;
 }
 
+// What may be wider than the page, and is then scrolled, with the keyboard too.
+export function scrolling(label, ...children) {
+  const made = within("div", "scroll", ...children);
+  made.tabIndex = 0;
+  made.setAttribute("role", "group");
+  made.setAttribute("aria-label", label);
+  return made;
+}
+
 export function svg(name, attributes, text) {
   const made = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes ?? {})) made.setAttribute(key, value);

@@ -2,7 +2,7 @@
 import { drawCache, parts } from "./cache.js";
 import * as charts from "./charts.js";
 import { byId, bytes, cell, element, fill, format, patch, percent, pill, row, say, seconds, within } from "./draw.js";
-import { drawMap, holders, stateClass, stateOf, tiers } from "./map.js";
+import { byName, drawMap, holders, stateClass, stateOf, tiers } from "./map.js";
 import { pathsWithRates, rate, rateOfAll, remember, withRates } from "./rates.js";
 import { drawEstimates, drawService } from "./service.js";
 import { drawTransfers } from "./transfers.js";
@@ -89,7 +89,7 @@ function hostOf(node) {
 }
 
 function drawNodes(nodes) {
-  const lines = nodes.flatMap((node) => [[node, "whole"], ...(node.replicas ?? []).map((one) => [one, "replica"])]);
+  const lines = [...nodes].sort(byName).flatMap((node) => [[node, "whole"], ...(node.replicas ?? []).map((one) => [one, "replica"])]);
   fill(byId("nodes"), lines.map(([node, kind]) => {
     const load = node.load ?? {};
     const state = pill(stateOf(node), stateClass(node));

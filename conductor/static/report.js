@@ -1,6 +1,6 @@
 // A report: what a cluster and its benchmarks did, drawn from the data inside this file. It asks nobody.
 import { benchmarkView, verdictOf } from "./benchmarks.js";
-import { byId, element, row, table, within } from "./draw.js";
+import { byId, element, row, scrolling, table, within } from "./draw.js";
 import { draw } from "./panels.js";
 import { startTheme } from "./theme.js";
 import { timelineView } from "./timeline.js";
@@ -20,7 +20,7 @@ function section(id, title, ...children) {
 }
 
 function facts(pairs) {
-  return within("div", "scroll", table(["", ""], pairs.map(([name, value]) => row(name, String(value)))));
+  return scrolling("About", table(["what", "value"], pairs.map(([name, value]) => row(name, String(value)))));
 }
 
 function about() {
@@ -45,8 +45,8 @@ function options() {
   const all = table(["option", "value", "unit"], data.about.options.map(shown));
   return section("options", "Options",
     element("p", changed.length ? "Those that differ from the defaults:" : "All are at their defaults.", "soft"),
-    within("div", "scroll", table(["option", "value", "unit"], changed.map(shown))),
-    within("details", "", element("summary", `All ${data.about.options.length}`), within("div", "scroll", all)));
+    scrolling("Options that differ", table(["option", "value", "unit"], changed.map(shown))),
+    within("details", "", element("summary", `All ${data.about.options.length}`), scrolling("All options", all)));
 }
 
 function timelines() {

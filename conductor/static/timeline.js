@@ -1,5 +1,5 @@
 // One request, drawn: what each process did, from when to when, where it went and why.
-import { cell, element, format, row, seconds, svg, table, within } from "./draw.js";
+import { cell, element, format, row, scrolling, seconds, svg, table, within } from "./draw.js";
 
 const LINE = 22, NAME = 190, WIDTH = 620;
 
@@ -45,7 +45,7 @@ function spansPicture(spans) {
   for (const span of spans) {
     picture.append(spanMark(span, x, lines.indexOf(line(span)) * LINE + 5, `process-${processes.indexOf(span.process) % 4}`));
   }
-  return within("div", "scroll", picture);
+  return scrolling("What was done when", picture);
 }
 
 // Why not the others: what each would have cost, beside the one that was chosen.
@@ -88,7 +88,7 @@ export function timelineView(timeline) {
   const tables = candidates(events);
   const list = within("ol", "what", ...events.map(({ event, at_s, unix_s, ...rest }) => within("li", "",
     element("b", event.replaceAll("_", " ")), element("span", at_s ? seconds(at_s) : "0 ms"), element("small", facts(rest)))));
-  const box = within("div", "scroll", ...tables);
+  const box = scrolling("Candidates", ...tables);
   return [element("p", why, "why"), ...(spans.length ? [spansPicture(spans)] : []),
     ...(tables.length ? [within("details", "", element("summary", "Candidates"), box)] : []), list];
 }

@@ -1,0 +1,65 @@
+"""The pages without a mouse and without sight: axe-core's rules, and the keyboard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Browser, Page, expect
+
+from moonpool.client import Client
+from moonpool.local_cluster import LocalCluster
+from moonpool.report import benchmark_facts, cluster_facts, report_data
+from moonpool.single_page import single_page
+from tests.dashboard.conftest import NEEDS_BROWSER, ask, result
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]
+
+
+async def violations(page: Page) -> list[str]:
+    found = (await Axe().run(page)).response["violations"]
+    return [f"{one['id']}: {node['html'][:160]}" for one in found for node in one["nodes"]]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+async def test_the_dashboard_keeps_the_rules(browser: Browser, cluster: LocalCluster, theme: str) -> None:
+    request = await ask(cluster.url, "A request to look at. " * 8)
+    page = await browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=theme)  # type: ignore[arg-type]
+    await page.goto(cluster.url)
+    row = page.locator("#requests tbody tr", has_text=request)
+    await expect(row).to_contain_text("done")
+    await expect(page.locator("#benchmarks tbody tr").first).to_be_visible()
+    assert await violations(page) == []
+    # The timeline by keyboard alone: open, read, close, and be where one was.
+    await row.get_by_role("button").focus()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("dialog")).to_be_visible()
+    await page.locator("#timeline summary").focus()
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#timeline table").first).to_be_visible()
+    assert await violations(page) == []
+    await page.keyboard.press("Escape")
+    assert await page.evaluate("document.activeElement.dataset.request") == request
+    # Snapshots go on under whoever is on a row, and do not take the focus away.
+    await ask(cluster.url, "Another one.")
+    await expect(page.locator("#requests tbody tr").first).not_to_contain_text(request)
+    assert await page.evaluate("document.activeElement.dataset.request") == request
+    await page.close()
+
+
+async def test_a_report_keeps_the_rules(browser: Browser, cluster: LocalCluster, tmp_path: Path) -> None:
+    async with Client(cluster.url) as client:
+        facts = await cluster_facts(client, seconds=1, num_requests=2)
+    benchmarks = benchmark_facts([result(tmp_path / "one.json", "a case")])
+    file = tmp_path / "report.html"
+    file.write_text(single_page("A report", report_data("A report", facts, benchmarks)))
+    page = await browser.new_page()
+    await page.goto(file.as_uri())
+    # The checker is put into the page, which its policy forbids: into a copy without one.
+    text = file.read_text().replace("Content-Security-Policy", "x-policy-of-the-original")
+    (tmp_path / "open.html").write_text(text)
+    await page.goto((tmp_path / "open.html").as_uri())
+    await expect(page.locator("#benchmarks tbody tr")).to_have_count(2)
+    assert await violations(page) == []
+    await page.close()
