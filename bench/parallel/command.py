@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 from rich.console import Console
 
 from bench import report
-from bench.parallel import handover, replicas, steps
+from bench.parallel import experts, handover, replicas, steps
 from bench.parallel.plot import draw
 from bench.report import Report, Row
 from runtime.options import ModelOptions
@@ -36,8 +37,8 @@ def _plan(text: str) -> tuple[int, int]:
     "--part",
     "parts",
     multiple=True,
-    type=click.Choice(("steps", "replicas", "handover")),
-    help="Default: all.",
+    type=click.Choice(("steps", "replicas", "handover", "experts")),
+    help="Default: all. experts: of a small mixture with random weights.",
 )
 @click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
 @click.option("--plot", "plot_path", type=_PATH, metavar="FILE", help="Draw where steps' time goes (PNG).")
@@ -52,7 +53,8 @@ def parallel(
     """Measure a model spread over processes of this machine, on CPUs, one thread each.
 
     Of each plan: a decode step and a long prompt, what of it ranks compute, exchange and wait, and what the
-    leader adds; then what two replicas compute at the same time, and blocks from each plan to each.
+    leader adds; then what two replicas compute at the same time, blocks from each plan to each, and experts
+    that are dealt out to ranks.
     """
     console = Console(stderr=True, highlight=False)
     plans = [_plan(text) for text in texts]
@@ -74,6 +76,10 @@ def parallel(
         if not parts or "handover" in parts:
             console.print("blocks between plans", style="dim")
             rows += await handover.measure(directory, plans, rounds)
+        if not parts or "experts" in parts:
+            console.print("experts on several ranks", style="dim")
+            with TemporaryDirectory() as made:
+                rows += await experts.measure(Path(made), rounds)
         return rows
 
     found = Report(report.measure_environment(_PACKAGES), asyncio.run(run()))

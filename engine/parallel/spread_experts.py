@@ -12,13 +12,16 @@ from engine.parallel.link import Link
 from engine.parallel.plan import Shard
 from kernels import combine_experts, group_by_expert
 
-# Where it is fewer bytes at all, from how many tokens on all-to-all is faster than summing all ranks' parts.
+# All-to-all moves top_k rows a token over the ranks, a sum what grows with the ranks: at twice as many ranks
+# as choices it was not faster yet (docs/decisions/engine.md), so it is left to four times as many.
+_RANKS_PER_CHOICE = 4
 _LEAST_TOKENS = 256
+_NEVER = 1 << 62
 
 
 def least_tokens(num_ranks: int, top_k: int) -> int:
-    """From how many tokens on a step sends them to their experts."""
-    return _LEAST_TOKENS if top_k < num_ranks else 1 << 62
+    """From how many tokens on a step sends them to their experts, where the options do not say."""
+    return _LEAST_TOKENS if num_ranks >= _RANKS_PER_CHOICE * top_k else _NEVER
 
 
 class SpreadMixture:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.parallel import replicas, steps
+from bench.parallel import experts, replicas, steps
 from bench.parallel.command import parallel
+from bench.parallel.mixture import NUM_LAYERS
 
 
 def test_a_plan_that_is_none_is_refused() -> None:
@@ -42,3 +43,21 @@ def test_two_replicas_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert row["case"] == f"dp 2, decode, batch {steps.BATCH} each, context {steps.CONTEXT}"
     assert row["peer"] == "one replica"
     assert efficiency["value"] == pytest.approx(row["ratio"] / 2)
+
+
+@pytest.mark.slow
+def test_experts_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "PLANS", (2,))
+    monkeypatch.setattr(experts, "PROMPTS", (9, 300))
+    json_path, plot_path = tmp_path / "report.json", tmp_path / "plot.png"
+    arguments = ["--rounds", "1", "--part", "experts", "--json", str(json_path), "--plot", str(plot_path)]
+    result = CliRunner().invoke(parallel, arguments)
+    assert result.exit_code == 0, result.output
+    rows = {(row["case"], row["metric"]): row for row in json.loads(json_path.read_text())["rows"]}
+    # To the experts of each layer, and back.
+    assert rows["ep 2, all-to-all, prompt of 300", "all-to-alls"]["value"] == 2 * NUM_LAYERS
+    assert 0 < rows["ep 2, all-to-all, prompt of 300", "in all-to-all, most"]["value"] < 1
+    assert ("ep 2, all ranks see all tokens, prompt of 300", "all-to-alls") not in rows
+    skew = rows[f"ep 2, all-to-all, {experts.COPIES} copies a layer, prompt of 300", "busiest rank over mean"]
+    assert skew["value"] >= 1 <= skew["peer_value"]
+    assert plot_path.stat().st_size > 0
