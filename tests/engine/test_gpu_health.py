@@ -9,9 +9,8 @@ import torch
 
 from engine.cuda_device import gpu_uuids
 
-pytestmark = pytest.mark.gpu
 
-
+@pytest.mark.gpu
 def test_nvml_tells_of_the_gpu_that_torch_computes_on() -> None:
     # `make gpu` installs nothing, and runs where this may be missing.
     pytest.importorskip("pynvml", reason="needs nvidia-ml-py: `make env` installs it")
