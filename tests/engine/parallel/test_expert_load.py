@@ -32,6 +32,7 @@ PLANS = {
     "pp2-cp2": {"pp": 2, "cp": 2, "share_tokens": 8},
     "tp2-pp2": {"tp": 2, "pp": 2},
     "ep2": {"tp": 2, "ep": 2},
+    "ep2-cp2-all-to-all": {"tp": 2, "ep": 2, "cp": 2, "share_tokens": 8, "all_to_all_tokens": 4},
 }
 
 
@@ -64,6 +65,11 @@ async def test_the_rows_of_every_expert_are_counted_once(make_checkpoint, plan) 
     assert len(of_layers) == 2
     assert f"moonpool_expert_rows_total {float(load.sum())}\n" in metrics
     assert f'moonpool_expert_skew_ratio{{layers="worst"}} {of_layers.max()}\n' in metrics
+    if "ep" in plan:
+        halves = load[[0, 2]].reshape(2, 2, -1).sum(2)
+        rank_skew = (halves.max(1) / halves.mean(1)).mean()
+        assert f"moonpool_expert_rank_skew_ratio {rank_skew}\n" in metrics
+        assert ("moonpool_all_to_all_seconds_total 0.0\n" in metrics) == ("all_to_all_tokens" not in plan)
 
 
 def test_skew_is_of_the_layers_that_were_given_rows() -> None:

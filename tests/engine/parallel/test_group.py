@@ -116,6 +116,10 @@ LOSSES = [
             ({"pp": 3}, 2, STOP, "steps"),
             ({"tp": 2, "pp": 2}, 2, KILL, "exchange"),
             ({"tp": 2, "pp": 2}, 3, STOP, "exchange"),
+            ({"tp": 2, "ep": 2, "all_to_all_tokens": 1}, 1, KILL, "steps"),
+            ({"tp": 2, "ep": 2, "all_to_all_tokens": 1}, 1, KILL, "exchange"),
+            ({"tp": 2, "ep": 2, "all_to_all_tokens": 1}, 1, STOP, "exchange"),
+            ({"tp": 2, "ep": 2, "all_to_all_tokens": 1, "link": "gloo"}, 1, STOP, "exchange"),
             ({"tp": 2, "link": "gloo"}, 1, KILL, "steps"),
             ({"tp": 2, "link": "gloo"}, 1, KILL, "exchange"),
             ({"tp": 2, "link": "gloo"}, 1, STOP, "exchange"),
@@ -134,9 +138,10 @@ def loss_name(value: Any) -> str:
 
 @pytest.mark.parametrize(("plan", "rank", "signal_number", "moment"), LOSSES, ids=loss_name)
 async def test_a_rank_lost_in_the_middle_of_steps_ends_all_waiting_in_time(
-    path, plan, rank, signal_number, moment
+    path, make_checkpoint, plan, rank, signal_number, moment
 ) -> None:
     timeout_s = 1.0
+    path = make_checkpoint("qwen3_moe", **SHAPE).path if "ep" in plan else path
     with pytest.raises(RankLost, match="rank"):
         async with serving(path, timeout_s=timeout_s, **plan) as driver:
             group = driver.engine.ranks
