@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ import transformers
 from conductor.replica_groups import holders
 from kvstore import keys as block_keys
 from kvstore.index import replay
+from kvstore.keys import BlockKey
 from moonpool.client import Client, Reply
 from moonpool.local_cluster import LocalCluster
 from moonpool.status import state_of
@@ -122,20 +124,36 @@ async def test_prompts_spread_and_each_next_turn_finds_its_prefix(client: Client
         assert told["prefill_node"] == before["prefill_node"] or told["fetched_tokens"] > 400
 
 
-async def test_a_replica_reads_blocks_of_its_sibling(client: Client) -> None:
+async def held(stub: node_pb2_grpc.NodeStub) -> list[BlockKey]:
+    """What it holds, prefixes before what continues them."""
+    return list(replay([one.changes async for one in stub.Held(node_pb2.HeldRequest())]))
+
+
+async def test_a_replica_reads_blocks_of_its_sibling_from_its_memory(client: Client) -> None:
     seen = await replicas(client)
+    num_read = 0
     for source, target in (("prefill-0.0", "prefill-0.1"), ("prefill-0.1", "prefill-0.0")):
         async with (
             rpc.channel(seen[source]["rpc_address"]) as there,
             rpc.channel(seen[target]["rpc_address"]) as here,
         ):
-            status = await node_pb2_grpc.NodeStub(there).Status(node_pb2.StatusRequest())
-            held = [one.changes async for one in node_pb2_grpc.NodeStub(there).Held(node_pb2.HeldRequest())]
-            keys = list(replay(held))[:8]
-            reply = await node_pb2_grpc.NodeStub(here).Replicate(
+            from_, to = node_pb2_grpc.NodeStub(there), node_pb2_grpc.NodeStub(here)
+            status = await from_.Status(node_pb2.StatusRequest())
+            known = set(await held(to))
+            keys = [key for key in await held(from_) if key not in known]
+            reply = await to.Replicate(
                 node_pb2.ReplicateRequest(source=status.kv, keys=block_keys.pack(keys))
             )
-        assert reply.num_blocks == 8
+            assert reply.num_read == len(keys)
+            num_read += reply.num_read
+    assert num_read > 0
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get((await nodes(client))["prefill-0"]["metrics_url"]) as answer,
+    ):
+        page = await answer.text()
+    ways = set(re.findall(r'^moonpool_transfer_bytes_total\{[^}]*path="(\w+)"', page, re.MULTILINE))
+    assert ways == {"shm"}
 
 
 async def test_one_page_of_metrics_shows_both(client: Client) -> None:
