@@ -5,8 +5,8 @@ const KEPT = 600;
 const CHARTS = {
   "chart-tokens": { series: [["generated", "--accent"], ["prompt", "--soft"]] },
   "chart-requests": { series: [["running", "--accent"], ["waiting", "--warn"]] },
-  "chart-goodput": { series: [["ended", "--soft"], ["good", "--good"], ["turned away", "--bad"]] },
-  "chart-hits": { series: [["the node's own", "--good"], ["another node's", "--accent"]], max: 100 },
+  "chart-goodput": { series: [["ended", "--soft"], ["good", "--good"], ["refused", "--bad"]] },
+  "chart-hits": { series: [["own", "--good"], ["another node's", "--accent"]], max: 100 },
   "chart-moved": { series: [["moved", "--accent"]] },
 };
 

@@ -85,3 +85,5 @@ if (data.cluster) {
 }
 if (data.benchmarks.length) main.append(benchmarks());
 startTheme();
+// Nobody opens anything on paper.
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => { part.open = true; }));

@@ -136,6 +136,24 @@ async def test_serving_goes_on_without_redis_and_after_it_came_back_empty(redis:
         await cluster.until(lambda: cluster.conductor.ready() == (True, []))
         assert await cluster.generate(request("again")) == continuation(PROMPT, 8)
         assert "retry" not in cluster.names("again")
+        told = [one["text"] for one in cluster.conductor.activity()["events"] if one["kind"] == "resync"]
+        assert any(text.startswith("keeps what it has: ") for text in told)
+        assert told[-1].startswith("in step with Redis again: ")
+
+
+async def test_evictions_in_bulk_are_an_event(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0") as cluster:
+        node, evicted = cluster.nodes["p0"], {"pool": {"dropped": 1000}}
+        for evicted["pool"]["dropped"] in (1000, 2000):
+            node.record = replace(node.record, extra={"evicted": evicted})
+            await node.announce()
+
+        def told() -> list[str]:
+            events = cluster.conductor.activity()["events"]
+            return [one["text"] for one in events if (one["kind"], one["node"]) == ("evicted", "p0")]
+
+        await cluster.until(told)
+        assert told()[0].startswith("1,000 of 4,096 blocks left pool within ")
 
 
 async def test_a_cancel_reaches_a_node_that_could_not_be_reached(redis: RedisProcess) -> None:

@@ -197,6 +197,32 @@ async def test_replicas_are_drawn_inside_their_node(page: Page, cluster: LocalCl
     await expect(node).to_have_class(re.compile("good"), timeout=40_000)
 
 
+async def test_a_day_of_other_nodes_and_requests_leaves_no_trace(page: Page, cluster: LocalCluster) -> None:
+    """Snapshots in which everything has a new name each second: the page has as many elements as before."""
+    async with Client(cluster.url) as client, aclosing(client.live()) as live:
+        now = await anext(live)
+    await page.get_by_role("button", name="pause").click()
+    draw = """async ([now, from]) => {
+        const { draw } = await import('/static/panels.js');
+        const renamed = (text, second) => `${text}-${second}`;
+        for (let second = from; second < from + 60; second++) {
+            const one = structuredClone(now);
+            one.unix_s = 4e9 + second;
+            for (const node of one.cluster.nodes) node.node_id = renamed(node.node_id, second);
+            for (const route of one.routes) {
+                route.source = renamed(route.source, second);
+                route.target = renamed(route.target, second);
+            }
+            for (const request of one.requests) request.id = renamed(request.id, second);
+            for (const event of one.events) event.text = renamed(event.text, second);
+            draw(one, (id) => document.createElement('span'));
+        }
+        return document.querySelectorAll('*').length;
+    }"""
+    first = await page.evaluate(draw, [now, 0])
+    assert abs(await page.evaluate(draw, [now, 100]) - first) <= 20  # marks on the axes of the charts
+
+
 async def test_a_killed_node_is_seen_to_go(page: Page, cluster: LocalCluster) -> None:
     node = page.locator("#map svg [data-node=decode-1]")
     await expect(node).to_have_class(re.compile("good"))
