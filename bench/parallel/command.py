@@ -13,24 +13,25 @@ from bench import report
 from bench.parallel import experts, handover, replicas, steps
 from bench.parallel.plot import draw
 from bench.report import Report, Row
+from engine.parallel.plan import ParallelPlan
 from runtime.options import ModelOptions
 
 _PATH = click.Path(path_type=Path)
 _PACKAGES = ("torch", "numpy")
-_PLANS = ("1,1", "2,1", "1,2", "2,2")
+_PLANS = ("1,1", "2,1", "1,2", "2,2", "1,1,2")
 _REPLICAS = 2
 
 
-def _plan(text: str) -> tuple[int, int]:
-    tp, _, pp = text.partition(",")
+def _plan(text: str) -> ParallelPlan:
     try:
-        return int(tp), int(pp)
+        tp, pp, cp = map(int, text.split(",") if text.count(",") == 2 else (*text.split(","), "1"))
     except ValueError:
-        raise click.BadParameter(f"{text} is not TP,PP", param_hint="--plan") from None
+        raise click.BadParameter(f"{text} is not TP,PP or TP,PP,CP", param_hint="--plan") from None
+    return ParallelPlan(tp, pp, cp=cp)
 
 
 @click.command()
-@click.option("--plan", "texts", multiple=True, default=_PLANS, show_default=True, metavar="TP,PP")
+@click.option("--plan", "texts", multiple=True, default=_PLANS, show_default=True, metavar="TP,PP[,CP]")
 @click.option("--model", type=_PATH, help="Checkpoint directory; default: the model that ships.")
 @click.option("--rounds", default=5, show_default=True, help="Prompts a plan, and readings of each pair.")
 @click.option(
@@ -64,10 +65,10 @@ def parallel(
         rows: list[Row] = []
         if not parts or "steps" in parts:
             # One rank first: the others are compared with it.
-            alone: steps.OneRank | None = None
-            for tp, pp in [(1, 1), *(plan for plan in plans if plan != (1, 1))]:
-                console.print(f"tp {tp} × pp {pp}", style="dim")
-                found, took = await steps.measure(directory, tp, pp, rounds, alone)
+            one, alone = ParallelPlan(), None
+            for plan in [one, *(plan for plan in plans if plan != one)]:
+                console.print(str(plan), style="dim")
+                found, took = await steps.measure(directory, plan, rounds, alone)
                 rows += found
                 alone = alone or took
         if not parts or "replicas" in parts:

@@ -14,6 +14,7 @@ from bench.parallel.run_copy import RunCopy
 from bench.report import Row
 from engine.kv_exchange import KvExchange, KvSource
 from engine.node_memory import NodeMemory
+from engine.parallel.plan import ParallelPlan
 from protos import node_pb2
 from runtime.options import Config, EngineOptions, ModelOptions, ParallelOptions
 from transfer import TransferAgent
@@ -34,9 +35,11 @@ class Side:
 
 
 @asynccontextmanager
-async def side(model: Path, name: str, tp: int, pp: int) -> AsyncIterator[Side]:
+async def side(model: Path, name: str, plan: ParallelPlan) -> AsyncIterator[Side]:
     options = EngineOptions(
-        block_size=BLOCK_TOKENS, pool_nbytes=64 << 20, parallel=ParallelOptions(tp=tp, pp=pp)
+        block_size=BLOCK_TOKENS,
+        pool_nbytes=64 << 20,
+        parallel=ParallelOptions(tp=plan.tp, pp=plan.pp, cp=plan.cp),
     )
     config = Config()
     # As between nodes: the leaders of both sides are one process here, which no two nodes are.
@@ -63,11 +66,11 @@ async def side(model: Path, name: str, tp: int, pp: int) -> AsyncIterator[Side]:
             memory.blocks.close()
 
 
-async def measure(model: Path, plans: Sequence[tuple[int, int]], rounds: int) -> list[Row]:
+async def measure(model: Path, plans: Sequence[ParallelPlan], rounds: int) -> list[Row]:
     """For each pair, in turn in each round: its blocks, checksums verified; and what bounds them."""
     async with AsyncExitStack() as stack:
         sources, targets = [
-            [await stack.enter_async_context(side(model, f"{name}-{tp}-{pp}", tp, pp)) for tp, pp in plans]
+            [await stack.enter_async_context(side(model, f"{name} {plan}", plan)) for plan in plans]
             for name in ("source", "target")
         ]
         seconds: dict[tuple[int, int], list[float]] = {}
@@ -88,7 +91,7 @@ async def measure(model: Path, plans: Sequence[tuple[int, int]], rounds: int) ->
     rate = {pair: nbytes / statistics.median(took[1:]) / 1e9 for pair, took in seconds.items()}
     rows = []
     for (i, j), value in rate.items():
-        case = f"tp {plans[i][0]} × pp {plans[i][1]} → tp {plans[j][0]} × pp {plans[j][1]}"
+        case = f"{plans[i]} → {plans[j]}"
         row = Row(case, f"blocks of {BLOCK_TOKENS} tokens", value, "GB/s")
         if i != j:
             row = replace(row, limit="at least", limit_value=GOAL)

@@ -17,10 +17,11 @@ from typing import Any
 
 from bench.engine.session import Session
 from bench.parallel import steps
+from engine.parallel.plan import ParallelPlan
 
 
 async def serve(model: Path) -> None:
-    async with steps.running(model, 1, 1) as session:
+    async with steps.running(model, ParallelPlan()) as session:
         await session.decode(steps.BATCH, steps.CONTEXT, 10)
         answer({})
         while line := await asyncio.to_thread(sys.stdin.readline):

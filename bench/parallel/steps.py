@@ -14,6 +14,7 @@ from bench import report
 from bench.engine.session import Session
 from bench.report import Row
 from engine import Engine
+from engine.parallel.plan import ParallelPlan
 from engine.parallel.runner import StepTimes
 from runtime.options import EngineOptions, ModelOptions, ParallelOptions
 
@@ -35,8 +36,8 @@ class OneRank:
 
 
 @asynccontextmanager
-async def running(model: Path, tp: int, pp: int) -> AsyncIterator[Session]:
-    parallel = ParallelOptions(tp=tp, pp=pp, piece_tokens=_PIECE_TOKENS)
+async def running(model: Path, plan: ParallelPlan) -> AsyncIterator[Session]:
+    parallel = ParallelOptions(tp=plan.tp, pp=plan.pp, cp=plan.cp, piece_tokens=_PIECE_TOKENS)
     options = EngineOptions(max_batch_tokens=_MAX_BATCH_TOKENS, parallel=parallel)
     engine = Engine(model, options, ModelOptions(device="cpu"))
     try:
@@ -47,20 +48,19 @@ async def running(model: Path, tp: int, pp: int) -> AsyncIterator[Session]:
 
 
 async def measure(
-    model: Path, tp: int, pp: int, rounds: int, alone: OneRank | None
+    model: Path, plan: ParallelPlan, rounds: int, alone: OneRank | None
 ) -> tuple[list[Row], OneRank]:
     """Rows of the plan, and what it took; ``alone``: one rank's, of the same run."""
     decode, prompt = (
-        f"tp {tp} × pp {pp}, {what}"
-        for what in (f"decode, batch {BATCH}, context {CONTEXT}", f"prompt of {PROMPT}")
+        f"{plan}, {what}" for what in (f"decode, batch {BATCH}, context {CONTEXT}", f"prompt of {PROMPT}")
     )
-    async with running(model, tp, pp) as session:
+    async with running(model, plan) as session:
         times: list[StepTimes] = []
-        clock = session.engine.observe_steps(times.append) if tp * pp > 1 else None
+        clock = session.engine.observe_steps(times.append) if plan.world_size > 1 else None
         steps = await session.decode(BATCH, CONTEXT, NUM_STEPS)
         rows = [Row(decode, "step", 1e3 * steps.step_s, "ms")]
         if clock is not None and alone is not None:
-            rows += _decode_rows(decode, tp, pp, steps.step_s, times[-NUM_STEPS:], alone)
+            rows += _decode_rows(decode, plan, steps.step_s, times[-NUM_STEPS:], alone)
             p50, p95, p99 = (1e6 * np.quantile(clock.samples_s, (0.5, 0.95, 0.99))).tolist()
             rows.append(Row(decode, "an exchange", p50, "µs", p50=p50, p99=p99))
             rows.append(Row(decode, "an exchange, p95", p95, "µs"))
@@ -72,20 +72,22 @@ async def measure(
             rows.append(first)
         else:
             rows.append(report.versus(first, "one rank", 1e3 * alone.prompt_s))
-            goal = {"limit": "at least", "limit_value": PIPELINE_SPEEDUP} if (tp, pp) == (1, 2) else {}
+            goal = (
+                {"limit": "at least", "limit_value": PIPELINE_SPEEDUP} if plan == ParallelPlan(pp=2) else {}
+            )
             rows.append(Row(prompt, "speedup over one rank", alone.prompt_s / prompt_s, "×", **goal))  # type: ignore[arg-type]
             rows += _shares(prompt, times)
     return rows, OneRank(steps.step_s, prompt_s)
 
 
 def _decode_rows(
-    case: str, tp: int, pp: int, step_s: float, times: Sequence[StepTimes], alone: OneRank
+    case: str, plan: ParallelPlan, step_s: float, times: Sequence[StepTimes], alone: OneRank
 ) -> list[Row]:
     def median(of: Callable[[StepTimes], float]) -> float:
         return statistics.median(of(step) for step in times)
 
     leader_s = median(lambda step: step.compute_s[0] + step.collective_s[0] + step.bubble_s[0])
-    goal = {"limit": "at most", "limit_value": BOOKKEEPING_MS} if (tp, pp) == (2, 1) else {}
+    goal = {"limit": "at most", "limit_value": BOOKKEEPING_MS} if plan == ParallelPlan(tp=2) else {}
     return [
         *_shares(case, times),
         Row(case, "batch to the ranks", 1e3 * median(lambda step: step.publish_s), "ms"),
@@ -93,7 +95,7 @@ def _decode_rows(
         Row(case, "all beside tensors and exchanges", 1e3 * (step_s - leader_s), "ms", **goal),  # type: ignore[arg-type]
         Row(case, "exchanges", median(lambda step: step.num_exchanges), "a step"),
         Row(case, "exchanged by rank 0", median(lambda step: step.exchanged_nbytes) / BATCH, "bytes/token"),
-        Row(case, "scaling efficiency", alone.step_s / step_s / (tp * pp), "of one rank's"),
+        Row(case, "scaling efficiency", alone.step_s / step_s / plan.world_size, "of one rank's"),
     ]
 
 

@@ -16,14 +16,14 @@ from bench.parallel.mixture import NUM_LAYERS
 def test_a_plan_that_is_none_is_refused() -> None:
     result = CliRunner().invoke(parallel, ["--plan", "two"])
     assert result.exit_code == 2
-    assert "two is not TP,PP" in result.output
+    assert "two is not TP,PP or TP,PP,CP" in result.output
 
 
 def test_steps_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "NUM_STEPS", 20)
     monkeypatch.setattr(steps, "PROMPT", 300)
     json_path, plot_path = tmp_path / "report.json", tmp_path / "plot.png"
-    arguments = ["--plan", "2,1", "--rounds", "1", "--part", "steps"]
+    arguments = ["--plan", "2,1", "--plan", "1,1,2", "--rounds", "1", "--part", "steps"]
     result = CliRunner().invoke(parallel, [*arguments, "--json", str(json_path), "--plot", str(plot_path)])
     assert result.exit_code == 0, result.output
     rows = {(row["case"], row["metric"]): row["value"] for row in json.loads(json_path.read_text())["rows"]}
@@ -31,6 +31,9 @@ def test_steps_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     # The embedding, two a layer, and the logits.
     assert rows[case, "exchanges"] == 1 + 2 * 6 + 1
     assert 0 < rows[case, "computing, busiest rank"] < 1
+    # A prompt's K and V, once a layer; nothing else, and nothing of steps that both ranks make.
+    assert rows["tp 1 × pp 1 × cp 2, prompt of 300", "exchanging, most"] > 0
+    assert rows[case.replace("tp 2 × pp 1", "tp 1 × pp 1 × cp 2"), "exchanges"] == 1
     assert plot_path.stat().st_size > 0
 
 
