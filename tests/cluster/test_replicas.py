@@ -283,6 +283,10 @@ async def test_replicas_of_several_ranks_lose_one_and_find_their_disks_again(tmp
             assert (await replicas(client))[before["node_id"]]["pid"] == before["pid"]
             await eventually(lambda client=client: all_are_ready(client), timeout_s=40)
             assert (await ask(client, prompts[0], max_tokens=24)).text == texts[0][0]
+            # Whoever of a node is told to drain, all of it drains.
+            async with rpc.channel((await replicas(client))["prefill-0.1"]["rpc_address"]) as channel:
+                await node_pb2_grpc.NodeStub(channel).Drain(node_pb2.DrainRequest())
+            assert await asyncio.wait_for(cluster.children["prefill-0"].wait(), 30) == 0
     assert texts[0] == texts[1]
     assert {path.name for path in (tmp_path / "disk").iterdir()} == {
         *("prefill-0.0", "prefill-0.1", "decode-0.0", "decode-0.1")
