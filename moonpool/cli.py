@@ -133,11 +133,22 @@ def status_command(url: str, as_json: bool) -> None:
 
 @cli.command("experts")
 @click.argument("node", metavar="NODE")
-@click.option("--copies", default=2, show_default=True, help="Copies of hot experts, a layer.")
-@click.option("--ranks", default=0, metavar="N", help="Ranks to plan for; default: as many as NODE has (ep).")
+@click.option(
+    "--copies",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    help="Copies of hot experts, a layer.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Ranks to plan for (engine.parallel.ep); default: as many as NODE has.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan there.")
 @url_option
-def experts_command(node: str, copies: int, ranks: int, output: Path | None, url: str) -> None:
+def experts_command(node: str, copies: int, ranks: int | None, output: Path | None, url: str) -> None:
     """Say how evenly NODE's experts are used since it started, and plan where they and copies of the hot ones
     should lie.
 

@@ -74,11 +74,15 @@ def show(console: Console, node_id: str, measured: Measured, plan: ExpertPlan, c
 
 
 async def make_plan(
-    console: Console, url: str, node_id: str, *, num_ranks: int, copies: int, output: Path | None
+    console: Console, url: str, node_id: str, *, num_ranks: int | None, copies: int, output: Path | None
 ) -> None:
-    """``num_ranks`` 0: as many as the node deals its experts out to."""
+    """``num_ranks`` None: as many as the node deals its experts out to."""
     async with Client(url) as client:
         measured = await measure(client, node_id)
+    if num_ranks is None and output is not None and measured.num_ranks == 1:
+        raise click.ClickException(
+            f"{node_id} has its experts on one rank: say for how many to plan, --ranks N"
+        )
     plan = plan_experts(measured.rows, num_ranks or measured.num_ranks, copies)
     show(console, node_id, measured, plan, copies)
     if output is not None:

@@ -97,10 +97,11 @@ async def test_a_live_nodes_load_makes_a_plan(served: Served, tmp_path: Path) ->
     def run(*arguments: str) -> Any:
         return CliRunner().invoke(cli, ["experts", *arguments, "--url", served.cluster.url])
 
-    def both() -> tuple[Any, Any]:
-        return run("prefill-0", "--copies", "2", "--ranks", "2", "-o", str(path)), run("prefill-7")
+    def all_three() -> tuple[Any, ...]:
+        made = run("prefill-0", "--copies", "2", "--ranks", "2", "-o", str(path))
+        return made, run("prefill-7"), run("prefill-0", "-o", str(path))
 
-    made, unknown = await asyncio.to_thread(both)
+    made, unknown, alone = await asyncio.to_thread(all_three)
     assert made.exit_code == 0, made.output
     assert "by this plan, 2 copies a layer" in made.output
     assert "engine.parallel.expert_plan_path=" in made.output
@@ -111,3 +112,5 @@ async def test_a_live_nodes_load_makes_a_plan(served: Served, tmp_path: Path) ->
         "there is no node prefill-7 in the cluster; there are: decode-0, decode-1, prefill-0"
         in unknown.output
     )
+    assert alone.exit_code == 1
+    assert "prefill-0 has its experts on one rank: say for how many to plan, --ranks N" in alone.output
