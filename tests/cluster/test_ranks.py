@@ -181,10 +181,11 @@ async def test_a_rank_lost_while_prefilling_costs_no_request(
 
 
 @pytest.mark.slow
-async def test_a_leader_that_is_stopped_is_replaced_and_comes_back(
-    cluster: LocalCluster, client: Client
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+async def test_a_lost_leaders_ranks_end_and_its_requests_go_on(
+    cluster: LocalCluster, client: Client, number: signal.Signals
 ) -> None:
-    """Its ranks end by themselves, its requests go on elsewhere; continued, it begins a new life."""
+    """Continued, it begins a new life; started again, it is another process."""
     prompt = "And the LORD spake again unto him " * 8
     expected = await whole(client, prompt)
     reply, before = Reply(), dict[str, Any]()
@@ -194,16 +195,24 @@ async def test_a_leader_that_is_stopped_is_replaced_and_comes_back(
             name = (await client.timeline(reply.id))["summary"]["decode_node"]
             before = (await nodes(client))[name]
             rank = rank_pid(cluster, name)
-            os.kill(int(before["pid"]), signal.SIGSTOP)
+            os.kill(int(before["pid"]), number)
     assert before, "it was over too soon"
     assert reply.text == expected
 
     async def ended() -> bool:
         return not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
+    async def another_serves() -> bool:
+        node = (await nodes(client)).get(before["node_id"])
+        return node is not None and node["state"] == "ready" and node["pid"] != before["pid"]
+
     await eventually(ended)
-    os.kill(int(before["pid"]), signal.SIGCONT)
-    await eventually(lambda: is_back(client, before))
+    if number == signal.SIGSTOP:
+        os.kill(int(before["pid"]), signal.SIGCONT)
+        await eventually(lambda: is_back(client, before))
+    else:
+        await cluster.restart(before["node_id"])
+        await eventually(another_serves)
     assert await whole(client, prompt) == expected
 
 
