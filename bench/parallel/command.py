@@ -42,7 +42,7 @@ def _plan(text: str) -> ParallelPlan:
     help="Default: all. experts: of a small mixture with random weights.",
 )
 @click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
-@click.option("--plot", "plot_path", type=_PATH, metavar="FILE", help="Draw where steps' time goes (PNG).")
+@click.option("--plot", "plot_path", type=_PATH, metavar="FILE", help="Draw what was measured (PNG).")
 def parallel(
     texts: tuple[str, ...],
     model: Path | None,

@@ -1,4 +1,5 @@
-"""Where the time of each plan's steps goes, and of experts on several ranks: a picture of a report."""
+"""Where the time of each plan's steps goes, of experts on several ranks, and how fast blocks go from plan to
+plan: a picture of a report."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 import click
 
+from bench.parallel import handover
 from bench.report import Report
 
 _SHARES = ("computing, busiest rank", "exchanging, most", "bubble, most")
@@ -24,11 +26,17 @@ def draw(report: Report, path: Path) -> None:
 
     drawings = [
         (metrics, label, cases)
-        for metrics, label in ((_SHARES, "of the step"), (_EXPERTS, "of the step, and ×"))
+        for metrics, label in (
+            (_SHARES, "of the step"),
+            (_EXPERTS, "of the step, and ×"),
+            ((handover.BLOCKS, handover.BOUND), "GB/s"),
+        )
         if (cases := list(dict.fromkeys(row.case for row in report.rows if row.metric in metrics)))
     ]
     if not drawings:
-        raise click.ClickException("--plot needs a plan of several ranks, and --part steps or experts")
+        raise click.ClickException(
+            "--plot needs a plan of several ranks, and --part steps, experts or handover"
+        )
     heights = [1 + 0.8 * len(cases) for _, _, cases in drawings]
     figure, rows = pyplot.subplots(
         len(drawings), figsize=(9, sum(heights)), squeeze=False, height_ratios=heights

@@ -8,29 +8,38 @@ import time
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.node_memory import NodeMemory
 from kvstore.shards import BlockShard, parts
 from transfer import move_runs
 
 
-class RunCopy:
-    """Copies within this process the runs that go from one node's pools to another's, and checksums them."""
+class Pools:
+    """Memory of this process as a node's ranks have it, for as many blocks."""
 
-    def __init__(self, source: NodeMemory, target: NodeMemory, num_blocks: int) -> None:
-        layout = source.engine.layout
-        theirs, ours = (
-            [BlockShard(shard.layers, shard.kv_heads) for shard in side.engine.shards]
-            for side in (source, target)
-        )
+    def __init__(self, node: NodeMemory, num_blocks: int) -> None:
+        self.layout = node.engine.layout
+        self.shards = [BlockShard(shard.layers, shard.kv_heads) for shard in node.engine.shards]
+        # All pages there.
+        self.arrays = [
+            np.ones(num_blocks * shard.block_nbytes(self.layout), np.uint8) for shard in self.shards
+        ]
+
+    def place(self, rank: int, offset: int) -> int:
+        return int(self.arrays[rank].__array_interface__["data"][0]) + offset
+
+
+class RunCopy:
+    """Copies the runs that go from one node's pools to another's, and checksums them."""
+
+    def __init__(self, source: Pools, target: Pools, num_blocks: int) -> None:
+        layout, theirs, ours = source.layout, source.shards, target.shards
         self.took_s: list[float] = []
-        self._pools = [_pages(num_blocks * shard.block_nbytes(layout)) for shard in (*theirs, *ours)]
         # (to, from, bytes, bytes from block to block here, and there), of the first block.
         runs = sorted(
             (
-                self._place(len(theirs) + i, run.target),
-                self._place(part.source, run.source),
+                target.place(i, run.target),
+                source.place(part.source, run.source),
                 run.nbytes,
                 shard.block_nbytes(layout),
                 theirs[part.source].block_nbytes(layout),
@@ -45,9 +54,6 @@ class RunCopy:
         self._from = (there + blocks * step_there).reshape(-1)
         self._nbytes = np.tile(nbytes, num_blocks)
         self._counts = np.full(num_blocks, len(runs), np.uint32)
-
-    def _place(self, pool: int, offset: int) -> int:
-        return int(self._pools[pool].__array_interface__["data"][0]) + offset
 
     def time(self) -> None:
         """With a thread a core."""
@@ -69,8 +75,3 @@ class RunCopy:
         rows = slice(blocks.start * num_runs, blocks.stop * num_runs)
         digests = np.empty(len(counts), np.uint64)
         move_runs(self._to[rows], self._from[rows], self._nbytes[rows], counts, digests=digests)
-
-
-def _pages(nbytes: int) -> npt.NDArray[np.uint8]:
-    """All of them there."""
-    return np.ones(nbytes, np.uint8)
