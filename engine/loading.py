@@ -132,13 +132,16 @@ class Loader:
     def _shared_parts(self, name: str) -> list[SharedExpert]:
         """Of all places, which read the whole of it where experts are spread."""
         gate, up, down = (
-            self.tensor(f"{name}.shared_expert.{part}_proj.weight") for part in ("gate", "up", "down")
+            self.matrix(f"{name}.shared_expert.{part}_proj.weight") for part in ("gate", "up", "down")
         )
         runs = [run_of(len(gate), self._shard.tp, place) for place in range(self._shard.tp)]
         columns = [slice(run.start, run.stop) for run in runs]
         return [
             SharedExpert(
-                Mlp(PackedLinear(torch.cat([gate[c], up[c]])), PackedLinear(down[:, c].contiguous())),
+                Mlp(
+                    PackedLinear(torch.cat([gate[c], up[c]]), None, self._dtype),
+                    PackedLinear(down[:, c].contiguous(), None, self._dtype),
+                ),
                 self._shared_gate(name),
             )
             for c in columns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,13 @@ class ExpertPlan:
                 "make one with `moonpool experts`",
                 _PATH_OPTION,
             )
+        for layer, rank in product(range(num_layers), range(num_ranks)):
+            if num_experts and not self.held(layer, rank):
+                raise ConfigError(
+                    f"{_PATH_OPTION}: rank {rank} holds no expert of layer {layer}: make a plan with "
+                    "`moonpool experts`",
+                    _PATH_OPTION,
+                )
 
 
 def plan_experts(load: npt.NDArray[np.int64], num_ranks: int, num_replicas: int) -> ExpertPlan:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from engine.config import ModelConfig
@@ -30,6 +30,7 @@ def loads(draw: st.DrawFn) -> np.ndarray:
 def test_every_expert_is_held_and_no_rank_is_worse_off_than_by_a_plain_deal(
     load: np.ndarray, num_ranks: int, num_replicas: int
 ) -> None:
+    assume(num_ranks <= load.shape[1])
     plan = plan_experts(load, num_ranks, num_replicas)
     assert plan == plan_experts(load.copy(), num_ranks, num_replicas), "equal loads, equal plans"
     num_layers, num_experts = load.shape
@@ -74,8 +75,13 @@ def test_a_plan_comes_back_from_json_as_it_was(load: np.ndarray, num_ranks: int)
             '{"num_ranks": 2, "layers": [[[0], [1]]]}',
             r"a plan for 1 layers of 2 experts on 2 ranks, this node has 3 layers of 5 on 2",
         ),
+        (
+            '{"num_ranks": 2, "layers": [[[0], [1], [1], [1], [1]], [[0], [0], [0], [0], [0]], '
+            "[[0], [1], [1], [1], [1]]]}",
+            "rank 1 holds no expert of layer 1",
+        ),
     ],
-    ids=["absent", "strange", "nowhere", "elsewhere", "of another model"],
+    ids=["absent", "strange", "nowhere", "elsewhere", "of another model", "an idle rank"],
 )
 def test_a_plan_that_does_not_fit_is_refused_and_said_how_to_make_one(
     make_checkpoint, tmp_path: Path, text, sentence
