@@ -40,7 +40,7 @@ class Side:
 async def side(model: Path, name: str, plan: ParallelPlan) -> AsyncIterator[Side]:
     options = EngineOptions(
         block_size=BLOCK_TOKENS,
-        pool_nbytes=64 << 20,
+        pool_nbytes=(64 << 20) * plan.cp,
         parallel=ParallelOptions(tp=plan.tp, pp=plan.pp, cp=plan.cp),
     )
     config = Config()
