@@ -57,14 +57,21 @@ class Logged:
             return await answer.text()
 
     def lines(self) -> list[dict[str, Any]]:
-        """Every line of every process, but for Redis and those that say where a process is."""
+        """Every whole line of every process, but for Redis and those that tell a parent how far it is."""
         return [
-            json.loads(line)
+            self._parsed(path.name, line)
             for path in sorted(self.cluster.directory.glob("*.log"))
             if path.name != "redis.log"
-            for line in path.read_text().splitlines()
-            if not line.startswith('{"ready"')
+            for line in path.read_text().splitlines(keepends=True)
+            # A half-written one is read the next time; what a process tells its parent may be cut by others.
+            if line.endswith("}\n") and not line.startswith(('{"ready"', '{"loaded"'))
         ]
+
+    def _parsed(self, name: str, line: str) -> dict[str, Any]:
+        try:
+            return dict(json.loads(line))
+        except ValueError:
+            raise AssertionError(f"{name} has a line that is no record: {line!r}") from None
 
 
 async def lend_to_store(cluster: LocalCluster) -> None:
