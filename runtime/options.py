@@ -97,7 +97,7 @@ class ParallelOptions:
         128, "tokens", "pipeline: most prompt tokens that go through a stage at once, the rest follows behind"
     )
     share_tokens: int = option(
-        32, "tokens", "context parallel: fewer at once are not shared out, but computed by every rank"
+        8, "tokens", "context parallel: fewer at once are not shared out, but computed by every rank"
     )
 
     def __post_init__(self) -> None:
@@ -162,6 +162,10 @@ class EngineOptions:
             _require(getattr(self, name) > 0, f"engine.{name}", "positive", getattr(self, name))
         _require(self.pool_nbytes >= 0, "engine.pool_nbytes", "0 or more", self.pool_nbytes)
         _require(0 < self.gpu_memory <= 1, "engine.gpu_memory", "above 0, at most 1", self.gpu_memory)
+        # Tokens are shared out in whole blocks.
+        most = max(1, self.max_batch_tokens // self.block_size)
+        must = f"at most {most}, the blocks of a step (engine.max_batch_tokens / engine.block_size)"
+        _require(self.parallel.cp <= most, "engine.parallel.cp", must, self.parallel.cp)
 
     @property
     def host_pool_nbytes(self) -> int:

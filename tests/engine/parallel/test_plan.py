@@ -16,7 +16,7 @@ from engine.parallel.plan import ParallelPlan
 from engine.parallel.slices import Slices
 from engine.weights import Checkpoint, expected_tensors
 from runtime.errors import ConfigError
-from runtime.options import ParallelOptions
+from runtime.options import EngineOptions, ParallelOptions
 
 CPU = torch.device("cpu")
 
@@ -41,6 +41,13 @@ def config(make_checkpoint) -> ModelConfig:
 def test_an_impossible_plan_says_what_would_be_valid(config, words, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence):
         ParallelPlan.of(ParallelOptions(**words), config, CPU)
+
+
+def test_more_shares_than_a_step_has_blocks_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"engine\.parallel\.cp must be at most 4, the blocks of a step .* got 5"
+    ):
+        EngineOptions(block_size=16, max_batch_tokens=64, parallel=ParallelOptions(cp=5))
 
 
 def test_more_ranks_than_devices_are_refused(config, monkeypatch) -> None:
