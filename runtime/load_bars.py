@@ -52,6 +52,7 @@ class LoadBars:
             if self._closed:
                 return
             self._closed = True
-            self._bars.stop()
+            if self._tasks:  # else there is nothing to take away, and rich would write an empty line
+                self._bars.stop()
             for handler in self._handlers:
                 handler.setStream(sys.stderr)

@@ -63,8 +63,8 @@ class Logged:
             for path in sorted(self.cluster.directory.glob("*.log"))
             if path.name != "redis.log"
             for line in path.read_text().splitlines(keepends=True)
-            # A half-written one is read the next time; what a process tells its parent may be cut by others.
-            if line.endswith("}\n") and not line.startswith(('{"ready"', '{"loaded"'))
+            # A half-written one is read the next time.
+            if line.endswith("\n") and not line.startswith(('{"ready"', '{"loaded"'))
         ]
 
     def _parsed(self, name: str, line: str) -> dict[str, Any]:
