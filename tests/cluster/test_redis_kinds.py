@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
+import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -133,6 +134,7 @@ async def test_publishing_resumes_on_the_server_that_sentinel_chose(tmp_path: Pa
         await ask_sentinel.aclose()
 
 
+@pytest.mark.slow  # tests/kvstore/test_cluster.py has the index on two masters
 async def test_a_cluster_of_three_masters_holds_the_index(tmp_path: Path) -> None:
     ports = free_ports(3)
     cuts = (0, 5461, 10923, 16384)
