@@ -63,9 +63,9 @@ def rotate_and_write(
 ) -> Tensor:
     """Norm (where asked) and rotate q and k, write k and v to the pool as ``write_kv`` does.
 
-    qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim]; positions: int64 [n]; cos, sin: float32
-    [max_position, rotary_dim / 2]; slot_mapping: int64 [n], -1 skips the write; q_norm, k_norm: [head_dim].
-    Returns q: [n, num_heads, head_dim].
+    qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], num_heads 0 where no q is wanted; positions: int64
+    [n]; cos, sin: float32 [max_position, rotary_dim / 2]; slot_mapping: int64 [n], -1 skips the write;
+    q_norm, k_norm: [head_dim]. Returns q: [n, num_heads, head_dim].
     """
     heads = wide(qkv).view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)

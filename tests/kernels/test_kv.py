@@ -75,6 +75,31 @@ def test_rotate_and_write(
     assert int((~pool.isnan()).sum()) == 2 * int(kept.sum()) * KV_HEADS * head_dim
 
 
+def test_k_and_v_without_queries(form: ModuleType, dtype: torch.dtype) -> None:
+    """What a rank writes that another one has computed."""
+    qkv, k_norm = torch.randn(9, (HEADS + 2 * KV_HEADS) * 32).to(dtype), torch.randn(32).to(dtype)
+    angles, positions, slots = torch.rand(50, 16) * 7, torch.randint(0, 50, (9,)), torch.randperm(7 * 8)[:9]
+    pools = empty_pool(32, dtype), empty_pool(32, dtype)
+    for pool, rows, num_heads in zip(
+        pools, (qkv, qkv[:, HEADS * 32 :].contiguous()), (HEADS, 0), strict=True
+    ):
+        q = form.rotate_and_write(
+            rows,
+            positions,
+            angles.cos(),
+            angles.sin(),
+            pool,
+            1,
+            slots,
+            num_heads=num_heads,
+            num_kv_heads=KV_HEADS,
+            head_dim=32,
+            k_norm=k_norm,
+        )
+        assert q.shape == (9, num_heads, 32)
+    assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
+
+
 @pytest.mark.parametrize("head_dim", [32, 40])
 def test_write_kv(form: ModuleType, dtype: torch.dtype, head_dim: int) -> None:
     pool = empty_pool(head_dim, dtype)
