@@ -50,10 +50,11 @@ def test_every_manifest_is_in_the_kustomization() -> None:
     assert sorted(kustomization["resources"]) == [path.name for path in MANIFESTS]
 
 
-@pytest.mark.parametrize("role", ["conductor", "prefill", "decode"])
-def test_a_deployment_says_what_operators_look_for(role: str) -> None:
+@pytest.mark.parametrize("role", ["conductor", "prefill", "decode", "store"])
+def test_a_workload_says_what_operators_look_for(role: str) -> None:
     of_kind = {document["kind"]: document for document in documents(KUBERNETES / f"{role}.yaml")}
-    pod = of_kind["Deployment"]["spec"]["template"]
+    workload = "StatefulSet" if role == "store" else "Deployment"
+    pod = of_kind[workload]["spec"]["template"]
     assert (
         of_kind["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"].items()
         <= pod["metadata"]["labels"].items()
