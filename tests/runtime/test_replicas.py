@@ -58,7 +58,7 @@ async def main(config, context):
             await asyncio.sleep(0.01)
         context.drains()
     await context.draining.wait()
-    sys.stderr.write(f"drained {config.node.id}\n")  # at once: others write there too
+    sys.stderr.write(f"drained {config.node.id}\\n")  # at once: others write there too
     if config.node.id == "stuck.1":
         await asyncio.Event().wait()
 
