@@ -86,6 +86,7 @@ def test_the_parts_that_run_by_themselves_end_in_time() -> None:
     assert set(DEFAULT) <= set(names)
 
 
+@pytest.mark.slow
 def test_the_engine_is_measured_beside_its_floor(tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     command = [

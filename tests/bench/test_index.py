@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from bench.index import index
 from bench.report import validate
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_valid_report(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     options = ["--blocks", "5000", "--nodes", "3", "--rounds", "1", "--json", str(out)]

@@ -37,6 +37,7 @@ def test_steps_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert plot_path.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_two_replicas_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_JOBS", (("decode", 10),))
     json_path = tmp_path / "report.json"

@@ -57,6 +57,7 @@ def test_a_verdict_serves_at_its_speed() -> None:
     assert verdict.outcome.effective_ratio >= EFFECTIVE
 
 
+@pytest.mark.slow
 def test_the_command_ranks_clusters_and_says_what_pays(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     result = run(trace, "--json", str(out))

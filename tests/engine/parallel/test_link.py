@@ -75,7 +75,7 @@ def next_line(rank: subprocess.Popen[str]) -> str:
     ("plan", "link", "rounds", "number"),
     [
         (TENSOR, "shm", 1000, signal.SIGKILL),
-        (TENSOR, "gloo", 60, signal.SIGKILL),
+        pytest.param(TENSOR, "gloo", 60, signal.SIGKILL, marks=pytest.mark.slow),
         (CONTEXT, "shm", 1000, signal.SIGKILL),
         pytest.param(CONTEXT, "gloo", 60, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(TENSOR, "shm", 5000, signal.SIGSTOP, marks=pytest.mark.slow),
