@@ -69,11 +69,9 @@ def _rotating_salts(prefixes: Mapping[str, Any], total: int, outcomes: Mapping[s
         "tenants, salts",
         "wrong",
         f"{salts} different tenants and salts sent {total} requests, {once} of them a single one; {same} "
-        "requests "
-        "began with tokens that another salt had",
+        "requests began with tokens that another salt had",
         "a cache is each tenant's and cache_salt's own: a salt that changes with the request never hits. "
-        "Leave "
-        "cache_salt out, or give one to all who may share",
+        "Leave cache_salt out, or give one to all who may share",
     )
 
 
@@ -102,8 +100,8 @@ def _headed(evidence: Evidence, share: str, state: Any) -> Finding:
         "prompts' heads",
         state,
         f"{share} differed from an earlier one within the first {size} tokens, and were the same after that",
-        "something at the start of the prompts changes (a date, a request id, a user's name): put it at "
-        "the end",
+        "something at the start of the prompts changes (a date, a request id, a user's name): put it at the "
+        "end",
     )
 
 
