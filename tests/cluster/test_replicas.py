@@ -48,12 +48,6 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loc
         yield running
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(cluster: LocalCluster) -> AsyncIterator[Client]:
-    async with Client(cluster.url) as connected:
-        yield connected
-
-
 async def ask(client: Client, prompt: str, **parameters: Any) -> Reply:
     reply = Reply()
     async for _ in client.complete(prompt, reply, **{**GREEDY, **parameters}):
