@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import statistics
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from kvstore.keys import BlockKey
 from kvstore.layout import OpaqueLayout
 from kvstore.ssd import SsdTier
 from kvstore.ssd.segments import Segments
-from kvstore.store import TieredStore
+from kvstore.store import Bytes, TieredStore
 from kvstore.tier import Tier
 from runtime.options import HostTierOptions, StoreOptions
 from tests.kvstore.fake_pool import FakePool
@@ -82,6 +84,31 @@ async def test_of_more_than_there_is_room_for_the_beginnings_are_kept() -> None:
     await store.close()
 
 
+class _WatchedPool(FakePool):
+    """Knows how many bytes it has copied out on the thread that made it, which is the loop's."""
+
+    def __init__(self) -> None:
+        super().__init__(POOL)
+        self.thread = threading.get_ident()
+        self.nbytes_on_loop = 0
+
+    def copy_out(self, blocks: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
+        if threading.get_ident() == self.thread:
+            self.nbytes_on_loop += sum(destination.nbytes for destination in destinations)
+        return super().copy_out(blocks, destinations)
+
+
+def seconds_to_copy() -> float:
+    """Of this thread, for the 64 MiB of the pool with their checksums: the least of three."""
+    pool, into = FakePool(POOL), list(np.ones_like(POOL))
+    times_s = []
+    for _ in range(3):
+        began_s = time.thread_time()
+        pool.copy_out(range(64), into)
+        times_s.append(time.thread_time() - began_s)
+    return min(times_s)
+
+
 async def test_the_loop_goes_on_while_a_gibibyte_is_evicted_and_the_disk_stalls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,36 +116,45 @@ async def test_the_loop_goes_on_while_a_gibibyte_is_evicted_and_the_disk_stalls(
     answers = threading.Event()
     monkeypatch.setattr(Segments, "write", lambda *_, **__: answers.wait())
     disk = await SsdTier.open(tmp_path, LAYOUT, capacity_nbytes=64 * MIB, io_deadline_s=0.05)
-    store = make(128, ssd=disk)
+    pool = _WatchedPool()
+    store = TieredStore(LAYOUT, LRU, np.full(128 * MIB, 1, np.uint8), pool=pool, ssd=disk)
     await store.start()
-    turns: list[tuple[float, float]] = []  # of the loop: seconds, and of these the thread's own
+    turns: list[tuple[float, int]] = []  # of the loop: seconds of its thread, and bytes copied on it
     ended = False
 
     async def watch() -> None:
         while not ended:
-            began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+            began_s, began_nbytes = time.thread_time(), pool.nbytes_on_loop
             await asyncio.sleep(0)
-            turns.append((time.perf_counter() - began_s, time.thread_time() - began_cpu_s))
+            turns.append((time.thread_time() - began_s, pool.nbytes_on_loop - began_nbytes))
 
+    chains = [chain(64, number) for number in range(16)]
     gc.collect()
     gc.freeze()  # as a node does: what the tests have loaded is not looked through meanwhile
     watching = asyncio.create_task(watch())
     await asyncio.sleep(0)
     num_held = 0
-    for number in range(16):
-        keys = chain(64, number)
+    longest_s: list[float] = []  # the longest turn of each time
+    longest_nbytes = 0
+    for keys in chains:
+        turns.clear()
         drop(store, keys)
         await store.copied()  # as the engine, before it writes to those blocks
+        await asyncio.sleep(0)
+        longest_s.append(max(seconds for seconds, _ in turns))
+        longest_nbytes = max(longest_nbytes, *(nbytes for _, nbytes in turns))
         num_held += len(store.match(keys))
     ended = True
     await watching
     gc.unfreeze()
     assert num_held == 16 * 64, "host memory did not take what the pool dropped"
-    longest_s, longest_cpu_s = max(turn[0] for turn in turns), max(turn[1] for turn in turns)
-    print(f"longest turn of the loop: {longest_s * 1e3:.1f} ms, its own time {longest_cpu_s * 1e3:.1f} ms")
-    # To copy 64 MiB takes 8 ms of a thread. Others on the machine make turns longer, not their own time.
-    assert longest_cpu_s < 0.004
-    async with asyncio.timeout(10):
+    assert longest_nbytes <= MIB, "the loop has copied more than the one block it may copy in a turn"
+    # What else it does in a turn is Python of its own for 64 blocks: far less than to copy them, anywhere.
+    # The median, because some virtual machines count what others do as this thread's time.
+    typical_s, copy_s = statistics.median(longest_s), seconds_to_copy()
+    print(f"longest turn of the loop: {typical_s * 1e3:.1f} ms; the copying: {copy_s * 1e3:.1f} ms")
+    assert typical_s < 0.75 * copy_s
+    async with asyncio.timeout(60):
         # It is called so when a write has hung for its deadline, which may be after all this.
         while not disk.is_stalled:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
