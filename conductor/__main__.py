@@ -71,6 +71,7 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
         defaults=SamplingDefaults.from_checkpoint(path),
         metrics=RequestMetrics(conductor.model.name, slo=Slo.of(config.conductor)),
         options=config.conductor,
+        log_options=config.log,
         tenants=Tenants.load(config.conductor.tenants_path),
         results=BenchResults(config.conductor.results_path),
         about=about(config),

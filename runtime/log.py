@@ -16,6 +16,9 @@ from runtime.options import LogOptions
 _REPEATS = 10
 _REPEATS_S = 10.0
 
+# ``extra`` of lines that were asked for one by one: all of them are written.
+WHOLE = {"whole": True}
+
 # Set by whoever begins to work on a request; rpc carries it from process to process.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
@@ -34,7 +37,8 @@ def setup_logging(options: LogOptions, process: str) -> None:
 class RepeatLimit(logging.Filter):
     """Lets through the first ``_REPEATS`` lines of a sentence in each stretch of ``_REPEATS_S`` seconds; the
     first one after that says how many were left out. Errors' tracebacks count as their sentence. Memory is
-    bounded by the number of sentences in the code. Whoever asks for debugging gets every line of it.
+    bounded by the number of sentences in the code. Whoever asks for debugging gets every line of it, and so
+    does who asks for people's words (``WHOLE``).
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +47,7 @@ class RepeatLimit(logging.Filter):
         self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}  # (since, lines)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno <= logging.DEBUG:
+        if record.levelno <= logging.DEBUG or getattr(record, "whole", False):
             return True
         sentence = (record.name, record.levelno, str(record.msg))
         now_s = self._clock()

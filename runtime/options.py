@@ -512,6 +512,11 @@ class HealthOptions:
 class LogOptions:
     level: str = option("info", "name", "debug, info, warning or error")
     format: str = option("text", "name", "text or json")
+    prompt_chars: int = option(
+        0,
+        "characters",
+        "how much of each prompt and of each answer a conductor logs; 0: people's words are in no log",
+    )
 
     def __post_init__(self) -> None:
         _require(
@@ -521,6 +526,7 @@ class LogOptions:
             self.level,
         )
         _require(self.format in ("text", "json"), "log.format", "text or json", self.format)
+        _require(self.prompt_chars >= 0, "log.prompt_chars", "0 or more", self.prompt_chars)
 
 
 @dataclass(frozen=True, slots=True)

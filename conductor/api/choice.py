@@ -47,7 +47,7 @@ class Choice:
         self._stop_token_ids = frozenset(body.stop_token_ids)
         self._include_stop = body.include_stop_str_in_output
         self._min_tokens = body.min_tokens
-        self._echo = self._prompt_text() if isinstance(body, CompletionBody) and body.echo else ""
+        self._echo = self.prompt_text() if isinstance(body, CompletionBody) and body.echo else ""
         self._only_echo = body.token_limit == 0
         self._offset = len(self._echo)
         self._begun = False
@@ -76,7 +76,8 @@ class Choice:
         self._add_text(event, delta)
         return delta
 
-    def _prompt_text(self) -> str:
+    def prompt_text(self) -> str:
+        """As it was given, or what its tokens say."""
         if self.prompt.text is not None:
             return self.prompt.text
         return self._tokenizer.decode(self.prompt.token_ids, skip_special=self._skip_special)

@@ -21,7 +21,7 @@ from conductor.conductor import Conductor
 from conductor.metrics import RequestMetrics
 from conductor.tenants import Tenants
 from conductor.tokenizer import Tokenizer
-from runtime.options import ConductorOptions
+from runtime.options import ConductorOptions, LogOptions
 
 
 def new_id() -> str:
@@ -38,6 +38,7 @@ class ApiContext:
     defaults: SamplingDefaults
     metrics: RequestMetrics
     options: ConductorOptions
+    log_options: LogOptions = field(default_factory=LogOptions)
     tenants: Tenants = field(default_factory=Tenants)
     results: BenchResults = field(default_factory=lambda: BenchResults(""))
     about: Mapping[str, Any] = field(default_factory=dict)  # as conductor.about says it

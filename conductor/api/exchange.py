@@ -18,6 +18,7 @@ from conductor.api.generation import SequenceRun, Sink, run_all
 from conductor.api.prompts import Prompt, output_limit
 from conductor.api.recent import RequestRecord
 from conductor.api.schemas import CompletionBody, GenerationBody, parse
+from conductor.api.transcript import transcribed
 from conductor.request import GenerateRequest
 from conductor.tenants import ANYONE, BATCH, Tenant
 from runtime import tracing
@@ -212,11 +213,12 @@ class Exchange:
         return response
 
     async def _generate(self, runs: list[SequenceRun], sink: Sink, body: GenerationBody) -> None:
-        if body.token_limit == 0 and body.num_logprobs < 0:  # echo alone asks nothing of the model
-            for run in runs:
-                await sink(run, run.choice.echo())
-        else:
-            await run_all(runs, sink, self._context, self._arrived_s)
+        with transcribed(runs, sink, self._context.log_options.prompt_chars) as sink:
+            if body.token_limit == 0 and body.num_logprobs < 0:  # echo alone asks nothing of the model
+                for run in runs:
+                    await sink(run, run.choice.echo())
+            else:
+                await run_all(runs, sink, self._context, self._arrived_s)
         self.record.status = "done"
 
     def _explained(self) -> list[dict[str, Any]]:

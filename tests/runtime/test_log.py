@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.log import RepeatLimit, request_id, setup_logging
+from runtime.log import WHOLE, RepeatLimit, request_id, setup_logging
 from runtime.options import LogOptions
 
 
@@ -51,3 +51,6 @@ def test_one_sentence_cannot_flood_the_log() -> None:
     assert passes("node %s is gone", 1000) == "node 1000 is gone (990 more of these before)"
     assert passes("node %s is gone", 1001) == "node 1001 is gone"
     assert all(passes("at %s", n, level=logging.DEBUG) for n in range(100)), "what is asked for is all told"
+    words = {"levelno": logging.INFO, "msg": "%d said so", **WHOLE}
+    records = [logging.makeLogRecord({**words, "args": (n,)}) for n in range(100)]
+    assert all(limit.filter(record) for record in records)
