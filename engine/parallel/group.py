@@ -24,6 +24,7 @@ from engine.parallel.board import Board, SharedMemory
 from engine.parallel.clock import ExchangeClock
 from engine.parallel.heart import Heart
 from engine.parallel.links import exchange_shape, open_link
+from engine.parallel.rank_channel import PipeChannel
 from engine.parallel.rank_process import RankProcess
 from engine.parallel.runner import ParallelRunner
 from engine.parallel.step_message import payload_nbytes
@@ -67,7 +68,7 @@ class RankGroup:
         """Start the processes. Call it on a thread that lives as long as they should: they are tied to it."""
         for rank in self.ranks:
             rank.on_end = self.lose
-            await rank.start(threads)
+            rank.start(await PipeChannel.start(rank.rank, threads))
 
     async def open(
         self,

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
-from asyncio.subprocess import PIPE, Process
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,23 +11,21 @@ from typing import Any
 
 from engine.errors import RankLost
 from engine.parallel.assignment import Assignment
+from engine.parallel.rank_channel import RankChannel
 from engine.parallel.rank_reader import RankRead
-from runtime.child import tied_command
 from runtime.load_progress import Progress
 from runtime.options import TransferOptions
 from transfer import TransferError
 
-_MAX_LINE_NBYTES = 64 << 20
-
 
 class RankProcess:
-    """Started tied to us; its log goes where ours goes. ``on_end`` hears how it ended, unless we ended it."""
+    """``on_end`` hears how it ended, unless we ended it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.on_end: Callable[[RankLost], None] | None = None
-        self._process: Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._channel: RankChannel | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._loaded: asyncio.Future[dict[str, str]] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._progress: Progress | None = None
@@ -41,29 +36,19 @@ class RankProcess:
         self._closing = False
 
     @property
-    def pid(self) -> int:
-        assert self._process is not None, "not started"
-        return self._process.pid
+    def channel(self) -> RankChannel:
+        assert self._channel is not None, "not started"
+        return self._channel
 
-    async def start(self, threads: int) -> None:
-        """Returns as soon as the process is there; it may still be importing."""
-        environment = {
-            **os.environ,
-            "MOONPOOL_RANK": str(self.rank),
-            # Idle OpenMP threads that spin take the cores from the other ranks.
-            "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }
-        self._process = await asyncio.create_subprocess_exec(
-            *tied_command([sys.executable, "-m", "engine.parallel.rank"]),
-            stdin=PIPE,
-            stdout=PIPE,
-            env=environment,
-            limit=_MAX_LINE_NBYTES,
-            # Ctrl-C in the terminal reaches the leader only, which ends its ranks.
-            start_new_session=True,
-        )
-        self._tasks = [asyncio.create_task(self._read(), name=f"rank {self.rank}")]
+    @property
+    def pid(self) -> int:
+        """On the machine it runs on."""
+        return self.channel.pid
+
+    def start(self, channel: RankChannel) -> None:
+        """``channel``: to the process that was started for this rank; it may still be importing."""
+        self._channel = channel
+        self._reading = asyncio.create_task(self._read(channel), name=f"rank {self.rank}")
 
     async def load(self, assignment: Assignment, progress: Progress | None = None) -> dict[str, str]:
         """Assign it a part; its identity, when it has loaded that. Raises RankLost where it failed."""
@@ -107,29 +92,22 @@ class RankProcess:
             await self._ended
 
     def kill(self) -> None:
-        """End it; that is no news to ``on_end`` then. SIGTERM would not end a stopped process."""
+        """End it; that is no news to ``on_end`` then."""
         self._closing = True
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        if self._channel is not None:
+            self._channel.kill()
 
     async def close(self) -> None:
         """Kill it and wait until it is gone. Idempotent."""
         self.kill()
-        if self._process is not None:
-            await self._process.wait()
-        for task in self._tasks:
-            await asyncio.wait((task,))
+        if self._reading is not None:
+            await asyncio.wait((self._reading,))
 
     def _send(self, command: dict[str, object]) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.channel.send(json.dumps(command).encode() + b"\n")
 
-    async def _read(self) -> None:
-        process = self._process
-        assert process is not None
-        assert process.stdout is not None
-        async for line in process.stdout:
+    async def _read(self, channel: RankChannel) -> None:
+        async for line in channel.lines():
             message: dict[str, Any] = json.loads(line)
             match message["kind"]:
                 case "progress":
@@ -153,8 +131,7 @@ class RankProcess:
                         read.set_result(message["transport"])
                 case "failed":
                     self._failure = message["error"]
-        code = await process.wait()
-        how = f"it ended by signal {-code}" if code < 0 else f"it ended with code {code}"
+        how = f"{await channel.wait()}{channel.where and f' on {channel.where}'}"
         self._failure = f"{how}: {self._failure}" if self._failure else how
         error = RankLost(self.rank, self._failure)
         waiting: list[asyncio.Future[Any] | None] = [self._loaded, self._ended, self._agent]
