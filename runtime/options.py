@@ -86,6 +86,16 @@ class ParallelOptions:
         "(from node.port on) of its own",
     )
     cp: int = option(1, "ranks", "context parallel: ranks that share the tokens of one long prompt")
+    hosts: int = option(
+        1,
+        "machines",
+        "that a node's ranks are dealt out to, whole stages (pp) to each; the others run `moonpool ranks`",
+    )
+    listen: str = option(
+        "",
+        "host:port",
+        "with hosts: where `moonpool ranks` of the other machines reach this node; replica r takes port + r",
+    )
     link: str = option(
         "auto",
         "name",
@@ -107,6 +117,7 @@ class ParallelOptions:
             "ep",
             "dp",
             "cp",
+            "hosts",
             "timeout_s",
             "start_timeout_s",
             "piece_tokens",
@@ -118,10 +129,31 @@ class ParallelOptions:
         links = ("auto", "shm", "gloo", "nccl")
         _require(self.link in links, "engine.parallel.link", f"one of {', '.join(links)}", self.link)
 
+        valid = [n for n in range(1, self.pp + 1) if self.pp % n == 0]
+        _require(
+            self.hosts in valid,
+            "engine.parallel.hosts",
+            f"one of {', '.join(map(str, valid))}, so that each has as many of the {self.pp} stages "
+            "(engine.parallel.pp)",
+            self.hosts,
+        )
+        _, _, port = self.listen.rpartition(":")
+        _require(
+            (self.hosts == 1 and not self.listen) or port.isdigit(),
+            "engine.parallel.listen",
+            "an address of this machine and a port where the others reach it, such as 10.0.0.1:7400",
+            self.listen,
+        )
+
     @property
     def world_size(self) -> int:
         """Ranks of one replica."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Rank r is on machine ``r // ranks_per_host``; the leader's is 0."""
+        return self.world_size // self.hosts
 
 
 @dataclass(frozen=True, slots=True)

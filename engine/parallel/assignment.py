@@ -21,7 +21,8 @@ class Assignment:
     """One rank's part in a group, as one line of JSON.
 
     board, exchange, pool, expert_load: paths of memory the leader made. store: host:port where the ranks of
-    torch.distributed meet, empty for shm.
+    torch.distributed meet, empty for shm. address: of this rank's machine, as others reach it; empty where
+    there is only one. On machines that are not the leader's all these are what the rank host puts in.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class Assignment:
     pool: str = ""
     expert_load: str = ""  # none where the model has no experts, and on GPUs
     store: str = ""
+    address: str = ""
 
     @property
     def plan(self) -> ParallelPlan:
