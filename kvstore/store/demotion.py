@@ -12,6 +12,7 @@ from kvstore.host_tier import HostTier
 from kvstore.keys import BlockKey
 from kvstore.store.copying import Copier
 from kvstore.store.tiers import PoolTier
+from kvstore.store.under_way import UnderWay
 
 # Copied at once in one turn of the event loop: about 0.1 ms, what waking a thread takes. The rest is copied
 # on a thread, so much at a time, because reads of host memory use that thread too.
@@ -36,7 +37,7 @@ class Demoter:
         self, host: HostTier, pool: PoolTier | None, copier: Copier, on_settled: Callable[[BlockKey], None]
     ) -> None:
         """``on_settled(key)``: host memory holds the block now, or, had it no room after all, does not."""
-        self.coming: dict[BlockKey, _Coming] = {}
+        self.coming: UnderWay[_Coming] = UnderWay()
         self._host = host
         self._pool = pool
         # Blocks on their way have slots that cannot be evicted: they may not fill host memory.
@@ -64,7 +65,7 @@ class Demoter:
             (checksum,) = self._copy([coming])
             self._host.commit(slot, key, parent, checksum)
             return True
-        self.coming[key] = coming
+        self.coming.add(key, coming)
         self._waiting.append(coming)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="demote")
@@ -82,13 +83,13 @@ class Demoter:
 
     def forget(self, key: BlockKey) -> None:
         """The block is removed: do not keep it."""
-        block = self.coming.pop(key, None)
+        block = self.coming.pop(key)
         if block is not None:
             block.is_wanted = False
 
     def give_up(self, key: BlockKey) -> list[BlockKey]:
         """A block is in no tier any more: forget what was coming after it. Returns those."""
-        gone = [block.key for block in self.coming.values() if block.parent == key]
+        gone = self.coming.after(key)
         for each in gone:
             self.forget(each)
         return gone
@@ -125,7 +126,7 @@ class Demoter:
         if not block.is_wanted:
             self._host.abandon(block.slot)
             return
-        del self.coming[block.key]
+        self.coming.pop(block.key)
         self._host.commit(block.slot, block.key, block.parent, checksum)
         self._on_settled(block.key)
 
@@ -133,5 +134,5 @@ class Demoter:
         """Not copied: what the pool drops later was used later."""
         self._host.abandon(block.slot)
         if block.is_wanted:
-            del self.coming[block.key]
+            self.coming.pop(block.key)
             self._on_settled(block.key)

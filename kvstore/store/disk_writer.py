@@ -11,6 +11,7 @@ from kvstore.host_tier import HostTier
 from kvstore.keys import BlockKey
 from kvstore.store import metrics
 from kvstore.store.tiers import DiskTier, PoolTier
+from kvstore.store.under_way import UnderWay
 from kvstore.store.write_batch import Source, WriteBatch
 
 _log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class DiskWriter:
     ) -> None:
         """``on_settled(key)``: a block that was taken over is on disk now, or lost; its slot is free.
         ``sources_settled()`` waits for blocks on their way from the pool to host memory."""
-        self.leaving: dict[BlockKey, Leaving] = {}
+        self.leaving: UnderWay[Leaving] = UnderWay()
         self._disk = disk
         self._host = host
         self._pool = pool
@@ -114,22 +115,21 @@ class DiskWriter:
     def take_over(self, key: BlockKey, parent: BlockKey | None, slot: int) -> None:
         """Write a block that host memory evicts at this moment; its slot stays until then."""
         self._host.pin((slot,))
-        self.leaving[key] = Leaving(parent, slot)
+        self.leaving.add(key, Leaving(parent, slot))
         self._enqueue(key)
 
     def give_up(self, key: BlockKey) -> list[BlockKey]:
         """A block is in no tier any more: forget what was leaving after it. Returns those."""
-        gone = [name for name, leaving in self.leaving.items() if leaving.parent == key]
+        gone = self.leaving.after(key)
         for name in gone:
-            self._queue.pop(name, None)
             metrics.DROPPED_WRITES.labels("orphaned").inc()
-            self._host.release((self.leaving.pop(name).slot,))
+            self.forget(name)
         return gone
 
     def forget(self, key: BlockKey) -> None:
         """The block is removed: do not write it. One that is being written at this moment is."""
         self._queue.pop(key, None)
-        leaving = self.leaving.pop(key, None)
+        leaving = self.leaving.pop(key)
         if leaving is not None:
             self._host.release((leaving.slot,))
 
@@ -199,7 +199,7 @@ class DiskWriter:
         return Source(key, pool.parent_of(key), pool.bytes_of(block), pool.known_checksum(block), None)
 
     def _settle(self, key: BlockKey) -> None:
-        leaving = self.leaving.pop(key, None)
+        leaving = self.leaving.pop(key)
         if leaving is not None:
             self._host.release((leaving.slot,))
         self._on_settled(key)

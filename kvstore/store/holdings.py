@@ -152,7 +152,7 @@ class Holdings:
                 metrics.REFUSED_BLOCKS.inc()
         tier = self._tier_below(key)
         reason = "surplus" if surplus else "dropped" if tier is None else "below"
-        metrics.EVICTED_BLOCKS.labels("pool", reason).inc()
+        metrics.evicted_blocks("pool", reason).inc()
         if tier is None:
             self._lost(key)
         else:
@@ -212,7 +212,7 @@ class Holdings:
             self.writer.take_over(key, self.host.parent_of(key), slot)
         else:
             self._lost(key, in_host=True)
-        metrics.EVICTED_BLOCKS.labels("host", reason).inc()
+        metrics.evicted_blocks("host", reason).inc()
 
     def _demoted(self, key: BlockKey) -> None:
         """A block on its way from the pool has come to host memory, or found no room there."""

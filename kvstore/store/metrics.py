@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from prometheus_client import Counter, Histogram
 
 HIT_BLOCKS = Counter(
@@ -46,6 +48,12 @@ SECONDS = Histogram(
     ["tier", "operation"],
     buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
 )
+
+
+@cache
+def evicted_blocks(tier: str, reason: str) -> Counter:
+    """``EVICTED_BLOCKS`` of these labels. To find them anew is a tenth of what an eviction costs."""
+    return EVICTED_BLOCKS.labels(tier, reason)
 
 
 def evicted_totals() -> dict[str, dict[str, int]]:

@@ -84,6 +84,34 @@ async def test_of_more_than_there_is_room_for_the_beginnings_are_kept() -> None:
     await store.close()
 
 
+class _CountedKey(bytes):
+    """A key that knows how often one like it was compared with another object."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        _CountedKey.num_compared += 1
+        return super().__eq__(other)
+
+    __hash__ = bytes.__hash__
+
+
+async def test_to_drop_a_block_costs_the_same_however_many_are_dropped_at_once() -> None:
+    """Where each pushes another out for good, whose followers are looked for among those being copied."""
+    layout, num_blocks = OpaqueLayout(64 << 10, b"demotion-16-byte"), 512
+    pool = FakePool(np.zeros((num_blocks, layout.block_nbytes), np.uint8))
+    store = TieredStore(layout, LRU, np.ones(2 * num_blocks * layout.block_nbytes, np.uint8), pool=pool)
+    for number in range(3):
+        _CountedKey.num_compared = 0
+        drop(store, [BlockKey(_CountedKey(key)) for key in chain(num_blocks, number)])
+        num_compared = _CountedKey.num_compared
+        await store.copied()
+    assert store.host.num_free == 0
+    assert num_compared < 8 * num_blocks
+    store.check_integrity()
+    await store.close()
+
+
 class _WatchedPool(FakePool):
     """Knows how many bytes it has copied out on the thread that made it, which is the loop's."""
 
