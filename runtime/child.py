@@ -25,6 +25,8 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 HEARS_LOADING = "MOONPOOL_HEARS_LOADING"
 """Set for a child whose parent asks to hear how far it has loaded."""
+BEAT_S = "MOONPOOL_BEAT_S"
+"""Set for a child whose parent asks to hear that often, in seconds, that it runs."""
 _TAIL_NBYTES = 3000
 # Of what a child prints, lines longer than this are no messages.
 _MAX_MESSAGE_NBYTES = 1 << 20
@@ -41,7 +43,7 @@ def tied_command(command: Sequence[str]) -> list[str]:
 
 class Child:
     """A process tied to us. May be started again after it ended. ``ready`` holds what its ready line said,
-    empty before."""
+    empty before; ``num_heard`` counts what it said."""
 
     def __init__(
         self,
@@ -54,18 +56,21 @@ class Child:
         given: bytes = b"",
         on_message: Callable[[dict[str, Any]], None] = lambda message: None,
         on_loaded: Callable[[int, int], None] | None = None,
+        beat_s: float = 0.0,
     ) -> None:
         """``log``: the file its output goes to; None: its stderr goes where ours goes.
 
         ``speaks``: it prints JSON lines on stdout, the first of which is its ready line; ``on_message`` hears
         those after it. ``on_loaded`` (bytes, of bytes): hears how far it is, before that and in later lives.
-        ``given``: what it finds on its stdin.
+        ``given``: what it finds on its stdin. ``beat_s``: how often it is to say that it runs; 0: never.
         """
         self.name = name
         self.log = log
         self.environment = {**os.environ, **(environment or {})}
         self.environment[HEARS_LOADING] = "1" if on_loaded else ""
+        self.environment[BEAT_S] = str(beat_s) if beat_s else ""
         self.ready: dict[str, Any] = {}
+        self.num_heard = 0
         self._command = list(command)
         self._speaks = speaks
         self._given = given
@@ -131,6 +136,7 @@ class Child:
     async def _read(self, stdout: asyncio.StreamReader) -> None:
         rest = b""
         while data := await stdout.read(1 << 16):
+            self.num_heard += 1
             *lines, rest = (rest + data).split(b"\n")
             if len(rest) > _MAX_MESSAGE_NBYTES:
                 rest = b""
@@ -146,6 +152,8 @@ class Child:
             message = json.loads(line)
         except ValueError:
             return  # it prints other things too
+        if "beat" in message:
+            return
         if "loaded" in message:
             if self._on_loaded is not None:
                 self._on_loaded(*message["loaded"])

@@ -101,7 +101,9 @@ class ParallelOptions:
         "name",
         "how ranks exchange tensors: shm (memory they share), gloo, nccl; auto: nccl on GPUs, else shm",
     )
-    timeout_s: float = option(5.0, "seconds", "a rank silent for this long while others wait for it is lost")
+    timeout_s: float = option(
+        5.0, "seconds", "a rank silent for this long while others wait for it is lost; so is a replica"
+    )
     start_timeout_s: float = option(120.0, "seconds", "longest the ranks may take to start and load")
     piece_tokens: int = option(
         128, "tokens", "pipeline: most prompt tokens that go through a stage at once, the rest follows behind"

@@ -1,4 +1,4 @@
-"""One replica of a node: a process that is started again when it ends."""
+"""One replica of a node: a process that is started again when it ends, and killed when it is silent."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 from runtime.child import Child
 from runtime.errors import ChildFailed, ConfigError
+from runtime.heart import BEATS_PER_TIMEOUT, until_silent
+from runtime.options import ParallelOptions
 from runtime.replica import Replica
 from runtime.short_lives import MAX_SHORT_LIVES, SHORT_LIFE_S, ShortLives
 
@@ -23,13 +25,17 @@ _WRONG_OPTIONS = 2
 class ReplicaProcess:
     """``was_ready``: one of its processes has served; ``num_lives`` counts them."""
 
-    def __init__(self, replica: Replica, create: Callable[[Replica], Child]) -> None:
-        """``create`` gives the process of one life, not started."""
+    def __init__(
+        self, replica: Replica, create: Callable[[Replica], Child], options: ParallelOptions
+    ) -> None:
+        """``create`` gives the process of one life, not started; it says that it runs several times in
+        ``options.timeout_s``."""
         self.number = replica.number
         self.was_ready = asyncio.Event()
         self.num_lives = 0
         self._replica = replica
         self._create = create
+        self._options = options
         self._child: Child | None = None
         self._ends = False
 
@@ -89,13 +95,32 @@ class ReplicaProcess:
             await self._child.stop(timeout_s)
 
     async def _follow(self, child: Child) -> float:
-        """Until it ends; for how long it was ready, seconds."""
+        """Until it ends, by itself or because it was silent; for how long it was ready, seconds."""
+        began_s = time.monotonic()
+        watch = asyncio.create_task(self._watch(child), name=f"heart of {child.name}")
         try:
             await child.wait_ready()
+            ready_s = time.monotonic()
+            if self.was_ready.is_set():
+                log.info("%s serves again %.2f s after its start", child.name, ready_s - began_s)
+            self.was_ready.set()
+            await child.wait()
+            return time.monotonic() - ready_s
         except ChildFailed:
             await child.wait()
             return 0.0
-        self.was_ready.set()
-        ready_s = time.monotonic()
-        await child.wait()
-        return time.monotonic() - ready_s
+        finally:
+            watch.cancel()
+
+    async def _watch(self, child: Child) -> None:
+        """Kill it once it is silent, as one is that is stopped: SIGTERM would not end that."""
+
+        def bound_s() -> float:
+            # What is imported and loaded may hold the interpreter for long, from a cold disk.
+            return self._options.timeout_s if child.ready else self._options.start_timeout_s
+
+        look_s = self._options.timeout_s / BEATS_PER_TIMEOUT
+        await until_silent(lambda: child.num_heard, bound_s, look_s)
+        if not self._ends:  # how long a drain takes is limited, too
+            log.error("%s has been silent for %g s: it is killed", child.name, bound_s())
+            child.kill()

@@ -1,4 +1,4 @@
-"""A node of several replicas: one command and one name, a process each, started again when one dies."""
+"""A node of several replicas: one command and one name, a process each, started again when one is lost."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from runtime.child import Child
 from runtime.config import to_toml
 from runtime.errors import ChildFailed, ConfigError
 from runtime.gpus import replica_devices
+from runtime.heart import BEATS_PER_TIMEOUT
 from runtime.load_progress import LoadProgress, TotalProgress
 from runtime.options import Config, EventsOptions
 from runtime.replica import Replica
@@ -55,7 +56,9 @@ class Replicas:
         self._loaded = TotalProgress(loading, len(self._configs))
         replicas = self._replicas = metrics.replicas = [
             ReplicaProcess(
-                Replica(self.node_id, number, len(self._configs), os.getpid(), metrics.url), self._create
+                Replica(self.node_id, number, len(self._configs), os.getpid(), metrics.url),
+                self._create,
+                self._config.engine.parallel,
             )
             for number in range(len(self._configs))
         ]
@@ -120,6 +123,7 @@ class Replicas:
             given=to_toml(config).encode(),
             on_message=self._hear,
             on_loaded=lambda done, total: loaded(done, total, ""),
+            beat_s=config.engine.parallel.timeout_s / BEATS_PER_TIMEOUT,
         )
 
     def _hear(self, message: dict[str, Any]) -> None:

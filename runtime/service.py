@@ -17,9 +17,10 @@ from pathlib import Path
 import uvloop
 from prometheus_client import disable_created_metrics
 
-from runtime.child import HEARS_LOADING
+from runtime.child import BEAT_S, HEARS_LOADING
 from runtime.config import load_config
 from runtime.errors import ConfigError, MoonpoolError
+from runtime.heart import Heart
 from runtime.log import setup_logging
 from runtime.options import Config
 from runtime.tracing import setup_tracing
@@ -53,6 +54,10 @@ class ServiceContext:
         if os.environ.get(HEARS_LOADING):
             self._tell({"loaded": [nbytes_done, nbytes_total]})
 
+    def beat(self) -> None:
+        """Tell whoever started us that we run; from any thread."""
+        self._tell({"beat": 1})
+
     def _tell(self, message: dict[str, object]) -> None:
         with self._lock:
             sys.stdout.write(json.dumps(message) + "\n")
@@ -84,8 +89,11 @@ def run_service(main: ServiceMain, argv: Sequence[str] | None = None, *, role: s
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    context = ServiceContext(role)
+    beat_s = os.environ.get(BEAT_S)
+    heart = Heart(context.beat, float(beat_s)) if beat_s else None
     try:
-        uvloop.run(_supervise(main, config, role))
+        uvloop.run(_supervise(main, config, context))
     except MoonpoolError as error:
         log.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1
@@ -94,11 +102,12 @@ def run_service(main: ServiceMain, argv: Sequence[str] | None = None, *, role: s
         return 1
     finally:
         end_tracing()
+        if heart is not None:
+            heart.stop()  # a thread that writes while the interpreter ends would abort it
     return 0
 
 
-async def _supervise(main: ServiceMain, config: Config, role: str) -> None:
-    context = ServiceContext(role)
+async def _supervise(main: ServiceMain, config: Config, context: ServiceContext) -> None:
     task = asyncio.ensure_future(main(config, context))
     signals_seen = 0
 

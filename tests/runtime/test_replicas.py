@@ -31,9 +31,9 @@ from runtime.replicas import replica_configs
 ROOT = Path(__file__).parents[2]
 
 # A daemon without a model; node.id says what it does: "short.N" ends as soon as it is ready, "refused.1" (and
-# only that) does not start, "slow.1" never becomes ready.
+# only that) does not start, "slow.1" never becomes ready, "busy.0" does not look at its loop for a while.
 NODE = """
-import asyncio, os, sys
+import asyncio, os, sys, time
 from runtime.errors import ConfigError
 from runtime.metrics import serve_metrics
 from runtime.replica import Replica
@@ -57,6 +57,8 @@ async def main(config, context):
         while not os.path.exists(__file__ + ".told"):
             await asyncio.sleep(0.01)
         context.drains()
+    if config.node.id == "busy.0":
+        time.sleep(2 * config.engine.parallel.timeout_s)
     await context.draining.wait()
     sys.stderr.write(f"drained {config.node.id}\\n")  # at once: others write there too
     if config.node.id == "stuck.1":
@@ -150,6 +152,38 @@ def test_one_that_dies_is_started_again_beside_the_other(tmp_path: Path) -> None
         code, log = running.end()
     assert code == 0
     assert "replica n.1 ended by signal 9: it is started again" in log
+
+
+def test_one_that_is_stopped_is_started_again_and_one_that_is_busy_is_not(tmp_path: Path) -> None:
+    with node(tmp_path, "busy", "engine.parallel.timeout_s=1.5") as running:
+        url = running.ready()["metrics_url"]
+        before = running.replicas()
+        before["busy.1"].suspend()
+        began_s = time.monotonic()
+        before["busy.1"].wait(timeout=20)
+        assert 1.4 < time.monotonic() - began_s < 10  # twenty looks, late ones on a busy machine
+        until(lambda: "moonpool_replicas_ready 2.0" in page(url))
+        assert 'moonpool_replica_lives_total{replica="1"} 2.0' in page(url)
+        # Longer than the bound, and nobody was found silent.
+        time.sleep(max(0, began_s + 4 - time.monotonic()))
+        assert running.replicas()["busy.0"].pid == before["busy.0"].pid
+        running.process.send_signal(signal.SIGTERM)
+        code, log = running.end()
+    assert code == 0
+    assert "replica busy.1 has been silent for 1.5 s: it is killed" in log
+    assert "replica busy.1 ended by signal 9: it is started again" in log
+    assert re.search(r"replica busy\.1 serves again \d+\.\d\d s after its start", log)
+    assert "busy.0 has been silent" not in log
+
+
+def test_one_that_is_stopped_before_it_serves_is_noticed_too(tmp_path: Path) -> None:
+    with node(tmp_path, "slow", "engine.parallel.start_timeout_s=2") as running:
+        until(lambda: running.replicas().keys() == {"slow.0", "slow.1"})
+        running.replicas()["slow.1"].suspend()
+        code, log = running.end()
+    assert code == 1
+    assert "replica slow.1 has been silent for 2 s: it is killed" in log
+    assert "replica slow.1 ended by signal 9 before it was ready" in log
 
 
 def test_killed_it_takes_its_replicas_along(tmp_path: Path) -> None:
