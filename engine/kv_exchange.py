@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from engine.block_memory import BlockMemory
-from engine.parallel.sharded_reader import ShardedReader
 from kvstore.keys import BlockKey
 from kvstore.remote_lease import RemoteLeases
+from kvstore.sharded_reader import ShardedReader
 from protos import node_pb2
 from runtime import tracing
 from runtime.errors import MoonpoolError

@@ -7,9 +7,9 @@ from engine.block_bytes import DeviceBytes, HostBytes
 from engine.block_memory import BlockMemory
 from engine.dtype import choose_device
 from engine.engine import Engine
-from engine.parallel.rank_reader import AgentReader, RankReader
 from engine.parallel.sharded_bytes import ShardedBytes
-from engine.parallel.sharded_reader import RankTarget, ShardedReader, rank_memory
+from kvstore.rank_reader import AgentReader, RankReader
+from kvstore.sharded_reader import RankTarget, ShardedReader, rank_memory
 from kvstore.shards import BlockShard
 from protos import node_pb2
 from runtime.errors import ConfigError

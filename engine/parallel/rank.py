@@ -31,11 +31,11 @@ from engine.parallel.board import Board, SharedMemory
 from engine.parallel.clock import ExchangeClock
 from engine.parallel.heart import Heart
 from engine.parallel.links import open_link
-from engine.parallel.rank_reader import AgentReader, RankRead
 from engine.parallel.slices import Slices
 from engine.parallel.stage import Stage, run_steps
 from engine.runner import pool_tensor
 from engine.weights import Checkpoint
+from kvstore.rank_reader import AgentReader, RankRead
 from runtime.errors import MoonpoolError
 from runtime.log import setup_logging
 from runtime.options import LogOptions

@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import RankLost
 from engine.parallel.assignment import Assignment
 from engine.parallel.rank_channel import RankChannel
-from engine.parallel.rank_reader import RankRead
+from kvstore.rank_reader import RankRead
 from runtime.load_progress import Progress
 from runtime.options import TransferOptions
 from transfer import TransferError

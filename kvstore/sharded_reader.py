@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.parallel.rank_reader import AgentReader, RankRead, RankReader
 from kvstore.layout import KVLayout
+from kvstore.rank_reader import AgentReader, RankRead, RankReader
 from kvstore.shards import BlockShard, parts
 from protos import node_pb2
 from transfer import ChecksumMismatch, JointRead, TransferReport
