@@ -240,7 +240,7 @@ class Engine:
             model=str(self.config.path.resolve()),
             dtype=self.dtype,
             device=self.device.torch.type,
-            link=choose_link(parallel.link, self.device.torch),
+            link=choose_link(parallel.link, self.device.torch, parallel.hosts),
             options=self.options,
             num_blocks=self._num_blocks,
             max_len=self.max_model_len,

@@ -99,7 +99,8 @@ class ParallelOptions:
     link: str = option(
         "auto",
         "name",
-        "how ranks exchange tensors: shm (memory they share), gloo, nccl; auto: nccl on GPUs, else shm",
+        "how ranks exchange tensors: shm (memory they share), gloo, nccl, shm+gloo (memory on a machine, "
+        "Gloo between machines); auto: nccl on GPUs, shm+gloo with several hosts, else shm",
     )
     timeout_s: float = option(
         5.0, "seconds", "a rank silent for this long while others wait for it is lost; so is a replica"
@@ -128,7 +129,7 @@ class ParallelOptions:
             _require(getattr(self, name) > 0, f"engine.parallel.{name}", "positive", getattr(self, name))
         least = self.all_to_all_tokens
         _require(least >= 0, "engine.parallel.all_to_all_tokens", "0 or more", least)
-        links = ("auto", "shm", "gloo", "nccl")
+        links = ("auto", "shm", "gloo", "nccl", "shm+gloo")
         _require(self.link in links, "engine.parallel.link", f"one of {', '.join(links)}", self.link)
 
         valid = [n for n in range(1, self.pp + 1) if self.pp % n == 0]

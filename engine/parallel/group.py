@@ -23,7 +23,7 @@ from engine.parallel.assignment import Assignment, check_identity
 from engine.parallel.board import Board, SharedMemory
 from engine.parallel.clock import ExchangeClock
 from engine.parallel.heart import Heart
-from engine.parallel.links import exchange_shape, open_link
+from engine.parallel.links import exchange_shape, open_link, open_store
 from engine.parallel.rank_channel import PipeChannel
 from engine.parallel.rank_process import RankProcess
 from engine.parallel.runner import ParallelRunner
@@ -33,7 +33,6 @@ from runtime.options import TransferOptions
 
 log = logging.getLogger(__name__)
 
-_HOST = "127.0.0.1"
 _LOOKS_PER_TIMEOUT = 20
 
 
@@ -199,9 +198,8 @@ class RankGroup:
         exchange = SharedMemory.create("exchange", plan.world_size * shape.rank_nbytes)
         store = ""
         if leader.link != "shm":
-            # Ours, and a new one each time: what is left of ranks that were lost meets nobody here.
-            self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-            store = f"{_HOST}:{self._store.port}"
+            self._store = open_store(leader.address)
+            store = f"{self._store.host}:{self._store.port}"
         leader = replace(leader, board=self._board.path, exchange=exchange.path, store=store)
         self._memories, self._pools = [exchange], []
         self._expert_load = None

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from engine.config import ModelConfig
-from engine.errors import RankLost
 from engine.parallel.clock import ExchangeClock
 from engine.parallel.plan import ParallelPlan, Shard
+from engine.parallel.torch_ranks import TorchRanks, losing
+
+# As many of a rank's tensors may be on their way to others.
+_SENDS = 2
 
 
 class TorchLink:
@@ -23,50 +24,31 @@ class TorchLink:
 
     def __init__(
         self,
-        backend: str,
-        store: Store,
-        timeout_s: float,
-        start_timeout_s: float,
+        ranks: TorchRanks,
         config: ModelConfig,
         plan: ParallelPlan,
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
         clock: ExchangeClock,
+        *,
+        within_stages: bool = True,
     ) -> None:
-        """store: the one all ranks were told of, used for nothing else.
-
-        Raises RankLost when the others do not come within ``start_timeout_s``.
-        """
+        """within_stages: False where only ``send``, ``receive`` and ``gather`` will be called, on all."""
+        self._ranks = ranks
         self._shard = shard
         self._clock = clock
         self._dtype = dtype
         self._device = device
         self._hidden_size = config.hidden_size
         self._heads = [(s.rank, len(s.vocab)) for s in plan.head_shards(config)]
-        with _losing(shard.rank):
-            # From here on ``timeout_s`` holds, and other ranks may still be importing.
-            store.set(f"here/{shard.rank}", "")
-            everybody = [f"here/{rank}" for rank in range(plan.world_size)]
-            store.wait(everybody, timedelta(seconds=start_timeout_s))
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=shard.rank,
-                world_size=plan.world_size,
-                timeout=timedelta(seconds=timeout_s),
-                device_id=device if device.type == "cuda" else None,
-            )
-            for ranks in dict.fromkeys(s.tensor_ranks for s in plan.shards(config)):
-                # Every rank makes every group, also those it is not in.
-                group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
-                if shard.rank in ranks:
-                    self._tensor_group = group
+        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
+        if within_stages:
+            self._tensor_group = ranks.groups(dict.fromkeys(s.tensor_ranks for s in plan.shards(config)))
 
     def all_reduce(self, part: Tensor) -> Tensor:
         began_ns = time.perf_counter_ns()
-        with _losing(self._shard.rank):
-            dist.all_reduce(part, group=self._tensor_group)
+        self._finish(dist.all_reduce(part, group=self._tensor_group, async_op=True))
         self._clock.collective(began_ns, part.nbytes)
         return part
 
@@ -77,8 +59,7 @@ class TorchLink:
         given = part.new_zeros((longest, *part.shape[1:]))
         given[: len(part)] = part
         whole = part.new_empty((len(counts) * longest, *part.shape[1:]))
-        with _losing(self._shard.rank):
-            dist.all_gather_single(whole, given, group=self._tensor_group)
+        self._finish(dist.all_gather_single(whole, given, group=self._tensor_group, async_op=True))
         runs = [
             run[:n] for run, n in zip(torch.split(whole, longest) if longest else (), counts, strict=False)
         ]
@@ -92,16 +73,16 @@ class TorchLink:
         for run, rows in zip(given, torch.split(whole, list(counts)), strict=True):
             run[: len(rows)] = rows
         total = whole.new_empty((longest, *whole.shape[1:]))
-        with _losing(self._shard.rank):
-            dist.reduce_scatter_single(total, given.flatten(0, 1), group=self._tensor_group)
+        flat = given.flatten(0, 1)
+        self._finish(dist.reduce_scatter_single(total, flat, group=self._tensor_group, async_op=True))
         self._clock.collective(began_ns, whole.nbytes)
         return total[: counts[self._shard.place]]
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         began_ns = time.perf_counter_ns()
         arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-        with _losing(self._shard.rank):
-            dist.all_to_all_single(arrived, rows, list(received), list(sent), group=self._tensor_group)
+        lengths = list(received), list(sent)
+        self._finish(dist.all_to_all_single(arrived, rows, *lengths, group=self._tensor_group, async_op=True))
         self._clock.all_to_all(began_ns, rows.nbytes)
         return arrived
 
@@ -115,15 +96,14 @@ class TorchLink:
         operations += [
             dist.P2POp(dist.irecv, taken[share], ranks[share]) for share in others if counts[share]
         ]
-        with _losing(self._shard.rank):
+        with losing(self._shard.rank):
             works = dist.batch_isend_irecv(operations) if operations else []
         self._clock.collective(began_ns, part.nbytes)
 
         def take(share: int) -> Tensor:
             began_ns = time.perf_counter_ns()
-            with _losing(ranks[share]):
-                while works:
-                    works.pop().wait()
+            while works:
+                self._ranks.finish(ranks[share], works.pop())
             self._clock.went_on(began_ns)
             return taken[share]
 
@@ -131,15 +111,12 @@ class TorchLink:
 
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()
-        with _losing(self._shard.rank):
-            dist.send(hidden, self._shard.rank + self._shard.stage_size)
+        self._give(hidden, self._shard.rank + self._shard.stage_size)
         self._clock.collective(began_ns, hidden.nbytes)
 
     def receive(self, num_tokens: int) -> Tensor:
         began_ns = time.perf_counter_ns()
-        hidden = torch.empty((num_tokens, self._hidden_size), dtype=self._dtype, device=self._device)
-        with _losing(self._shard.rank):
-            dist.recv(hidden, self._shard.rank - self._shard.stage_size)
+        hidden = self._take(self._shard.rank - self._shard.stage_size, num_tokens, self._hidden_size)
         self._clock.bubble(began_ns)
         return hidden
 
@@ -147,17 +124,12 @@ class TorchLink:
         began_ns = time.perf_counter_ns()
         if self._shard.rank:
             assert logits is not None
-            with _losing(self._shard.rank):
-                dist.send(logits, 0)
+            self._give(logits, 0)
             self._clock.collective(began_ns, logits.nbytes)
             return None
         parts = []
         for rank, words in self._heads:
-            part = logits
-            if rank:
-                part = torch.empty((num_rows, words), dtype=self._dtype, device=self._device)
-                with _losing(rank):
-                    dist.recv(part, rank)
+            part = self._take(rank, num_rows, words) if rank else logits
             assert part is not None
             parts.append(part)
         whole = torch.cat(parts, dim=1)
@@ -165,13 +137,25 @@ class TorchLink:
         return whole
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        self._sent.clear()
+        self._ranks.close()
 
+    def _finish(self, work: dist.Work | None) -> None:
+        self._ranks.finish(self._shard.rank, work)
 
-@contextmanager
-def _losing(rank: int) -> Iterator[None]:
-    """torch.distributed's errors become RankLost; ``rank``: the one that may be to blame."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankLost(rank, f"torch.distributed: {error}") from error
+    def _give(self, tensor: Tensor, rank: int) -> None:
+        """Begin to send a copy of it. Gloo moves nothing before it is asked for at the other end, which may
+        still be busy with what came before."""
+        if len(self._sent) == _SENDS:
+            work, _ = self._sent.popleft()
+            self._ranks.finish(rank, work)
+        given = tensor.clone(memory_format=torch.contiguous_format)
+        with losing(rank):
+            self._sent.append((dist.isend(given, rank), given))
+
+    def _take(self, rank: int, *shape: int) -> Tensor:
+        taken = torch.empty(shape, dtype=self._dtype, device=self._device)
+        with losing(rank):
+            work = dist.irecv(taken, rank)
+        self._ranks.finish(rank, work)
+        return taken

@@ -1,7 +1,8 @@
 """A rank that makes every exchange of a link with the others, and compares with plain torch.
 
-Arguments: one line of JSON on stdin. Every rank knows what all give, by the seed. Says so when it has made
-the rounds asked for, and goes on; ends with 3, a line saying when and why, when another rank is lost.
+Arguments: one line of JSON on stdin, its assignment and the rounds to make. Every rank knows what all give,
+by the seed. Says so whenever it has made as many; ends with 3, a line saying when and why, when another rank
+is lost.
 """
 
 from __future__ import annotations
@@ -11,40 +12,22 @@ import os
 import random
 import sys
 import time
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from engine.config import ModelConfig
 from engine.errors import RankLost
+from engine.parallel.assignment import Assignment
 from engine.parallel.board import Board, SharedMemory
 from engine.parallel.clock import ExchangeClock
 from engine.parallel.link import Link
-from engine.parallel.plan import ParallelPlan
-from engine.parallel.shm_link import ExchangeShape, ShmLink
-from engine.parallel.torch_link import TorchLink
+from engine.parallel.links import open_link
+from engine.parallel.plan import ParallelPlan, Shard
 
 MAX_TOKENS = 40
-
-
-def shape(config: ModelConfig, plan: ParallelPlan) -> ExchangeShape:
-    return ExchangeShape.of(config, plan, max_tokens=MAX_TOKENS, max_rows=4, dtype=torch.float32)
-
-
-def opened(words: dict[str, Any], config: ModelConfig, plan: ParallelPlan, clock: ExchangeClock) -> Link:
-    shard = plan.shard(config, words["rank"])
-    if words["link"] == "shm":
-        board = Board(SharedMemory.open(words["board"]), shard.rank, plan.world_size, words["timeout_s"])
-        memory = SharedMemory.open(words["exchange"])
-        return ShmLink(board, memory, shape(config, plan), config, plan, shard, clock)
-    store = TCPStore("127.0.0.1", words["port"], timeout=timedelta(seconds=60))
-    cpu, dtype = torch.device("cpu"), torch.float32
-    return TorchLink("gloo", store, words["timeout_s"], 60, config, plan, shard, dtype, cpu, clock)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -55,10 +38,23 @@ def close(found: Tensor, expected: Tensor) -> None:
 class Exchanges:
     """Random ones, the same on every rank; every third fills the link to its largest size."""
 
-    def __init__(self, link: Link, clock: ExchangeClock, place: int, num_ranks: int, hidden: int) -> None:
-        self.link, self.clock, self.place, self.num_ranks, self.hidden = link, clock, place, num_ranks, hidden
+    def __init__(
+        self, link: Link, clock: ExchangeClock, config: ModelConfig, plan: ParallelPlan, shard: Shard
+    ) -> None:
+        self.link, self.clock, self.shard, self.hidden = link, clock, shard, config.hidden_size
+        self.num_ranks = max(plan.tp, plan.cp)  # of one exchange within a stage
+        self.place = shard.place + shard.share
+        self.heads = {s.rank: s.vocab for s in plan.head_shards(config)}
+        self.vocab_size = config.vocab_size
         self.draw = random.Random(0)
-        self.kinds = [self.all_reduce, self.all_gather, self.reduce_scatter, self.all_to_all]
+        self.kinds = [self.gather]
+        if plan.tp > 1:
+            self.kinds += [self.all_reduce, self.all_gather, self.reduce_scatter, self.all_to_all]
+        if plan.cp > 1:
+            self.kinds = [self.swap]
+        if plan.pp > 1:
+            self.kinds.append(self.pass_on)
+        self.num_counted = 0
 
     def rows(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """[n, hidden] that another call does not give."""
@@ -74,6 +70,7 @@ class Exchanges:
 
     def one(self, i: int) -> None:
         total = MAX_TOKENS if i % 3 == 0 else self.draw.choice([0, 1, self.draw.randint(0, MAX_TOKENS)])
+        self.num_counted += 1
         self.draw.choice(self.kinds)(total)
 
     def all_reduce(self, total: int) -> None:
@@ -116,24 +113,51 @@ class Exchanges:
             before[1] + nbytes,
         )
 
+    def pass_on(self, total: int) -> None:
+        """Several pieces from stage to stage; each sends what another does not, and then writes over it."""
+        n, num_pieces = max(1, total), 3
+        for _ in range(num_pieces):
+            of_stage = [self.rows(n) for _ in range(self.shard.pp)]
+            if not self.shard.is_first:
+                assert self.link.receive(n).equal(of_stage[self.shard.stage - 1])
+            if not self.shard.is_last:
+                self.link.send(of_stage[self.shard.stage])
+                of_stage[self.shard.stage].zero_()
+        self.num_counted += (0 if self.shard.is_last else num_pieces) - 1
+
+    def gather(self, total: int) -> None:
+        n = 1 + total % 4
+        generator = torch.Generator().manual_seed(self.draw.randrange(1 << 30))
+        whole = torch.randn(n, self.vocab_size, generator=generator)
+        words = self.heads.get(self.shard.rank)
+        ours = None if words is None else whole[:, words.start : words.stop].contiguous()
+        if self.shard.rank == 0:
+            found = self.link.gather(ours, n)
+            assert found is not None
+            assert found.equal(whole)
+        elif ours is not None:
+            self.link.gather(ours, n)
+        else:
+            self.num_counted -= 1
+
 
 def main() -> None:
     torch.set_num_threads(1)
     words = json.loads(sys.stdin.readline())
-    config = ModelConfig.from_checkpoint(Path(words["model"]))
-    plan = ParallelPlan(words["tp"], cp=words["cp"])
+    assignment = Assignment.unpack(words["assignment"])
+    config = ModelConfig.from_checkpoint(Path(assignment.model))
+    plan, shard = assignment.plan, assignment.shard(config)
+    timeout_s = assignment.options.parallel.timeout_s
+    board = Board(SharedMemory.open(assignment.board), shard.rank, plan.world_size, timeout_s)
     clock = ExchangeClock()
     try:
-        link = opened(words, config, plan, clock)
-        exchanges = Exchanges(link, clock, words["rank"], plan.world_size, config.hidden_size)
-        if plan.cp > 1:
-            exchanges.kinds = [exchanges.swap]
+        exchanges = Exchanges(open_link(assignment, config, board, clock), clock, config, plan, shard)
         for i in count():
             exchanges.one(i)
-            if i + 1 == words["rounds"]:
-                assert clock.num_collectives == i + 1
+            if (i + 1) % words["rounds"] == 0:
+                assert clock.num_collectives == exchanges.num_counted
                 assert len(clock.all_to_all_samples_s) == clock.num_all_to_alls
-                assert 0 <= clock.all_to_all_ns < clock.collective_ns
+                assert clock.all_to_all_ns <= clock.collective_ns
                 assert (clock.num_all_to_alls > 0) == (exchanges.all_to_all in exchanges.kinds)
                 print("all were right", flush=True)
     except RankLost as error:

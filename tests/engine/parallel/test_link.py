@@ -9,61 +9,77 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+import torch
 
 from engine.config import ModelConfig
+from engine.parallel.assignment import Assignment
 from engine.parallel.board import Board, SharedMemory
+from engine.parallel.links import choose_link, exchange_shape, open_store
 from engine.parallel.plan import ParallelPlan
+from runtime.errors import ConfigError
+from runtime.options import EngineOptions, ParallelOptions
 from tests.engine.parallel import link_rank
 from tests.engine.parallel.test_exact import SHAPE
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 2.0
-NUM_RANKS = 3
-TENSOR, CONTEXT = ParallelPlan(NUM_RANKS), ParallelPlan(cp=NUM_RANKS)
+TIMEOUT_S = 1.0
+TENSOR, CONTEXT, STAGES = ParallelPlan(3), ParallelPlan(cp=3), ParallelPlan(pp=3)
+CPU = torch.device("cpu")
 
 
 @contextmanager
 def linked(
-    path: Path, plan: ParallelPlan, link: str, rounds: int
-) -> Iterator[tuple[Board, list[subprocess.Popen[str]]]]:
-    """Processes that exchange, and the board of whoever leads them."""
+    path: Path, plan: ParallelPlan, link: str, hosts: int, rounds: int
+) -> Iterator[tuple[list[Board], list[subprocess.Popen[str]]]]:
+    """Processes that exchange, and the boards of those who lead them: machines share none, nor memory, and
+    have each an address of their own."""
     config = ModelConfig.from_checkpoint(path)
-    board = Board.create(NUM_RANKS, 8, TIMEOUT_S)
-    exchange = SharedMemory.create("exchange", NUM_RANKS * link_rank.shape(config, plan).rank_nbytes)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words: dict[str, Any] = {
-        "model": str(path),
-        "tp": plan.tp,
-        "cp": plan.cp,
-        "link": link,
-        "board": board.path,
-        "exchange": exchange.path,
-        "port": store.port,
-        "timeout_s": TIMEOUT_S,
-        "rounds": rounds,
-    }
+    words = {"tp": plan.tp, "pp": plan.pp, "cp": plan.cp, "hosts": hosts, "timeout_s": TIMEOUT_S}
+    parallel = ParallelOptions(**words, listen="127.0.0.1:0" if hosts > 1 else "")
+    store = open_store("127.0.0.1")
+    assignment = Assignment(
+        **dict.fromkeys(("rank", "num_blocks"), 0),
+        **{word: getattr(plan, word) for word in ("tp", "pp", "cp", "ep")},
+        model=str(path),
+        dtype="float32",
+        device="cpu",
+        link=choose_link(link, CPU, hosts),
+        options=EngineOptions(block_size=8, max_batch_tokens=link_rank.MAX_TOKENS, parallel=parallel),
+        max_len=link_rank.MAX_TOKENS,
+        store=f"127.0.0.1:{store.port}",
+    )
+    nbytes = plan.world_size * exchange_shape(assignment, config).rank_nbytes
+    boards = [Board.create(plan.world_size, 8, TIMEOUT_S) for _ in range(hosts)]
+    exchanges = [SharedMemory.create("exchange", nbytes) for _ in range(hosts)]
     command = [sys.executable, "-m", "tests.engine.parallel.link_rank"]
     ranks = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        for _ in range(NUM_RANKS)
+        for _ in range(plan.world_size)
     ]
     try:
         for number, rank in enumerate(ranks):
+            host = number * hosts // plan.world_size
+            assigned = replace(
+                assignment,
+                rank=number,
+                board=boards[host].path,
+                exchange=exchanges[host].path,
+                address=f"127.0.0.{1 + host}",
+            )
             assert rank.stdin is not None
-            rank.stdin.write(json.dumps(words | {"rank": number}) + "\n")
+            rank.stdin.write(json.dumps({"assignment": assigned.pack(), "rounds": rounds}) + "\n")
             rank.stdin.flush()
-        yield board, ranks
+        yield boards, ranks
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-        exchange.close()
-        board.close()
+        for memory in [*exchanges, *boards]:
+            memory.close()
 
 
 def next_line(rank: subprocess.Popen[str]) -> str:
@@ -71,35 +87,67 @@ def next_line(rank: subprocess.Popen[str]) -> str:
     return rank.stdout.readline().strip()
 
 
+def last_line(rank: subprocess.Popen[str]) -> str:
+    """The first that says something else than that all were right."""
+    while (line := next_line(rank)) == "all were right":
+        pass
+    return line
+
+
 @pytest.mark.parametrize(
-    ("plan", "link", "rounds", "number"),
+    ("plan", "link", "hosts", "rounds", "number"),
     [
-        (TENSOR, "shm", 1000, signal.SIGKILL),
-        pytest.param(TENSOR, "gloo", 60, signal.SIGKILL, marks=pytest.mark.slow),
-        (CONTEXT, "shm", 1000, signal.SIGKILL),
-        pytest.param(CONTEXT, "gloo", 60, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(TENSOR, "shm", 5000, signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param(TENSOR, "gloo", 500, signal.SIGSTOP, marks=pytest.mark.slow),
+        (TENSOR, "auto", 1, 1000, signal.SIGKILL),
+        pytest.param(TENSOR, "gloo", 1, 60, signal.SIGKILL, marks=pytest.mark.slow),
+        (CONTEXT, "auto", 1, 1000, signal.SIGKILL),
+        pytest.param(CONTEXT, "gloo", 1, 60, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(STAGES, "auto", 1, 1000, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(STAGES, "gloo", 1, 60, signal.SIGSTOP, marks=pytest.mark.slow),
+        (ParallelPlan(2, 2), "auto", 2, 200, signal.SIGSTOP),
+        pytest.param(ParallelPlan(pp=4), "auto", 2, 200, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(STAGES, "auto", 3, 200, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(TENSOR, "auto", 1, 5000, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(TENSOR, "gloo", 1, 500, signal.SIGSTOP, marks=pytest.mark.slow),
     ],
     ids=lambda value: str(value).replace(" × ", "-").replace(" ", ""),
 )
 def test_exchanges_are_those_of_plain_torch_until_a_rank_is_lost(
-    make_checkpoint, plan, link, rounds, number
+    make_checkpoint, plan, link, hosts, rounds, number
 ) -> None:
-    """Uneven runs, empty ones, the largest size, between processes; then one is lost in the midst of them,
-    and the others end in time."""
-    with linked(make_checkpoint("llama", **SHAPE).path, plan, link, rounds) as (board, ranks):
+    """Uneven runs, empty ones, the largest size, between processes, within machines and between them; then
+    one is lost in the midst of them, and the others end in time."""
+    path = make_checkpoint("llama", **SHAPE).path
+    with linked(path, plan, link, hosts, rounds) as (boards, ranks):
         for rank in ranks:
             assert next_line(rank) == "all were right"
-        ranks[2].send_signal(number)
+        ranks[-1].send_signal(number)
         lost_s = time.monotonic()
-        # What a leader does that has noticed; what waits in Gloo does not hear the board.
-        board.abort(2)
-        if link == "gloo":
-            ranks[1].kill()
-        for rank in ranks[:1] if link == "gloo" else ranks[:2]:
-            at_s, _, error = next_line(rank).partition(" ")
+        # What a leader does that has noticed.
+        for board in boards:
+            board.abort(len(ranks) - 1)
+        for rank in ranks[:-1]:
+            at_s, _, error = last_line(rank).partition(" ")
             assert "is lost" in error
             # The machine is shared: what takes longer than this is not the bound.
-            assert float(at_s) - lost_s < TIMEOUT_S + 2.5
+            assert float(at_s) - lost_s < TIMEOUT_S + 3.5
             assert rank.wait() == 3
+
+
+def test_a_rank_that_takes_long_is_waited_for_by_those_of_other_machines(make_checkpoint) -> None:
+    """Only the board says who is lost; Gloo, left to itself, gave up after the timeout."""
+    path = make_checkpoint("llama", **SHAPE).path
+    with linked(path, ParallelPlan(pp=2), "auto", 2, 100) as (_, ranks):
+        for rank in ranks:
+            assert next_line(rank) == "all were right"
+        ranks[1].send_signal(signal.SIGSTOP)
+        time.sleep(2 * TIMEOUT_S)
+        ranks[1].send_signal(signal.SIGCONT)
+        for rank in ranks:
+            for _ in range(3):
+                assert next_line(rank) == "all were right"
+
+
+def test_memory_is_no_link_between_machines() -> None:
+    with pytest.raises(ConfigError, match=r"2 machines, which share no memory: use auto"):
+        choose_link("shm", CPU, 2)
+    assert choose_link("gloo", CPU, 2) == "gloo"
