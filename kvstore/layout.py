@@ -58,6 +58,11 @@ class KVLayout:
     def block_nbytes(self) -> int:
         return prod(self.shape) * DTYPE_NBYTES[self.dtype]
 
+    @property
+    def head_nbytes(self) -> int:
+        """K, or V, of one head of one layer: what no rank ever cuts."""
+        return self.block_size * self.head_dim * DTYPE_NBYTES[self.dtype]
+
     def __str__(self) -> str:
         return (
             f"{self.num_layers} layers × {self.num_kv_heads} KV heads × {self.head_dim}, "

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.layout import KVLayout
 from kvstore.rank_reader import AgentReader, RankRead, RankReader
-from kvstore.shards import BlockShard, parts
+from kvstore.shards import BlockShard, Cuttable, parts
 from protos import node_pb2
 from transfer import ChecksumMismatch, JointRead, TransferReport
 
@@ -28,7 +27,7 @@ class ShardedReader:
 
     def __init__(
         self,
-        layout: KVLayout,
+        layout: Cuttable,
         targets: Sequence[RankTarget],
         hash_blocks: Callable[[Sequence[int]], Awaitable[list[int]]],
     ) -> None:

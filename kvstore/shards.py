@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvstore.errors import LayoutError
-from kvstore.layout import DTYPE_NBYTES, KVLayout
+
+
+class Cuttable(Protocol):
+    """Of a whole block: what says where in it a head of a layer lies. A ``KVLayout`` does."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_nbytes(self) -> int:
+        """K, or V, of one head of one layer: what no rank ever cuts."""
+        ...
+
+    @property
+    def block_nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +35,36 @@ class BlockShard:
     heads: range
 
     @classmethod
-    def whole(cls, layout: KVLayout) -> BlockShard:
+    def whole(cls, layout: Cuttable) -> BlockShard:
         return cls(range(layout.num_layers), range(layout.num_kv_heads))
 
-    def block_nbytes(self, layout: KVLayout) -> int:
-        return 2 * len(self.layers) * len(self.heads) * head_nbytes(layout)
+    def block_nbytes(self, layout: Cuttable) -> int:
+        return 2 * len(self.layers) * len(self.heads) * layout.head_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class CutLayout:
+    """A ``Cuttable`` of blocks of which it is not known what they hold, only who holds which part."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_nbytes: int
+
+    @classmethod
+    def of(cls, block_nbytes: int, shards: Sequence[BlockShard]) -> CutLayout:
+        """Raises LayoutError when blocks of this size cannot be cut so."""
+        num_layers = max(shard.layers.stop for shard in shards)
+        num_kv_heads = max(shard.heads.stop for shard in shards)
+        num_cells = 2 * num_layers * num_kv_heads
+        if not num_cells or block_nbytes % num_cells:
+            raise LayoutError(
+                f"blocks of {block_nbytes} bytes have no {num_layers} layers of {num_kv_heads} KV heads"
+            )
+        return cls(num_layers, num_kv_heads, block_nbytes // num_cells)
+
+    @property
+    def block_nbytes(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +84,7 @@ class Part:
     runs: tuple[Run, ...]
 
 
-def head_nbytes(layout: KVLayout) -> int:
-    """K, or V, of one head of one layer: what no rank ever cuts."""
-    return layout.block_size * layout.head_dim * DTYPE_NBYTES[layout.dtype]
-
-
-def parts(layout: KVLayout, sources: Sequence[BlockShard], target: BlockShard, place: int = 0) -> list[Part]:
+def parts(layout: Cuttable, sources: Sequence[BlockShard], target: BlockShard, place: int = 0) -> list[Part]:
     """From which sources ``target`` gets its bytes, each byte once. ``layout``: of the whole block.
 
     Sources that hold the same are copies of each other, of which the one is read that ``place`` falls on, so
@@ -72,7 +110,7 @@ def parts(layout: KVLayout, sources: Sequence[BlockShard], target: BlockShard, p
     return found
 
 
-def canonical_runs(layout: KVLayout, shards: Sequence[BlockShard]) -> list[tuple[int, Run]]:
+def canonical_runs(layout: Cuttable, shards: Sequence[BlockShard]) -> list[tuple[int, Run]]:
     """The whole block, in the order of its bytes, as (shard, run into the whole block)."""
     runs = [
         (part.source, run) for part in parts(layout, shards, BlockShard.whole(layout)) for run in part.runs
@@ -80,9 +118,9 @@ def canonical_runs(layout: KVLayout, shards: Sequence[BlockShard]) -> list[tuple
     return sorted(runs, key=lambda entry: entry[1].target)
 
 
-def _runs(layout: KVLayout, source: BlockShard, target: BlockShard, layers: range, heads: range) -> list[Run]:
+def _runs(layout: Cuttable, source: BlockShard, target: BlockShard, layers: range, heads: range) -> list[Run]:
     """The bytes of some layers and heads, what is together on both sides as one run."""
-    head = head_nbytes(layout)
+    head = layout.head_nbytes
     runs: list[Run] = []
     for layer in layers:
         for kv in range(2):

@@ -79,15 +79,3 @@ class OtherLayout(StoreError):
             f"store node {node_id} keeps KV blocks of layout {ours}, not {theirs}: "
             "restart it to keep those of another model, dtype or block size"
         )
-
-
-class BlocksInParts(StoreError):
-    """The pool blocks offered lie in parts with several ranks; a store node reads whole ones."""
-
-    code = "FAILED_PRECONDITION"
-
-    def __init__(self, node_id: str, source: str) -> None:
-        super().__init__(
-            f"store node {node_id} cannot copy blocks of {source}, whose ranks hold them in parts: "
-            "copy from a node with engine.parallel.tp and pp of 1"
-        )

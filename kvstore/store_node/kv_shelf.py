@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 from kvstore.keys import BlockKey
 from kvstore.layout import OpaqueLayout
+from kvstore.rank_reader import AgentReader
 from kvstore.remote_lease import RemoteLeases
+from kvstore.sharded_reader import RankTarget, ShardedReader, shard_of
+from kvstore.shards import BlockShard, CutLayout
 from kvstore.store import TieredStore
 from kvstore.store_node import metrics
-from kvstore.store_node.errors import BlocksInParts, OtherLayout
+from kvstore.store_node.errors import OtherLayout
 from kvstore.tier import Tier
 from protos import node_pb2
-from transfer import AgentDescriptor, Region, Span, TransferAgent
+from transfer import AgentDescriptor, Region, Span, TransferAgent, checksum
 
 log = logging.getLogger(__name__)
 
@@ -119,19 +122,18 @@ class KvShelf:
     async def replicate(
         self, source: node_pb2.KvAddress, keys: Sequence[BlockKey], *, surplus: bool = False
     ) -> Replicated:
-        """Read what is missing here of a chain from ``source``, straight into the slots it stays in.
+        """Read what is missing here of a chain from ``source``, straight into the slots it stays in. Whole
+        they lie here however ranks there hold them.
 
         The source may hold less than expected, and there may be less room: then less is read. ``surplus``:
         what is read is the first to go once nobody asks for it.
 
         Raises:
             OtherLayout: blocks of another shape are held here.
-            BlocksInParts: those of the source are not whole.
+            LayoutError: what its ranks hold makes no whole blocks.
             NodeUnavailable, RemoteError, TransferError: nothing more is held than before.
         """
         started_s = time.monotonic()
-        if source.ranks:
-            raise BlocksInParts(self._node_id, source.node_id)
         store = await self.adopt(OpaqueLayout(source.block_nbytes, source.layout_fingerprint))
         num_held = len(store.match(keys))
         num_read = 0
@@ -156,15 +158,35 @@ class KvShelf:
         """Fill our slots at ``offsets`` with ``blocks[first:]``; returns how many there were room for."""
         if not offsets:
             return 0
-        peer = await self._agent.connect(AgentDescriptor.unpack(source.agent))
         nbytes, end = source.block_nbytes, first + len(offsets)
+        regions, begins = blocks.region[first:end], blocks.offset[first:end]
+        promised = list(blocks.checksum[first:end])
+        if source.ranks:
+            reader = self._reader(source)
+            slots = [offset // nbytes for offset in offsets]
+            await reader.read(source, regions, begins, slots, deadline_s=self._deadline_s, checksums=promised)
+            return len(offsets)
+        peer = await self._agent.connect(AgentDescriptor.unpack(source.agent))
         await peer.read(
             [Span(self._region.id, offset, nbytes) for offset in offsets],
-            [
-                Span(region, offset, nbytes)
-                for region, offset in zip(blocks.region[first:end], blocks.offset[first:end], strict=True)
-            ],
+            [Span(*place, nbytes) for place in zip(regions, begins, strict=True)],
             deadline_s=self._deadline_s,
-            checksums=list(blocks.checksum[first:end]),
+            checksums=promised,
         )
         return len(offsets)
+
+    def _reader(self, source: node_pb2.KvAddress) -> ShardedReader:
+        """Of blocks whose parts the ranks of ``source`` hold. Raises LayoutError."""
+        layout = CutLayout.of(source.block_nbytes, [shard_of(rank) for rank in source.ranks])
+        target = RankTarget(BlockShard.whole(layout), AgentReader(self._agent, self._region))
+        return ShardedReader(layout, [target], self._hash)
+
+    async def _hash(self, slots: Sequence[int]) -> list[int]:
+        """The checksums of what lies in slots that nobody finds yet."""
+        assert self.layout is not None
+        memory, nbytes = self._region.array, self.layout.block_nbytes
+
+        def digests() -> list[int]:
+            return [checksum(memory[slot * nbytes : (slot + 1) * nbytes].data) for slot in slots]
+
+        return await asyncio.to_thread(digests)

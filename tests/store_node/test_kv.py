@@ -31,9 +31,14 @@ async def complete(client: Client) -> tuple[str, dict[str, object]]:
     return reply.text, (await client.timeline(reply.id))["summary"]
 
 
-async def test_a_prefix_is_fetched_from_a_store_node_when_its_makers_are_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", ["tp=2", pytest.param("cp=2", marks=pytest.mark.slow)])
+async def test_a_prefix_is_fetched_from_a_store_node_when_its_makers_are_gone(
+    tmp_path: Path, plan: str
+) -> None:
     on_disk = StoreOptions(ssd=SsdTierOptions(path=str(tmp_path)))
-    config = replace(small_config(), cluster=ClusterOptions(prefill=1, decode=1, store=1), store=on_disk)
+    # The makers' blocks lie in parts, the store node's are whole.
+    counts = ClusterOptions(prefill=1, decode=1, store=1, prefill_options=(f"engine.parallel.{plan}",))
+    config = replace(small_config(), cluster=counts, store=on_disk)
     async with LocalCluster(config) as cluster, Client(cluster.url) as client:
         redis = connect(cluster.config.index.redis_url)
         index = KVIndex(redis, config.index.namespace)
