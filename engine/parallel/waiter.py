@@ -6,6 +6,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from threading import Thread
 
+import torch
 from torch.distributed import Work
 
 _LOOK_S = 0.05
@@ -42,10 +43,12 @@ class Waiter:
         self._works.put(None)
 
     def _run(self) -> None:
-        while (work := self._works.get()) is not None:
-            try:
-                work.wait()
-            except Exception as error:
-                self._ends.put(error)
-            else:
-                self._ends.put(None)
+        # Some of torch's works are finished by who waits for them, in tensors of a step.
+        with torch.inference_mode():
+            while (work := self._works.get()) is not None:
+                try:
+                    work.wait()
+                except Exception as error:
+                    self._ends.put(error)
+                else:
+                    self._ends.put(None)

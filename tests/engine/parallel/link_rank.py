@@ -167,4 +167,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # As in a step.
+    with torch.inference_mode():
+        main()

@@ -103,7 +103,7 @@ def last_line(rank: subprocess.Popen[str]) -> str:
         pytest.param(CONTEXT, "gloo", 1, 60, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(STAGES, "auto", 1, 1000, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(STAGES, "gloo", 1, 60, signal.SIGSTOP, marks=pytest.mark.slow),
-        (ParallelPlan(2, 2), "auto", 2, 200, signal.SIGSTOP),
+        (ParallelPlan(2, 2), "auto", 2, 60, signal.SIGSTOP),
         pytest.param(ParallelPlan(pp=4), "auto", 2, 200, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(STAGES, "auto", 3, 200, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(TENSOR, "auto", 1, 5000, signal.SIGSTOP, marks=pytest.mark.slow),
@@ -136,7 +136,7 @@ def test_exchanges_are_those_of_plain_torch_until_a_rank_is_lost(
 def test_a_rank_that_takes_long_is_waited_for_by_those_of_other_machines(make_checkpoint) -> None:
     """Only the board says who is lost; Gloo, left to itself, gave up after the timeout."""
     path = make_checkpoint("llama", **SHAPE).path
-    with linked(path, ParallelPlan(pp=2), "auto", 2, 100) as (_, ranks):
+    with linked(path, ParallelPlan(pp=2), "auto", 2, 30) as (_, ranks):
         for rank in ranks:
             assert next_line(rank) == "all were right"
         ranks[1].send_signal(signal.SIGSTOP)
