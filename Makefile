@@ -26,9 +26,12 @@ help: ## list the targets
 up: env ## run a cluster here and talk to it; ONCE=1 stops after the first conversation; ARGS='--decode 1 …'
 	@exec $(BIN)/moonpool up $(if $(ONCE),--once) $(ARGS)
 
+# On as many workers as the machine has cores and memory for (tests/shared_out.py); ARGS='-n 0': on none.
+WORKERS := -n auto --dist loadfile --no-loadscope-reorder
+
 .PHONY: test
 test: env ## run the tests; ARGS='tests/kvstore -k lease'
-	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow' $(WORKERS) $(ARGS)
 
 .PHONY: test-slow
 test-slow: env ## run the tests that `make test` leaves out

@@ -11,8 +11,11 @@ from hypothesis import settings
 settings.register_profile("moonpool", deadline=None)
 settings.load_profile("moonpool")
 
+pytest_plugins = []
 if find_spec("pytest_asyncio") is None:
-    pytest_plugins = ["tests.plain_asyncio"]
+    pytest_plugins.append("tests.plain_asyncio")
+if find_spec("xdist") is not None:
+    pytest_plugins.append("tests.shared_out")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

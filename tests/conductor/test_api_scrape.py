@@ -43,6 +43,7 @@ def request_for(api: Any) -> Any:
     return make_mocked_request("GET", "/metrics", app=create_app(api.context))
 
 
+@pytest.mark.alone
 async def test_the_loop_itself_works_little(large: Any) -> None:
     spent = []
     for _ in range(SCRAPES):
@@ -79,6 +80,7 @@ def count_for(seconds: float) -> None:
         pass
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("_switching")
 async def test_streams_go_on_while_a_page_is_rendered(large: Any) -> None:
     """The thread that renders holds the interpreter, but no longer at a time than one that only counts: what

@@ -83,6 +83,7 @@ async def test_a_killed_peer_is_lost(
         assert (memory.array == 7).all()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("transport", "direction"),
     [
@@ -198,6 +199,7 @@ def proxy(start_peer: StartPeer) -> Iterator[tuple[Proxy, RemotePeer]]:
     proxy.close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("direction", ["read", "write"])
 async def test_a_cut_link_is_past_the_deadline(
     proxy: tuple[Proxy, RemotePeer], direction: str, start_peer: StartPeer
@@ -225,6 +227,7 @@ async def test_a_cut_link_is_past_the_deadline(
         assert (memory.array[len(ours[:1]) * ours[0].nbytes :] == 9).all()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("direction", ["read", "write"])
 async def test_a_pulled_cable_under_ucx_is_past_the_deadline(
     start_peer: StartPeer, cabled: Cabled, direction: str, monkeypatch: pytest.MonkeyPatch
@@ -272,6 +275,7 @@ async def test_a_pulled_cable_under_ucx_is_past_the_deadline(
     assert await tail() == before
 
 
+@pytest.mark.alone
 async def test_a_read_over_ucx_goes_on_over_tcp_when_its_cable_is_pulled(
     start_peer: StartPeer, cabled: Cabled, monkeypatch: pytest.MonkeyPatch
 ) -> None:

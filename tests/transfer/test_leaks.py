@@ -36,6 +36,9 @@ from transfer.peer_memory import LIFELINE_ID
 from transfer.ucx.endpoint import Endpoint
 from transfer.ucx.path import unpack_facts
 
+# The files in /dev/shm are everybody's.
+pytestmark = pytest.mark.alone
+
 NBYTES = 4 << 20
 CYCLES = 1000
 
