@@ -31,6 +31,11 @@ class Policy(Protocol):
         """Whether it matters who holds what: False, the queue alone says which nodes are worth a look."""
         ...
 
+    @property
+    def counts_load(self) -> bool:
+        """Whether it matters how busy nodes are: False, a choice stands whatever others give the node."""
+        ...
+
     def first(self, view: ClusterView, count: int) -> int | None:
         """The position among ``count`` nodes at which to begin, for policies that look at nothing else."""
         ...
@@ -57,6 +62,7 @@ class _Plain:
 
     fetches = False
     counts_cache = False
+    counts_load = True
 
     def first(self, view: ClusterView, count: int) -> int | None:
         return None
@@ -76,6 +82,7 @@ class Random(_Plain):
     """Anyone."""
 
     name = "random"
+    counts_load = False
 
     def first(self, view: ClusterView, count: int) -> int | None:
         return int(view.draw * count)
@@ -95,6 +102,7 @@ class RoundRobin(_Plain):
     """One after the other."""
 
     name = "round-robin"
+    counts_load = False
 
     def first(self, view: ClusterView, count: int) -> int | None:
         return view.turn % count
@@ -160,6 +168,7 @@ class Goodput:
     name = "goodput"
     fetches = True
     counts_cache = True
+    counts_load = True
     # Among nodes as good as this (estimates are that uncertain), the one with more of the prefix and then
     # the one given the fewest requests is taken, so that equal nodes share the work and the cache. The window
     # must be narrow: whoever is placed behind a queue delays those that come after.

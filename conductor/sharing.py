@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from conductor import core_metrics
 from conductor.placement import DecodeEstimate, Placement, PrefillEstimate, Reason
+from conductor.policies import POLICIES
 from conductor.registry import NodeRegistry
 from kvstore.bookings import Booking, Bookings, Choice, Load
 from kvstore.errors import IndexUnavailable
@@ -59,21 +60,26 @@ class Sharing:
 
     async def settle(self, placement: Placement, num_blocks: int) -> Placement:
         """Book nodes for a placement: those it names, unless others gave them too much in the meantime.
-        ``num_blocks``: of KV, that the request will hold on its decode node."""
+        ``num_blocks``: of KV, that the request will hold on its decode node. Call it at once: what was known
+        of others when the placement was made counts."""
         if not self.num_others:
             return placement
-        prefills = [placement.prefill, *(e for e in placement.prefill_candidates if e != placement.prefill)]
+        prefills = [placement.prefill]
+        if POLICIES[placement.policy].counts_load:
+            prefills += [e for e in placement.prefill_candidates if e != placement.prefill]
         decodes: list[DecodeEstimate] = []
         if placement.decode is not None:
             decodes = [placement.decode, *(e for e in placement.decode_candidates if e != placement.decode)]
         members = self._registry.members
         prefills = [estimate for estimate in prefills if estimate.node_id in members]
         decodes = [estimate for estimate in decodes if estimate.node_id in members]
+        # Before the wait for a beat: it brings news of others.
+        choices = self._prefill_choices(prefills, placement.prefill)
         try:
             # The caller starts what was booked before anybody else runs: the next beat finds it there.
             async with self._booking():
                 booking = await self._bookings.book(
-                    [self._prefill_choice(estimate, first=i == 0) for i, estimate in enumerate(prefills)],
+                    choices,
                     [self._decode_choice(estimate) for estimate in decodes],
                     num_blocks,
                     placement.prefill.compute_s,
@@ -85,10 +91,16 @@ class Sharing:
 
     # ------------------------------------------------------------------ what Redis is told
 
-    def _prefill_choice(self, estimate: PrefillEstimate, *, first: bool) -> Choice:
-        member = self._registry.members[estimate.node_id]
-        ttft_s = max(estimate.ttft_s - member.view.others_queue_s, 0.0)
-        return Choice(member.life, ttft_s=ttft_s / _KEEP_RATIO - _KEEP_S if first else ttft_s)
+    def _prefill_choices(self, estimates: Sequence[PrefillEstimate], placed: PrefillEstimate) -> list[Choice]:
+        """``placed`` counts as the earliest of them, whatever it was chosen for: only what others gave it
+        since then speaks against it."""
+        first_s = min((estimate.ttft_s for estimate in estimates), default=0.0)
+        choices: list[Choice] = []
+        for estimate in estimates:
+            member = self._registry.members[estimate.node_id]
+            ttft_s = first_s / _KEEP_RATIO - _KEEP_S if estimate == placed else estimate.ttft_s
+            choices.append(Choice(member.life, ttft_s=ttft_s - member.view.others_queue_s))
+        return choices
 
     def _decode_choice(self, estimate: DecodeEstimate) -> Choice:
         member = self._registry.members[estimate.node_id]

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
+from conductor.cluster_view import PlaceRequest, Slo
 from conductor.conductor import Conductor
+from conductor.place import place
+from conductor.placement import Placement
+from conductor.policies import POLICIES
 from kvstore.bookings import Load
 from kvstore.keys import chain
 from kvstore.node_record import NodeLoad
@@ -117,3 +123,42 @@ async def test_without_redis_placements_go_on(url: str) -> None:
         index = one._services.sharing._bookings._index
         index._timeout_s = 1e-9  # as if it did not answer
         assert await cluster.generate(request()) == continuation(PROMPT, 8)
+
+
+async def uneven(cluster: Cluster, every: Sequence[Conductor]) -> None:
+    """p1 takes a hundred times as long as p0, and every conductor knows."""
+    slow = cluster.nodes["p1"]
+    slow.profile = {name: 100 * value for name, value in slow.profile.items()}
+    await slow.announce()
+
+    def slower(conductor: Conductor) -> bool:
+        costs = [conductor._services.registry.members[name].view.cost for name in ("p0", "p1")]
+        fast_s, slow_s = (cost.prefill_s(len(PROMPT), 0, time.monotonic()) for cost in costs)
+        return slow_s > 2 * fast_s
+
+    await cluster.until(lambda: all(map(slower, every)))
+
+
+async def test_a_choice_stands_until_others_take_it_and_who_looks_at_no_load_is_never_moved(url: str) -> None:
+    """Whatever made a policy prefer a node that is not the earliest, others have changed nothing yet."""
+    async with (
+        running(url, "p0", "p1", "d0", namespace="stands") as cluster,
+        conductors(url, cluster, 2) as (one, other),
+    ):
+        await uneven(cluster, (one, other))
+        sharing, registry = one._services.sharing, one._services.registry
+        view = registry.view(chain(registry.root_key("") or b"", PROMPT, MODEL.block_size), set())
+        wanted = PlaceRequest(len(PROMPT), remaining_tokens=8, expected_tokens=8, deadline_s=60)
+        placements = []
+        for turn, policy in enumerate(POLICIES.values()):
+            placement = place(wanted, replace(view, turn=turn, draw=0.99), Slo(), policy)
+            assert isinstance(placement, Placement)
+            assert [e.node_id for e in placement.prefill_candidates] == ["p0", "p1"]
+            placements.append(replace(placement, prefill=placement.prefill_candidates[1]))
+        for placement in placements:
+            assert await sharing.settle(placement, 3) == placement, placement.policy
+        # An hour of prefill, more than any estimate of the other node.
+        life = registry.members["p1"].life
+        await other._services.sharing._bookings.beat({life: Load(prefill_s=3600.0)})
+        moved = {p.policy for p in placements if (await sharing.settle(p, 3)).prefill.node_id == "p0"}
+        assert moved == {"goodput", "kv-aware", "local-cache", "least-loaded"}
