@@ -33,6 +33,7 @@ from engine.parallel.expert_plan import ExpertPlan
 from engine.parallel.group import RankGroup
 from engine.parallel.links import choose_link
 from engine.parallel.plan import ParallelPlan
+from engine.parallel.rank_hosts import RankHosts
 from engine.parallel.runner import ParallelRunner, StepTimes
 from engine.profile import CostProfile
 from engine.reservations import Reservations
@@ -88,11 +89,12 @@ class Engine:
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
         ranks: RankGroup | None = None,
+        hosts: RankHosts | None = None,
     ) -> None:
         """Reads the checkpoint's configuration, not yet its weights.
 
         ``ranks``: started already, of another engine that has closed; None: of our own, where the plan asks
-        for any.
+        for any. ``hosts``: with ``options.parallel.hosts``, the door by which the other machines come.
 
         ``pool_memory``: uint8, the memory the KV pool (rank 0's part) lives in (on a CPU; rounded down to
         whole blocks); None: the engine's own, ``options.pool_nbytes`` for all ranks. ``device``: None means
@@ -122,6 +124,7 @@ class Engine:
         ]
         self.ranks = ranks
         self._keep_ranks = ranks is not None
+        self._hosts = hosts
         self.model_fingerprint = fingerprint(self.config.path)
         self.on_step: Callable[[list[StepEvent]], None] | None = None
         self._on_full: Callable[[Sequence, int], None] | None = None
@@ -247,7 +250,8 @@ class Engine:
             experts=asdict(self.plan.experts) if self.plan.experts is not None else None,
         )
         if self.ranks is None:
-            self.ranks = RankGroup(self.plan.world_size, parallel.timeout_s)
+            assert parallel.hosts == 1 or self._hosts is not None, "nobody can come in"
+            self.ranks = RankGroup(self.plan.world_size, parallel.timeout_s, self._hosts)
             await self.ranks.start(self.options.threads)
         return await self.ranks.open(
             self.config,

@@ -149,6 +149,12 @@ class RankDiverged(RankLost):
         self.step = step
 
 
+class HostRefused(EngineError):
+    """A leader and a rank host do not take each other: another version, another secret, one too many."""
+
+    code = "FAILED_PRECONDITION"
+
+
 class NodeDraining(MoonpoolError):
     """The node finishes what it has and takes nothing new."""
 

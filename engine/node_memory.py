@@ -7,6 +7,7 @@ from engine.block_bytes import DeviceBytes, HostBytes
 from engine.block_memory import BlockMemory
 from engine.dtype import choose_device
 from engine.engine import Engine
+from engine.parallel.rank_hosts import RankHosts
 from engine.parallel.sharded_bytes import ShardedBytes
 from kvstore.rank_reader import AgentReader, RankReader
 from kvstore.sharded_reader import RankTarget, ShardedReader, rank_memory
@@ -38,13 +39,14 @@ class NodeMemory:
         """Start the engine. Raises what ``Engine.start`` raises; nothing is left of it then."""
         device = choose_device(config.model.device)
         model, options = config.model.directory, config.engine
+        hosts = RankHosts.of(options.parallel, agent.agent_id, config.transfer)
         if device.memory() is not None:
             if options.parallel.tp * options.parallel.pp * options.parallel.cp > 1:
                 raise ConfigError(
                     "engine.parallel: the ranks of a node share main memory; on a GPU a node has one rank",
                     "engine.parallel.tp",
                 )
-            engine = Engine(model, options, config.model, device=device)
+            engine = Engine(model, options, config.model, device=device, hosts=hosts)
             await _start(engine, progress)
             region = agent.register(engine.pool_tensor, name="pool")
             tensor = engine.pool_tensor
@@ -54,7 +56,7 @@ class NodeMemory:
         shapes = Engine(model, options, config.model, device=device).rank_layouts
         share = options.host_pool_nbytes * shapes[0].block_nbytes // sum(s.block_nbytes for s in shapes)
         region = agent.allocate(max(share, 1), "pool")
-        engine = Engine(model, options, config.model, device=device, pool_memory=region.array)
+        engine = Engine(model, options, config.model, device=device, pool_memory=region.array, hosts=hosts)
         await _start(engine, progress)
         num_blocks = engine.pool.num_blocks
         memories = [region.array, *(engine.ranks.pools if engine.ranks is not None else ())]

@@ -109,6 +109,7 @@ def _add_daemon(name: str, module: str, help_line: str) -> None:
 _add_daemon("conductor", "conductor", "Run a conductor: the API, and the placement of requests on nodes.")
 _add_daemon("prefill-node", "prefill_node", "Run a prefill node.")
 _add_daemon("decode-node", "decode_node", "Run a decode node.")
+_add_daemon("ranks", "engine.parallel.rank_host", "Run ranks here for a node on another machine.")
 _add_daemon("store-node", "kvstore.store_node", "Run a store node: lend memory and disk to the pool.")
 
 

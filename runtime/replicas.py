@@ -143,7 +143,12 @@ def replica_configs(config: Config) -> list[Config]:
         replace(
             config,
             model=replace(config.model, device=device),
-            engine=replace(config.engine, parallel=replace(config.engine.parallel, dp=1)),
+            engine=replace(
+                config.engine,
+                parallel=replace(
+                    config.engine.parallel, dp=1, listen=_next_port(config.engine.parallel.listen, number)
+                ),
+            ),
             node=replace(
                 node,
                 id=f"{node.id}.{number}" if node.id else "",
@@ -166,7 +171,12 @@ def _events(events: EventsOptions, number: int) -> EventsOptions:
 
 
 def _endpoint(endpoint: str, number: int) -> str:
-    where, _, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp://"):
-        return f"{where}:{int(port) + number}" if port.isdigit() and int(port) else endpoint
+        return _next_port(endpoint, number)
     return f"{endpoint}_dp{number}" if endpoint else ""
+
+
+def _next_port(address: str, number: int) -> str:
+    """Replica ``number``'s, where replica 0 has ``address``; the same where that has no port, or any."""
+    where, _, port = address.rpartition(":")
+    return f"{where}:{int(port) + number}" if port.isdigit() and int(port) else address

@@ -33,10 +33,11 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class ServiceContext:
-    """What a daemon's main function gets besides its configuration."""
+    """What a daemon's main function gets besides its configuration. ``arguments``: of its command line."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, arguments: argparse.Namespace | None = None) -> None:
         self.role = role
+        self.arguments = arguments or argparse.Namespace()
         self._lock = threading.Lock()
         self.draining = asyncio.Event()  # set by the first SIGTERM or SIGINT: finish what runs, then return
 
@@ -67,13 +68,19 @@ class ServiceContext:
 ServiceMain = Callable[[Config, ServiceContext], Awaitable[None]]
 
 
-def run_service(main: ServiceMain, argv: Sequence[str] | None = None, *, role: str) -> int:
+def run_service(
+    main: ServiceMain,
+    argv: Sequence[str] | None = None,
+    *,
+    role: str,
+    parser: argparse.ArgumentParser | None = None,
+) -> int:
     """Run ``main`` to its end and return the exit code: 0 done, 1 failed, 2 wrong configuration.
 
     The first SIGTERM or SIGINT sets ``context.draining``, the second cancels ``main``, the third ends the
-    process. SIGUSR1 prints every thread's stack on stderr.
+    process. SIGUSR1 prints every thread's stack on stderr. ``parser``: of arguments of this role alone.
     """
-    parser = argparse.ArgumentParser(prog=f"moonpool {role}", allow_abbrev=False)
+    parser = parser or argparse.ArgumentParser(prog=f"moonpool {role}", allow_abbrev=False)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options; -: stdin")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
     arguments = parser.parse_args(argv)
@@ -89,7 +96,7 @@ def run_service(main: ServiceMain, argv: Sequence[str] | None = None, *, role: s
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    context = ServiceContext(role)
+    context = ServiceContext(role, arguments)
     beat_s = os.environ.get(BEAT_S)
     heart = Heart(context.beat, float(beat_s)) if beat_s else None
     try:

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import time
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 
@@ -81,18 +82,24 @@ class Board:
     """One rank's view. Each word has one writer; on x86-64 its stores are seen in their order.
 
     Waiting ends with RankLost when the leader has aborted the group, or is not heard of any more.
+
+    far: ranks of other machines, of which others write here what they hear. ``on_publish``: called with every
+    step's number and batch, in the thread that published it.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self.far = range(0)
+        self.on_publish: Callable[[int, npt.NDArray[np.uint8]], None] | None = None
         self._memory = memory
         control_nbytes = self._control_nbytes(world_size)
         words = memory.array[:control_nbytes].view(np.int64)
         self._words = memoryview(words.data)
         self._payload = memory.array[control_nbytes:]
         self._step = Futex(words, _STEP)
+        self._done = [Futex(words, self._index(other, Count.DONE)) for other in range(world_size)]
 
     @classmethod
     def create(cls, world_size: int, payload_nbytes: int, timeout_s: float) -> Board:
@@ -104,6 +111,10 @@ class Board:
     def _control_nbytes(world_size: int) -> int:
         return 8 * (_GROUP_WORDS + _RANK_WORDS * world_size)
 
+    def as_rank(self, rank: int) -> Board:
+        """The same board as ``rank`` has it: for who writes here what that rank says elsewhere."""
+        return Board(self._memory, rank, self.world_size, self.timeout_s)
+
     @property
     def path(self) -> str:
         return self._memory.path
@@ -112,6 +123,10 @@ class Board:
         self._memory.close()
 
     # ------------------------------------------------------------------ words
+
+    @staticmethod
+    def _index(rank: int, word: Count) -> int:
+        return _GROUP_WORDS + _RANK_WORDS * rank + word
 
     def count(self, rank: int, word: Count) -> int:
         return self._words[_GROUP_WORDS + _RANK_WORDS * rank + word]
@@ -138,11 +153,27 @@ class Board:
                 monitored_s = now_s
                 self.check()
 
+    def finish(self, step: int) -> None:
+        """This rank is done with ``step``; what it tells of it is posted already."""
+        self.post(Count.DONE, step)
+        self._done[self.rank].wake()
+
+    def wait_done(self, rank: int, step: int) -> None:
+        """As ``wait``. Sleeps in the kernel at once where ``rank`` is far: looking again and again would keep
+        the thread that hears of it from running."""
+        if rank not in self.far:
+            self.wait(rank, Count.DONE, step)
+            return
+        while (done := self.count(rank, Count.DONE)) < step:
+            self._done[rank].wait(done, _MONITOR_S)
+            self.check()
+
     # ------------------------------------------------------------------ life and death
 
-    def beat(self) -> None:
-        """Tell the others that this process runs; from any thread, several times within the timeout."""
-        self.post(Count.HEARTBEAT_NS, time.monotonic_ns())
+    def beat(self, age_ns: int = 0) -> None:
+        """Tell the others that this process runs, or ran ``age_ns`` ago; from any thread, several times
+        within the timeout."""
+        self.post(Count.HEARTBEAT_NS, time.monotonic_ns() - age_ns)
 
     def silent_s(self, rank: int) -> float:
         """For how long ``rank`` has not been heard of; 0 where it never was."""
@@ -169,6 +200,8 @@ class Board:
         self._words[_NBYTES] = nbytes
         self._words[_STEP] = step
         self._step.wake()
+        if self.on_publish is not None:
+            self.on_publish(step, self.batch())
 
     @property
     def payload(self) -> npt.NDArray[np.uint8]:

@@ -22,9 +22,11 @@ from engine.expert_load import ExpertLoad
 from engine.parallel.assignment import Assignment, check_identity
 from engine.parallel.board import Board, SharedMemory
 from engine.parallel.clock import ExchangeClock
+from engine.parallel.far_host import FarHost
 from engine.parallel.heart import Heart
 from engine.parallel.links import exchange_shape, open_link, open_store
 from engine.parallel.rank_channel import PipeChannel
+from engine.parallel.rank_hosts import RankHosts
 from engine.parallel.rank_process import RankProcess
 from engine.parallel.runner import ParallelRunner
 from engine.parallel.step_message import payload_nbytes
@@ -37,14 +39,19 @@ _LOOKS_PER_TIMEOUT = 20
 
 
 class RankGroup:
-    """Rank 0 is this process; the others are its children, and go with it.
+    """Rank 0 is this process; the others are its children, and go with it, or those of other machines' rank
+    hosts, and go with the connections to these.
 
     ``start`` once, then ``open`` a model, and another one after ``leave``. When a rank is lost all waiting in
     the group ends with RankLost, ``on_lost`` is called on the loop, and the group can only be closed.
     """
 
-    def __init__(self, world_size: int, timeout_s: float) -> None:
+    def __init__(self, world_size: int, timeout_s: float, hosts: RankHosts | None = None) -> None:
+        """``hosts``: where some ranks are on other machines, the door by which these come. It is the group's
+        to open and to shut."""
         self.world_size = world_size
+        self.far_hosts: list[FarHost] = []
+        self._door = hosts
         self.ranks = [RankProcess(rank) for rank in range(1, world_size)]
         self.on_lost: Callable[[RankLost], None] | None = None
         self.lost: RankLost | None = None
@@ -64,10 +71,21 @@ class RankGroup:
         return [pool.array for pool in self._pools]
 
     async def start(self, threads: int) -> None:
-        """Start the processes. Call it on a thread that lives as long as they should: they are tied to it."""
+        """Start the processes, once the machines are there that they are to run on, however long that takes.
+        Call it on a thread that lives as long as they should: they are tied to it.
+
+        Raises PortInUse, ConfigError: the door cannot be opened.
+        """
+        if self._door is not None:
+            self._door.open()
+            self.far_hosts = await self._door.gather()
+        per_host = self.world_size // (1 + len(self.far_hosts))
         for rank in self.ranks:
             rank.on_end = self.lose
-            rank.start(await PipeChannel.start(rank.rank, threads))
+            if rank.rank < per_host:
+                rank.start(await PipeChannel.start(rank.rank, threads))
+            else:
+                rank.start(self.far_hosts[rank.rank // per_host - 1].start_rank(rank.rank, threads))
 
     async def open(
         self,
@@ -141,7 +159,9 @@ class RankGroup:
         except TimeoutError:
             # Those that had not come were cancelled with the wait; where there is none, we are late.
             late = [rank.rank for rank, load in zip(self.ranks, loads, strict=True) if not _came(load)]
-            raise RankLost(late[0] if late else 0, f"it was not ready within {limit_s:g} s") from None
+            where = self.ranks[late[0] - 1].where if late else ""
+            reason = f"it was not ready within {limit_s:g} s{where}"
+            raise RankLost(late[0] if late else 0, reason) from None
         finally:
             for task in loads:
                 task.cancel()
@@ -180,6 +200,7 @@ class RankGroup:
     async def close(self) -> None:
         """End all ranks. No step is running. Idempotent."""
         await self._stop_watching()
+        self._shut_door("the node ended its ranks")
         await asyncio.gather(*(rank.close() for rank in self.ranks))
         self._forget()
 
@@ -201,6 +222,9 @@ class RankGroup:
             self._store = open_store(leader.address)
             store = f"{self._store.host}:{self._store.port}"
         leader = replace(leader, board=self._board.path, exchange=exchange.path, store=store)
+        if self.far_hosts:
+            leader = replace(leader, address=self.far_hosts[0].connection.address)
+            self._open_far(self._board, payload, exchange.array.nbytes)
         self._memories, self._pools = [exchange], []
         self._expert_load = None
         if config.moe is not None and leader.device == "cpu":
@@ -211,7 +235,9 @@ class RankGroup:
         assignments = [leader]
         for rank in range(1, plan.world_size):
             assigned = self.assign(leader, rank)
-            if leader.device == "cpu":
+            if rank in self._board.far:
+                assigned = replace(assigned, expert_load="")
+            elif leader.device == "cpu":
                 pages = page_dtype(options, leader.dtype)
                 layout = plan.shard(config, rank).layout(config, options.block_size, pages)
                 pool = SharedMemory.create(f"pool-{rank}", leader.num_blocks * layout.block_nbytes)
@@ -220,12 +246,25 @@ class RankGroup:
             assignments.append(assigned)
         return assignments
 
+    def _open_far(self, board: Board, payload_nbytes: int, exchange_nbytes: int) -> None:
+        """Give the other machines memory of the same shape, and have their boards and ours say the same."""
+        hosts = self.far_hosts
+        for host in hosts:
+            host.open(board, payload_nbytes=payload_nbytes, exchange_nbytes=exchange_nbytes)
+        board.far = range(self.world_size // (1 + len(hosts)), self.world_size)
+
+        def tell(step: int, batch: npt.NDArray[np.uint8]) -> None:
+            for host in hosts:
+                host.tell(step, batch)
+
+        board.on_publish = tell
+
     async def _watch(self, board: Board) -> None:
         """Look whether the others' hearts beat."""
         while True:
             for rank in self.ranks:
                 if (silent_s := board.silent_s(rank.rank)) > self._timeout_s:
-                    self.lose(RankLost(rank.rank, f"it has been silent for {silent_s:.1f} s"))
+                    self.lose(RankLost(rank.rank, f"it has been silent for {silent_s:.1f} s{rank.where}"))
                     return
             await asyncio.sleep(self._timeout_s / _LOOKS_PER_TIMEOUT)
 
@@ -237,11 +276,18 @@ class RankGroup:
         log.error("%s; the group is torn down", error)
         if self._board is not None:
             self._board.abort(error.rank)
+        self._shut_door(str(error))
         # What waits in torch.distributed hears no board, but that its peer has gone.
         for rank in self.ranks:
             rank.kill()
         if self.on_lost is not None:
             self.on_lost(error)
+
+    def _shut_door(self, reason: str) -> None:
+        if self._door is not None:
+            self._door.shut()
+        for host in self.far_hosts:
+            host.close(reason)
 
     async def _stop_watching(self) -> None:
         if self._beating is not None:

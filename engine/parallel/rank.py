@@ -155,7 +155,7 @@ def _run(assignment: Assignment, board: Board) -> None:
         link=link,
         expert_load=_expert_load(assignment, config),
     )
-    memory = SharedMemory.open(assignment.pool).array if device.type == "cpu" else None
+    memory = SharedMemory.open(assignment.pool).array if assignment.pool else None
     layout = shard.layout(config, options.block_size, page_dtype(options, assignment.dtype))
     pool = pool_tensor(layout, assignment.num_blocks, device, memory)
     report("loaded", identity=assignment.identity(config))

@@ -45,6 +45,11 @@ class RankProcess:
         """On the machine it runs on."""
         return self.channel.pid
 
+    @property
+    def where(self) -> str:
+        """For messages: the machine it runs on, nothing where that is ours."""
+        return f" on {self.channel.where}" if self.channel.where else ""
+
     def start(self, channel: RankChannel) -> None:
         """``channel``: to the process that was started for this rank; it may still be importing."""
         self._channel = channel
@@ -131,7 +136,7 @@ class RankProcess:
                         read.set_result(message["transport"])
                 case "failed":
                     self._failure = message["error"]
-        how = f"{await channel.wait()}{channel.where and f' on {channel.where}'}"
+        how = await channel.wait() + self.where
         self._failure = f"{how}: {self._failure}" if self._failure else how
         error = RankLost(self.rank, self._failure)
         waiting: list[asyncio.Future[Any] | None] = [self._loaded, self._ended, self._agent]

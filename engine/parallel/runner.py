@@ -97,7 +97,7 @@ class ParallelRunner(ModelRunner):
             sampled_s = time.perf_counter()
             self._stage.end()
             for rank in range(1, self._board.world_size):
-                self._board.wait(rank, Count.DONE, self._stage.step)
+                self._board.wait_done(rank, self._stage.step)
                 if (digest := self._board.count(rank, Count.DIGEST)) != self._stage.digest:
                     raise RankDiverged(rank, self._stage.step, digest, self._stage.digest)
         except RankLost as error:

@@ -103,7 +103,7 @@ class Stage:
         post(Count.COLLECTIVE_NS, collective_ns)
         post(Count.BUBBLE_NS, bubble_ns)
         post(Count.ALL_TO_ALL_NS, self._clock.all_to_all_ns - self._all_to_all_ns)
-        post(Count.DONE, self._step)
+        self._board.finish(self._step)
 
 
 def run_steps(stage: Stage, board: Board, device: torch.device) -> None:
