@@ -15,7 +15,7 @@
           "metric": "throughput",                       # what was measured; unique within its case (and peer)
           "value":  4012.5,                             # in "unit"; a median unless the case says otherwise
           "unit":   "tokens/s",
-          "p50": 4012.5, "p99": 4100.0,                 # optional, of the same measurement
+          "p50": 4012.5, "p95": 4090.0, "p99": 4100.0,  # optional, of the same measurement
           "limit": "at least",                          # optional: "at least" or "at most", and
           "limit_value": 4000.0,                        #   its bound for "ratio" or, without one, "value"
           "ratio": 2.1,                                 # optional: value / peer_value, of the same run
@@ -67,6 +67,7 @@ class Row:
     ratio: float | None = None
     peer: str | None = None
     peer_value: float | None = None
+    p95: float | None = None
 
     @property
     def reached(self) -> bool | None:
@@ -129,6 +130,7 @@ def show(report: Report, console: Console | None = None) -> None:
         "value": lambda row: number(row.value),
         "unit": lambda row: row.unit,
         "p50": lambda row: number(row.p50) if row.p50 != row.value else "",
+        "p95": lambda row: number(row.p95),
         "p99": lambda row: number(row.p99),
         "against": lambda row: f"{row.peer} {number(row.peer_value)}" if row.peer else "",
         "ratio": lambda row: number(row.ratio),
@@ -137,7 +139,7 @@ def show(report: Report, console: Console | None = None) -> None:
     shown = {name: cell for name, cell in columns.items() if any(cell(row) for row in report.rows)}
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in shown:
-        table.add_column(name, justify="right" if name in ("value", "p50", "p99", "ratio") else "left")
+        table.add_column(name, justify="right" if name in ("value", "p50", "p95", "p99", "ratio") else "left")
     case = None
     for row in report.rows:
         if row.case != case:

@@ -47,7 +47,7 @@ def validate(content: Any) -> None:
 
 def _validate_row(where: str, row: Any) -> None:
     needed = {"case": str, "metric": str, "value": float, "unit": str}
-    optional = {"p50": float, "p99": float, "limit": str, "limit_value": float}
+    optional = {"p50": float, "p95": float, "p99": float, "limit": str, "limit_value": float}
     optional |= {"ratio": float, "peer": str, "peer_value": float}
     _keys(where, row, needed, optional)
     for one, other in (("limit", "limit_value"), ("peer", "peer_value")):

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import click
+import torch
 from rich.console import Console
 
 from bench import report
@@ -20,6 +21,8 @@ _PATH = click.Path(path_type=Path)
 _PACKAGES = ("torch", "numpy")
 _PLANS = ("1,1", "2,1", "1,2", "2,2", "1,1,2")
 _REPLICAS = 2
+# Ranks on CPUs: as many as there are cores to be patient with.
+_MANY = 1 << 10
 
 
 def _plan(text: str) -> ParallelPlan:
@@ -33,6 +36,13 @@ def _plan(text: str) -> ParallelPlan:
 @click.command()
 @click.option("--plan", "texts", multiple=True, default=_PLANS, show_default=True, metavar="TP,PP[,CP]")
 @click.option("--model", type=_PATH, help="Checkpoint directory; default: the model that ships.")
+@click.option(
+    "--device",
+    type=click.Choice(("auto", "cpu", "cuda")),
+    default="auto",
+    show_default=True,
+    help="auto: GPUs where there are several.",
+)
 @click.option("--rounds", default=5, show_default=True, help="Prompts a plan, and readings of each pair.")
 @click.option(
     "--part",
@@ -46,19 +56,30 @@ def _plan(text: str) -> ParallelPlan:
 def parallel(
     texts: tuple[str, ...],
     model: Path | None,
+    device: str,
     rounds: int,
     parts: tuple[str, ...],
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
-    """Measure a model spread over processes of this machine, on CPUs, one thread each.
+    """Measure a model spread over processes of this machine: on CPUs one thread each, or a GPU each.
 
     Of each plan: a decode step and a long prompt, what of it ranks compute, exchange and wait, and what the
     leader adds; then what two replicas compute at the same time, blocks from each plan to each, and experts
-    that are dealt out to ranks.
+    that are dealt out to ranks. On GPUs exchanges are launched, not waited for: what is said of their time is
+    that of the launch, while steps and first tokens are whole.
     """
     console = Console(stderr=True, highlight=False)
-    plans = [_plan(text) for text in texts]
+    num_gpus = torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if num_gpus > 1 else "cpu"
+    most_ranks = num_gpus if device == "cuda" else _MANY
+    plans = []
+    for plan in map(_plan, texts):
+        if plan.world_size <= most_ranks:
+            plans.append(plan)
+        else:
+            console.print(f"{plan} is left out: it needs {plan.world_size} GPUs, there are {num_gpus}")
     directory = model or ModelOptions().directory
 
     async def run() -> list[Row]:
@@ -68,19 +89,19 @@ def parallel(
             one, alone = ParallelPlan(), None
             for plan in [one, *(plan for plan in plans if plan != one)]:
                 console.print(str(plan), style="dim")
-                found, took = await steps.measure(directory, plan, rounds, alone)
+                found, took = await steps.measure(directory, plan, rounds, alone, device)
                 rows += found
                 alone = alone or took
-        if not parts or "replicas" in parts:
+        if (not parts or "replicas" in parts) and most_ranks >= _REPLICAS:
             console.print(f"dp {_REPLICAS}", style="dim")
-            rows += await replicas.measure(directory, _REPLICAS, rounds)
-        if not parts or "handover" in parts:
+            rows += await replicas.measure(directory, _REPLICAS, rounds, device)
+        if (not parts or "handover" in parts) and plans:
             console.print("blocks between plans", style="dim")
-            rows += await handover.measure(directory, plans, rounds)
+            rows += await handover.measure(directory, plans, rounds, device)
         if not parts or "experts" in parts:
             console.print("experts on several ranks", style="dim")
             with TemporaryDirectory() as made:
-                rows += await experts.measure(Path(made), rounds)
+                rows += await experts.measure(Path(made), rounds, device, most_ranks)
         return rows
 
     found = Report(report.measure_environment(_PACKAGES), asyncio.run(run()))

@@ -8,14 +8,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from bench import report
 from bench.engine.session import Session
+from bench.parallel import steps
+from bench.parallel.exchanges import quantile_row
 from bench.parallel.mixture import write_mixture
 from bench.report import Row
 from engine import Engine
 from engine.parallel.expert_plan import plan_experts
+from engine.parallel.plan import ParallelPlan
 from engine.parallel.runner import StepTimes
 from runtime.options import EngineOptions, ModelOptions, ParallelOptions
 
@@ -40,7 +41,7 @@ class Form:
 
 
 @asynccontextmanager
-async def running(model: Path, form: Form | None) -> AsyncIterator[Session]:
+async def running(model: Path, form: Form | None, device: str) -> AsyncIterator[Session]:
     parallel = ParallelOptions()
     if form is not None:
         parallel = ParallelOptions(
@@ -49,8 +50,9 @@ async def running(model: Path, form: Form | None) -> AsyncIterator[Session]:
             all_to_all_tokens=form.all_to_all_tokens,
             expert_plan_path=form.plan_path,
         )
-    options = EngineOptions(max_batch_tokens=_MAX_BATCH_TOKENS, parallel=parallel)
-    engine = Engine(model, options, ModelOptions(device="cpu"))
+    nbytes = steps.pool_nbytes(device, ParallelPlan(parallel.tp))
+    options = EngineOptions(max_batch_tokens=_MAX_BATCH_TOKENS, pool_nbytes=nbytes, parallel=parallel)
+    engine = Engine(model, options, ModelOptions(device=device))
     try:
         await engine.start()
         yield Session(engine)
@@ -58,24 +60,24 @@ async def running(model: Path, form: Form | None) -> AsyncIterator[Session]:
         await engine.close()
 
 
-async def measure(directory: Path, rounds: int) -> list[Row]:
+async def measure(directory: Path, rounds: int, device: str, most_ranks: int) -> list[Row]:
     """Rows of each number of ranks: every rank sees all tokens; all-to-all; all-to-all by a plan made from
     what the second measured. One after the other in each round. ``directory``: an empty one."""
     write_mixture(directory)
-    async with running(directory, None) as session:
+    async with running(directory, None, device) as session:
         alone = (await _first_tokens([session], rounds))[0]
     rows = [Row(f"one process, prompt of {n}", "first token", 1e3 * s, "ms") for n, s in alone.items()]
-    for ep in PLANS:
+    for ep in (n for n in PLANS if n <= most_ranks):
         async with AsyncExitStack() as stack:
             forms = [Form("all ranks see all tokens", ep, _NEVER), Form("all-to-all", ep, 1)]
-            sessions = [await stack.enter_async_context(running(directory, form)) for form in forms]
+            sessions = [await stack.enter_async_context(running(directory, form, device)) for form in forms]
             for _ in range(_LOAD_PROMPTS):
                 await sessions[1].first_token_s(max(PROMPTS))
             plan = plan_experts(sessions[1].engine.expert_load(), ep, COPIES)
             path = directory / f"plan-{ep}.json"
             path.write_text(plan.to_json())
             forms.append(Form(f"all-to-all, {COPIES} copies a layer", ep, 1, str(path)))
-            sessions.append(await stack.enter_async_context(running(directory, forms[2])))
+            sessions.append(await stack.enter_async_context(running(directory, forms[2], device)))
             took = await _first_tokens(sessions, rounds)
             found = [
                 await _rows(*of_form, alone, rounds) for of_form in zip(forms, sessions, took, strict=True)
@@ -111,12 +113,10 @@ async def _rows(
 
 
 def _all_to_all_rows(case: str, samples_s: Sequence[float], count: float, nbytes: float) -> list[Row]:
-    p50, p95, p99 = (1e6 * np.quantile(samples_s, (0.5, 0.95, 0.99))).tolist()
     return [
         Row(case, "all-to-alls", count, "a step"),
         Row(case, "given by rank 0 in them", nbytes, "bytes/token"),
-        Row(case, "an all-to-all", p50, "µs", p50=p50, p99=p99),
-        Row(case, "an all-to-all, p95", p95, "µs"),
+        quantile_row(case, "an all-to-all", samples_s),
         Row(case, "all-to-alls, seconds", count * statistics.mean(samples_s), "s/step"),
     ]
 

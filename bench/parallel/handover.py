@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from bench import report
 from bench.parallel.run_copy import Pools, RunCopy
 from bench.report import Row
@@ -22,6 +24,7 @@ from transfer import TransferAgent
 BLOCK_TOKENS = 64
 NUM_BLOCKS = 96
 BLOCKS = f"blocks of {BLOCK_TOKENS} tokens"
+SECONDS = f"{NUM_BLOCKS} blocks of {BLOCK_TOKENS} tokens"
 BOUND = "as many runs copied and checksummed in one process"
 # Of the bandwidth between equal plans.
 GOAL = 0.7
@@ -37,16 +40,17 @@ class Side:
 
 
 @asynccontextmanager
-async def side(model: Path, name: str, plan: ParallelPlan) -> AsyncIterator[Side]:
+async def side(model: Path, name: str, plan: ParallelPlan, device: str) -> AsyncIterator[Side]:
     options = EngineOptions(
         block_size=BLOCK_TOKENS,
-        pool_nbytes=(64 << 20) * plan.cp,
+        # Room for the blocks of a large model on GPUs, of the one that ships elsewhere.
+        pool_nbytes=((64 << 20) if device == "cpu" else (2 << 30)) * plan.world_size,
         parallel=ParallelOptions(tp=plan.tp, pp=plan.pp, cp=plan.cp),
     )
     config = Config()
     # As between nodes: the leaders of both sides are one process here, which no two nodes are.
     transfer = replace(config.transfer, transports=("shm", "tcp"))
-    model_options = ModelOptions(path=str(model), device="cpu")
+    model_options = ModelOptions(path=str(model), device=device)
     config = replace(config, engine=options, model=model_options, transfer=transfer)
     async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
         memory = await NodeMemory.open(config, agent, lambda *_: None)
@@ -68,21 +72,16 @@ async def side(model: Path, name: str, plan: ParallelPlan) -> AsyncIterator[Side
             memory.blocks.close()
 
 
-async def measure(model: Path, plans: Sequence[ParallelPlan], rounds: int) -> list[Row]:
-    """For each pair, in turn in each round: its blocks, checksums verified; and what bounds them."""
+async def measure(model: Path, plans: Sequence[ParallelPlan], rounds: int, device: str) -> list[Row]:
+    """For each pair, in turn in each round: its blocks, checksums verified; and in main memory what bounds
+    them."""
     async with AsyncExitStack() as stack:
         sources, targets = [
-            [await stack.enter_async_context(side(model, f"{name} {plan}", plan)) for plan in plans]
+            [await stack.enter_async_context(side(model, f"{name} {plan}", plan, device)) for plan in plans]
             for name in ("source", "target")
         ]
         seconds: dict[tuple[int, int], list[float]] = {}
-        # As many bytes in as many places, so that the caches hold as much of them.
-        here, there = ([Pools(side.memory, NUM_BLOCKS) for side in sides] for sides in (targets, sources))
-        copies = {
-            (i, j): RunCopy(source, target, NUM_BLOCKS)
-            for i, source in enumerate(there)
-            for j, target in enumerate(here)
-        }
+        copies = _copies(sources, targets) if device == "cpu" else {}
         described = [await source.memory.blocks.describe(source.blocks) for source in sources]
         for _ in range(rounds + 1):
             for i, source in enumerate(sources):
@@ -90,18 +89,47 @@ async def measure(model: Path, plans: Sequence[ParallelPlan], rounds: int) -> li
                     peer = await target.exchange.connect(source.address)
                     read = await _timed(target, peer, described[i])
                     seconds.setdefault((i, j), []).append(read)
-                    copies[i, j].time()
+                    if copies:
+                        copies[i, j].time()
         nbytes = NUM_BLOCKS * sources[0].memory.engine.layout.block_nbytes
-    rate = {pair: nbytes / statistics.median(took[1:]) / 1e9 for pair, took in seconds.items()}
-    rows = []
-    for (i, j), value in rate.items():
-        case = f"{plans[i]} → {plans[j]}"
-        row = Row(case, BLOCKS, value, "GB/s")
-        if i != j:
-            row = replace(row, limit="at least", limit_value=GOAL)
-            row = report.versus(row, "equal plans", rate[j, j])
-        copied = nbytes / statistics.median(copies[i, j].took_s[1:]) / 1e9
-        rows += [row, Row(case, BOUND, copied, "GB/s")]
+    return [
+        row
+        for i, source_plan in enumerate(plans)
+        for j, target_plan in enumerate(plans)
+        for row in _pair_rows(
+            f"{source_plan} → {target_plan}",
+            nbytes,
+            seconds[i, j][1:],
+            copies[i, j].took_s[1:] if copies else [],
+            seconds[j, j][1:] if i != j else [],
+        )
+    ]
+
+
+def _copies(sources: Sequence[Side], targets: Sequence[Side]) -> dict[tuple[int, int], RunCopy]:
+    """As many bytes in as many places, so that the caches hold as much of them."""
+    here, there = ([Pools(side.memory, NUM_BLOCKS) for side in sides] for sides in (targets, sources))
+    return {
+        (i, j): RunCopy(source, target, NUM_BLOCKS)
+        for i, source in enumerate(there)
+        for j, target in enumerate(here)
+    }
+
+
+def _pair_rows(
+    case: str, nbytes: int, took_s: Sequence[float], copied_s: Sequence[float], equal_s: Sequence[float]
+) -> list[Row]:
+    """took_s: of the pair; copied_s: of its bound, none on GPUs; equal_s: between plans equal to the
+    target's, none where they are."""
+    seconds = statistics.median(took_s)
+    row = Row(case, BLOCKS, nbytes / seconds / 1e9, "GB/s")
+    if equal_s:
+        row = replace(row, limit="at least", limit_value=GOAL)
+        row = report.versus(row, "equal plans", nbytes / statistics.median(equal_s) / 1e9)
+    p50, p95, p99 = np.quantile(took_s, (0.5, 0.95, 0.99)).tolist()
+    rows = [row, Row(case, SECONDS, seconds, "s", p50=p50, p95=p95, p99=p99)]
+    if copied_s:
+        rows.append(Row(case, BOUND, nbytes / statistics.median(copied_s) / 1e9, "GB/s"))
     return rows
 
 

@@ -30,6 +30,7 @@ def draw(report: Report, path: Path) -> None:
             (_SHARES, "of the step"),
             (_EXPERTS, "of the step, and ×"),
             ((handover.BLOCKS, handover.BOUND), "GB/s"),
+            ((handover.SECONDS,), "s"),
         )
         if (cases := list(dict.fromkeys(row.case for row in report.rows if row.metric in metrics)))
     ]

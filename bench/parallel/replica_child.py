@@ -1,6 +1,6 @@
 """One replica in a process of its own: does what it is told, and says how long that took.
 
-    python -m bench.parallel.replica_child MODEL
+    python -m bench.parallel.replica_child MODEL DEVICE
 
 It prints ``{}`` when it is ready. Each line it reads is a job, ``{"what": "decode", "count": n}`` for n steps
 of a batch, or "prompts" for n prompts one after the other; it answers ``{"seconds": s, "tokens": t}``.
@@ -20,8 +20,8 @@ from bench.parallel import steps
 from engine.parallel.plan import ParallelPlan
 
 
-async def serve(model: Path) -> None:
-    async with steps.running(model, ParallelPlan()) as session:
+async def serve(model: Path, device: str) -> None:
+    async with steps.running(model, ParallelPlan(), device) as session:
         await session.decode(steps.BATCH, steps.CONTEXT, 10)
         answer({})
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -44,4 +44,4 @@ def answer(content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1])))
+    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2]))

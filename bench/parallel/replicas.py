@@ -21,9 +21,9 @@ from runtime.errors import ChildFailed
 _JOBS = (("decode", 400), ("prompts", 3))
 
 
-async def measure(model: Path, count: int, rounds: int) -> list[Row]:
+async def measure(model: Path, count: int, rounds: int, device: str) -> list[Row]:
     """Tokens a second of ``count`` replicas at once, and of one of them, in turn; medians of ``rounds``."""
-    async with _replicas(model, count) as replicas:
+    async with _replicas(model, count, device) as replicas:
         rows = []
         for what, size in _JOBS:
             case = f"dp {count}, " + (
@@ -60,15 +60,16 @@ async def _line(replica: Process) -> bytes:
 
 
 @asynccontextmanager
-async def _replicas(model: Path, count: int) -> AsyncIterator[list[Process]]:
-    command = tied_command([sys.executable, "-m", "bench.parallel.replica_child", str(model)])
+async def _replicas(model: Path, count: int, device: str) -> AsyncIterator[list[Process]]:
+    command = [sys.executable, "-m", "bench.parallel.replica_child", str(model)]
     # Idle OpenMP threads that spin take the cores from the other replicas.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     replicas: list[Process] = []
     try:
-        for _ in range(count):
+        for r in range(count):
+            own = tied_command([*command, "cpu" if device == "cpu" else f"cuda:{r}"])
             replicas.append(
-                await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=environment)
+                await asyncio.create_subprocess_exec(*own, stdin=PIPE, stdout=PIPE, env=environment)
             )
         await asyncio.gather(*map(_line, replicas))
         yield replicas

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.parallel import experts, replicas, steps
+from bench.parallel import experts, handover, replicas, steps
 from bench.parallel.command import parallel
 from bench.parallel.mixture import NUM_LAYERS
 
@@ -26,11 +26,20 @@ def test_steps_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     arguments = ["--plan", "2,1", "--plan", "1,1,2", "--rounds", "1", "--part", "steps"]
     result = CliRunner().invoke(parallel, [*arguments, "--json", str(json_path), "--plot", str(plot_path)])
     assert result.exit_code == 0, result.output
-    rows = {(row["case"], row["metric"]): row["value"] for row in json.loads(json_path.read_text())["rows"]}
+    of = {(row["case"], row["metric"]): row for row in json.loads(json_path.read_text())["rows"]}
+    rows = {name: row["value"] for name, row in of.items()}
     case = f"tp 2 × pp 1, decode, batch {steps.BATCH}, context {steps.CONTEXT}"
     # The embedding, two a layer, and the logits.
     assert rows[case, "exchanges"] == 1 + 2 * 6 + 1
     assert 0 < rows[case, "computing, busiest rank"] < 1
+    assert rows[case, "exchanged by rank 0"] == steps.BATCH * rows[case, "exchanged by rank 0, by token"] > 0
+    an_exchange = of[case, "an exchange"]
+    assert 0 < an_exchange["p50"] <= an_exchange["p95"] <= an_exchange["p99"]
+    prompt = "tp 2 × pp 1, prompt of 300"
+    assert rows[prompt, "exchanges"] == 1 + 2 * 6 + 1
+    speedup = rows[prompt, "speedup over one rank"]
+    assert rows[prompt, "scaling efficiency"] == pytest.approx(speedup / 2)
+    assert rows[prompt, "bubble, most"] == 0
     # K and V once a layer, the rows whose logits are wanted, and the logits.
     assert rows["tp 1 × pp 1 × cp 2, prompt of 300", "exchanging, most"] > 0
     assert rows[case.replace("tp 2 × pp 1", "tp 1 × pp 1 × cp 2"), "exchanges"] == 6 + 2
@@ -47,6 +56,30 @@ def test_two_replicas_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert row["case"] == f"dp 2, decode, batch {steps.BATCH} each, context {steps.CONTEXT}"
     assert row["peer"] == "one replica"
     assert efficiency["value"] == pytest.approx(row["ratio"] / 2)
+
+
+def test_a_plan_without_gpus_for_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    arguments = ["--device", "cuda", "--plan", "2,1", "--plan", "2,2", "--part", "handover"]
+    result = CliRunner().invoke(parallel, arguments)
+    assert result.exit_code == 0, result.output
+    assert "tp 2 × pp 2 is left out: it needs 4 GPUs, there are 1" in result.output
+
+
+@pytest.mark.slow
+def test_blocks_between_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "NUM_BLOCKS", 8)
+    json_path, plot_path = tmp_path / "report.json", tmp_path / "plot.png"
+    arguments = ["--plan", "1,1", "--plan", "2,1", "--rounds", "2", "--part", "handover"]
+    result = CliRunner().invoke(parallel, [*arguments, "--json", str(json_path), "--plot", str(plot_path)])
+    assert result.exit_code == 0, result.output
+    rows = {(row["case"], row["metric"]): row for row in json.loads(json_path.read_text())["rows"]}
+    case = "tp 2 × pp 1 → tp 1 × pp 1"
+    seconds, rate = rows[case, handover.SECONDS], rows[case, handover.BLOCKS]
+    # 6 layers, K and V of 2 heads of 32 floats a token.
+    assert seconds["value"] * rate["value"] * 1e9 == pytest.approx(8 * 64 * 6 * 2 * 4 * 32 * 4)
+    assert rate["ratio"] == pytest.approx(rate["value"] / rate["peer_value"])
+    assert plot_path.stat().st_size > 0
 
 
 @pytest.mark.slow

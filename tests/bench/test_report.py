@@ -50,7 +50,7 @@ def test_written_report_is_read_back(tmp_path: Path) -> None:
         ({"value": math.nan}, "rows[0].value"),
         ({"value": True}, "rows[0].value"),
         ({"unit": 3}, "rows[0].unit"),
-        ({"p95": 1.0}, "rows[0].p95"),
+        ({"p42": 1.0}, "rows[0].p42"),
         ({"limit": "at least"}, "rows[0]"),
         ({"limit": "about", "limit_value": 1.0}, "rows[0].limit"),
         ({"ratio": 2.0}, "rows[0].ratio"),
