@@ -20,9 +20,14 @@ _STAGING_NBYTES = 8 << 20
 
 class BlockBytes(Protocol):
     """Any thread may call this. A block's bytes may be read once its step has ended, and written while no
-    step, copy or peer uses them. All bytes are in place when a call returns."""
+    step, copy or peer uses them. All bytes are in place when a call returns.
+
+    needs_loop: the event loop moves the bytes, so that no call may be made on its thread. Any call may raise
+    TransferError or RankLost then; what it was to fill is undefined, and nothing writes there any more.
+    """
 
     in_main_memory: bool
+    needs_loop: bool
 
     def view(self, block_id: int) -> Bytes:
         """uint8 [block_nbytes]: the bytes themselves, or where they are not in main memory a copy of them as
@@ -40,11 +45,15 @@ class BlockBytes(Protocol):
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """xxh3-64 of the bytes as they are now."""
 
+    async def close(self) -> None:
+        """End calls under way with an error, and refuse others. Idempotent."""
+
 
 class HostBytes:
     """``array``: uint8 [num_blocks, block_nbytes]."""
 
     in_main_memory = True
+    needs_loop = False
 
     def __init__(self, array: Bytes) -> None:
         self._array = array
@@ -70,12 +79,16 @@ class HostBytes:
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         return [checksum(self._array[block].data) for block in block_ids]
 
+    async def close(self) -> None:
+        """Calls end by themselves."""
+
 
 class DeviceBytes:
     """``tensor``: uint8 [num_blocks, block_nbytes]. Checksums are computed in main memory, of the copy there:
     a copy between two GPUs needs none."""
 
     in_main_memory = False
+    needs_loop = False
 
     def __init__(self, tensor: Tensor, device: Device) -> None:
         self._tensor = tensor
@@ -115,3 +128,6 @@ class DeviceBytes:
                 some = block_ids[first : first + size]
                 found += self.copy_out(some, list(self._staging[: len(some)]))
         return found
+
+    async def close(self) -> None:
+        """Calls end by themselves."""

@@ -26,15 +26,18 @@ class BlockMemory:
         self._checksums: dict[int, int] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moonpool-blocks")
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=True)
+    async def close(self) -> None:
+        """When no call is under way any more. The loop goes on meanwhile: a call may need it to end."""
+        await self.bytes.close()
+        await asyncio.to_thread(self._thread.shutdown)
 
     def span(self, block_id: int) -> Span:
         nbytes = self.layout.block_nbytes
         return Span(self.region.id, block_id * nbytes, nbytes)
 
     def checksum(self, block_id: int) -> int:
-        """xxh3-64 of the block's bytes as they are now. On a GPU this waits for a copy: so ``checksums``."""
+        """xxh3-64 of the block's bytes as they are now. For what is not in main memory there is
+        ``checksums``."""
         known = self._checksums.get(block_id)
         if known is not None:
             return known

@@ -9,7 +9,6 @@ import grpc.aio
 
 from kvstore import keys as block_keys
 from kvstore.changes import batches
-from kvstore.keys import BlockKey
 from kvstore.publisher import BATCH_BLOCKS
 from protos import node_pb2, node_pb2_grpc
 
@@ -61,22 +60,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.LeaseReply:
         node = self._node
         keys = block_keys.unpack(request.keys)
-        await self._hash_held(keys)
         lease = await node.store.tiers.pin(keys, request.ttl_s)
         # Whoever asks was told by the index that they are here.
         node.publisher.disown(keys[len(lease.blocks) :])
         return node_pb2.LeaseReply(lease_id=lease.id, epoch=node.epoch, blocks=node.store.describe(lease))
-
-    async def _hash_held(self, keys: list[BlockKey]) -> None:
-        """Compute the checksums of a GPU's blocks ahead of a lease, off the loop."""
-        node = self._node
-        if not node.memory.bytes.in_main_memory:
-            held = node.engine.pool.match(keys)
-            node.engine.pool.acquire(held)
-            try:
-                await node.memory.checksums(held)
-            finally:
-                node.engine.pool.release(held)
 
     async def Release(
         self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -105,7 +105,7 @@ class NodeStore:
             saved_s=savings.host,
         )
         store = cls(engine, memory, region, tiers, on_change)
-        store._probe()
+        await store._probe()
         await tiers.start()
         return store
 
@@ -152,16 +152,16 @@ class NodeStore:
             for tier in self.tiers.stats.tiers
         ]
 
-    def _probe(self) -> None:
+    async def _probe(self) -> None:
         """Time a copy from host memory to the pool, checked as a load is, before anything lies in either."""
-        nbytes, blocks = self._memory.layout.block_nbytes, self._memory.bytes
+        nbytes = self._memory.layout.block_nbytes
         num_blocks = min(_PROBE_NBYTES, self._region.nbytes) // nbytes or 1
         block_ids = range(min(num_blocks, self._memory.pool.num_blocks))
         sources = [self._region.array[i * nbytes : (i + 1) * nbytes] for i in block_ids]
         checksums = [checksum(source.data) for source in sources]
         for _ in range(2):  # the first is of cold memory
             began_s = time.perf_counter()
-            bad = blocks.copy_in(sources, block_ids, checksums)
+            bad = await self._memory.copy_in(sources, block_ids, checksums)
             self._probed_nbytes_per_s = len(sources) * nbytes / (time.perf_counter() - began_s)
             assert bad is None, "a block was changed while it was copied"
 

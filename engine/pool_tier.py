@@ -16,6 +16,14 @@ class PoolTier:
         self._memory = memory
         self._pool = memory.pool
 
+    @property
+    def in_main_memory(self) -> bool:
+        return self._memory.bytes.in_main_memory
+
+    @property
+    def needs_loop(self) -> bool:
+        return self._memory.bytes.needs_loop
+
     def __contains__(self, key: object) -> bool:
         return self._pool.block_of(key) is not None
 
@@ -37,8 +45,8 @@ class PoolTier:
     def copy_out(self, blocks: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
         return self._memory.bytes.copy_out(blocks, destinations)
 
-    def checksum(self, block: int) -> int:
-        return self._memory.checksum(block)
+    async def checksums(self, blocks: Sequence[int]) -> list[int]:
+        return await self._memory.checksums(blocks)
 
     def known_checksum(self, block: int) -> int | None:
         return self._memory.known_checksum(block)

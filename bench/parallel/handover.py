@@ -69,7 +69,7 @@ async def side(model: Path, name: str, plan: ParallelPlan, device: str) -> Async
             yield Side(memory, exchange, address, memory.engine.pool.allocate(NUM_BLOCKS))
         finally:
             await memory.engine.close()
-            memory.blocks.close()
+            await memory.blocks.close()
 
 
 async def measure(model: Path, plans: Sequence[ParallelPlan], rounds: int, device: str) -> list[Row]:

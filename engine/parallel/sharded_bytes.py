@@ -19,6 +19,7 @@ class ShardedBytes:
     """See ``BlockBytes``. Outside the pool a block is whole, so that it serves any plan."""
 
     in_main_memory = False
+    needs_loop = False
 
     def __init__(self, layout: KVLayout, shards: Sequence[BlockShard], pools: Sequence[Bytes]) -> None:
         """pools: uint8 [num_blocks, block_nbytes of the shard], one for each shard."""
@@ -56,6 +57,9 @@ class ShardedBytes:
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         return self._reads.move(block_ids)
+
+    async def close(self) -> None:
+        """Calls end by themselves."""
 
 
 class _Runs:

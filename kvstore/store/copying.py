@@ -50,8 +50,9 @@ class Copier:
             await asyncio.wait((copying,))
             raise
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=True)
+    async def close(self) -> None:
+        """When what runs has ended. The loop goes on meanwhile: some of it may need the loop to end."""
+        await asyncio.to_thread(self._threads.shutdown)
 
 
 def _copy(sources: Sequence[Bytes], destinations: Sequence[Bytes], checksums: Sequence[int]) -> int | None:

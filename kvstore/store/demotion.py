@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from kvstore.keys import BlockKey
 from kvstore.store.copying import Copier
 from kvstore.store.tiers import PoolTier
 from kvstore.store.under_way import UnderWay
+from runtime.errors import MoonpoolError
+
+_log = logging.getLogger(__name__)
 
 # Copied at once in one turn of the event loop: about 0.1 ms, what waking a thread takes. The rest is copied
 # on a thread, so much at a time, because reads of host memory use that thread too.
@@ -95,6 +99,9 @@ class Demoter:
         return gone
 
     def _copies_inline(self) -> bool:
+        assert self._pool is not None
+        if self._pool.needs_loop:
+            return False
         if not self._inline_nbytes:
             try:
                 asyncio.get_running_loop().call_soon(self._begin_turn)
@@ -111,7 +118,13 @@ class Demoter:
             while self._waiting:
                 num_blocks = min(len(self._waiting), self._batch_blocks)
                 blocks = [self._waiting.popleft() for _ in range(num_blocks)]
-                checksums = await self._copier.run(partial(self._copy, blocks))
+                try:
+                    checksums = await self._copier.run(partial(self._copy, blocks))
+                except MoonpoolError as error:
+                    _log.warning("%d blocks of the pool did not come to host memory: %s", num_blocks, error)
+                    for block in blocks:
+                        self._leave_out(block)
+                    continue
                 for block, checksum in zip(blocks, checksums, strict=True):
                     self._copied(block, checksum)
         finally:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from kvstore.host_tier import HostTier
 from kvstore.keys import BlockKey
 from kvstore.store import metrics
+from kvstore.store.copying import Copier
 from kvstore.store.tiers import DiskTier, PoolTier
 from kvstore.store.under_way import UnderWay
 from kvstore.store.write_batch import Source, WriteBatch
+from runtime.errors import MoonpoolError
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class DiskWriter:
         disk: DiskTier,
         host: HostTier,
         pool: PoolTier | None,
+        copier: Copier,
         *,
         max_queued: int,
         max_leaving: int,
@@ -57,6 +60,7 @@ class DiskWriter:
         self._disk = disk
         self._host = host
         self._pool = pool
+        self._copier = copier
         self._max_queued = max_queued
         self._max_leaving = max_leaving
         self._on_settled = on_settled
@@ -155,7 +159,7 @@ class DiskWriter:
 
     def _next_batch(self) -> WriteBatch | None:
         """The blocks queued for longest, up to a batch, or one run of a chain; None: nothing can begin."""
-        batch = WriteBatch(self._disk, self._host, self._pool, self._find, self._coming)
+        batch = WriteBatch(self._disk, self._host, self._pool, self._copier, self._find, self._coming)
         for key in list(self._queue):
             if len(batch) >= self._batch_blocks:
                 break
@@ -169,6 +173,9 @@ class DiskWriter:
     async def _write(self, batch: WriteBatch) -> None:
         try:
             await batch.write(self._batch_blocks)
+        except MoonpoolError as error:
+            _log.warning("blocks were not written to disk: %s", error)
+            metrics.DROPPED_WRITES.labels("error").inc()
         except Exception:
             # Its blocks are settled as not written. Serving goes on without the disk rather than end.
             _log.exception("blocks were not written to disk")
@@ -196,7 +203,8 @@ class DiskWriter:
         if self._pool is None or block is None:
             return None
         pool = self._pool
-        return Source(key, pool.parent_of(key), pool.bytes_of(block), pool.known_checksum(block), None)
+        bytes_ = pool.bytes_of(block) if pool.in_main_memory else None
+        return Source(key, pool.parent_of(key), bytes_, pool.known_checksum(block), block=block)
 
     def _settle(self, key: BlockKey) -> None:
         leaving = self.leaving.pop(key)

@@ -61,6 +61,7 @@ class Holdings:
                 disk,
                 self.host,
                 pool,
+                copier,
                 max_queued=max_queued,
                 # The queue may not make host memory its own.
                 max_leaving=max(min(max_queued, capacity // 4), 1),

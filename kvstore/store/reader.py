@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from kvstore.errors import BlockCorrupt, BlockMissing
 from kvstore.keys import BlockKey
@@ -39,26 +40,52 @@ class Reader:
         await self._holdings.demoter.arrived(keys)
         tiers = self._holdings.match(keys)
         async with self._promoted(keys, tiers) as loose:
-            pinned, sources = self._pin_prefix(keys[: len(tiers)], loose)
+            pinned = self._pin_prefix(keys[: len(tiers)], loose)
         began_s = self._clock()
         try:
-            checksums = [block.checksum for block in pinned]
-            bad = await self._copier.copy(sources, spans[: len(sources)], checksums)
+            bad = await self._copy(keys, pinned, loose, spans)
         finally:
             self._unpin(pinned)
         seconds = self._clock() - began_s
-        self.host_rate.observe(len(sources) * self._block_nbytes, seconds)
+        self.host_rate.observe(len(pinned) * self._block_nbytes, seconds)
         metrics.SECONDS.labels("host", "load").observe(seconds)
         if bad is not None:
             tier = pinned[bad].tier
             if tier is Tier.HOST:
                 self._holdings.corrupt(keys[bad])
             raise BlockCorrupt(bad, len(keys), tier.name.lower())
-        if len(sources) < len(keys):
-            for tier in tiers[len(sources) :]:
+        if len(pinned) < len(keys):
+            for tier in tiers[len(pinned) :]:
                 metrics.STALE_BLOCKS.labels(tier.name.lower()).inc()
-            raise BlockMissing(len(sources), len(keys))
+            raise BlockMissing(len(pinned), len(keys))
         return tiers
+
+    async def _copy(
+        self,
+        keys: Sequence[BlockKey],
+        pinned: Sequence[Pinned],
+        loose: dict[BlockKey, Loose],
+        spans: Sequence[Bytes],
+    ) -> int | None:
+        """Copy pinned blocks to the first of ``spans``; the first that is not what was put, or None."""
+        pool, host = self._holdings.pool, self._holdings.host
+        far = 0
+        if pool is not None and not pool.in_main_memory:
+            # What the pool holds of a chain is a prefix of it.
+            far = sum(block.tier is Tier.POOL for block in pinned)
+            slots = [block.slot for block in pinned[:far]]
+            if far:
+                await self._copier.run(lambda: pool.copy_out(slots, spans[:far]))
+        sources: list[Bytes] = []
+        for key, block in zip(keys[far:], pinned[far:], strict=False):
+            if block.tier is Tier.POOL:
+                assert pool is not None
+                sources.append(pool.bytes_of(block.slot))
+            else:
+                sources.append(host.bytes_of(block.slot) if block.tier is Tier.HOST else loose[key].bytes)
+        checksums = [block.checksum for block in await self._hashed(pinned[far:])]
+        bad = await self._copier.copy(sources, spans[far : len(pinned)], checksums)
+        return None if bad is None else far + bad
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> int:
         """``TieredStore.prefetch``"""
@@ -75,7 +102,7 @@ class Reader:
         and of host memory is held for them."""
         await self._holdings.demoter.arrived(keys)
         async with self._promoted(keys, self._holdings.match(keys)):
-            pinned, _ = self._pin_prefix(keys, {})
+            pinned = self._pin_prefix(keys, {})
         in_pool = [block.slot for block in pinned if block.tier is Tier.POOL]
         slots = [block.slot for block in pinned if block.tier is Tier.HOST]
         if slots:
@@ -83,13 +110,15 @@ class Reader:
             above = self._holdings.host.lineage(keys[len(in_pool)])[1:]
             self._holdings.host.pin(above)
             slots += above
-        return pinned, in_pool, slots
+        try:
+            return await self._hashed(pinned), in_pool, slots
+        except BaseException:
+            self._release(in_pool, slots)
+            raise
 
     def let_go(self, lease: Lease) -> None:
         """Undo ``pin``."""
-        self._holdings.host.release(lease.host_slots)
-        if self._holdings.pool is not None and lease.pool_blocks:
-            self._holdings.pool.release(lease.pool_blocks)
+        self._release(lease.pool_blocks, lease.host_slots)
 
     @asynccontextmanager
     async def _promoted(
@@ -110,32 +139,41 @@ class Reader:
             host.release(slots)
             self._holdings.relieve()
 
-    def _pin_prefix(
-        self, keys: Sequence[BlockKey], loose: dict[BlockKey, Loose]
-    ) -> tuple[list[Pinned], list[Bytes]]:
-        """Pin the longest prefix of ``keys`` that is in memory; its blocks, and their bytes."""
+    def _pin_prefix(self, keys: Sequence[BlockKey], loose: dict[BlockKey, Loose]) -> list[Pinned]:
+        """Pin the longest prefix of ``keys`` that is in memory. Blocks of the pool are still to be hashed."""
         pinned: list[Pinned] = []
-        sources: list[Bytes] = []
         pool, host = self._holdings.pool, self._holdings.host
         for key in keys:
             block = None if pool is None else pool.block_of(key)
             if pool is not None and block is not None:
                 pool.acquire((block,))
-                pinned.append(Pinned(Tier.POOL, block, pool.checksum(block)))
-                sources.append(pool.bytes_of(block))
+                pinned.append(Pinned(Tier.POOL, block, 0))
             elif (slot := self._holdings.slot_of(key)) is not None:
                 host.pin((slot,))
                 pinned.append(Pinned(Tier.HOST, slot, host.checksum_of(slot)))
-                sources.append(host.bytes_of(slot))
             elif key in loose:
                 pinned.append(Pinned(Tier.SSD, -1, loose[key].checksum))
-                sources.append(loose[key].bytes)
             else:
                 break
-        return pinned, sources
+        return pinned
+
+    async def _hashed(self, pinned: Sequence[Pinned]) -> list[Pinned]:
+        """The same, with the checksums of the pool's."""
+        in_pool = [block.slot for block in pinned if block.tier is Tier.POOL]
+        if not in_pool:
+            return list(pinned)
+        assert self._holdings.pool is not None
+        found = dict(zip(in_pool, await self._holdings.pool.checksums(in_pool), strict=True))
+        return [
+            replace(block, checksum=found[block.slot]) if block.tier is Tier.POOL else block
+            for block in pinned
+        ]
 
     def _unpin(self, pinned: Sequence[Pinned]) -> None:
-        self._holdings.host.release([block.slot for block in pinned if block.tier is Tier.HOST])
         in_pool = [block.slot for block in pinned if block.tier is Tier.POOL]
+        self._release(in_pool, [block.slot for block in pinned if block.tier is Tier.HOST])
+
+    def _release(self, in_pool: Sequence[int], slots: Sequence[int]) -> None:
+        self._holdings.host.release(slots)
         if self._holdings.pool is not None and in_pool:
             self._holdings.pool.release(in_pool)

@@ -85,7 +85,7 @@ class TieredStore:
             await self._reader.promoter.close()
         if self.ssd is not None:
             await self.ssd.close()
-        self._copier.close()
+        await self._copier.close()
 
     # ------------------------------------------------------------------ what is here
 

@@ -18,7 +18,17 @@ Bytes = npt.NDArray[np.uint8]
 
 class PoolTier(Protocol):
     """The engine's pool. What it holds of a chain is a prefix of it; it makes room by itself and tells the
-    store by ``TieredStore.demote``."""
+    store by ``TieredStore.demote``.
+
+    in_main_memory: whether ``bytes_of`` has anything to show. needs_loop: the event loop moves its bytes, so
+    that whoever waits for ``copy_out`` must be another thread.
+    """
+
+    @property
+    def in_main_memory(self) -> bool: ...
+
+    @property
+    def needs_loop(self) -> bool: ...
 
     def __contains__(self, key: object) -> bool: ...
 
@@ -33,16 +43,20 @@ class PoolTier(Protocol):
         """The blocks of a held key's chain up to it, the first one first: what to acquire with it."""
 
     def bytes_of(self, block: int) -> Bytes:
-        """uint8 [block_nbytes], to be read while the block is acquired, or before the next await."""
+        """uint8 [block_nbytes], to be read while the block is acquired, or before the next await. Only where
+        the pool is in main memory."""
 
     def copy_out(self, blocks: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
-        """Copy blocks to main memory, on any thread; xxh3-64 of what arrived there."""
+        """Copy blocks to main memory, on any thread; xxh3-64 of what arrived there.
 
-    def checksum(self, block: int) -> int:
-        """xxh3-64 of its bytes."""
+        Raises MoonpoolError where they cannot be reached; the destinations' bytes are undefined then.
+        """
+
+    async def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """xxh3-64 of the bytes of acquired blocks. Raises as ``copy_out``."""
 
     def known_checksum(self, block: int) -> int | None:
-        """``checksum`` where it was computed before."""
+        """Its checksum where it was computed before."""
 
     def acquire(self, blocks: Sequence[int]) -> None: ...
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvstore.host_tier import HostTier
 from kvstore.keys import BlockKey
 from kvstore.store import metrics
+from kvstore.store.copying import Copier
 from kvstore.store.tiers import Bytes, DiskTier, PoolTier
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A block, and where it is read from: ``slot`` of host memory, or the pool (None)."""
+    """A block, and where it is read from: ``slot`` of host memory, or ``block`` of the pool. ``bytes``: None
+    where they are not in main memory."""
 
     key: BlockKey
     parent: BlockKey | None
-    bytes: Bytes
+    bytes: Bytes | None
     checksum: int | None
-    slot: int | None
+    slot: int | None = None
+    block: int | None = None
 
 
 class WriteBatch:
@@ -32,6 +37,7 @@ class WriteBatch:
         disk: DiskTier,
         host: HostTier,
         pool: PoolTier | None,
+        copier: Copier,
         find: Callable[[BlockKey], Source | None],
         coming: Container[BlockKey],
     ) -> None:
@@ -41,6 +47,7 @@ class WriteBatch:
         self._disk = disk
         self._host = host
         self._pool = pool
+        self._copier = copier
         self._find = find
         self._coming = coming
         self._pool_blocks: list[list[int]] = []
@@ -80,18 +87,42 @@ class WriteBatch:
                 return
 
     async def _put(self, sources: list[Source]) -> bool:
+        blocks, checksums = await self._in_main_memory(sources)
         began_s = time.monotonic()
         kept = await self._disk.put(
             [source.key for source in sources],
-            [source.bytes.data for source in sources],
+            [block.data for block in blocks],
             parents=[source.parent for source in sources],
-            checksums=[source.checksum for source in sources],
+            checksums=checksums,
         )
         metrics.SECONDS.labels("ssd", "store").observe(time.monotonic() - began_s)
         metrics.WRITTEN_BLOCKS.inc(sum(kept))
         if not all(kept):
             metrics.DROPPED_WRITES.labels("disk").inc(len(kept) - sum(kept))
         return all(kept)
+
+    async def _in_main_memory(self, sources: Sequence[Source]) -> tuple[list[Bytes], list[int | None]]:
+        """The blocks' bytes, of those elsewhere a copy, and their checksums where they are known."""
+        far = [source.block for source in sources if source.block is not None and source.bytes is None]
+        copies = [np.empty(self._host.layout.block_nbytes, np.uint8) for _ in far]
+        found: dict[int, tuple[Bytes, int]] = {}
+        if far:
+            pool = self._pool
+            assert pool is not None
+            hashed = await self._copier.run(lambda: pool.copy_out(far, copies))
+            found = dict(zip(far, zip(copies, hashed, strict=True), strict=True))
+        blocks: list[Bytes] = []
+        checksums: list[int | None] = []
+        for source in sources:
+            if source.bytes is not None:
+                blocks.append(source.bytes)
+                checksums.append(source.checksum)
+            else:
+                assert source.block is not None
+                copy, value = found[source.block]
+                blocks.append(copy)
+                checksums.append(value)
+        return blocks, checksums
 
     def release(self) -> None:
         self._host.release(source.slot for source in self._sources.values() if source.slot is not None)

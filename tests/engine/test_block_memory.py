@@ -85,7 +85,7 @@ def run_node(serve_on: Callable[..., Any], checkpoint: Any) -> Callable[..., Any
                 yield Node(driver, memory, store)
             finally:
                 await store.close(0)
-                memory.close()
+                await memory.close()
 
     return run
 

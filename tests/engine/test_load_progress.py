@@ -34,7 +34,7 @@ async def main(config, context):
             memory = await NodeMemory.open(config, agent, progress)
         context.ready()
         await memory.engine.close()
-        memory.blocks.close()
+        await memory.blocks.close()
 
 sys.exit(run_service(main, role="test-node"))
 """

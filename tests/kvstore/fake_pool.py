@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -9,13 +10,20 @@ from xxhash import xxh3_64_intdigest
 
 from kvstore.keys import BlockKey
 from kvstore.store import Bytes, TieredStore
+from runtime.errors import MoonpoolError
 
 
 class FakePool:
     """Holds what ``seal`` gave it until ``evict``, which takes the end of a chain and tells the store."""
 
-    def __init__(self, blocks: Iterable[Bytes] = ()) -> None:
-        """``blocks``: there from the beginning, without keys."""
+    def __init__(
+        self, blocks: Iterable[Bytes] = (), *, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        """``blocks``: there from the beginning, without keys. ``loop``: the pool is where only that loop can
+        have bytes fetched from, while another thread waits."""
+        self._loop = loop
+        self.in_main_memory, self.needs_loop = loop is None, loop is not None
+        self.failing: MoonpoolError | None = None
         self.store: TieredStore | None = None
         self._blocks: list[Bytes] = list(blocks)
         self._block_of: dict[BlockKey, int] = {}
@@ -42,7 +50,8 @@ class FakePool:
         parent, content = self._parents[key], self._blocks[block]
         del self._block_of[key], self._parents[key]
         self.store.demote(key, parent, block)
-        content[:] = 0
+        if self._loop is None:
+            content[:] = 0
         return True
 
     @property
@@ -70,15 +79,22 @@ class FakePool:
         return blocks[::-1]
 
     def bytes_of(self, block: int) -> Bytes:
+        assert self.in_main_memory
         return self._blocks[block]
 
     def copy_out(self, blocks: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
+        if self.failing is not None:
+            raise self.failing
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(10)
         for block, destination in zip(blocks, destinations, strict=True):
             destination[:] = self._blocks[block]
         return [xxh3_64_intdigest(destination.data) for destination in destinations]
 
-    def checksum(self, block: int) -> int:
-        return xxh3_64_intdigest(np.ascontiguousarray(self._blocks[block]).data)
+    async def checksums(self, blocks: Sequence[int]) -> list[int]:
+        if self.failing is not None:
+            raise self.failing
+        return [xxh3_64_intdigest(np.ascontiguousarray(self._blocks[block]).data) for block in blocks]
 
     def known_checksum(self, block: int) -> int | None:
         return None

@@ -56,8 +56,9 @@ async def test_a_cold_copy_for_busy_times_goes_first_and_is_not_written() -> Non
     await store.close()
 
 
-async def test_write_through_writes_at_once_from_pool_and_host() -> None:
-    pool = FakePool()
+@pytest.mark.parametrize("apart", [False, True])
+async def test_write_through_writes_at_once_from_pool_and_host(apart) -> None:
+    pool = FakePool(loop=asyncio.get_running_loop() if apart else None)
     store, disk = await with_disk(8, 64, write_policy="write-through", pool=pool)
     pool.store = store
     for i, name in enumerate(chain(3)):
@@ -209,8 +210,9 @@ async def test_more_than_host_memory_holds_comes_from_disk_in_one_get() -> None:
     await store.close()
 
 
-async def test_flush_writes_everything_also_what_only_the_pool_has() -> None:
-    pool = FakePool()
+@pytest.mark.parametrize("apart", [False, True])
+async def test_flush_writes_everything_also_what_only_the_pool_has(apart) -> None:
+    pool = FakePool(loop=asyncio.get_running_loop() if apart else None)
     store, disk = await with_disk(64, 64, pool=pool)
     pool.store = store
     for i, name in enumerate(chain(3)):

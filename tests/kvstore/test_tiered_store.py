@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
 from kvstore.errors import BlockCorrupt, BlockMissing
 from kvstore.tier import Tier
+from runtime.errors import MoonpoolError
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain, key
 from tests.kvstore.small_store import (
@@ -112,8 +115,9 @@ async def test_a_lease_from_the_middle_of_a_chain_keeps_what_is_before_it() -> N
     store.check_integrity()
 
 
-async def test_the_pool_s_blocks_go_to_host_memory() -> None:
-    heard, pool = Listener(), FakePool()
+@pytest.mark.parametrize("apart", [False, True])
+async def test_the_pool_s_blocks_go_to_host_memory(apart) -> None:
+    heard, pool = Listener(), FakePool(loop=asyncio.get_running_loop() if apart else None)
     store = pool.store = make(8, pool=pool, on_change=heard)
     for i, name in enumerate(chain(4)):
         pool.seal(name, key(i - 1) if i else None, payload(name))
@@ -122,6 +126,7 @@ async def test_the_pool_s_blocks_go_to_host_memory() -> None:
     pool.evict(key(0))
     assert store.match(chain(5)) == [Tier.POOL, Tier.POOL, Tier.HOST, Tier.HOST]
     assert heard.tiers == {key(2): Tier.HOST, key(3): Tier.HOST}
+    await store.copied()
     assert await get(store, 4) == [Tier.POOL, Tier.POOL, Tier.HOST, Tier.HOST]
     lease = await store.pin(chain(4), 1.0)
     assert [block.tier for block in lease.blocks] == [Tier.POOL, Tier.POOL, Tier.HOST, Tier.HOST]
@@ -130,6 +135,26 @@ async def test_the_pool_s_blocks_go_to_host_memory() -> None:
     store.release(lease.id)
     assert pool.num_holds == 0
     store.check_integrity()
+    await store.close()
+
+
+async def test_a_pool_out_of_reach_loses_what_it_drops_and_holds_nothing() -> None:
+    heard, pool = Listener(), FakePool(loop=asyncio.get_running_loop())
+    store = pool.store = make(8, pool=pool, on_change=heard)
+    for i, name in enumerate(chain(4)):
+        pool.seal(name, key(i - 1) if i else None, payload(name))
+    pool.failing = MoonpoolError("a rank is gone")
+    pool.evict(key(0))
+    pool.evict(key(0))
+    await store.copied()
+    assert store.match(chain(4)) == [Tier.POOL] * 2
+    assert heard.tiers.keys() == set()
+    for ask in (store.pin(chain(4), 1.0), get(store, 2)):
+        with pytest.raises(MoonpoolError, match="a rank is gone"):
+            await ask
+    assert pool.num_holds == 0
+    store.check_integrity()
+    await store.close()
 
 
 async def test_what_the_pool_drops_as_surplus_is_kept_nowhere() -> None:

@@ -77,18 +77,30 @@ class Side:
 
 
 @asynccontextmanager
-async def side(path: Path, name: str, tp: int, pp: int, cp: int = 1, **words: Any) -> AsyncIterator[Side]:
+async def side(
+    path: Path,
+    name: str,
+    tp: int,
+    pp: int,
+    cp: int = 1,
+    *,
+    apart: bool = False,
+    config: Config | None = None,
+    **words: Any,
+) -> AsyncIterator[Side]:
+    """``apart``: ranks share no pools with their leader. ``config``: of all but the engine and the model."""
     parallel = ParallelOptions(tp=tp, pp=pp, cp=cp, share_tokens=1)
     options = EngineOptions(**{"block_size": 8, "pool_nbytes": 4 << 20, "parallel": parallel, **words})
-    config = replace(Config(), engine=options, model=ModelOptions(path=str(path), device="cpu"))
+    model = ModelOptions(path=str(path), device="cpu")
+    config = replace(config or Config(), engine=options, model=model)
     async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
         with patch("engine.profile._BUDGET_S", 0.02):
-            memory = await NodeMemory.open(config, agent, lambda *_: None)
+            memory = await NodeMemory.open(config, agent, lambda *_: None, apart=apart)
         try:
             yield Side(memory, agent)
         finally:
             await memory.engine.close()
-            memory.blocks.close()
+            await memory.blocks.close()
 
 
 def prompt(seed: int, n: int = 43) -> list[int]:
