@@ -90,11 +90,13 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         ranks: RankGroup | None = None,
         hosts: RankHosts | None = None,
+        ranks_apart: bool = False,
     ) -> None:
         """Reads the checkpoint's configuration, not yet its weights.
 
         ``ranks``: started already, of another engine that has closed; None: of our own, where the plan asks
-        for any. ``hosts``: with ``options.parallel.hosts``, the door by which the other machines come.
+        for any; ``ranks_apart``: see ``RankGroup``. ``hosts``: with ``options.parallel.hosts``, the door by
+        which the other machines come.
 
         ``pool_memory``: uint8, the memory the KV pool (rank 0's part) lives in (on a CPU; rounded down to
         whole blocks); None: the engine's own, ``options.pool_nbytes`` for all ranks. ``device``: None means
@@ -125,6 +127,7 @@ class Engine:
         self.ranks = ranks
         self._keep_ranks = ranks is not None
         self._hosts = hosts
+        self._ranks_apart = ranks_apart
         self.model_fingerprint = fingerprint(self.config.path)
         self.on_step: Callable[[list[StepEvent]], None] | None = None
         self._on_full: Callable[[Sequence, int], None] | None = None
@@ -209,6 +212,8 @@ class Engine:
             runner = await self._open_group(report)
         costs = await loop.run_in_executor(self._worker, runner.measure_costs, self._clock)
         runner.forget_expert_load()
+        if self.ranks is not None:
+            await self.ranks.forget_expert_load()
         if self._num_blocks is None:
             self._divide_pool(runner.num_blocks)
         self._loop = StepLoop(
@@ -247,11 +252,14 @@ class Engine:
             options=self.options,
             num_blocks=self._num_blocks,
             max_len=self.max_model_len,
+            first_device=self.device.torch.index or 0,
             experts=asdict(self.plan.experts) if self.plan.experts is not None else None,
         )
         if self.ranks is None:
             assert parallel.hosts == 1 or self._hosts is not None, "nobody can come in"
-            self.ranks = RankGroup(self.plan.world_size, parallel.timeout_s, self._hosts)
+            self.ranks = RankGroup(
+                self.plan.world_size, parallel.timeout_s, self._hosts, apart=self._ranks_apart
+            )
             await self.ranks.start(self.options.threads)
         return await self.ranks.open(
             self.config,
@@ -273,9 +281,15 @@ class Engine:
 
     def expert_load(self) -> npt.NDArray[np.int64]:
         """Rows that each expert of each layer was given since the start, [num_layers, num_experts]: a row is
-        one of the experts that a token chose. 0 in dense layers. Started."""
+        one of the experts that a token chose. 0 in dense layers. Of ranks that share no memory with us, as it
+        was at the last ``refresh_expert_load``. Started."""
         assert self._loop is not None
         return self._loop.runner.expert_load()
+
+    async def refresh_expert_load(self) -> None:
+        """Ask the ranks that share no memory with us for theirs. Started. Raises RankLost."""
+        if self.ranks is not None:
+            await self.ranks.refresh_expert_load()
 
     @property
     def expert_plan(self) -> ExpertPlan:
@@ -296,13 +310,18 @@ class Engine:
                 self.ranks.lose(error)
             raise
 
-    async def close(self) -> None:
-        """Let the step in flight end, finish every sequence as CANCELLED, stop. Idempotent."""
+    async def halt(self) -> None:
+        """Let the step in flight end, finish every sequence as CANCELLED. The blocks stay, wherever they are,
+        until ``close``. Idempotent."""
         self._closed = True
         if self._loop is not None and self._task is not None:
             self._loop.closing = True
             self._loop.wake()
             await asyncio.wait((self._task,))
+
+    async def close(self) -> None:
+        """``halt``, and let everything go. Idempotent."""
+        await self.halt()
         if self.ranks is not None:
             self.ranks.on_lost = None
             if self._keep_ranks and self.ranks.lost is None:

@@ -22,6 +22,7 @@ class ExpertService(node_pb2_grpc.ExpertsServicer):
         self, request: node_pb2.ExpertLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.ExpertLoadReply:
         engine = self._node.engine
+        await engine.refresh_expert_load()
         load = engine.expert_load()
         return node_pb2.ExpertLoadReply(
             num_layers=load.shape[0],

@@ -66,9 +66,9 @@ def choose_num_blocks(runner: ModelRunner, layout: KVLayout, num_blocks: int | N
     rows = min(options.max_batch_size, options.max_batch_tokens)
     itemsize = runner.model.dtype.itemsize
     logits_nbytes = sum(padded_sizes(rows)) * config.vocab_size * itemsize
-    needs = Needs(
-        memory.held_nbytes, step_nbytes, logits_nbytes + GRAPHS_NBYTES if options.decode_graphs else 0
-    )
+    # Steps that wait for other ranks are not recorded.
+    records = options.decode_graphs and alone
+    needs = Needs(memory.held_nbytes, step_nbytes, logits_nbytes + GRAPHS_NBYTES if records else 0)
     room = pool_room(memory, options.gpu_memory, needs)
     fitting = room // layout.block_nbytes
     log.info(

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -48,6 +48,8 @@ from transfer.metrics import path_totals
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.5
+# Ranks that share no memory are asked what their experts were given, for the metrics.
+EXPERT_LOAD_INTERVAL_S = 5.0
 
 Key = tuple[str, int]  # request id, attempt
 
@@ -275,18 +277,25 @@ class EngineNode:
         await self.stop()
         await self._server.stop(grace=0.5)
         await self.exchange.close()
-        await self.engine.close()
+        await self.engine.halt()
+        # What it writes to disk may still lie with the ranks.
         await self.store.close(self.config.store.flush_s)
-        self.memory.close()
+        await self.engine.close()
+        await self.memory.close()
         if self.events is not None:
             await self.events.close()
         await self._redis.aclose()
         self.health.close()
 
     async def _sweep(self) -> None:
+        asked_s = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             self.sweep()
+            if time.monotonic() - asked_s > EXPERT_LOAD_INTERVAL_S:
+                asked_s = time.monotonic()
+                with suppress(RankLost):  # which ends this life anyway
+                    await self.engine.refresh_expert_load()
 
     # ------------------------------------------------------------------ the node in the index
 

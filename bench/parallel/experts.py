@@ -73,6 +73,7 @@ async def measure(directory: Path, rounds: int, device: str, most_ranks: int) ->
             sessions = [await stack.enter_async_context(running(directory, form, device)) for form in forms]
             for _ in range(_LOAD_PROMPTS):
                 await sessions[1].first_token_s(max(PROMPTS))
+            await sessions[1].engine.refresh_expert_load()
             plan = plan_experts(sessions[1].engine.expert_load(), ep, COPIES)
             path = directory / f"plan-{ep}.json"
             path.write_text(plan.to_json())
@@ -108,6 +109,7 @@ async def _rows(
     if count:
         rows += _all_to_all_rows(case, clock.all_to_all_samples_s, count / rounds, nbytes / rounds / longest)
         rows.append(Row(case, "in all-to-all, most", _most(times), "of the step"))
+    await session.engine.refresh_expert_load()
     skew = session.engine.expert_plan.skew(session.engine.expert_load())
     return [*rows, Row(case, "busiest rank over mean", skew, "×")]
 

@@ -20,9 +20,10 @@ from runtime.options import EngineOptions, ParallelOptions, TcpOptions, TlsOptio
 class Assignment:
     """One rank's part in a group, as one line of JSON.
 
-    board, exchange, pool, expert_load: paths of memory the leader made. store: host:port where the ranks of
-    torch.distributed meet, empty for shm. address: of this rank's machine, as others reach it; empty where
-    there is only one. On machines that are not the leader's all these are what the rank host puts in.
+    board, exchange, pool, expert_load: paths of memory the leader made; no pool: the rank makes its own, and
+    is asked for its expert load. store: host:port where the ranks of torch.distributed meet, empty for shm.
+    address: of this rank's machine, as others reach it; empty where there is only one. On machines that are
+    not the leader's all these are what the rank host puts in.
     """
 
     rank: int
@@ -37,11 +38,12 @@ class Assignment:
     options: EngineOptions
     num_blocks: int
     max_len: int
+    first_device: int = 0  # of the GPUs that the node has on each machine
     experts: dict[str, object] | None = None  # an ExpertPlan's ``asdict``
     board: str = ""
     exchange: str = ""
     pool: str = ""
-    expert_load: str = ""  # none where the model has no experts, and on GPUs
+    expert_load: str = ""
     store: str = ""
     address: str = ""
 
@@ -66,7 +68,10 @@ class Assignment:
         return self.plan.shard(config, self.rank)
 
     def torch_device(self) -> torch.device:
-        return torch.device(self.device, self.rank) if self.device == "cuda" else torch.device(self.device)
+        """On GPUs the ranks of a machine have one each, in their order."""
+        if self.device != "cuda":
+            return torch.device(self.device)
+        return torch.device("cuda", self.first_device + self.rank % self.options.parallel.ranks_per_host)
 
     def pack(self) -> dict[str, object]:
         return asdict(self)

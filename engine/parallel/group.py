@@ -46,9 +46,12 @@ class RankGroup:
     the group ends with RankLost, ``on_lost`` is called on the loop, and the group can only be closed.
     """
 
-    def __init__(self, world_size: int, timeout_s: float, hosts: RankHosts | None = None) -> None:
+    def __init__(
+        self, world_size: int, timeout_s: float, hosts: RankHosts | None = None, *, apart: bool = False
+    ) -> None:
         """``hosts``: where some ranks are on other machines, the door by which these come. It is the group's
-        to open and to shut."""
+        to open and to shut. ``apart``: share no pools with any rank, as it is anyway with several machines,
+        and on GPUs."""
         self.world_size = world_size
         self.far_hosts: list[FarHost] = []
         self._door = hosts
@@ -61,13 +64,15 @@ class RankGroup:
         self._runner: ParallelRunner | None = None
         self._store: TCPStore | None = None
         self._memories: list[SharedMemory] = []
+        self._apart = apart
         self._expert_load: ExpertLoad | None = None
+        self._forgotten: torch.Tensor | None = None  # of it, what ranks apart still count
         self._watcher: asyncio.Task[None] | None = None
         self._beating: Heart | None = None
 
     @property
     def pools(self) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of the other ranks' pools, as they see them."""
+        """The bytes of the other ranks' pools, as they see them; none where they are apart."""
         return [pool.array for pool in self._pools]
 
     async def start(self, threads: int) -> None:
@@ -180,14 +185,28 @@ class RankGroup:
     async def start_agents(
         self, options: TransferOptions, agent_id: str, epoch: int
     ) -> list[tuple[bytes, int]]:
-        """A transfer agent in each other rank, over its pool: (descriptor, region). A model must be open, on
-        CPUs. Raises RankLost."""
+        """A transfer agent in each other rank, over its pool: (descriptor, region). A model must be open.
+        Raises RankLost."""
         return await asyncio.gather(
-            *(
-                rank.start_agent(options, f"{agent_id}/{rank.rank}", epoch, pool.path)
-                for rank, pool in zip(self.ranks, self._pools, strict=True)
-            )
+            *(rank.start_agent(options, f"{agent_id}/{rank.rank}", epoch) for rank in self.ranks)
         )
+
+    async def refresh_expert_load(self) -> None:
+        """Ask ranks apart what their experts were given, for ``ParallelRunner.expert_load``. A model must be
+        open. Raises RankLost."""
+        if self._expert_load is None or self._pools:
+            return
+        found = await asyncio.gather(*(rank.expert_load() for rank in self.ranks))
+        tables = torch.tensor(found, dtype=torch.int64)
+        self._expert_load.tables[1:] = tables if self._forgotten is None else tables - self._forgotten
+
+    async def forget_expert_load(self) -> None:
+        """Count anew. No step is running. Raises RankLost."""
+        self._forgotten = None
+        await self.refresh_expert_load()
+        if self._expert_load is not None:
+            self._forgotten = self._expert_load.tables[1:].clone()
+            self._expert_load.tables.zero_()
 
     async def leave(self) -> None:
         """No step is running: the ranks let the model go and wait for another. Raises RankLost."""
@@ -226,18 +245,18 @@ class RankGroup:
             leader = replace(leader, address=self.far_hosts[0].connection.address)
             self._open_far(self._board, payload, exchange.array.nbytes)
         self._memories, self._pools = [exchange], []
-        self._expert_load = None
-        if config.moe is not None and leader.device == "cpu":
+        apart = self._apart or leader.device != "cpu" or options.parallel.hosts > 1
+        self._expert_load = self._forgotten = None
+        if config.moe is not None:
             load = SharedMemory.create("expert-load", ExpertLoad.nbytes(config, plan.world_size))
             self._memories.append(load)
             self._expert_load = ExpertLoad(config, load.array, plan.world_size)
-            leader = replace(leader, expert_load=load.path)
+            if not apart:
+                leader = replace(leader, expert_load=load.path)
         assignments = [leader]
         for rank in range(1, plan.world_size):
             assigned = self.assign(leader, rank)
-            if rank in self._board.far:
-                assigned = replace(assigned, expert_load="")
-            elif leader.device == "cpu":
+            if not apart:
                 pages = page_dtype(options, leader.dtype)
                 layout = plan.shard(config, rank).layout(config, options.block_size, pages)
                 pool = SharedMemory.create(f"pool-{rank}", leader.num_blocks * layout.block_nbytes)

@@ -59,9 +59,14 @@ def report(kind: str, **facts: object) -> None:
 
 class Control:
     """The thread that listens to the leader, and reads blocks for it. Ends the process when the leader is
-    gone."""
+    gone.
+
+    pool, expert_load: of the model that is open, from before that is reported.
+    """
 
     def __init__(self) -> None:
+        self.pool: SharedMemory | Tensor | None = None
+        self.expert_load: Tensor | None = None
         self._agent: TransferAgent | None = None
         self._reader: AgentReader | None = None
         self._reads: dict[int, asyncio.Task[None]] = {}
@@ -79,6 +84,9 @@ class Control:
                     self.assignments.put(Assignment.unpack(words))
                 case {"agent": words}:
                     await self._start_agent(words)
+                case {"expert_load": _}:
+                    assert self.expert_load is not None
+                    report("expert_load", table=self.expert_load.tolist())
                 case {"read": number, **words}:
                     self._reads[number] = loop.create_task(
                         self._read(number, RankRead.unpack(words["request"]))
@@ -95,9 +103,12 @@ class Control:
         self._agent = agent = await TransferAgent.start(
             options, agent_id=words["agent_id"], epoch=words["epoch"]
         )
-        pool = SharedMemory.open(words["pool"])
-        region = agent.register_shared(pool.fd, "pool")
-        pool.close()
+        pool = self.pool
+        assert pool is not None
+        if isinstance(pool, SharedMemory):
+            region = agent.register_shared(pool.fd, "pool")
+        else:
+            region = agent.register(pool.view(torch.uint8), name="pool")
         self._reader = AgentReader(agent, region)
         report("agent", descriptor=b64encode(agent.describe().pack()).decode(), region=region.id)
 
@@ -113,7 +124,7 @@ class Control:
             del self._reads[number]
 
 
-def serve(assignment: Assignment) -> None:
+def serve(assignment: Assignment, control: Control) -> None:
     """Load what is assigned, report it, and run steps until the leader ends them.
 
     Raises RankLost when the group is aborted, MoonpoolError when loading fails.
@@ -125,16 +136,18 @@ def serve(assignment: Assignment) -> None:
     )
     heart = Heart(board)
     try:
-        _run(assignment, board)
+        _run(assignment, board, control)
     finally:
         heart.stop()
     report("ended")
 
 
-def _run(assignment: Assignment, board: Board) -> None:
+def _run(assignment: Assignment, board: Board, control: Control) -> None:
     options = assignment.options
     config = ModelConfig.from_checkpoint(Path(assignment.model))
     shard, device = assignment.shard(config), assignment.torch_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     clock = ExchangeClock()
     link = open_link(assignment, config, board, clock)
     told_s = 0.0
@@ -155,14 +168,27 @@ def _run(assignment: Assignment, board: Board) -> None:
         link=link,
         expert_load=_expert_load(assignment, config),
     )
-    memory = SharedMemory.open(assignment.pool).array if assignment.pool else None
     layout = shard.layout(config, options.block_size, page_dtype(options, assignment.dtype))
-    pool = pool_tensor(layout, assignment.num_blocks, device, memory)
+    memory = None
+    if device.type == "cpu":
+        memory = _pool_memory(assignment, assignment.num_blocks * layout.block_nbytes)
+    pool = pool_tensor(layout, assignment.num_blocks, device, None if memory is None else memory.array)
+    control.pool = pool if memory is None else memory
+    control.expert_load = model.expert_load
     report("loaded", identity=assignment.identity(config))
     try:
         run_steps(Stage(model, pool, link, board, clock, options.parallel), board, device)
     finally:
         link.close()
+        if memory is not None:
+            memory.close()
+
+
+def _pool_memory(assignment: Assignment, nbytes: int) -> SharedMemory:
+    """What the leader made for us, or where it has none to share, our own."""
+    if assignment.pool:
+        return SharedMemory.open(assignment.pool)
+    return SharedMemory.create(f"pool-{assignment.rank}", nbytes)
 
 
 def _expert_load(assignment: Assignment, config: ModelConfig) -> Tensor | None:
@@ -178,7 +204,7 @@ def main() -> int:
     control = Control()
     while True:
         try:
-            serve(control.assignments.get())
+            serve(control.assignments.get(), control)
         except RankLost as error:
             log.warning("%s; this rank ends", error)
             return 1

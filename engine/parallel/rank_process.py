@@ -32,6 +32,7 @@ class RankProcess:
         self._agent: asyncio.Future[tuple[bytes, int]] | None = None
         self._reads: dict[int, asyncio.Future[str]] = {}
         self._num_reads = 0
+        self._expert_load: asyncio.Future[list[list[int]]] | None = None
         self._failure = ""
         self._closing = False
 
@@ -60,26 +61,31 @@ class RankProcess:
         loop = asyncio.get_running_loop()
         self._progress = progress
         self._loaded, self._ended = loop.create_future(), loop.create_future()
-        if self._failure:
-            raise RankLost(self.rank, self._failure)
+        self._raise_if_lost()
         self._send({"load": assignment.pack()})
         return await self._loaded
 
-    async def start_agent(
-        self, options: TransferOptions, agent_id: str, epoch: int, pool: str
-    ) -> tuple[bytes, int]:
+    async def start_agent(self, options: TransferOptions, agent_id: str, epoch: int) -> tuple[bytes, int]:
         """Have it start a transfer agent of its own; the agent's descriptor, and the region of its pool.
 
         Raises RankLost.
         """
+        self._raise_if_lost()
         self._agent = asyncio.get_running_loop().create_future()
-        self._send(
-            {"agent": {"options": asdict(options), "agent_id": agent_id, "epoch": epoch, "pool": pool}}
-        )
+        self._send({"agent": {"options": asdict(options), "agent_id": agent_id, "epoch": epoch}})
         return await self._agent
+
+    async def expert_load(self) -> list[list[int]]:
+        """The rank's table, see ``ExpertLoad``. A model must be open. Raises RankLost."""
+        self._raise_if_lost()
+        if self._expert_load is None or self._expert_load.done():
+            self._expert_load = asyncio.get_running_loop().create_future()
+            self._send({"expert_load": True})
+        return await asyncio.shield(self._expert_load)
 
     async def read(self, request: RankRead) -> str:
         """See ``RankReader``; raises RankLost too. Cancelled, it first lets the read end."""
+        self._raise_if_lost()
         self._num_reads = number = self._num_reads + 1
         done = self._reads[number] = asyncio.get_running_loop().create_future()
         self._send({"read": number, "request": request.pack()})
@@ -108,6 +114,11 @@ class RankProcess:
         if self._reading is not None:
             await asyncio.wait((self._reading,))
 
+    def _raise_if_lost(self) -> None:
+        """Nobody would answer."""
+        if self._failure:
+            raise RankLost(self.rank, self._failure)
+
     def _send(self, command: dict[str, object]) -> None:
         self.channel.send(json.dumps(command).encode() + b"\n")
 
@@ -128,6 +139,9 @@ class RankProcess:
                 case "agent":
                     assert self._agent is not None
                     self._agent.set_result((b64decode(message["descriptor"]), message["region"]))
+                case "expert_load":
+                    assert self._expert_load is not None
+                    self._expert_load.set_result(message["table"])
                 case "read":
                     read = self._reads.pop(message["number"])
                     if "error" in message:
@@ -140,7 +154,7 @@ class RankProcess:
         self._failure = f"{how}: {self._failure}" if self._failure else how
         error = RankLost(self.rank, self._failure)
         waiting: list[asyncio.Future[Any] | None] = [self._loaded, self._ended, self._agent]
-        for future in [*waiting, *self._reads.values()]:
+        for future in [*waiting, self._expert_load, *self._reads.values()]:
             if future is not None and not future.done():
                 future.set_exception(error)
                 future.exception()  # seen, should nobody wait any more

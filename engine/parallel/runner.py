@@ -72,7 +72,7 @@ class ParallelRunner(ModelRunner):
             progress=progress,
             shard=assignment.shard(config),
             link=link,
-            expert_load=None if expert_load is None else expert_load.tables[0],
+            expert_load=expert_load.tables[0] if expert_load and device.torch.type == "cpu" else None,
         )
         self._expert_load = expert_load
         self.clock = clock
@@ -111,9 +111,11 @@ class ParallelRunner(ModelRunner):
         return output
 
     def expert_load(self) -> npt.NDArray[np.int64]:
-        """See ``ModelRunner``; of this rank alone where the ranks are on GPUs."""
+        """See ``ModelRunner``; of ranks that share no memory with us, as it was when they were last asked."""
         if self._expert_load is None:
             return super().expert_load()
+        if self.model.expert_load.is_cuda:
+            self._expert_load.tables[0] = self.model.expert_load.cpu()
         # Neighbours that split matrices are given the same rows.
         counting = [shard.rank for shard in self._shards if shard.place == 0]
         return self._expert_load.tables[counting].sum(0).numpy()

@@ -124,4 +124,7 @@ def run_steps(stage: Stage, board: Board, device: torch.device) -> None:
             hidden = stage.forward(inputs.to(device))
             for rows in rounds:
                 stage.logits(hidden, rows)
+            if device.type == "cuda":
+                # Who hears that the step is done reads its blocks.
+                torch.cuda.current_stream(device).synchronize()
             stage.end()

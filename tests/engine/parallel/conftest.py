@@ -26,15 +26,22 @@ async def ranks(world_size: int, timeout_s: float = 5.0) -> AsyncIterator[RankGr
 
 @asynccontextmanager
 async def serving(
-    path: Path, group: RankGroup | None = None, *, num_blocks: int = 128, dtype: str = "auto", **words: Any
+    path: Path,
+    group: RankGroup | None = None,
+    *,
+    num_blocks: int = 128,
+    dtype: str = "auto",
+    apart: bool = False,
+    **words: Any,
 ) -> AsyncIterator[Driver]:
-    """Words are ParallelOptions' or EngineOptions'; afterwards no block may be held."""
+    """Words are ParallelOptions' or EngineOptions'; ``apart``: ranks share no pools with their leader.
+    Afterwards no block may be held."""
     parallel = ParallelOptions(**{k: words.pop(k) for k in list(words) if k in ParallelOptions.__slots__})
     words = {"block_size": 8, "pool_nbytes": 1 << 30, "parallel": parallel, **words}
     model = ModelOptions(device="cpu", dtype=dtype)
     probe = Engine(path, EngineOptions(**words), model)
     words["pool_nbytes"] = num_blocks * sum(layout.block_nbytes for layout in probe.rank_layouts)
-    engine = Engine(path, EngineOptions(**words), model, ranks=group)
+    engine = Engine(path, EngineOptions(**words), model, ranks=group, ranks_apart=apart)
     driver = Driver(engine)
     try:
         # Nobody asks these engines what a step costs.
