@@ -41,7 +41,25 @@ async def outcome(batch: Awaitable[TransferReport]) -> tuple[TransferReport | Ba
 
 async def again(move: Any, ours: list[Span], spans: list[Span]) -> TransferReport:
     while True:
-        await move(ours, spans, deadline_s=5)
+        await move(ours, spans, deadline_s=20)
+
+
+# What an error may be late: by the loop's own clock it is 3 ms, and 10 at most (docs/decisions/transfer.md).
+GRACE_S = 0.5
+
+
+async def late(batch: Awaitable[Any], deadline_s: float) -> tuple[Any, float]:
+    """What a batch that has just begun came to, and how many seconds after its deadline; 0: before it.
+
+    The deadline is when an alarm set for it rings on the same loop: a machine that is busy with other things
+    makes both late.
+    """
+    loop = asyncio.get_running_loop()
+    rang_s: asyncio.Future[float] = loop.create_future()
+    alarm = loop.call_later(deadline_s, lambda: rang_s.set_result(time.perf_counter()))
+    result, _ = await outcome(batch)
+    alarm.cancel()
+    return result, time.perf_counter() - rang_s.result() if rang_s.done() else 0.0
 
 
 class Proxy:

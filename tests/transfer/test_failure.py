@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from tests.transfer.cables import Cabled
 from tests.transfer.conftest import RemotePeer, StartPeer
-from tests.transfer.faults import Proxy, again, choose, outcome, start_here
+from tests.transfer.faults import GRACE_S, Proxy, again, choose, late, outcome, start_here
 from tests.transfer.peer_process import pattern
 from transfer import (
     AgentClosed,
@@ -32,8 +31,6 @@ from transfer import (
 from transfer import peers as peers_module
 
 NBYTES = 32 << 20
-# What an error may be late. A machine that is busy with other things gets more.
-GRACE_S = 0.1 if not os.environ.get("CI") else 0.5
 
 
 async def big_read(agent: TransferAgent, theirs: RemotePeer) -> tuple[Peer, Region, list[Span], list[Span]]:
@@ -66,7 +63,7 @@ async def test_a_killed_peer_is_lost(
         peer, memory, ours, spans = await big_read(agent, theirs)
         await is_served(agent, other)
         move = getattr(peer, direction)
-        batch = move(ours, spans, deadline_s=5)
+        batch = move(ours, spans, deadline_s=20)
         await asyncio.sleep(0)
         theirs.process.kill()
         result, seconds = await outcome(batch)
@@ -74,7 +71,8 @@ async def test_a_killed_peer_is_lost(
         assert isinstance(result, PeerLost | TransferReport)
         result, more_seconds = await outcome(asyncio.ensure_future(again(move, ours, spans)))
         assert isinstance(result, PeerLost)
-        assert seconds + more_seconds < 1
+        # Long before a deadline: by the end of its connection, not by its silence.
+        assert seconds + more_seconds < 5
         memory.array[:] = 7
         with pytest.raises(PeerLost):
             await agent.connect(theirs.descriptor)
@@ -104,17 +102,18 @@ async def test_a_stopped_peer_is_past_the_deadline(
         peer, memory, ours, spans = await big_read(agent, theirs)
         memory.array[:] = 3
         theirs.signal(signal.SIGSTOP)
-        result, seconds = await outcome(getattr(peer, direction)(ours, spans, deadline_s=0.3))
+        batch, began_s = getattr(peer, direction)(ours, spans, deadline_s=0.3), time.perf_counter()
+        result, late_s = await late(batch, 0.3)
         assert isinstance(result, DeadlineExceeded)
-        assert 0.25 < seconds < 0.3 + GRACE_S
+        assert time.perf_counter() - began_s > 0.25
+        assert late_s < GRACE_S
         memory.array[:] = 9
         # Another peer is served meanwhile, and nobody can connect to the stopped one.
         await is_served(agent, other)
-        async with await start_here(transport) as late:
-            started = time.perf_counter()
-            with pytest.raises(DeadlineExceeded):
-                await late.connect(theirs.descriptor, deadline_s=0.2)
-            assert time.perf_counter() - started < 0.2 + GRACE_S
+        async with await start_here(transport) as another:
+            result, late_s = await late(another.connect(theirs.descriptor, deadline_s=0.2), 0.2)
+            assert isinstance(result, DeadlineExceeded)
+            assert late_s < GRACE_S
         theirs.signal(signal.SIGCONT)
         # What had not been taken from our memory by then must not be taken now that it means something else.
         await peer.read(ours[:1], spans[:1], deadline_s=5)
@@ -211,11 +210,11 @@ async def test_a_cut_link_is_past_the_deadline(
         batch = getattr(peer, direction)(ours, spans, deadline_s=0.4)
         await asyncio.sleep(0)
         link.hold()
-        result, seconds = await outcome(batch)
+        result, _ = await outcome(batch)
         assert isinstance(result, DeadlineExceeded | TransferReport)
-        result, seconds = await outcome(getattr(peer, direction)(ours, spans, deadline_s=0.3))
+        result, late_s = await late(getattr(peer, direction)(ours, spans, deadline_s=0.3), 0.3)
         assert isinstance(result, DeadlineExceeded)
-        assert seconds < 0.3 + GRACE_S
+        assert late_s < GRACE_S
         memory.array[:] = 9
         with pytest.raises(DeadlineExceeded):
             await peer.read(ours, spans, deadline_s=0.2)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from runtime.options import TransferOptions
-from tests.transfer.faults import Proxy, outcome
+from tests.transfer.faults import GRACE_S, Proxy, late
 from tests.transfer.peer_process import pattern
 from transfer import Span, TransferAgent, TransferError, TransferReport, checksum
 from transfer.wire import Frame
@@ -67,9 +67,9 @@ async def test_garbled_answers_cost_a_retry_or_end_in_time(direction: str) -> No
             await move(*spans, deadline_s=10)
             target.array[:] = 0
             cable.change = Garble(seed)
-            result, seconds = await outcome(move(*spans, deadline_s=DEADLINE_S, checksums=sums))
+            result, late_s = await late(move(*spans, deadline_s=DEADLINE_S, checksums=sums), DEADLINE_S)
             assert isinstance(result, TransferReport | TransferError), repr(result)
-            assert seconds < DEADLINE_S + 0.1
+            assert late_s < GRACE_S
             if isinstance(result, TransferReport):
                 assert np.array_equal(ours.array, remote.array)
             outcomes.append(type(result).__name__)
@@ -102,9 +102,9 @@ async def test_garbled_control_frames_lose_that_peer_only() -> None:
             remote = theirs.allocate(NBYTES, "theirs")
             cable.change = lambda answered, frame=frame: frame  # type: ignore[misc]
             spans = [Span(ours.id, 0, NBYTES)], [Span(remote.id, 0, NBYTES)]
-            result, seconds = await outcome(peer.read(*spans, deadline_s=DEADLINE_S))
+            result, late_s = await late(peer.read(*spans, deadline_s=DEADLINE_S), DEADLINE_S)
             assert isinstance(result, TransferError)
-            assert seconds < DEADLINE_S + 0.1
+            assert late_s < GRACE_S
             assert peer.lost
             cable.change = lambda answered: answered
             await well.read(spans[0], [Span(elsewhere.id, 0, NBYTES)], deadline_s=5)

@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 from runtime.options import TcpOptions, TransferOptions
 from tests.transfer.cables import Cabled
 from tests.transfer.conftest import StartPeer
-from tests.transfer.faults import Proxy, outcome
+from tests.transfer.faults import GRACE_S, Proxy, late
 from tests.transfer.peer_process import pattern
 from transfer import (
     AgentDescriptor,
@@ -26,6 +26,7 @@ from transfer import (
     Region,
     Span,
     TransferAgent,
+    stall,
 )
 from transfer.attempt import Attempt
 from transfer.backoff import Backoff
@@ -113,16 +114,15 @@ async def test_a_large_batch_is_striped_over_all_rails(railed: Railed, direction
 
 
 async def test_a_slow_rail_carries_less_and_does_not_hold_up_the_others(railed: Railed) -> None:
-    slow = railed.cables[1]
-    slow._see = lambda received: time.sleep(len(received) / 20e6)
+    usual_s = max((await railed.move("read", 10)).seconds, 0.05)
+    # A third of the bytes, over its two connections, would take ten times what all of them take usually.
+    nbytes_per_s = NBYTES / 3 / 2 / (10 * usual_s)
+    railed.cables[1]._see = lambda received: time.sleep(len(received) / nbytes_per_s)
     before = railed.passed()
-    started = time.perf_counter()
-    await railed.move("read", 10)
-    seconds = time.perf_counter() - started
+    report = await railed.move("read", 60)
     carried = [after - earlier for after, earlier in zip(railed.passed(), before, strict=True)]
     assert carried[1] < min(carried[0], carried[2])
-    # A third of the bytes over it would have taken half a second a connection.
-    assert seconds < NBYTES / 3 / 20e6
+    assert report.seconds < 8 * usual_s
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])
@@ -133,36 +133,43 @@ async def test_a_batch_goes_on_when_a_rail_is_cut_and_the_rail_comes_back(
     """Silently, as a pulled cable; also the one that the control connection goes over."""
     railed.fill(direction, 2)
     cable = railed.cables[number]
-    batch = railed.move(direction, 4)
+    batch = railed.move(direction, 8)
     await asyncio.sleep(0.005)
     cable.hold()
     failures = REGISTRY.get_sample_value("moonpool_transfer_rail_failures_total", {"path": "tcp"}) or 0
-    report = await batch
+    await batch
     assert railed.arrived()
-    assert report.seconds < 3
     # If that one was too quick to notice, this one notices; the third leaves the rail alone.
-    await railed.move(direction, 4)
+    await railed.move(direction, 8)
+    (path,) = railed.peer.paths
+    assert isinstance(path, StreamPath)
+    assert path._rails[number].num_streams == 0
     railed.fill(direction, 3)
     held = cable.passed_nbytes
-    assert (await railed.move(direction, 4)).seconds < 1
+    await railed.move(direction, 8)
     assert railed.arrived()
     assert cable.passed_nbytes == held
     counted = REGISTRY.get_sample_value("moonpool_transfer_rail_failures_total", {"path": "tcp"})
     assert counted is not None and counted > failures
     cable.release()
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(60):
         while cable.passed_nbytes < held + (1 << 20):
-            await railed.move(direction, 4)
+            await railed.move(direction, 8)
     await railed.joined()
 
 
-async def test_a_rail_that_breaks_hands_its_chunks_to_the_others_at_once(railed: Railed) -> None:
+async def test_a_rail_that_breaks_hands_its_chunks_to_the_others_at_once(
+    railed: Railed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when it is seen that they do not move: here nobody looks."""
+    monkeypatch.setattr(stall, "_MIN_S", 3600.0)
+    monkeypatch.setattr(stall, "_MAX_S", 3600.0)
     for turn in range(4):
         railed.fill("read", turn)
-        batch = railed.move("read", 5)
+        batch = railed.move("read", 20)
         await asyncio.sleep(0.004 * turn)
         railed.cables[1 + turn % 2].cut()
-        assert (await batch).seconds < 1
+        await batch
         assert railed.arrived()
 
 
@@ -171,7 +178,7 @@ async def test_what_a_cut_rail_held_back_of_a_write_never_lands_after_it(railed:
     for turn in range(3):
         railed.fill("write", turn)
         cable = railed.cables[1 + turn % 2]
-        batch = railed.move("write", 3)
+        batch = railed.move("write", 4)
         await asyncio.sleep(0.005)
         cable.hold()
         await batch
@@ -187,9 +194,9 @@ async def test_what_a_cut_rail_held_back_of_a_write_never_lands_after_it(railed:
 async def test_when_all_rails_are_cut_the_deadline_ends_it(railed: Railed, direction: str) -> None:
     for cable in railed.cables:
         cable.hold()
-    result, seconds = await outcome(railed.move(direction, 0.6))
+    result, late_s = await late(railed.move(direction, 0.6), 0.6)
     assert isinstance(result, DeadlineExceeded)
-    assert seconds < 0.7
+    assert late_s < GRACE_S
     railed.ours.array[:] = 9
     await asyncio.sleep(0.05)
     assert (railed.ours.array == 9).all()
@@ -250,9 +257,11 @@ async def test_a_batch_leaves_a_path_that_is_stuck_in_time_for_the_next(railed: 
     assert report.transport == "tcp"
     # Where there is no other way, it is waited for until the end.
     railed.peer.paths = PathChoice([stuck])
-    result, seconds = await outcome(railed.move("read", 0.5))
+    batch, began_s = railed.move("read", 0.5), time.perf_counter()
+    result, late_s = await late(batch, 0.5)
     assert isinstance(result, DeadlineExceeded)
-    assert 0.45 < seconds < 0.6
+    assert time.perf_counter() - began_s > 0.45
+    assert late_s < GRACE_S
 
 
 def test_those_who_fail_together_count_once() -> None:
@@ -283,28 +292,26 @@ async def test_cables_are_pulled(cabled: Cabled, start_peer: StartPeer) -> None:
         await peer.read(*spans, deadline_s=5)
         for cable in (1, 0):
             ours.array[:] = 0
-            batch = peer.read(*spans, deadline_s=2)
+            batch = peer.read(*spans, deadline_s=4)
             await asyncio.sleep(0)
             cabled.pull(cable)
             await batch
             assert np.array_equal(ours.array, pattern(NBYTES, 6))
-            await peer.write(*spans, deadline_s=2)
+            await peer.write(*spans, deadline_s=4)
             cabled.plug(cable)
             # Wait until it is used again, or the next one that is pulled is the last there was.
             (path,) = peer.paths
             assert isinstance(path, StreamPath)
-            async with asyncio.timeout(8):
+            async with asyncio.timeout(60):
                 while len(path._streams) < 4:
-                    await peer.read(*spans, deadline_s=2)
+                    await peer.read(*spans, deadline_s=5)
         for cable in (0, 1):
             cabled.pull(cable)
         ours.array[:] = 9
-        result, seconds = await outcome(peer.read(*spans, deadline_s=0.5))
-        assert isinstance(result, DeadlineExceeded)
-        assert seconds < 0.6
-        result, seconds = await outcome(peer.write(*spans, deadline_s=0.5))
-        assert isinstance(result, DeadlineExceeded)
-        assert seconds < 0.6
+        for move in (peer.read, peer.write):
+            result, late_s = await late(move(*spans, deadline_s=0.5), 0.5)
+            assert isinstance(result, DeadlineExceeded)
+            assert late_s < GRACE_S
         for cable in (0, 1):
             cabled.plug(cable)
         # The control connection is the old one: no packet of it was lost.
