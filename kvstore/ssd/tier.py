@@ -24,6 +24,7 @@ from kvstore.ssd.io_threads import Bytes
 from kvstore.ssd.opening import open_directory
 from kvstore.ssd.reading import WantedBlock
 from kvstore.ssd.stats import SsdTierStats
+from kvstore.ssd.uncollected import uncollected
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -82,8 +83,10 @@ class SsdTier:
         make_policy(policy, 1)  # an unknown name is refused before anything is touched
         segment = segment_nbytes or max(_MIN_SEGMENT_NBYTES, -(-capacity_nbytes // _MAX_SEGMENTS))
         wanted = TierFormat(layout.fingerprint.hex(), layout.block_nbytes, segment)
-        opened = await asyncio.to_thread(open_directory, directory, wanted, capacity_nbytes, on_mismatch)
-        catalog = await asyncio.to_thread(Catalog, opened.segments, opened.found, policy, saved_s, on_dropped)
+        with uncollected():
+            opened = await asyncio.to_thread(open_directory, directory, wanted, capacity_nbytes, on_mismatch)
+            found = opened.found
+            catalog = await asyncio.to_thread(Catalog, opened.segments, found, policy, saved_s, on_dropped)
         disk = Disk(
             opened,
             depth=threads,

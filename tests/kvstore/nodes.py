@@ -23,7 +23,7 @@ def chain(length: int, number: int = 0) -> list[BlockKey]:
 class FakeNode:
     """Holds chains up to some length, as a real node would, and publishes them through the real publisher."""
 
-    def __init__(self, index: KVIndex, node_id: str, epoch: int = 1, lease_ttl_s: float = 0.5) -> None:
+    def __init__(self, index: KVIndex, node_id: str, epoch: int = 1, lease_ttl_s: float = 10.0) -> None:
         self.record = NodeRecord(node_id, epoch, "prefill")
         self.held: dict[BlockKey, Tier] = {}
         options = IndexOptions(lease_ttl_s=lease_ttl_s, publish_interval_s=0.001)

@@ -27,9 +27,17 @@ def parents_of(keys: Sequence[BlockKey], before: BlockKey | None = None) -> list
     return [before, *keys[:-1]]
 
 
-async def open_tier(directory: Path, slots: int = 64, **options: Any) -> SsdTier:
+async def open_tier(
+    directory: Path, slots: int = 64, *, io_deadline_s: float = 60.0, **options: Any
+) -> SsdTier:
+    """``io_deadline_s``: so long that no disk others keep busy is taken for one that hangs."""
     return await SsdTier.open(
-        directory, LAYOUT, capacity_nbytes=slots * SLOT_NBYTES, segment_nbytes=16 * SLOT_NBYTES, **options
+        directory,
+        LAYOUT,
+        capacity_nbytes=slots * SLOT_NBYTES,
+        segment_nbytes=16 * SLOT_NBYTES,
+        io_deadline_s=io_deadline_s,
+        **options,
     )
 
 

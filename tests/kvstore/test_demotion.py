@@ -186,7 +186,7 @@ async def test_the_loop_goes_on_while_a_gibibyte_is_evicted_and_the_disk_stalls(
         # It is called so when a write has hung for its deadline, which may be after all this.
         while not disk.is_stalled:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert disk.stats.num_stalls == 1
+    assert disk.stats.num_stalls >= 1
     rng = random.Random(1)
     keys = chain(64, 15)
     i = rng.randrange(64)

@@ -7,8 +7,9 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -257,6 +258,14 @@ class Stall:
         monkeypatch.setattr(Segments, name, wait_first)
 
 
+def at_once(call: Coroutine[Any, Any, list[bool]]) -> list[bool]:
+    """What it returns without waiting for anything."""
+    with pytest.raises(StopIteration) as caught:
+        call.send(None)
+    answer: list[bool] = caught.value.value
+    return answer
+
+
 async def answers(tier: SsdTier) -> None:
     while tier.is_stalled:  # noqa: ASYNC110 - a tier tells its state, not when it changes
         await asyncio.sleep(0.01)
@@ -266,29 +275,33 @@ async def test_a_stalled_read_is_a_miss_and_lands_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stall = Stall(monkeypatch, "read")
-    async with await open_tier(tmp_path, io_deadline_s=0.1) as tier:
+    async with await open_tier(tmp_path) as tier:
         await put_chain(tier, chain(10))
+    async with await open_tier(tmp_path, io_deadline_s=0.1) as tier:
         stall.opened.clear()
         into = [np.full(LAYOUT.block_nbytes, 7, np.uint8) for _ in range(10)]
         assert await tier.get(chain(10), into) == [False] * 10
         assert tier.is_stalled and tier.stats.num_stalls == 1
-        assert re.search(r"no answer for 0\.\d s \(reading .*segment-00000\.kv at 0\)", caplog.text)
+        assert re.search(r"no answer for \d\.\d s \(reading .*segment-00000\.kv at 0\)", caplog.text)
         # Nobody waits while it lasts.
-        async with asyncio.timeout(0.05):
-            assert await tier.get(chain(10), into) == [False] * 10
-            assert await put_chain(tier, chain(3, 1)) == [False] * 3
+        assert at_once(tier.get(chain(10), into)) == [False] * 10
+        assert at_once(put_chain(tier, chain(3, 1))) == [False] * 3
         assert len(tier) == 10, "a stall is no reason to drop blocks"
         stall.opened.set()
         await answers(tier)
         assert all((block == 7).all() for block in into), "a late read was delivered"
         assert "answers again" in caplog.text
+        while await held(tier, 10) < 10:
+            await answers(tier)  # a busy disk may be as slow as one that hangs
+    async with await open_tier(tmp_path) as tier:
         assert await check_every_block(tier) == 10
 
 
 async def test_a_stalled_write_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stall = Stall(monkeypatch, "write")
-    async with await open_tier(tmp_path, io_deadline_s=0.5) as tier:
+    async with await open_tier(tmp_path) as tier:
         await put_chain(tier, chain(10))
+    async with await open_tier(tmp_path, io_deadline_s=0.5) as tier:
         stall.opened.clear()
         sources = [payload(key).copy() for key in chain(5, 1)]
         parents = [None, *chain(4, 1)]
@@ -297,8 +310,10 @@ async def test_a_stalled_write_is_given_up(tmp_path: Path, monkeypatch: pytest.M
             source[:] = 0  # the caller's again
         stall.opened.set()
         await answers(tier)
-        assert await check_every_block(tier) == 10
-        assert await put_chain(tier, chain(5, 1)) == [True] * 5
+        assert tier.keys() == chain(10)
+        while not all(await put_chain(tier, chain(5, 1))):
+            await answers(tier)  # a busy disk may be as slow as one that hangs
+    async with await open_tier(tmp_path) as tier:
         assert await check_every_block(tier) == 15
 
 
@@ -324,11 +339,12 @@ async def test_a_tier_can_be_closed_while_its_disk_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stall = Stall(monkeypatch, "read")
+    async with await open_tier(tmp_path) as tier:
+        await put_chain(tier, chain(4))
     tier = await open_tier(tmp_path, io_deadline_s=0.1)
-    await put_chain(tier, chain(4))
     stall.opened.clear()
     assert await held(tier, 4) == 0
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await tier.close()
     assert "stays locked" in caplog.text
     stall.opened.set()
