@@ -5,6 +5,7 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -56,6 +57,12 @@ class RankRead:
         return target, column(self.region, self.source_begins, runs[:, 0])
 
 
+@lru_cache(maxsize=1024)
+def _descriptor(packed: bytes) -> AgentDescriptor:
+    """Each is read from again and again."""
+    return AgentDescriptor.unpack(packed)
+
+
 class RankReader(Protocol):
     async def read(self, request: RankRead) -> str:
         """Returns the transport. Raises TransferError; the target blocks' bytes are undefined then, and after
@@ -72,7 +79,7 @@ class AgentReader:
 
     async def read(self, request: RankRead, joint: JointRead | None = None) -> str:
         """``joint``: of several reads that are asked for together."""
-        peer = await self._agent.connect(AgentDescriptor.unpack(request.agent))
+        peer = await self._agent.connect(_descriptor(request.agent))
         local, remote = request.spans(self._region.id)
         return (await peer.read(local, remote, deadline_s=request.deadline_s, joint=joint)).transport
 

@@ -86,20 +86,22 @@ class ShardedReader:
         layout = self._layout
         pool = source.ranks[0].region if source.ranks else None
         in_parts = [i for i, region in enumerate(regions) if region == pool]
-        whole: dict[int, list[int]] = {}
+        elsewhere: dict[int, list[int]] = {}
         for i, region in enumerate(regions):
             if region != pool:
-                whole.setdefault(region, []).append(i)
+                elsewhere.setdefault(region, []).append(i)
         reads: list[tuple[RankTarget, RankRead]] = []
 
         def add(which: list[int], agents: list[bytes], owned: list[int], shards: list[BlockShard]) -> None:
+            whole = layout.block_nbytes  # asked for once, not once a block
             for place, target in enumerate(self._targets):
-                into = [block_ids[i] * target.shard.block_nbytes(layout) for i in which]
+                own = target.shard.block_nbytes(layout)
+                into = [block_ids[i] * own for i in which]
                 for part in parts(layout, shards, target.shard, place):
                     size = shards[part.source].block_nbytes(layout)
                     runs = [(run.source, run.target, run.nbytes) for run in part.runs]
                     # The pool's are named as if they were whole; all others are.
-                    begins = [offsets[i] * size // layout.block_nbytes for i in which]
+                    begins = [offsets[i] * size // whole for i in which]
                     agent, region = agents[part.source], owned[part.source]
                     reads.append((target, RankRead(agent, region, begins, into, runs, deadline_s)))
 
@@ -110,7 +112,7 @@ class ShardedReader:
                 [rank.region for rank in source.ranks],
                 [shard_of(rank) for rank in source.ranks],
             )
-        for region, which in whole.items():
+        for region, which in elsewhere.items():
             add(which, [source.agent], [region], [BlockShard.whole(layout)])
         return reads
 
