@@ -236,14 +236,14 @@ class RankGroup:
         self._board = Board.create(plan.world_size, payload, self._timeout_s)
         shape = exchange_shape(leader, config)
         exchange = SharedMemory.create("exchange", plan.world_size * shape.rank_nbytes)
+        if self.far_hosts:
+            leader = replace(leader, address=self.far_hosts[0].connection.address)
+            self._open_far(self._board, payload, exchange.array.nbytes)
         store = ""
         if leader.link != "shm":
             self._store = open_store(leader.address)
             store = f"{self._store.host}:{self._store.port}"
         leader = replace(leader, board=self._board.path, exchange=exchange.path, store=store)
-        if self.far_hosts:
-            leader = replace(leader, address=self.far_hosts[0].connection.address)
-            self._open_far(self._board, payload, exchange.array.nbytes)
         self._memories, self._pools = [exchange], []
         apart = self._apart or leader.device != "cpu" or options.parallel.hosts > 1
         self._expert_load = self._forgotten = None
@@ -291,6 +291,9 @@ class RankGroup:
         """A rank is of no use any more: the group is neither. Only the first time counts."""
         if self.lost is not None:
             return
+        where = self.ranks[error.rank - 1].where if error.rank else ""
+        if where and where not in str(error):
+            error = RankLost(error.rank, f"{error.reason}{where}")
         self.lost = error
         log.error("%s; the group is torn down", error)
         if self._board is not None:

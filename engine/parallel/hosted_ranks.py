@@ -118,8 +118,6 @@ class HostedRanks:
         command: dict[str, Any] = json.loads(line)
         match command:
             case {"load": words} if self._board is not None and self._exchange is not None:
-                _, _, port = words["store"].rpartition(":")
-                words["store"] = f"{self._connection.peer}:{port}" if port else ""
                 words["address"] = self._connection.address
                 words["board"], words["exchange"] = self._board.path, self._exchange.path
             case {"agent": words}:

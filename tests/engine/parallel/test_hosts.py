@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from math import prod
 from typing import Any
 
 import psutil
 import pytest
 
+from engine.errors import RankLost
 from engine.parallel.group import RankGroup
 from engine.parallel.rank_hosts import RankHosts
 from runtime.child import Child
 from runtime.options import TransferOptions
 from tests.engine.parallel.conftest import serving
-from tests.engine.parallel.test_exact import MODELS, NUM_TOKENS, SHAPE, prompts
+from tests.engine.parallel.test_exact import MODELS, NUM_TOKENS, SHAPE, named, prompts
 
 SECRET = "as long as it is the same"
 
@@ -54,10 +60,13 @@ async def far_ranks(
 @pytest.mark.parametrize(
     "plan",
     [
-        {"pp": 2, "link": "gloo"},
-        pytest.param({"tp": 2, "pp": 2, "link": "gloo"}, marks=pytest.mark.slow),
+        {"pp": 2},
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in ({"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "link": "gloo"}, {"cp": 2, "pp": 2})
+        ),
     ],
-    ids=str,
+    ids=named,
 )
 async def test_greedy_tokens_equal_transformers(plan: dict[str, Any], make_checkpoint) -> None:
     options = {**plan, "hosts": 2, "listen": "127.0.0.1:0"}
@@ -65,7 +74,7 @@ async def test_greedy_tokens_equal_transformers(plan: dict[str, Any], make_check
     family, shape = MODELS["qwen2"]
     reference = make_checkpoint(family, **SHAPE, **shape)
     expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
-    async with far_ranks(plan.get("tp", 1) * plan["pp"]) as (group, (host,)):
+    async with far_ranks(prod(plan.get(name, 1) for name in ("tp", "pp", "cp"))) as (group, (host,)):
         for _ in range(2):  # a rank host's ranks take one model after the other, too
             async with serving(reference.path, group, **words, **options) as driver:
                 sequences = [driver.sequence(prompt, max_tokens=NUM_TOKENS) for prompt in prompts()]
@@ -76,3 +85,66 @@ async def test_greedy_tokens_equal_transformers(plan: dict[str, Any], make_check
                     child.pid for child in psutil.Process(host.pid).children()
                 }
                 assert len(far) == group.world_size // 2
+
+
+class Lost:
+    """What is done to a rank host or one of its ranks, and what the leader says of it then."""
+
+    def __init__(self, whom: str, number: signal.Signals, says: str) -> None:
+        self.whom, self.number, self.says = whom, number, says
+
+    def __str__(self) -> str:
+        return f"{self.whom}-{self.number.name}"
+
+
+LOSSES = [
+    Lost("rank", signal.SIGKILL, r"rank 1 is lost: it ended by signal 9 on far-1 \(127\.0\.0\.1\)"),
+    Lost("rank", signal.SIGSTOP, r"rank 1 is lost: it has been silent for 1\.. s on far-1 \(127\.0\.0\.1\)"),
+    Lost("host", signal.SIGKILL, r"rank 1 is lost: its rank host is gone: .* on far-1 \(127\.0\.0\.1\)"),
+    # Its rank finds out too, by its silent leader, and ends: whichever is noticed first.
+    Lost("host", signal.SIGSTOP, r"rank 1 is lost: .* on far-1 \(127\.0\.0\.1\)"),
+]
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [*(pytest.param(lost, marks=pytest.mark.slow) for lost in LOSSES[:-1]), LOSSES[-1]],
+    ids=str,
+)
+async def test_a_machine_lost_in_the_middle_of_steps_is_noticed_and_comes_again(
+    lost: Lost, make_checkpoint
+) -> None:
+    """By both sides, within the timeout; and nobody is left over."""
+    timeout_s = 1.0
+    options = {"pp": 2, "hosts": 2, "listen": "127.0.0.1:0", "timeout_s": timeout_s}
+    path = make_checkpoint("qwen2", **SHAPE).path
+    async with far_ranks(2, timeout_s=timeout_s) as (group, (host,)):
+        async with serving(path, group, **options) as driver:
+            driver.engine.add(driver.sequence(list(range(1, 20)), max_tokens=200, ignore_eos=True))
+            await driver.until(lambda: driver.num_steps >= 10)
+            (rank,), port = group.ranks, group._door.port
+            began_s = time.monotonic()
+            os.kill(rank.pid if lost.whom == "rank" else host.pid, lost.number)
+            with pytest.raises(RankLost):
+                await asyncio.wait_for(driver.engine.wait(), 10)
+            assert re.search(lost.says, str(group.lost))
+            await until_gone(rank.pid)
+            # The machine is shared: what takes longer than this is not the bound.
+            assert time.monotonic() - began_s < timeout_s + 2.5
+        if lost.whom == "host" and lost.number == signal.SIGSTOP:
+            os.kill(host.pid, signal.SIGCONT)
+        elif lost.whom == "host":
+            await host.start()
+        # The node's next life listens where the last one did.
+        hosts = door(timeout_s=timeout_s, port=port)
+        hosts.open()
+        (found,) = await asyncio.wait_for(hosts.gather(), 20)
+        assert found.name == "far-1 (127.0.0.1)"
+        hosts.shut()
+        found.close("the test is over")
+
+
+async def until_gone(pid: int) -> None:
+    async with asyncio.timeout(10):
+        while psutil.pid_exists(pid):  # noqa: ASYNC110  (the kernel tells only its parent)
+            await asyncio.sleep(0.005)

@@ -1,0 +1,216 @@
+"""What a board says on one machine it says on the other, and nobody comes in who does not belong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trustme
+
+from engine.errors import HostRefused, RankLost
+from engine.parallel import relay_handshake
+from engine.parallel.board import Board, Count
+from engine.parallel.far_host import FarHost
+from engine.parallel.hosted_ranks import HostedRanks
+from engine.parallel.rank_channel import PipeChannel
+from engine.parallel.rank_host import RankHost
+from engine.parallel.rank_hosts import RankHosts
+from engine.parallel.relay_frames import Frame, FrameError, FrameReader, Kind
+from runtime.options import Config, NodeOptions, TlsOptions, TransferOptions
+from tests.transfer.conftest import issue
+
+TIMEOUT_S = 1.0
+PLAIN = TransferOptions(secret="known to all")
+
+
+@pytest.fixture(scope="module")
+def encrypted(tmp_path_factory: pytest.TempPathFactory) -> TransferOptions:
+    directory = issue(trustme.CA(), tmp_path_factory.mktemp("tls"))
+    return replace(PLAIN, tls=TlsOptions(*(str(directory / f"{name}.pem") for name in ("cert", "key", "ca"))))
+
+
+def rank_host(door: RankHosts, transfer: TransferOptions, name: str = "far") -> RankHost:
+    return RankHost(Config(transfer=transfer, node=NodeOptions(id=name)), f"127.0.0.1:{door.port}")
+
+
+@dataclass
+class Relay:
+    """Both ends of one, in this process: rank 0 is near, ranks 1 and 2 are far, programs that repeat what
+    they are told."""
+
+    near: FarHost
+    far: HostedRanks
+    running: asyncio.Task[str]
+    board: Board
+
+    def rank(self, rank: int) -> Board:
+        """Its view, where it is."""
+        assert self.far._board is not None
+        return self.far._board.as_rank(rank)
+
+
+@pytest.fixture
+def repeating(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(rank: int, threads: int) -> PipeChannel:
+        pipe = asyncio.subprocess.PIPE
+        return PipeChannel(await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe))
+
+    monkeypatch.setattr("engine.parallel.hosted_ranks.PipeChannel.start", start)
+
+
+@asynccontextmanager
+async def relayed(transfer: TransferOptions) -> AsyncIterator[Relay]:
+    door = RankHosts(1, "127.0.0.1:0", "near", TIMEOUT_S, transfer)
+    door.open()
+    connection, welcome = await rank_host(door, transfer)._meet()
+    assert (welcome.leader, welcome.timeout_s) == ("near", TIMEOUT_S)
+    far = HostedRanks(connection, transfer)
+    running = asyncio.create_task(far.run())
+    (near,) = await door.gather()
+    board = Board.create(3, 1 << 16, TIMEOUT_S)
+    board.far, board.on_publish = range(1, 3), near.tell
+    try:
+        for rank in board.far:
+            near.start_rank(rank, 1)
+        near.open(board, payload_nbytes=1 << 16, exchange_nbytes=64)
+        async with asyncio.timeout(10):
+            while far._board is None:  # noqa: ASYNC110  (what another machine does, nobody here is told)
+                await asyncio.sleep(0.001)
+        yield Relay(near, far, running, board)
+    finally:
+        door.shut()
+        near.close("the test is over")
+        await running
+        board.close()
+
+
+@pytest.mark.usefixtures("repeating")
+@pytest.mark.parametrize("options", ["plain", "encrypted"])
+async def test_steps_go_one_way_and_what_became_of_them_the_other(
+    options: str, encrypted: TransferOptions
+) -> None:
+    async with relayed(PLAIN if options == "plain" else encrypted) as relay:
+
+        def lead() -> None:
+            for step in range(1, 51):
+                batch = np.frombuffer(os.urandom(1 + step * 1000), np.uint8)
+                relay.board.payload[: len(batch)] = batch
+                relay.board.publish(step, len(batch))
+                for rank in (1, 2):
+                    relay.board.wait_done(rank, step)
+                    assert relay.board.count(rank, Count.DIGEST) == rank * int(batch.sum())
+                    assert relay.board.count(rank, Count.BUBBLE_NS) == step
+
+        def follow(rank: int) -> None:
+            board = relay.rank(rank)
+            for step in range(1, 51):
+                assert board.wait_step(step - 1) == step
+                board.post(Count.DIGEST, rank * int(board.batch().sum()))
+                board.post(Count.BUBBLE_NS, step)
+                board.finish(step)
+
+        async with asyncio.timeout(30):
+            await asyncio.gather(asyncio.to_thread(lead), *(asyncio.to_thread(follow, r) for r in (1, 2)))
+
+
+@pytest.mark.usefixtures("repeating")
+async def test_lines_reach_a_rank_and_come_back_and_its_end_is_told() -> None:
+    async with relayed(PLAIN) as relay:
+        channel, other = relay.near._channels[1], relay.near._channels[2]
+        sent = [b'{"number": %d, "text": "%s"}\n' % (i, b"x" * 1000 * i) for i in range(50)]
+        for line in sent:
+            channel.send(line)
+        lines = channel.lines()
+        assert [await anext(lines) for _ in sent] == sent
+        os.kill(channel.pid, signal.SIGKILL)
+        assert await channel.wait() == "it ended by signal 9"
+        assert re.fullmatch(r"far \(127\.0\.0\.1\)", channel.where)
+        other.kill()
+        assert (await other.wait()).startswith("its rank host is gone")
+        assert await relay.running == "the leader ended its group"
+        assert not Path(f"/proc/{other.pid}").exists(), "a rank outlived its connection"
+
+
+@pytest.mark.usefixtures("repeating")
+async def test_hearts_are_told_as_ages_and_a_silent_one_is_seen_on_both_sides() -> None:
+    async with relayed(PLAIN) as relay:
+        beaten = relay.rank(1)
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 1.5 * TIMEOUT_S:
+            beaten.beat()
+            await asyncio.sleep(0.02)
+        assert 0 < relay.board.silent_s(1) < TIMEOUT_S / 2
+        assert relay.board.count(2, Count.HEARTBEAT_NS) == 0, "it never beat"
+        beaten.check()  # the leader is heard of too
+        # A leader that is stopped says nothing: its ranks find out by their own board.
+        relay.near.connection._lose("stopped, for the test")
+        await relay.running
+        with pytest.raises(RankLost):
+            beaten.check()
+
+
+REFUSALS = {
+    "version": "far has Moonpool 0.0.1, node near has .*: install the same version on both",
+    "secret": "far does not know the transfer.secret of node near: set the same one on both",
+    "tls": "transfer.tls",
+    "full": r"node near has its 1 rank hosts: first \(127\.0\.0\.1\)",
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+async def test_who_does_not_belong_is_refused_by_name_on_both_sides(
+    what: str, encrypted: TransferOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = RankHosts(1, "127.0.0.1:0", "near", TIMEOUT_S, encrypted if what == "tls" else PLAIN)
+    door.open()
+    transfer = replace(PLAIN, secret="another") if what == "secret" else PLAIN
+    first = None
+    if what == "full":
+        first, _ = await rank_host(door, PLAIN, "first")._meet()
+        first.start()
+        await door.gather()
+    if what == "version":
+        versions = iter(["0.0.1", "9.9.9"])
+        monkeypatch.setattr(relay_handshake, "own_version", lambda: next(versions))
+    host = rank_host(door, transfer)
+    with pytest.raises((HostRefused, OSError), match=None if what == "tls" else REFUSALS[what]):
+        await host._meet()
+    async with asyncio.timeout(5):
+        while "is not taken in" not in caplog.text:  # noqa: ASYNC110  (the other side's log)
+            await asyncio.sleep(0.001)
+    assert re.search(f"127.0.0.1 is not taken in as a rank host: .*{REFUSALS[what]}", caplog.text)
+    assert PLAIN.secret not in caplog.text
+    door.shut()
+    if first is not None:
+        first.close("the test is over")
+
+
+async def test_a_leader_that_does_not_know_the_secret_gets_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = RankHosts(1, "127.0.0.1:0", "near", TIMEOUT_S, replace(PLAIN, secret="guessed"))
+    door.open()
+    # It takes whatever proof it is given, which is the first one that is looked at.
+    takes, is_proof = iter([True]), relay_handshake._is_proof
+    monkeypatch.setattr(relay_handshake, "_is_proof", lambda *words: next(takes, False) or is_proof(*words))
+    with pytest.raises(HostRefused, match=r"it could not prove that it knows our transfer\.secret"):
+        await rank_host(door, PLAIN)._meet()
+    door.shut()
+
+
+def test_frames_come_out_of_a_stream_however_it_is_cut() -> None:
+    frames = [Frame(Kind.LINE, 3, b"x" * n) for n in (0, 1, 70_000)] + [Frame(Kind.BYE, 0, b"why")]
+    stream = b"".join(frame.pack() for frame in frames)
+    for size in (1, 7, 8, 9, 1000, len(stream)):
+        reader = FrameReader()
+        found = [frame for at in range(0, len(stream), size) for frame in reader.feed(stream[at : at + size])]
+        assert found == frames
+    with pytest.raises(FrameError, match="kind 47"):
+        list(FrameReader().feed(b"GET / HTTP/1.1\r\n\r\n"))
