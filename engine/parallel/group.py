@@ -307,9 +307,7 @@ class RankGroup:
 
     def _shut_door(self, reason: str) -> None:
         if self._door is not None:
-            self._door.shut()
-        for host in self.far_hosts:
-            host.close(reason)
+            self._door.close(reason)
 
     async def _stop_watching(self) -> None:
         if self._beating is not None:

@@ -94,6 +94,12 @@ class RankHosts:
                 continue
         return list(self._here)
 
+    def close(self, reason: str) -> None:
+        """Nobody comes in any more, and who is here ends its ranks. Idempotent."""
+        self.shut()
+        for host in self._here:
+            host.close(reason)
+
     def shut(self) -> None:
         """Nobody comes in any more. Idempotent."""
         for task in self._meeting:

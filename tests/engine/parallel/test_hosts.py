@@ -145,6 +145,14 @@ async def test_a_machine_lost_in_the_middle_of_steps_is_noticed_and_comes_again(
 
 
 async def until_gone(pid: int) -> None:
+    """Or dead and not yet buried, as a parent that is stopped leaves it."""
+
+    def lives() -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
     async with asyncio.timeout(10):
-        while psutil.pid_exists(pid):  # noqa: ASYNC110  (the kernel tells only its parent)
+        while lives():  # noqa: ASYNC110  (the kernel tells only its parent)
             await asyncio.sleep(0.005)
