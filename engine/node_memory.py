@@ -65,10 +65,12 @@ class NodeMemory:
         if region is None:
             region = agent.register(engine.pool_tensor, name="pool")
         if engine.ranks is None:
-            whole = HostBytes(_pool(region.array, engine, 0)) if region.device is None else None
-            blocks = BlockMemory(
-                engine.pool, region, engine.layout, whole or DeviceBytes(engine.pool_tensor, device)
+            bytes_: BlockBytes = (
+                HostBytes(_pool(region.array, engine, 0))
+                if device.memory() is None
+                else DeviceBytes(engine.pool_tensor, device)
             )
+            blocks = BlockMemory(engine.pool, region, engine.layout, bytes_)
             return cls(engine, blocks, _reader(engine, agent, region, blocks), [])
         try:
             return await cls._of_ranks(engine, engine.ranks, config, agent, region)

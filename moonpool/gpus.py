@@ -20,7 +20,7 @@ def gpu_options(nodes: Sequence[Config], gpus: int) -> list[tuple[str, ...]]:
     for config in nodes:
         parallel = config.engine.parallel
         first = taken[-1].stop if taken else 0
-        count = parallel.world_size * parallel.dp
+        count = parallel.ranks_per_host * parallel.dp
         # Who does not fit where the others stop begins anew; who needs more than there are says so itself.
         taken.append(range(first, first + count) if first + count <= gpus else range(count))
     sharers = Counter(gpu for span in taken for gpu in span)

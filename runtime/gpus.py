@@ -31,19 +31,20 @@ def computes_on_gpus(config: Config) -> int:
 
 
 def replica_devices(config: Config) -> list[str]:
-    """``model.device`` of each replica of a node: on GPUs, replica r has those from r × its ranks on.
+    """``model.device`` of each replica of a node: on GPUs, replica r has those from r × its ranks of this
+    machine on.
 
     Raises ConfigError where there are too few.
     """
     parallel, device = config.engine.parallel, config.model.device
     if not computes_on_gpus(config):
         return [device] * parallel.dp
-    available, first = num_gpus(), int(device.partition(":")[2] or 0)
-    if first + parallel.dp * parallel.world_size > available:
+    available, first, each = num_gpus(), int(device.partition(":")[2] or 0), parallel.ranks_per_host
+    if first + parallel.dp * each > available:
         raise ConfigError(
-            f"engine.parallel: dp {parallel.dp} with {parallel.world_size} GPUs a replica needs "
-            f"{parallel.dp * parallel.world_size} GPUs from cuda:{first} on, there are {available}: valid "
-            f"for dp is at most {max(available - first, 0) // parallel.world_size}",
+            f"engine.parallel: dp {parallel.dp} with {each} GPUs a replica needs "
+            f"{parallel.dp * each} GPUs from cuda:{first} on, there are {available}: valid "
+            f"for dp is at most {max(available - first, 0) // each}",
             "engine.parallel.dp",
         )
-    return [f"cuda:{first + number * parallel.world_size}" for number in range(parallel.dp)]
+    return [f"cuda:{first + number * each}" for number in range(parallel.dp)]

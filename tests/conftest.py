@@ -19,8 +19,10 @@ if find_spec("xdist") is not None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is not None:
+    if (marker := item.get_closest_marker("gpu")) is not None:
         import torch
 
         if not torch.cuda.is_available():
             pytest.skip("needs an NVIDIA GPU: `make gpu`, on a machine that has one")
+        if marker.args and torch.cuda.device_count() < marker.args[0]:
+            pytest.skip(f"needs {marker.args[0]} NVIDIA GPUs: `make gpu`, on a machine that has them")

@@ -99,6 +99,12 @@ def _gpu() -> tuple[str, dict[str, str]]:
     return versions["device"], versions
 
 
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _tail(path: Path, num_lines: int) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
 
@@ -129,7 +135,11 @@ def main(names: tuple[str, ...], within_s: float, results: str, logs: str, anywa
     directory, end_s = Path(logs), time.monotonic() + within_s
     directory.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
+    num_gpus = _num_gpus()
     for part in (part for part in PARTS if part.name in (names or DEFAULT)):
+        if num_gpus < part.gpus > 1:
+            click.echo(f"{part.name:16} left out: it needs {part.gpus} GPUs, there are {num_gpus}")
+            continue
         left_s = end_s - time.monotonic()
         if left_s < 5:
             click.echo(f"{part.name:16} no time left")

@@ -25,12 +25,14 @@ def _several(n: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``report``: it writes its figures as JSON to the path that follows its arguments."""
+    """``report``: it writes its figures as JSON to the path that follows its arguments. ``gpus``: with fewer
+    it is left out."""
 
     name: str
     timeout_s: float
     module: tuple[str, ...]  # python -m …
     report: bool = False
+    gpus: int = 1
 
     def command(self, json_path: Path) -> list[str]:
         return [sys.executable, "-m", *self.module, *(("--json", str(json_path)) if self.report else ())]
@@ -45,6 +47,7 @@ PARTS = (
         240,
         (*_PYTEST, *_several(4), "-m", "gpu", "tests/engine", "--ignore", "tests/engine/parallel"),
     ),
+    Part("ranks", 240, (*_PYTEST, "-m", "gpu", "tests/engine/parallel/test_gpus.py"), gpus=2),
     Part("bench-engine", 150, ("bench", "engine"), report=True),
     Part(
         "bench-transfer",
@@ -52,6 +55,7 @@ PARTS = (
         ("bench", "transfer", "--memory", "cuda"),
         report=True,
     ),
+    Part("bench-parallel", 300, ("bench", "parallel", "--device", "cuda"), report=True, gpus=2),
     Part("bench-kernels", 360, ("bench", "kernels"), report=True),
     Part("compile", 300, ("kernels.triton_compile",)),
 )

@@ -41,12 +41,15 @@ class ParallelPlan:
         sizes = options.tp, options.pp, options.ep, options.dp, options.cp
         plan = cls(*sizes, experts, options.all_to_all_tokens)
         plan._check_model(config)
-        if device.type == "cuda" and plan.world_size > (num_devices := torch.cuda.device_count()):
-            raise ConfigError(
-                f"engine.parallel: {plan} needs {plan.world_size} GPUs, "
-                f"there are {num_devices}: lower one of them to at most {num_devices} in all",
-                "engine.parallel.tp",
-            )
+        if device.type == "cuda":
+            first, count = device.index or 0, options.ranks_per_host
+            available = torch.cuda.device_count() - first
+            if count > available:
+                raise ConfigError(
+                    f"engine.parallel: {plan} needs {count} GPUs of this machine from cuda:{first} on, there "
+                    f"are {available}: lower one of them, so that a machine has at most {available} ranks",
+                    "engine.parallel.tp",
+                )
         return plan
 
     def __str__(self) -> str:

@@ -23,6 +23,7 @@ from kvstore.tier import Tier
 from protos import node_pb2
 from runtime.errors import MoonpoolError
 from runtime.options import Config, HostTierOptions, SsdTierOptions, StoreOptions, TransferOptions
+from tests.engine.late_device import LateDevice
 from tests.engine.parallel.test_exact import SHAPE
 from tests.engine.parallel.test_handover import NUM_TOKENS, Side, continues_exactly, prompt, side
 from transfer import ChecksumMismatch, checksum
@@ -290,3 +291,18 @@ async def test_closing_ends_copies_under_way(make_checkpoint) -> None:
         for task in (loading, pinning):
             await asyncio.wait((task,))
             task.exception()
+
+
+async def test_a_device_with_memory_and_queues_of_its_own_leads_ranks(make_checkpoint, monkeypatch) -> None:
+    """As a GPU does, whose steps are recorded where it is alone; here none is."""
+    reference = make_checkpoint("llama", **SHAPE)
+    device = LateDevice()
+    async with side(reference.path, "alone", 1, 1) as alone:
+        monkeypatch.setattr("engine.node_memory.choose_device", lambda option: device)
+        async with side(reference.path, "late", 1, 2, apart=True) as late:
+            assert late.memory.engine.options.decode_graphs
+            assert isinstance(late.memory.blocks.bytes, ApartBytes)
+            await continues_exactly(reference, late, alone, 1)
+            await continues_exactly(reference, alone, late, 2)
+            assert any(late.memory.engine.profile().values())
+            assert device.num_replays == 0

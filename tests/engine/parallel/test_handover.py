@@ -86,12 +86,15 @@ async def side(
     *,
     apart: bool = False,
     config: Config | None = None,
+    device: str = "cpu",
     **words: Any,
 ) -> AsyncIterator[Side]:
-    """``apart``: ranks share no pools with their leader. ``config``: of all but the engine and the model."""
-    parallel = ParallelOptions(tp=tp, pp=pp, cp=cp, share_tokens=1)
+    """``apart``: ranks share no pools with their leader. ``config``: of all but the engine and the model.
+    Other words are EngineOptions' and ParallelOptions'."""
+    more = {word: words.pop(word) for word in list(words) if word in ParallelOptions.__slots__}
+    parallel = ParallelOptions(tp=tp, pp=pp, cp=cp, share_tokens=1, **more)
     options = EngineOptions(**{"block_size": 8, "pool_nbytes": 4 << 20, "parallel": parallel, **words})
-    model = ModelOptions(path=str(path), device="cpu")
+    model = ModelOptions(path=str(path), device=device, dtype="float32")
     config = replace(config or Config(), engine=options, model=model)
     async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
         with patch("engine.profile._BUDGET_S", 0.02):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
+from engine.parallel.assignment import Assignment
 from engine.parallel.plan import ParallelPlan
 from engine.parallel.slices import Slices
 from engine.weights import Checkpoint, expected_tensors
@@ -52,8 +53,34 @@ def test_more_shares_than_a_step_has_blocks_are_refused() -> None:
 
 def test_more_ranks_than_devices_are_refused(config, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="tp 2 × pp 1 needs 2 GPUs, there are 1"):
+    with pytest.raises(ConfigError, match=r"tp 2 × pp 1 needs 2 GPUs .* from cuda:0 on, there are 1"):
         ParallelPlan.of(ParallelOptions(tp=2), config, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs .* from cuda:3 on, there are 1"):
+        ParallelPlan.of(ParallelOptions(tp=2), config, torch.device("cuda:3"))
+    far = ParallelOptions(tp=2, pp=2, hosts=2, listen="127.0.0.1:7400")
+    assert ParallelPlan.of(far, config, torch.device("cuda:2")).world_size == 4
+
+
+def test_ranks_have_the_gpus_of_their_machine_from_the_nodes_first_on(config) -> None:
+    far = ParallelOptions(tp=2, pp=2, hosts=2, listen="127.0.0.1:7400")
+    leader = Assignment(
+        rank=0,
+        tp=2,
+        pp=2,
+        cp=1,
+        ep=1,
+        model="",
+        dtype="float32",
+        device="cuda",
+        link="nccl",
+        options=EngineOptions(parallel=far),
+        num_blocks=1,
+        max_len=1,
+        first_device=4,
+    )
+    devices = [replace(leader, rank=rank).torch_device() for rank in range(4)]
+    assert devices == [torch.device("cuda", index) for index in (4, 5, 4, 5)]
 
 
 @pytest.fixture(scope="session")
