@@ -173,7 +173,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         stats = self.engine.stats()
         message.num_running = stats.num_running
         message.num_waiting = stats.num_waiting
-        message.num_free_blocks = stats.num_free_blocks
+        message.num_free_blocks = stats.num_available_blocks
 
     def _outbox(self, conductor_id: str) -> Outbox:
         outbox = self._outboxes.get(conductor_id)

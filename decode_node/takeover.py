@@ -1,10 +1,10 @@
-"""Taking a prompt over from the node that computes it: reserve, follow, read, seal."""
+"""Taking a prompt over from the node that computes it: follow, reserve, read, seal."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterator
 
 from engine.engine import Engine
 from engine.kv_exchange import KvExchange, KvSource
@@ -14,6 +14,8 @@ from kvstore.tier import Tier
 from protos import node_pb2, node_pb2_grpc
 from runtime import rpc
 from runtime.errors import MoonpoolError
+
+_ENDED = "the prefill node ended its stream before the last block"
 
 
 class HandoverBroken(MoonpoolError):
@@ -42,19 +44,26 @@ async def take_over(
         SequenceTooLong, EngineClosed: from the reservation.
     """
     stub = node_pb2_grpc.PrefillNodeStub(exchange.channel(prefill_address))
-    # Asked for before there is room here, so that the other side knows somebody is coming.
+    # Asked for before there is anything, so that the other side knows somebody is coming.
     call = stub.Follow(
         node_pb2.FollowRequest(request_id=sequence.request_id, attempt=sequence.attempt, follower=follower),
         metadata=rpc.request_metadata(),
     )
+    chunks = aiter(call)
     try:
-        await _load_prefix(engine, store, sequence)
-        # There was no turn of the loop since: what was loaded is still in the pool, held by nobody.
+        with engine.expecting(sequence), rpc.calling(prefill_address):
+            await _load_prefix(engine, store, sequence)
+            chunk = await anext(chunks, None)
+        if chunk is None:
+            raise HandoverBroken(_ENDED)
+        # Not before there is something to read: a prompt that still waits for room where it is computed would
+        # keep from here those who hold that room until they have some here, and both would wait for ever. Who
+        # has blocks here has all of them there, and waits for nobody.
         await engine.reserved(sequence)
         num_local = sequence.num_computed_tokens // engine.pool.block_size
         received = node_pb2.KvReceived(num_local_blocks=num_local)
         with rpc.calling(prefill_address):
-            token = await _read_chunks(engine, exchange, sequence, call, received, deadline_s)
+            token = await _read_chunks(engine, exchange, sequence, chunk, chunks, received, deadline_s)
     finally:
         # Also how the prefill node learns that it may let the blocks go.
         call.cancel()
@@ -65,7 +74,8 @@ async def take_over(
 
 
 async def _load_prefix(engine: Engine, store: NodeStore, sequence: Sequence) -> None:
-    """What host memory here holds of the prompt need not come from the prefill node."""
+    """What host memory here holds of the prompt need not come from the prefill node. It stays in the pool as
+    cache, held by nobody."""
     pool = engine.pool
     num_blocks = sequence.num_tokens // pool.block_size
     sequence.hash_blocks(pool.block_size, num_blocks)
@@ -80,14 +90,16 @@ async def _read_chunks(
     engine: Engine,
     exchange: KvExchange,
     sequence: Sequence,
-    chunks: AsyncIterable[node_pb2.KvChunk],
+    chunk: node_pb2.KvChunk | None,
+    chunks: AsyncIterator[node_pb2.KvChunk],
     received: node_pb2.KvReceived,
     deadline_s: float,
 ) -> node_pb2.TokenOut:
+    """``chunk``: the first one."""
     peer: KvSource | None = None
     reads: list[tuple[float, node_pb2.Stretch]] = []  # when each began
     num_local = received.num_local_blocks
-    async for chunk in chunks:
+    while chunk is not None:
         if peer is None:
             peer = await exchange.connect(chunk.source)
         # The first blocks may be here already.
@@ -112,4 +124,5 @@ async def _read_chunks(
                 read.ago_s = time.monotonic() - began_s
                 received.reads.append(read)
             return chunk.token
-    raise HandoverBroken("the prefill node ended its stream before the last block")
+        chunk = await anext(chunks, None)
+    raise HandoverBroken(_ENDED)

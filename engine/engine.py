@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,12 +58,18 @@ class EngineStats:
     num_queued_tokens: int  # prompt tokens still to compute
     num_blocks: int
     num_free_blocks: int  # cached ones included: they can be evicted
+    num_expected_blocks: int  # that will be reserved soon
     num_used_blocks: int
     num_cached_blocks: int
     num_steps: int
     num_failed_steps: int
     num_preemptions: int
     step_s: float  # the last step
+
+    @property
+    def num_available_blocks(self) -> int:
+        """For those who are not expected yet."""
+        return max(self.num_free_blocks - self.num_expected_blocks, 0)
 
 
 class Engine:
@@ -138,6 +145,7 @@ class Engine:
         if self._num_blocks is not None:
             self._divide_pool(self._num_blocks)
         self._reservations = Reservations(self._take_for, self.release)
+        self._num_expected_blocks = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moonpool-step")
         self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -405,6 +413,16 @@ class Engine:
         if not self.reserve(sequence):
             await self._reservations.wait(sequence)
 
+    @contextmanager
+    def expecting(self, sequence: Sequence) -> Iterator[None]:
+        """Blocks for the sequence will be reserved later: until then ``stats`` counts them as expected."""
+        num_blocks = -(-(sequence.num_tokens + 1) // self.pool.block_size)
+        self._num_expected_blocks += num_blocks
+        try:
+            yield
+        finally:
+            self._num_expected_blocks -= num_blocks
+
     def seal_received(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of the first ``num_tokens`` tokens has arrived in the blocks of a reserved sequence.
 
@@ -425,6 +443,7 @@ class Engine:
             num_queued_tokens=queued,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
+            num_expected_blocks=self._num_expected_blocks,
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
             num_steps=loop.num_steps if loop else 0,

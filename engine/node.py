@@ -321,7 +321,7 @@ class EngineNode:
                 num_waiting=stats.num_waiting,
                 num_queued_tokens=stats.num_queued_tokens,
                 num_blocks=stats.num_blocks,
-                free_blocks=stats.num_free_blocks,
+                free_blocks=stats.num_available_blocks,
                 cached_blocks=stats.num_cached_blocks,
             ),
             tiers=self.store.fill(),

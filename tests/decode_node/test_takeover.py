@@ -1,0 +1,133 @@
+"""Taking prompts over while the prefill node's room and ours are both scarce."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from decode_node.takeover import HandoverBroken, take_over
+from engine.node_store import NodeStore
+from engine.sequence import Sequence
+from protos import node_pb2, node_pb2_grpc
+from runtime import rpc
+from runtime.options import Config, HostTierOptions, StoreOptions
+from tests.engine.conftest import make_checkpoint
+from tests.engine.parallel.test_handover import Side, prompt, side
+
+__all__ = ["make_checkpoint"]
+
+BLOCK_SIZE = 8
+NUM_TOKENS = 12 * BLOCK_SIZE  # of a prompt
+
+
+class Prefills(node_pb2_grpc.PrefillNodeServicer):
+    """A prefill node that is told when a prompt is done; its blocks are with the follower already."""
+
+    def __init__(self) -> None:
+        self.followed: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.done: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.source = node_pb2.KvAddress()
+
+    async def Follow(
+        self, request: node_pb2.FollowRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.KvChunk]:
+        self.followed[request.request_id].set()
+        await self.done[request.request_id].wait()
+        if request.request_id == "broken":
+            return
+        yield node_pb2.KvChunk(
+            num_tokens=NUM_TOKENS, last=True, token=node_pb2.TokenOut(token_id=7), source=self.source
+        )
+
+
+class Taker:
+    """A decode node's pool with room for one and a half prompts."""
+
+    def __init__(self, here: Side, store: NodeStore, prefills: Prefills, address: str) -> None:
+        self.engine = here.memory.engine
+        self.prefills = prefills
+        self._here, self._store, self._address = here, store, address
+
+    def begin(self, name: str) -> tuple[Sequence, asyncio.Task[Any]]:
+        seed = sum(name.encode())
+        sequence = self._here.driver.sequence(prompt(seed, NUM_TOKENS), request_id=name, max_tokens=4)
+        return sequence, asyncio.create_task(self._take(sequence))
+
+    async def _take(self, sequence: Sequence) -> Any:
+        return await take_over(
+            self.engine,
+            self._here.exchange,
+            self._store,
+            sequence,
+            self._address,
+            deadline_s=10,
+            follower="here",
+        )
+
+
+@pytest.fixture
+async def taker(make_checkpoint) -> AsyncIterator[Taker]:
+    path = make_checkpoint("llama").path
+    layout_nbytes = 3 * 2 * 2 * BLOCK_SIZE * 16 * 4
+    prefills = Prefills()
+    async with side(path, "decode", 1, 1, block_size=BLOCK_SIZE, pool_nbytes=18 * layout_nbytes) as here:
+        prefills.source = here.address
+        config = Config(store=StoreOptions(host=HostTierOptions(capacity_nbytes=1 << 20)))
+        memory = here.memory
+        store = await NodeStore.open(config, "x", here.agent, memory.engine, memory.blocks, lambda *_: None)
+        add = node_pb2_grpc.add_PrefillNodeServicer_to_server
+        server, port = await rpc.serve([(add, prefills)], "127.0.0.1", 0)
+        assert memory.engine.pool.num_blocks == 18
+        yield Taker(here, store, prefills, f"127.0.0.1:{port}")
+        memory.engine.pool.check_integrity()
+        await here.exchange.close()
+        await server.stop(None)
+        await store.close(0)
+
+
+async def test_a_prompt_that_is_not_computed_yet_keeps_no_room_from_one_that_is(taker: Taker) -> None:
+    """Else its prefill might wait for the other's blocks there, and the other for its blocks here."""
+    prefills, engine = taker.prefills, taker.engine
+    later, taking_later = taker.begin("later")
+    await prefills.followed["later"].wait()
+    sooner, taking_sooner = taker.begin("sooner")
+    await prefills.followed["sooner"].wait()
+    # Whoever asks how much room there is hears of both.
+    assert engine.stats().num_free_blocks == 18
+    assert engine.stats().num_available_blocks == 0
+    prefills.done["sooner"].set()
+    async with asyncio.timeout(10):
+        finished, _ = await taking_sooner
+    assert not finished
+    assert len(sooner.block_table) == 13
+    assert engine.stats().num_available_blocks == 0
+    assert not later.block_table
+    # There is no room for the other until this one has decoded.
+    prefills.done["later"].set()
+    done, _ = await asyncio.wait((taking_later,), timeout=0.1)
+    assert not done
+    engine.release(sooner)
+    async with asyncio.timeout(10):
+        await taking_later
+    assert len(later.block_table) == 13
+    engine.release(later)
+    assert engine.stats().num_available_blocks == 18
+
+
+async def test_a_stream_that_ends_early_or_is_given_up_leaves_nothing(taker: Taker) -> None:
+    prefills, engine = taker.prefills, taker.engine
+    prefills.done["broken"].set()
+    _, taking = taker.begin("broken")
+    with pytest.raises(HandoverBroken):
+        await taking
+    _, taking = taker.begin("given up")
+    await prefills.followed["given up"].wait()
+    taking.cancel()
+    await asyncio.wait((taking,))
+    stats = engine.stats()
+    assert stats.num_available_blocks == stats.num_free_blocks == 18
