@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from bench import report
-from bench.parallel import experts, handover, replicas, steps
+from bench.parallel import experts, handover, hosts, replicas, steps
 from bench.parallel.plot import draw
 from bench.report import Report, Row
 from engine.parallel.plan import ParallelPlan
@@ -48,7 +48,7 @@ def _plan(text: str) -> ParallelPlan:
     "--part",
     "parts",
     multiple=True,
-    type=click.Choice(("steps", "replicas", "handover", "experts")),
+    type=click.Choice(("steps", "hosts", "replicas", "handover", "experts")),
     help="Default: all. experts: of a small mixture with random weights.",
 )
 @click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
@@ -65,7 +65,8 @@ def parallel(
     """Measure a model spread over processes of this machine: on CPUs one thread each, or a GPU each.
 
     Of each plan: a decode step and a long prompt, what of it ranks compute, exchange and wait, and what the
-    leader adds; then what two replicas compute at the same time, blocks from each plan to each, and experts
+    leader adds; then what it costs that two stages are on two machines (rank hosts on loopback), what two
+    replicas compute at the same time, blocks from each plan to each, and experts
     that are dealt out to ranks. On GPUs exchanges are launched, not waited for: what is said of their time is
     that of the launch, while steps and first tokens are whole.
     """
@@ -92,6 +93,9 @@ def parallel(
                 found, took = await steps.measure(directory, plan, rounds, alone, device)
                 rows += found
                 alone = alone or took
+        if (not parts or "hosts" in parts) and device == "cpu":
+            console.print(f"{hosts.PLAN} over {hosts.NUM_HOSTS} machines", style="dim")
+            rows += await hosts.measure(directory, rounds)
         if (not parts or "replicas" in parts) and most_ranks >= _REPLICAS:
             console.print(f"dp {_REPLICAS}", style="dim")
             rows += await replicas.measure(directory, _REPLICAS, rounds, device)

@@ -13,6 +13,7 @@ from bench.engine.session import Session
 from bench.parallel.exchanges import exchange_rows, share_rows
 from bench.report import Row
 from engine import Engine
+from engine.parallel.group import RankGroup
 from engine.parallel.plan import ParallelPlan
 from engine.parallel.runner import StepTimes
 from runtime.options import EngineOptions, ModelOptions, ParallelOptions
@@ -36,12 +37,23 @@ class OneRank:
 
 
 @asynccontextmanager
-async def running(model: Path, plan: ParallelPlan, device: str = "cpu") -> AsyncIterator[Session]:
-    parallel = ParallelOptions(tp=plan.tp, pp=plan.pp, cp=plan.cp, piece_tokens=_PIECE_TOKENS)
+async def running(
+    model: Path,
+    plan: ParallelPlan,
+    device: str = "cpu",
+    *,
+    hosts: int = 1,
+    listen: str = "",
+    ranks: RankGroup | None = None,
+) -> AsyncIterator[Session]:
+    """ranks: those of several ``hosts``, started already."""
+    parallel = ParallelOptions(
+        tp=plan.tp, pp=plan.pp, cp=plan.cp, piece_tokens=_PIECE_TOKENS, hosts=hosts, listen=listen
+    )
     options = EngineOptions(
         max_batch_tokens=_MAX_BATCH_TOKENS, pool_nbytes=pool_nbytes(device, plan), parallel=parallel
     )
-    engine = Engine(model, options, ModelOptions(device=device))
+    engine = Engine(model, options, ModelOptions(device=device), ranks=ranks)
     try:
         await engine.start()
         yield Session(engine)
@@ -58,31 +70,38 @@ async def measure(
     model: Path, plan: ParallelPlan, rounds: int, alone: OneRank | None, device: str
 ) -> tuple[list[Row], OneRank]:
     """Rows of the plan, and what it took; ``alone``: one rank's, of the same run."""
-    decode, prompt = (
-        f"{plan}, {what}" for what in (f"decode, batch {BATCH}, context {CONTEXT}", f"prompt of {PROMPT}")
-    )
     async with running(model, plan, device) as session:
-        times: list[StepTimes] = []
-        clock = session.engine.observe_steps(times.append) if plan.world_size > 1 else None
-        steps = await session.decode(BATCH, CONTEXT, NUM_STEPS)
-        rows = [Row(decode, "step", 1e3 * steps.step_s, "ms")]
-        if clock is not None and alone is not None:
-            decoding = times[-NUM_STEPS:]
-            rows += _decode_rows(decode, plan, steps.step_s, decoding, alone)
-            samples_s = list(clock.samples_s)[-sum(step.num_exchanges for step in decoding) :]
-            rows += exchange_rows(decode, samples_s, decoding, NUM_STEPS, "step", BATCH)
-            clock.samples_s.clear()
-        await session.first_token_s(PROMPT)
-        times.clear()
-        prompt_s = statistics.median([await session.first_token_s(PROMPT) for _ in range(rounds)])
-        first = Row(prompt, "first token", 1e3 * prompt_s, "ms")
-        if clock is None or alone is None:
-            rows.append(first)
-        else:
-            rows.append(report.versus(first, "one rank", 1e3 * alone.prompt_s))
-            rows += _prompt_rows(prompt, plan, alone.prompt_s / prompt_s)
-            rows += share_rows(prompt, times)
-            rows += exchange_rows(prompt, clock.samples_s, times, rounds, "prompt", PROMPT)
+        return await measure_session(session, str(plan), plan, rounds, alone)
+
+
+async def measure_session(
+    session: Session, name: str, plan: ParallelPlan, rounds: int, alone: OneRank | None
+) -> tuple[list[Row], OneRank]:
+    """``measure`` of an engine that runs already, called ``name``."""
+    decode, prompt = (
+        f"{name}, {what}" for what in (f"decode, batch {BATCH}, context {CONTEXT}", f"prompt of {PROMPT}")
+    )
+    times: list[StepTimes] = []
+    clock = session.engine.observe_steps(times.append) if plan.world_size > 1 else None
+    steps = await session.decode(BATCH, CONTEXT, NUM_STEPS)
+    rows = [Row(decode, "step", 1e3 * steps.step_s, "ms")]
+    if clock is not None and alone is not None:
+        decoding = times[-NUM_STEPS:]
+        rows += _decode_rows(decode, plan, steps.step_s, decoding, alone)
+        samples_s = list(clock.samples_s)[-sum(step.num_exchanges for step in decoding) :]
+        rows += exchange_rows(decode, samples_s, decoding, NUM_STEPS, "step", BATCH)
+        clock.samples_s.clear()
+    await session.first_token_s(PROMPT)
+    times.clear()
+    prompt_s = statistics.median([await session.first_token_s(PROMPT) for _ in range(rounds)])
+    first = Row(prompt, "first token", 1e3 * prompt_s, "ms")
+    if clock is None or alone is None:
+        rows.append(first)
+    else:
+        rows.append(report.versus(first, "one rank", 1e3 * alone.prompt_s))
+        rows += _prompt_rows(prompt, plan, alone.prompt_s / prompt_s)
+        rows += share_rows(prompt, times)
+        rows += exchange_rows(prompt, clock.samples_s, times, rounds, "prompt", PROMPT)
     return rows, OneRank(steps.step_s, prompt_s)
 
 

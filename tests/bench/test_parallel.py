@@ -47,6 +47,21 @@ def test_steps_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+def test_stages_on_two_machines_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "NUM_STEPS", 20)
+    monkeypatch.setattr(steps, "PROMPT", 300)
+    json_path = tmp_path / "report.json"
+    result = CliRunner().invoke(parallel, ["--rounds", "1", "--part", "hosts", "--json", str(json_path)])
+    assert result.exit_code == 0, result.output
+    rows = {(row["case"], row["metric"]): row for row in json.loads(json_path.read_text())["rows"]}
+    case = f"decode, batch {steps.BATCH}, context {steps.CONTEXT}"
+    near, far = (rows[f"tp 1 × pp 2{of}, {case}", "step"] for of in ("", ", 2 machines on loopback"))
+    assert far["peer_value"] == near["value"] > 0
+    for metric in ("batch to the ranks", "until all are done", "an exchange"):
+        assert rows[f"tp 1 × pp 2, 2 machines on loopback, {case}", metric]["peer"] == "one machine"
+
+
+@pytest.mark.slow
 def test_two_replicas_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_JOBS", (("decode", 10),))
     json_path = tmp_path / "report.json"
