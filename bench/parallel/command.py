@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from bench import report
-from bench.parallel import experts, handover, hosts, replicas, steps
+from bench.parallel import experts, handover, hosts, replicas, saving, steps
 from bench.parallel.plot import draw
 from bench.report import Report, Row
 from engine.parallel.plan import ParallelPlan
@@ -48,7 +48,7 @@ def _plan(text: str) -> ParallelPlan:
     "--part",
     "parts",
     multiple=True,
-    type=click.Choice(("steps", "hosts", "replicas", "handover", "experts")),
+    type=click.Choice(("steps", "hosts", "replicas", "handover", "saving", "experts")),
     help="Default: all. experts: of a small mixture with random weights.",
 )
 @click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
@@ -66,9 +66,9 @@ def parallel(
 
     Of each plan: a decode step and a long prompt, what of it ranks compute, exchange and wait, and what the
     leader adds; then what it costs that two stages are on two machines (rank hosts on loopback), what two
-    replicas compute at the same time, blocks from each plan to each, and experts
-    that are dealt out to ranks. On GPUs exchanges are launched, not waited for: what is said of their time is
-    that of the launch, while steps and first tokens are whole.
+    replicas compute at the same time, blocks from each plan to each and to host memory, and experts that are
+    dealt out to ranks. On GPUs exchanges are launched, not waited for: what is said of their time is that of
+    the launch, while steps and first tokens are whole.
     """
     console = Console(stderr=True, highlight=False)
     num_gpus = torch.cuda.device_count()
@@ -102,6 +102,9 @@ def parallel(
         if (not parts or "handover" in parts) and plans:
             console.print("blocks between plans", style="dim")
             rows += await handover.measure(directory, plans, rounds, device)
+        if (not parts or "saving" in parts) and plans:
+            console.print("blocks to host memory and back", style="dim")
+            rows += await saving.measure(directory, plans, rounds, device)
         if not parts or "experts" in parts:
             console.print("experts on several ranks", style="dim")
             with TemporaryDirectory() as made:

@@ -33,6 +33,7 @@ _DEADLINE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Side:
+    agent: TransferAgent
     memory: NodeMemory
     exchange: KvExchange
     address: node_pb2.KvAddress
@@ -40,7 +41,17 @@ class Side:
 
 
 @asynccontextmanager
-async def side(model: Path, name: str, plan: ParallelPlan, device: str) -> AsyncIterator[Side]:
+async def side(
+    model: Path,
+    name: str,
+    plan: ParallelPlan,
+    device: str,
+    *,
+    apart: bool = False,
+    # As between nodes: the leaders of both sides are one process here, which no two nodes are.
+    transports: tuple[str, ...] = ("shm", "tcp"),
+) -> AsyncIterator[Side]:
+    """``apart``: ranks share no pools with their leader."""
     options = EngineOptions(
         block_size=BLOCK_TOKENS,
         # Room for the blocks of a large model on GPUs, of the one that ships elsewhere.
@@ -48,12 +59,11 @@ async def side(model: Path, name: str, plan: ParallelPlan, device: str) -> Async
         parallel=ParallelOptions(tp=plan.tp, pp=plan.pp, cp=plan.cp),
     )
     config = Config()
-    # As between nodes: the leaders of both sides are one process here, which no two nodes are.
-    transfer = replace(config.transfer, transports=("shm", "tcp"))
+    transfer = replace(config.transfer, transports=transports)
     model_options = ModelOptions(path=str(model), device=device)
     config = replace(config, engine=options, model=model_options, transfer=transfer)
     async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
-        memory = await NodeMemory.open(config, agent, lambda *_: None)
+        memory = await NodeMemory.open(config, agent, lambda *_: None, apart=apart)
         layout = memory.engine.layout
         exchange = KvExchange(
             memory.blocks, agent, deadline_s=_DEADLINE_S, reader=memory.reader, in_parts=bool(memory.ranks)
@@ -66,7 +76,7 @@ async def side(model: Path, name: str, plan: ParallelPlan, device: str) -> Async
             ranks=memory.ranks,
         )
         try:
-            yield Side(memory, exchange, address, memory.engine.pool.allocate(NUM_BLOCKS))
+            yield Side(agent, memory, exchange, address, memory.engine.pool.allocate(NUM_BLOCKS))
         finally:
             await memory.engine.close()
             await memory.blocks.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.parallel import experts, handover, replicas, steps
+from bench.parallel import experts, handover, replicas, saving, steps
 from bench.parallel.command import parallel
 from bench.parallel.mixture import NUM_LAYERS
 
@@ -113,3 +113,21 @@ def test_experts_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     skew = rows[f"ep 2, all-to-all, {experts.COPIES} copies a layer, prompt of 300", "busiest rank over mean"]
     assert skew["value"] >= 1 <= skew["peer_value"]
     assert plot_path.stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_blocks_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (handover, saving):
+        monkeypatch.setattr(module, "NUM_BLOCKS", 8)
+    json_path = tmp_path / "report.json"
+    arguments = ["--plan", "1,1", "--plan", "1,2", "--rounds", "1", "--part", "saving"]
+    result = CliRunner().invoke(parallel, [*arguments, "--json", str(json_path)])
+    assert result.exit_code == 0, result.output
+    rows = {(row["case"], row["metric"]): row for row in json.loads(json_path.read_text())["rows"]}
+    kinds = (saving.SHARED, saving.APART, saving.NETWORK)
+    assert rows.keys() == {
+        (f"tp 1 × pp 2, {kind}", metric) for kind in kinds for metric in (saving.SAVED, saving.LOADED)
+    }
+    shared = rows[f"tp 1 × pp 2, {saving.SHARED}", saving.SAVED]
+    apart = rows[f"tp 1 × pp 2, {saving.APART}", saving.SAVED]
+    assert apart["ratio"] == pytest.approx(apart["value"] / shared["value"])
