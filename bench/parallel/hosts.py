@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from bench import report
@@ -26,20 +27,20 @@ async def measure(model: Path, rounds: int) -> list[Row]:
     """Rows of ``PLAN``: on one machine, and beside them over two, whose link and relay are TCP on loopback.
     What the wire between machines adds to that is not in them."""
     _, alone = await steps.measure(model, ParallelPlan(), rounds, None, "cpu")
-    here, _ = await steps.measure(model, PLAN, rounds, alone, "cpu")
+    async with steps.running(model, PLAN) as session:
+        here, _ = await steps.measure_session(session, f"{PLAN}, one machine", PLAN, rounds, alone)
     async with _over_hosts(model) as session:
-        there, _ = await steps.measure_session(session, _name(PLAN, NUM_HOSTS), PLAN, rounds, alone)
+        name = f"{PLAN}, {NUM_HOSTS} machines on loopback"
+        there, _ = await steps.measure_session(session, name, PLAN, rounds, alone)
+    # The goals are those of the part that measures plans.
+    here, there = ([replace(row, limit=None, limit_value=None) for row in rows] for rows in (here, there))
     return [*here, *_beside(here, there)]
-
-
-def _name(plan: ParallelPlan, num_hosts: int) -> str:
-    return f"{plan}, {num_hosts} machines on loopback"
 
 
 def _beside(here: Sequence[Row], there: Sequence[Row]) -> list[Row]:
     """The latter, each with the figure of the former that it is compared with."""
     return [
-        report.versus(row, "one machine", other.value) if other.value else row
+        report.versus(replace(row, peer=None, ratio=None), "one machine", other.value) if other.value else row
         for row, other in zip(there, here, strict=True)
     ]
 

@@ -51,11 +51,16 @@ def test_stages_on_two_machines_beside_one(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(steps, "NUM_STEPS", 20)
     monkeypatch.setattr(steps, "PROMPT", 300)
     json_path = tmp_path / "report.json"
-    result = CliRunner().invoke(parallel, ["--rounds", "1", "--part", "hosts", "--json", str(json_path)])
+    parts = ["--part", "steps", "--part", "hosts"]
+    result = CliRunner().invoke(
+        parallel, [*parts, "--plan", "1,2", "--rounds", "1", "--json", str(json_path)]
+    )
     assert result.exit_code == 0, result.output
     rows = {(row["case"], row["metric"]): row for row in json.loads(json_path.read_text())["rows"]}
     case = f"decode, batch {steps.BATCH}, context {steps.CONTEXT}"
-    near, far = (rows[f"tp 1 × pp 2{of}, {case}", "step"] for of in ("", ", 2 machines on loopback"))
+    near, far = (
+        rows[f"tp 1 × pp 2, {of}, {case}", "step"] for of in ("one machine", "2 machines on loopback")
+    )
     assert far["peer_value"] == near["value"] > 0
     for metric in ("batch to the ranks", "until all are done", "an exchange"):
         assert rows[f"tp 1 × pp 2, 2 machines on loopback, {case}", metric]["peer"] == "one machine"
