@@ -11,7 +11,7 @@ from hypothesis import settings
 settings.register_profile("moonpool", deadline=None)
 settings.load_profile("moonpool")
 
-pytest_plugins = []
+pytest_plugins = ["tests.shared_cluster"]
 if find_spec("pytest_asyncio") is None:
     pytest_plugins.append("tests.plain_asyncio")
 if find_spec("xdist") is not None:

@@ -29,8 +29,14 @@ WORKER_NBYTES = 3 << 30
 CLUSTERS = tuple(
     f"tests/{name}/" for name in ("cluster", "dashboard", "deploy", "docs", "moonpool", "store_node")
 )
-# All files of these have a cluster in common.
-TOGETHER = ("tests/dashboard/",)
+# What has a cluster in common.
+_SHARED = tuple(
+    f"tests/cluster/test_{name}.py" for name in ("conductors", "isolation", "replication", "serving")
+)
+TOGETHER = {
+    "tests/cluster/shared": (*_SHARED, "tests/deploy/", "tests/docs/"),
+    "tests/dashboard/": ("tests/dashboard/",),
+}
 
 
 def num_workers(cores: int, free_nbytes: int) -> int:
@@ -104,7 +110,7 @@ class Scheduling(LoadScopeScheduling):
         if nodeid in self._alone:
             return ALONE
         path = nodeid.partition("::")[0]
-        return next((folder for folder in TOGETHER if path.startswith(folder)), path)
+        return next((name for name, files in TOGETHER.items() if path.startswith(files)), path)
 
     def mark_test_complete(self, node: WorkerController, item_index: int, duration: float = 0) -> None:
         super().mark_test_complete(node, item_index, duration)

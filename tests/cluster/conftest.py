@@ -46,10 +46,16 @@ def kill(cluster: LocalCluster, name: str) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+async def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
     directory: Path = tmp_path_factory.mktemp("cluster")
     async with LocalCluster(small_config(), directory=directory) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(shared_cluster: LocalCluster) -> LocalCluster:
+    """A module that breaks it says that it is its ``own_cluster``."""
+    return shared_cluster
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

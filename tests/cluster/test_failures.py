@@ -17,6 +17,12 @@ from tests.cluster.conftest import eventually, kill
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+
+@pytest.fixture(scope="module")
+def cluster(own_cluster: LocalCluster) -> LocalCluster:
+    return own_cluster
+
+
 NUM_TOKENS = 600
 GREEDY: dict[str, Any] = {
     "temperature": 0,

@@ -28,6 +28,12 @@ from tests.cluster.conftest import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+
+@pytest.fixture(scope="module")
+def cluster(own_cluster: LocalCluster) -> LocalCluster:
+    return own_cluster
+
+
 NUM_TOKENS = 800
 
 
