@@ -39,7 +39,7 @@ def test_a_part_is_stopped_with_all_it_started(tmp_path: Path) -> None:
     code = "import subprocess, sys\nsubprocess.run(['sleep', '100'])"
     outcome = run_part(part(tmp_path, code), 1.0, tmp_path)
     assert outcome.verdict == "stopped"
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 60
     while left := _running_with(f"PYTHONPATH={tmp_path}"):
         assert time.monotonic() < end_s, left
         time.sleep(0.01)

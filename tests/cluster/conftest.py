@@ -24,11 +24,11 @@ def small_config() -> Config:
         config,
         conductor=replace(config.conductor, port=0, request_timeout_s=60.0),
         engine=replace(config.engine, pool_nbytes=64 << 20),
-        index=replace(config.index, lease_ttl_s=1.0),
+        index=replace(config.index, lease_ttl_s=2.0),
     )
 
 
-async def eventually(holds: Callable[[], Awaitable[object]], *, timeout_s: float = 20.0) -> None:
+async def eventually(holds: Callable[[], Awaitable[object]], *, timeout_s: float = 60.0) -> None:
     """Wait until ``holds()`` is true; fails with what it last answered."""
     answer: object = None
     try:

@@ -61,21 +61,24 @@ async def test_a_killed_node_costs_no_token(
 ) -> None:
     prompt = f"And the {role} said unto him "
     expected = await whole(client, prompt, **sampling)
-    reply = Reply()
-    killed = ""
-    async for _ in client.complete(prompt, reply, **{**GREEDY, **sampling}):
-        if not killed and len(reply.pieces_s) >= 20:
-            killed = await node_of(client, reply.id, role)
-            kill(cluster, killed)
-    assert killed
-    assert reply.text == expected
-    assert reply.usage["completion_tokens"] == NUM_TOKENS
-    if role == "decode":
+    # A client that a busy machine keeps from reading may kill a node that is done with it: then once more.
+    for _ in range(3):
+        reply = Reply()
+        killed = ""
+        async for _ in client.complete(prompt, reply, **{**GREEDY, **sampling}):
+            if not killed and len(reply.pieces_s) >= 20:
+                killed = await node_of(client, reply.id, role)
+                kill(cluster, killed)
+        assert killed
+        assert reply.text == expected
+        assert reply.usage["completion_tokens"] == NUM_TOKENS
         events = [event["event"] for event in (await client.timeline(reply.id))["events"]]
-        assert "retry" in events
-    await cluster.children[killed].wait()
-    await cluster.restart(killed)
-    await eventually(lambda: all_ready(cluster, client))
+        await cluster.children[killed].wait()
+        await cluster.restart(killed)
+        await eventually(lambda: all_ready(cluster, client))
+        if role == "prefill" or "retry" in events:
+            return
+    pytest.fail("nothing was decoded again by another node, three times")
 
 
 async def test_a_prefill_node_killed_while_it_computes(cluster: LocalCluster, client: Client) -> None:
@@ -106,8 +109,8 @@ async def test_with_no_decode_node_left_the_stream_ends_with_an_error(
 ) -> None:
     reply = Reply()
     with pytest.raises(ApiError, match="decode"):
-        async for _ in client.complete("There was a man", reply, **GREEDY):
-            if len(reply.pieces_s) == 10:
+        async for _ in client.complete("There was a man", reply, **GREEDY | {"max_tokens": 4000}):
+            if len(reply.pieces_s) == 10:  # of so many that it is not at its end before it is read this far
                 kill(cluster, "decode-0")
                 kill(cluster, "decode-1")
     assert len(reply.pieces_s) >= 10

@@ -172,7 +172,7 @@ async def test_a_node_whose_gpu_is_lost_drains_and_ends(
     assert well["health"]["gpus"][0]["temperature_celsius"] == 50
     state.lost = 1
     with pytest.raises(NodeUnfit, match="GPU 3 is lost"):
-        await asyncio.wait_for(running, 30)
+        await asyncio.wait_for(running, 60)
 
     async def gone() -> bool:
         return "with-gpu" not in {node["node_id"] for node in (await client.cluster())["nodes"]}

@@ -121,7 +121,7 @@ async def test_publishing_resumes_on_the_server_that_sentinel_chose(tmp_path: Pa
                     except (RedisError, IndexUnavailable):  # our client asked the dead one
                         return False
 
-                await eventually(published_anew, timeout_s=30)
+                await eventually(published_anew)
                 async with aiohttp.ClientSession() as session:
 
                     async def whole() -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -171,17 +170,6 @@ async def test_a_replica_lost_while_decoding_costs_no_token_and_comes_back(
     expected = (await ask(client, prompt, **long)).text
     reply, before = Reply(), dict[str, dict[str, Any]]()
     name = ""
-    async for _ in client.complete(prompt, reply, **long):
-        if not before and len(reply.pieces_s) >= 20:
-            name = (await summary(client, reply))["decode_node"]
-            before = await replicas(client)
-            lost = psutil.Process(before[name]["pid"])
-            lost.send_signal(number)
-            lost_s = time.monotonic()
-    assert before, "it was over too soon"
-    assert reply.text == expected
-    assert "retry" in [event["event"] for event in (await client.timeline(reply.id))["events"]]
-    assert (await ask(client, prompt, **long)).text == expected  # of the sibling, or of the new one
 
     async def says_so() -> bool:
         return state_of((await nodes(client))["decode-0"]) == "1 of 2 serve"
@@ -189,18 +177,32 @@ async def test_a_replica_lost_while_decoding_costs_no_token_and_comes_back(
     async def is_gone() -> bool:
         return not lost.is_running()
 
+    async for _ in client.complete(prompt, reply, **long):
+        if not before and len(reply.pieces_s) >= 20:
+            name = (await summary(client, reply))["decode_node"]
+            before = await replicas(client)
+            lost = psutil.Process(before[name]["pid"])
+            lost.send_signal(number)
+            # From now on: it may be back before all the answers below are there.
+            said = asyncio.create_task(eventually(says_so))
+            gone = asyncio.create_task(eventually(is_gone, timeout_s=SILENT_S + 8))
+    assert before, "it was over too soon"
+    assert reply.text == expected
+    assert "retry" in [event["event"] for event in (await client.timeline(reply.id))["events"]]
+    assert (await ask(client, prompt, **long)).text == expected  # of the sibling, or of the new one
+
     async def is_back() -> bool:
         one = (await replicas(client)).get(name)
         return one is not None and one["state"] == "ready" and one["epoch"] != before[name]["epoch"]
 
-    await eventually(says_so)
-    await eventually(is_gone, timeout_s=lost_s + SILENT_S + 2 - time.monotonic())
-    await eventually(is_back, timeout_s=40)
+    await said
+    await gone
+    await eventually(is_back)
     after = await replicas(client)
     sibling = next(other for other in before if other.startswith("decode") and other != name)
     assert after[sibling]["epoch"] == before[sibling]["epoch"]
     assert after[name]["num_lives"] == before[name]["num_lives"] + 1
-    assert 0 < after[name]["join_s"] < 20
+    assert 0 < after[name]["join_s"] < 60
     assert (await nodes(client))["decode-0"]["pid"] == cluster.children["decode-0"].pid
     assert (await ask(client, prompt, **long)).text == expected
 
@@ -272,15 +274,15 @@ async def test_replicas_of_several_ranks_lose_one_and_find_their_disks_again(tmp
                 one = (await replicas(client)).get(before["node_id"])
                 return one is not None and one["state"] == "ready" and one["epoch"] != before["epoch"]
 
-            await eventually(is_in_another_life, timeout_s=40)
+            await eventually(is_in_another_life)
             # The leader mended itself: the node had nothing to do.
             assert (await replicas(client))[before["node_id"]]["pid"] == before["pid"]
-            await eventually(lambda client=client: all_are_ready(client), timeout_s=40)
+            await eventually(lambda client=client: all_are_ready(client))
             assert (await ask(client, prompts[0], max_tokens=24)).text == texts[0][0]
             # Whoever of a node is told to drain, all of it drains.
             async with rpc.channel((await replicas(client))["prefill-0.1"]["rpc_address"]) as channel:
                 await node_pb2_grpc.NodeStub(channel).Drain(node_pb2.DrainRequest())
-            assert await asyncio.wait_for(cluster.children["prefill-0"].wait(), 30) == 0
+            assert await asyncio.wait_for(cluster.children["prefill-0"].wait(), 60) == 0
     assert texts[0] == texts[1]
     assert {path.name for path in (tmp_path / "disk").iterdir()} == {
         *("prefill-0.0", "prefill-0.1", "decode-0.0", "decode-0.1")

@@ -36,7 +36,7 @@ def tiny_pool_config(disk: Path) -> Config:
     """One node of each role, whose pools and host memory hold a few prompts only."""
     config = small_config()
     host = replace(config.store.host, capacity_nbytes=16 << 20)
-    ssd = replace(config.store.ssd, path=str(disk), capacity_nbytes=256 << 20)
+    ssd = replace(config.store.ssd, path=str(disk), capacity_nbytes=256 << 20, deadline_s=30.0)
     return replace(
         config,
         cluster=replace(config.cluster, prefill=1, decode=1),

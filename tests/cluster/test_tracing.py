@@ -187,7 +187,7 @@ async def test_a_prefix_from_a_peer_is_a_child_of_who_fetched_it(
         seen = collector[0].spans[trace_id]
         return seen if any(span.name == "Node/Lease" for _, span in seen) else []
 
-    await eventually(fetched, timeout_s=40)
+    await eventually(fetched)
     number = next(tries) - 1
     spans = collector[0].spans[f"{number:032x}"]
     named = {(process, span.name): span for process, span in spans}

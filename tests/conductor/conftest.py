@@ -137,7 +137,7 @@ class ScriptedConductor:
         """Wait until ``condition``, looked at whenever a request begins or ends."""
         waiter = asyncio.Event()
         self._waiters.append(waiter)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await waiter.wait()
                 waiter.clear()

@@ -41,7 +41,7 @@ from runtime.options import ConductorOptions, IndexOptions
 
 MODEL = ServedModel("tiny", 4096, 50_000, (1,), num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
 LAYOUT = next(fp for fp, layout in MODEL.layouts().items() if layout.dtype == "float32")
-LEASE_TTL_S = 0.5
+LEASE_TTL_S = 1.0  # long enough that a busy machine renews it in time
 
 Script = Callable[["ScriptedNode", node_pb2.Work, int], Awaitable[None]]
 
@@ -317,7 +317,7 @@ class Cluster:
         nodes = [one for node in self.conductor.cluster()["nodes"] for one in holders(node)]
         return next((n["state"] for n in nodes if (n["node_id"], n["epoch"]) == (node_id, epoch)), "")
 
-    async def until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110 (other processes decide)
                 await asyncio.sleep(0.002)

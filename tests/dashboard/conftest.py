@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, async_playwright
+from playwright.async_api import Browser, async_playwright, expect
 
 from moonpool.local_cluster import LocalCluster
 from tests.cluster.conftest import small_config
@@ -20,6 +20,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 NEEDS_BROWSER = pytest.mark.skipif(
     CHROMIUM is None, reason="needs a browser: apt install chromium; CI has it"
 )
+# Pages ask a cluster that may have little of the machine for a while.
+expect.set_options(timeout=60_000)
 # Kept, so that somebody can look at them: CI's artefacts.
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 MARKUP = "<img src=x onerror='window.pwned=1'>"

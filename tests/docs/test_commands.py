@@ -85,7 +85,7 @@ async def test_daemons_start_and_drain(
         line = await asyncio.wait_for(process.stdout.readline(), 60)
         assert json.loads(line)["ready"]
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
     finally:
         if process.returncode is None:
             process.kill()
@@ -182,7 +182,7 @@ async def test_top_waits_for_a_conductor_that_is_not_there() -> None:
         while b"no answer" not in shown:
             shown += await asyncio.to_thread(os.read, leader, 4096)
         process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
     finally:
         if process.returncode is None:
             process.kill()

@@ -155,7 +155,7 @@ class Driver:
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._news.clear()
-            await asyncio.wait_for(self._news.wait(), 30)
+            await asyncio.wait_for(self._news.wait(), 60)
 
     async def run(self, *sequences: Sequence, prefill_only: bool = False) -> list[Result]:
         """Add them all, wait for all to finish."""

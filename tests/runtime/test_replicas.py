@@ -87,7 +87,7 @@ class Node:
 
     def end(self) -> tuple[int, str]:
         """Its exit code and what it and its replicas logged."""
-        _, log = self.process.communicate(timeout=30)
+        _, log = self.process.communicate(timeout=90)
         return self.process.returncode, log
 
 
@@ -110,15 +110,15 @@ def node(tmp_path: Path, name: str, *options: str) -> Iterator[Node]:
 
 
 def until(holds: Callable[[], object]) -> None:
-    for _ in range(3000):
+    for _ in range(6000):
         if holds():
             return
         time.sleep(0.01)
-    pytest.fail("not within 30 s")
+    pytest.fail("not within 60 s")
 
 
 def page(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return str(answer.read().decode())
 
 
@@ -160,8 +160,8 @@ def test_one_that_is_stopped_is_started_again_and_one_that_is_busy_is_not(tmp_pa
         before = running.replicas()
         before["busy.1"].suspend()
         began_s = time.monotonic()
-        before["busy.1"].wait(timeout=20)
-        assert 1.4 < time.monotonic() - began_s < 10  # twenty looks, late ones on a busy machine
+        before["busy.1"].wait(timeout=60)
+        assert 1.4 < time.monotonic() - began_s < 20  # twenty looks, late ones on a busy machine
         until(lambda: "moonpool_replicas_ready 2.0" in page(url))
         assert 'moonpool_replica_lives_total{replica="1"} 2.0' in page(url)
         # Longer than the bound, and nobody was found silent.
@@ -177,12 +177,12 @@ def test_one_that_is_stopped_is_started_again_and_one_that_is_busy_is_not(tmp_pa
 
 
 def test_one_that_is_stopped_before_it_serves_is_noticed_too(tmp_path: Path) -> None:
-    with node(tmp_path, "slow", "engine.parallel.start_timeout_s=2") as running:
+    with node(tmp_path, "slow", "engine.parallel.start_timeout_s=5") as running:
         until(lambda: running.replicas().keys() == {"slow.0", "slow.1"})
         running.replicas()["slow.1"].suspend()
         code, log = running.end()
     assert code == 1
-    assert "replica slow.1 has been silent for 2 s: it is killed" in log
+    assert "replica slow.1 has been silent for 5 s: it is killed" in log
     assert "replica slow.1 ended by signal 9 before it was ready" in log
 
 
@@ -191,7 +191,7 @@ def test_killed_it_takes_its_replicas_along(tmp_path: Path) -> None:
         running.ready()
         replicas = list(running.replicas().values())
         running.process.kill()
-        _, alive = psutil.wait_procs(replicas, timeout=10)
+        _, alive = psutil.wait_procs(replicas, timeout=60)
         assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
@@ -230,7 +230,7 @@ def test_the_first_signal_ends_a_start_and_the_second_a_drain(tmp_path: Path) ->
         running.ready()
         replicas = list(running.replicas().values())
         running.process.send_signal(signal.SIGTERM)
-        psutil.wait_procs(replicas[:1], timeout=10)
+        psutil.wait_procs(replicas[:1], timeout=60)
         running.process.send_signal(signal.SIGTERM)
         assert running.end()[0] == 1
         assert not any(process.is_running() for process in replicas)

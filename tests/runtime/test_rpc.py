@@ -89,7 +89,7 @@ async def test_a_dead_node_is_unavailable() -> None:
         await server.stop(None)
         stub: Any = node_pb2_grpc.NodeStub(channel)
         with pytest.raises(NodeUnavailable, match="node n is unavailable"), rpc.calling("n"):
-            await asyncio.wait_for(stub.Status(node_pb2.StatusRequest()), 10)
+            await asyncio.wait_for(stub.Status(node_pb2.StatusRequest()), 60)
 
 
 async def test_a_port_in_use_is_a_sentence() -> None:

@@ -78,7 +78,7 @@ def test_second_signal_stops_what_does_not_drain() -> None:
 
 def test_wrong_option_ends_with_a_sentence() -> None:
     with start(DAEMON, "--set", "node.prot=1") as daemon:
-        _, stderr = daemon.communicate(timeout=10)
+        _, stderr = daemon.communicate(timeout=60)
     assert daemon.returncode == 2
     assert stderr.strip() == (
         "moonpool test-node: --set node.prot=1: unknown option node.prot; the nearest is node.port"
@@ -90,7 +90,7 @@ def test_a_tied_child_dies_with_a_killed_parent() -> None:
         child = psutil.Process(int(line(parent)))
         parent.kill()
         parent.wait(10)
-        psutil.wait_procs([child], timeout=10)
+        psutil.wait_procs([child], timeout=60)
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 

@@ -21,7 +21,7 @@ from moonpool.store import StoreClient
 from runtime.child import Child
 from tests.kvstore.redis_servers import Server
 
-READY_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 60.0
 
 
 class StoreCluster:
@@ -38,7 +38,7 @@ class StoreCluster:
         if child is None:
             settings = {
                 "index.redis_url": self.url,
-                "index.lease_ttl_s": 1.0,
+                "index.lease_ttl_s": 2.0,
                 "node.id": name,
                 "store.host.capacity_nbytes": "4MiB",
                 "store_node.object_nbytes": "16MiB",

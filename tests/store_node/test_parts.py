@@ -162,7 +162,7 @@ async def test_blocks_are_whole_here_however_ranks_hold_them(
         done = await shelf.replicate(source.address, KEYS)
         assert (done.num_blocks, done.num_read) == (NUM_BLOCKS, NUM_BLOCKS - 5)
         assert await held(shelf) == [block.tobytes() for block in source.blocks]
-        await asyncio.wait_for(source.released.wait(), 10)
+        await asyncio.wait_for(source.released.wait(), 60)
     for rank in ranks:
         await rank.do("close_regions")
 

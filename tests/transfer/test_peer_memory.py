@@ -33,7 +33,7 @@ def mapped(pid: int, name: str) -> int:
 
 
 async def until_let_go(pid: int, name: str) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while mapped(pid, name):  # noqa: ASYNC110 (the other process cannot set an event)
             await asyncio.sleep(0.01)
 

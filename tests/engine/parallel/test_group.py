@@ -140,7 +140,7 @@ def loss_name(value: Any) -> str:
 async def test_a_rank_lost_in_the_middle_of_steps_ends_all_waiting_in_time(
     path, make_checkpoint, plan, rank, signal_number, moment
 ) -> None:
-    timeout_s = 1.0
+    timeout_s = 2.0  # of a busy machine, whose other ranks may get no processor for a while
     path = make_checkpoint("qwen3_moe", **SHAPE).path if "ep" in plan else path
     with pytest.raises(RankLost, match="rank"):
         async with serving(path, timeout_s=timeout_s, **plan) as driver:
@@ -163,9 +163,9 @@ async def test_a_rank_lost_in_the_middle_of_steps_ends_all_waiting_in_time(
                     began_s = time.monotonic()
                     os.kill(pids[rank - 1], signal_number)
             with pytest.raises(RankLost, match=rf"rank {rank}|torch.distributed"):
-                await asyncio.wait_for(driver.engine.wait(), 10)
+                await asyncio.wait_for(driver.engine.wait(), 60)
             # The machine is shared: what takes longer than this is not the bound.
-            assert time.monotonic() - began_s < timeout_s + 2.5
+            assert time.monotonic() - began_s < timeout_s + 4
             assert not any(result.finish_reason for result in driver.results.values())
             await driver.engine.close()
             assert not exchanging()
@@ -177,7 +177,7 @@ async def test_a_rank_lost_while_nothing_runs_is_noticed(path) -> None:
     async with serving(path, tp=2) as driver:
         os.kill(driver.engine.ranks.ranks[0].pid, signal.SIGKILL)
         with pytest.raises(RankLost, match="rank 1 is lost: it ended by signal 9"):
-            await asyncio.wait_for(driver.engine.wait(), 10)
+            await asyncio.wait_for(driver.engine.wait(), 60)
 
 
 async def test_ranks_that_ran_other_batches_are_found_out(path) -> None:
@@ -185,7 +185,7 @@ async def test_ranks_that_ran_other_batches_are_found_out(path) -> None:
         driver.engine._loop.runner._stage._digest ^= 1
         driver.engine.add(driver.sequence(PROMPT, max_tokens=2))
         with pytest.raises(RankDiverged, match=r"rank 1 is lost: at step \d+ its digest of all batches"):
-            await asyncio.wait_for(driver.engine.wait(), 10)
+            await asyncio.wait_for(driver.engine.wait(), 60)
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ async def test_an_error_of_the_leader_ends_the_group(path, monkeypatch) -> None:
         monkeypatch.setattr("engine.runner.sample", catch_fire)
         driver.engine.add(driver.sequence(PROMPT, max_tokens=2))
         with pytest.raises(RankLost, match="ValueError: the sampler caught fire"):
-            await asyncio.wait_for(driver.engine.wait(), 10)
+            await asyncio.wait_for(driver.engine.wait(), 60)
 
 
 async def test_a_rank_that_does_not_come_is_named(path) -> None:
