@@ -41,6 +41,7 @@ class StoreCluster:
                 "index.lease_ttl_s": 2.0,
                 "node.id": name,
                 "store.host.capacity_nbytes": "4MiB",
+                "store.ssd.deadline_s": 60.0,
                 "store_node.object_nbytes": "16MiB",
                 "store_node.chunk_nbytes": "64KiB",
                 **{key.replace("__", "."): value for key, value in options.items()},
