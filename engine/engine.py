@@ -300,6 +300,11 @@ class Engine:
             await self.ranks.refresh_expert_load()
 
     @property
+    def far_hosts(self) -> list[str]:
+        """The machines of our ranks, but for this one. From ``start`` on."""
+        return [host.name for host in self.ranks.far_hosts] if self.ranks is not None else []
+
+    @property
     def expert_plan(self) -> ExpertPlan:
         """Which ranks hold which experts."""
         return self.plan.expert_plan(self.config)

@@ -133,8 +133,9 @@ class RankRefused(EngineError):
 
     code = "FAILED_PRECONDITION"
 
-    def __init__(self, rank: int, word: str, theirs: object, ours: object) -> None:
-        super().__init__(f"rank {rank} is refused: its {word} is {theirs}, the group's {ours}")
+    def __init__(self, rank: int, word: str, theirs: object, ours: object, where: str = "") -> None:
+        """``where``: as " on gpu-2", nothing where it runs beside its leader."""
+        super().__init__(f"rank {rank}{where} is refused: its {word} is {theirs}, the group's {ours}")
         self.rank = rank
         self.word = word
 

@@ -101,6 +101,7 @@ class EngineNode:
         self.epoch = time.time_ns()
         self.num_lives += 1
         self.state = "starting"
+        self._ready_s = 0.0
         self.events = self._trim = None
 
     @property
@@ -132,14 +133,16 @@ class EngineNode:
         """Start, announce, serve until told to drain, finish, leave the index.
 
         When a rank is lost the node leaves the index with all it holds and begins a new life, with other
-        ranks, another epoch, and what its disk kept; but not when lives have become too short.
+        ranks, another epoch, and what its disk kept; but not when lives have become too short. Told to drain
+        before it serves, it ends at once.
 
         Raises whatever keeps the node from starting, and what stopped its engine; it has left the index then.
         """
         lives = ShortLives()
         while (lost := await self._live(context)) is not None:
             RANKS_LOST.inc()
-            too_many = lives.too_many(time.monotonic() - self._ready_s)
+            # Of a life that ended before it served there is nothing to count.
+            too_many = lives.too_many(time.monotonic() - self._ready_s if self._ready_s else 0.0)
             if too_many or context.draining.is_set() or self.draining.is_set():
                 raise lost
             log.error("%s: node %s begins a new life", lost, self.node_id)
@@ -151,8 +154,14 @@ class EngineNode:
         async with await TransferAgent.start(
             self.config.transfer, agent_id=self.node_id, epoch=self.epoch
         ) as agent:
-            with closing(LoadProgress(self.node_id, context.loaded)) as progress:
-                memory = await NodeMemory.open(self.config, agent, progress)
+            try:
+                memory = await self._open_memory(context, agent)
+            except RankLost as lost:
+                if self.num_lives == 1:
+                    raise  # as it would be again
+                return lost
+            if memory is None:
+                return None
             await self._start(agent, memory)
             try:
                 self.state = "ready"
@@ -164,6 +173,7 @@ class EngineNode:
                     metrics_url=self.metrics_url,
                     epoch=self.epoch,
                     join_s=round(self.join_s, 3),
+                    **({"ranks": self.ranks} if self.engine.ranks is not None else {}),
                 )
                 await self._serve_until_drained(context)
                 if self.health.judgement.fatal:
@@ -173,6 +183,19 @@ class EngineNode:
             finally:
                 await self._close()
         return None
+
+    async def _open_memory(self, context: ServiceContext, agent: TransferAgent) -> NodeMemory | None:
+        """None: it was told to drain meanwhile, and has let go of everything."""
+        with closing(LoadProgress(self.node_id, context.loaded)) as progress:
+            opening = asyncio.create_task(NodeMemory.open(self.config, agent, progress), name="open")
+            asked = asyncio.create_task(context.draining.wait())
+            try:
+                await asyncio.wait((opening, asked), return_when=asyncio.FIRST_COMPLETED)
+                return await opening if opening.done() else None
+            finally:
+                asked.cancel()
+                opening.cancel()
+                await asyncio.wait((opening,))
 
     async def _start(self, agent: TransferAgent, memory: NodeMemory) -> None:
         config, self.agent = self.config, agent
@@ -343,10 +366,16 @@ class EngineNode:
             **self._agreement,
         }
         if plan.world_size > 1:
-            extra["ranks"] = str(plan)
+            extra["ranks"] = self.ranks
         if self.events is not None:
             extra["kv_events"] = self.events.endpoint
         return extra
+
+    @property
+    def ranks(self) -> str:
+        """How many of what kind, and where: "tp 1 × pp 2 on 10.0.0.1, gpu-2 (10.0.0.2)"."""
+        far = self.engine.far_hosts
+        return str(self.engine.plan) + (f" on {', '.join([self.config.node.host, *far])}" if far else "")
 
     def profile(self) -> dict[str, float]:
         """What things cost here, by the names of ``protos.Profile``."""

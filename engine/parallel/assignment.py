@@ -109,8 +109,8 @@ def unpack_transfer_options(words: dict[str, Any]) -> TransferOptions:
     )
 
 
-def check_identity(rank: int, theirs: dict[str, str], ours: dict[str, str]) -> None:
-    """Raise RankRefused, naming the first word in which a rank differs from its group."""
+def check_identity(rank: int, theirs: dict[str, str], ours: dict[str, str], where: str = "") -> None:
+    """Raise RankRefused, which says ``where``, by the first word in which a rank differs from its group."""
     for word in ours | theirs:
         if theirs.get(word) != ours.get(word):
-            raise RankRefused(rank, word, theirs.get(word), ours.get(word))
+            raise RankRefused(rank, word, theirs.get(word), ours.get(word), where)

@@ -173,7 +173,7 @@ class RankGroup:
             await asyncio.wait(loads)
         ours = assignments[0].identity(config)
         for rank, theirs in zip(self.ranks, found, strict=True):
-            check_identity(rank.rank, theirs, ours)
+            check_identity(rank.rank, theirs, ours, rank.where)
         log.info(
             "%d ranks (%s) ready after %.2f s",
             self.world_size,

@@ -10,28 +10,31 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from engine.errors import RankLost
+from engine.errors import RankLost, RankRefused
 from engine.parallel.group import RankGroup
 from engine.parallel.rank_hosts import RankHosts
 from runtime.child import Child
 from runtime.options import TransferOptions
 from tests.engine.parallel.conftest import serving
 from tests.engine.parallel.test_exact import MODELS, NUM_TOKENS, SHAPE, named, prompts
+from tests.engine.parallel.test_group import edited
 
 SECRET = "as long as it is the same"
 
 
-def rank_host(port: int, *sets: str, name: str = "far-1") -> Child:
+def rank_host(port: int, name: str, log: Path | None) -> Child:
     command = [sys.executable, "-m", "engine.parallel.rank_host", "--leader", f"127.0.0.1:{port}"]
-    for item in (f"node.id={name}", f"transfer.secret={SECRET}", *sets):
+    for item in (f"node.id={name}", f"transfer.secret={SECRET}"):
         command += ["--set", item]
-    return Child(name, command, None, speaks=True)
+    return Child(name, command, log, speaks=True)
 
 
 def door(num_hosts: int = 1, timeout_s: float = 5.0, port: int = 0) -> RankHosts:
@@ -40,7 +43,7 @@ def door(num_hosts: int = 1, timeout_s: float = 5.0, port: int = 0) -> RankHosts
 
 @asynccontextmanager
 async def far_ranks(
-    world_size: int, *, timeout_s: float = 5.0, num_hosts: int = 2
+    world_size: int, *, timeout_s: float = 5.0, num_hosts: int = 2, log: Path | None = None
 ) -> AsyncIterator[tuple[RankGroup, list[Child]]]:
     """A started group, and the rank hosts of its other machines."""
     hosts = door(num_hosts - 1, timeout_s)
@@ -49,7 +52,7 @@ async def far_ranks(
         stack.push_async_callback(group.close)
         starting = asyncio.create_task(group.start(threads=1))
         await asyncio.sleep(0)
-        children = [rank_host(hosts.port, name=f"far-{i}") for i in range(1, num_hosts)]
+        children = [rank_host(hosts.port, name=f"far-{i}", log=log) for i in range(1, num_hosts)]
         for child in children:
             await child.start()
             stack.push_async_callback(child.stop, 5.0)
@@ -142,6 +145,26 @@ async def test_a_machine_lost_in_the_middle_of_steps_is_noticed_and_comes_again(
         assert found.name == "far-1 (127.0.0.1)"
         hosts.shut()
         found.close("the test is over")
+
+
+@pytest.mark.slow
+async def test_another_checkpoint_at_the_same_path_is_refused_by_name_on_both_sides(
+    make_checkpoint, tmp_path, monkeypatch
+) -> None:
+    path = make_checkpoint("qwen2", **SHAPE).path
+    other = edited(path, tmp_path / "other", lambda tensors: tensors["model.norm.weight"].add_(1))
+    says = r"rank 1 on far-1 \(127\.0\.0\.1\) is refused: its model is \w+, the group's \w+"
+    options = {"pp": 2, "hosts": 2, "listen": "127.0.0.1:0"}
+    async with far_ranks(2, log=tmp_path / "far.log") as (group, _):
+        monkeypatch.setattr(
+            group, "assign", lambda leader, rank: replace(leader, rank=rank, model=str(other))
+        )
+        with pytest.raises(RankRefused, match=says):
+            async with serving(path, group, **options):
+                pass
+        async with asyncio.timeout(5):
+            while not re.search(says, (tmp_path / "far.log").read_text()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def until_gone(pid: int) -> None:
