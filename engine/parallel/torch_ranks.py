@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -47,6 +48,8 @@ class TorchRanks:
         self._start = timedelta(seconds=start_timeout_s)
         self._waiter: Waiter | None = None
         hint = ""
+        # Of a lost rank NCCL gives its waiting kernels up and no more: by default it ends this process too.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         if backend == "gloo":
             self._waiter = Waiter(board.check)
             hint = (

@@ -18,14 +18,17 @@ import pytest
 from engine.errors import RankLost
 from engine.node_store import NodeStore
 from engine.parallel.apart_bytes import ApartBytes
+from engine.parallel.rank_hosts import RankHosts
 from kvstore.keys import BlockKey
 from kvstore.tier import Tier
 from protos import node_pb2
+from runtime.child import Child
 from runtime.errors import MoonpoolError
 from runtime.options import Config, HostTierOptions, SsdTierOptions, StoreOptions, TransferOptions
 from tests.engine.late_device import LateDevice
 from tests.engine.parallel.test_exact import SHAPE
 from tests.engine.parallel.test_handover import NUM_TOKENS, Side, continues_exactly, prompt, side
+from tests.engine.parallel.test_hosts import SECRET, rank_host
 from transfer import ChecksumMismatch, checksum
 
 PLANS = [
@@ -192,6 +195,78 @@ async def test_every_plan_apart_goes_on_with_what_any_began(make_checkpoint, fam
         ]
         for seed, (source, target) in enumerate(itertools.permutations(sides, 2)):
             await continues_exactly(reference, source, target, seed)
+
+
+class Door(RankHosts):
+    """Says when it is open."""
+
+    def open(self) -> None:
+        super().open()
+        self.opened.set()
+
+
+@asynccontextmanager
+async def two_machines(
+    path: Any, monkeypatch: pytest.MonkeyPatch, tp: int, **words: Any
+) -> AsyncIterator[tuple[Side, Child]]:
+    """A node whose second stage is with a rank host, and which reaches that by TCP only."""
+    transfer = TransferOptions(transports=("local", "tcp"), secret=SECRET, deadline_s=3.0)
+    door = Door(1, "127.0.0.1:0", "near", 5.0, transfer)
+    door.opened = asyncio.Event()
+    monkeypatch.setattr(
+        "engine.node_memory.RankHosts.of", lambda options, *_: door if options.hosts > 1 else None
+    )
+    config = replace(Config(), transfer=transfer)
+
+    async def come() -> Child:
+        await door.opened.wait()
+        child = rank_host(door.port, "transfer.transports=local,tcp")
+        await child.start()
+        return child
+
+    coming = asyncio.create_task(come())
+    far = {"hosts": 2, "listen": "127.0.0.1:0", **words}
+    try:
+        async with side(path, "far", tp, 2, config=config, **far) as one:
+            yield one, await coming
+    finally:
+        await (await coming).stop(5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_ranks_of_another_machine_are_ranks_apart(make_checkpoint, monkeypatch, tp) -> None:
+    reference = make_checkpoint("llama", **SHAPE)
+    peers = replace(Config(), transfer=TransferOptions(secret=SECRET))
+    async with (
+        two_machines(reference.path, monkeypatch, tp) as (far, host),
+        side(reference.path, "alone", 1, 1, config=peers) as alone,
+        side(reference.path, "tensor", 2, 1, config=peers) as tensor,
+    ):
+        assert any(rank.where for rank in far.memory.engine.ranks.ranks)
+        for seed, (source, target) in enumerate(((far, alone), (alone, far), (far, tensor), (tensor, far))):
+            await continues_exactly(reference, source, target, seed)
+        bytes_, blocks = far.memory.blocks.bytes, random_blocks(far, 40)
+        sums, ids = [checksum(block.data) for block in blocks], list(range(40))
+        copies = [np.empty_like(block) for block in blocks]
+        assert await asyncio.to_thread(bytes_.copy_in, blocks, ids, sums) is None
+        assert await asyncio.to_thread(bytes_.copy_out, ids, copies) == sums
+
+        def saving_and_loading() -> None:
+            while True:
+                bytes_.copy_out(ids, copies)
+                bytes_.copy_in(blocks, ids, sums)
+
+        calls = [asyncio.ensure_future(asyncio.to_thread(saving_and_loading)) for _ in range(2)]
+        await asyncio.sleep(0.3)
+        os.kill(host.pid, signal.SIGKILL)
+        began_s = time.monotonic()
+        for call in calls:
+            with pytest.raises(MoonpoolError):
+                await call
+        with pytest.raises(RankLost):
+            await far.memory.engine.wait()
+        assert time.monotonic() - began_s < 15
 
 
 @pytest.mark.slow
