@@ -213,9 +213,13 @@ class DecodeClient(NodeClient):
     def _deliver(self, step: node_pb2.StepTokens) -> None:
         dependents, num_delivered = self._dependents, 0
         for token in step.tokens:
-            # An attempt that was given up is not there any more: its late tokens end here.
-            dependent = dependents.get((token.request_id, token.attempt))
+            key = (token.request_id, token.attempt)
+            dependent = dependents.get(key)
             if dependent is not None:
                 dependent.put(token)
                 num_delivered += 1
+            elif not token.finish_reason:
+                # An attempt that was given up. A node that was away for longer than its lease, as SIGSTOP and
+                # SIGCONT make it, has not heard of that.
+                self.cancel(key)
         self._on_step(step, num_delivered)

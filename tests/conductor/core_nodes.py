@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import grpc
 import numpy as np
 import redis
 from grpc.aio import ServicerContext
@@ -91,6 +92,7 @@ class ScriptedNode(
         self.copied: list[tuple[str, int]] = []  # from whom, how many blocks
         self.stop_at = -1  # index of the token that ends a sequence by itself; -1: none
         self.dead = False
+        self.deaf = False  # cancels do not reach it
         self.record = NodeRecord(node_id, time.time_ns(), role, layout=LAYOUT, model="tiny-1")
         options = IndexOptions(lease_ttl_s=LEASE_TTL_S, publish_interval_s=0.001)
         self.publisher = IndexPublisher(index, self._record, options, lambda: list(self.held.items()))
@@ -201,6 +203,8 @@ class ScriptedNode(
     async def Cancel(
         self, request: node_pb2.CancelRequest, context: ServicerContext[Any, Any]
     ) -> node_pb2.CancelReply:
+        if self.deaf:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "stopped")
         key = (request.request_id, request.attempt)
         self.cancelled.append(key)
         if task := self._tasks.pop(key, None):

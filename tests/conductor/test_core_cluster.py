@@ -105,6 +105,31 @@ async def test_a_node_that_falls_silent_loses_its_requests_when_its_lease_ends(r
         assert ("r", 1) not in cluster.nodes[other].cancelled
 
 
+async def test_a_node_that_was_away_for_longer_than_its_lease_ends_what_nobody_waits_for(
+    redis: RedisProcess,
+) -> None:
+    """Continued after SIGSTOP it has the requests it had, and never heard that they went elsewhere."""
+    async with running(redis.url, "p0", "d0") as cluster:
+        stopped = cluster.nodes["d0"]
+        gate = stopped.script = Gate(4)
+        asked = asyncio.create_task(cluster.generate(request(max_tokens=1000)))
+        await gate.reached.wait()
+        other = await cluster.add("d1")
+        stopped.deaf = True
+        publishing = stopped.publisher._task
+        assert publishing is not None
+        publishing.cancel()
+        await cluster.until(lambda: cluster.state("d0") == "")
+        assert await asked == continuation(PROMPT, 1000)
+        assert not stopped.cancelled
+        assert not other.cancelled
+        stopped.deaf = False
+        await stopped.publisher.start()
+        await cluster.until(lambda: cluster.state("d0") == "ready")
+        gate.open()
+        await cluster.until(lambda: ("r", 0) in stopped.cancelled)
+
+
 async def test_a_node_back_in_a_new_life_is_used_again(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "d0") as cluster:
         first = cluster.nodes["d0"]
