@@ -28,14 +28,16 @@ up: env ## run a cluster here and talk to it; ONCE=1 stops after the first conve
 
 # On as many workers as the machine has cores and memory for (tests/shared_out.py); ARGS='-n 0': on none.
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder
+# Hundreds of processes are started: each would compile our modules anew where Python is told to write no bytecode.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 .PHONY: test
 test: env ## run the tests; ARGS='tests/kvstore -k lease'
-	@$(BIN)/python -m pytest -m 'not slow' $(WORKERS) $(ARGS)
+	@$(PYTEST) -m 'not slow' $(WORKERS) $(ARGS)
 
 .PHONY: test-slow
 test-slow: env ## run the tests that `make test` leaves out
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(PYTEST) -m slow $(ARGS)
 
 # The tests and measurements for a GPU. On a machine that has torch with CUDA but no .venv they run with that
 # Python as it is: nothing is installed, and neither Redis nor a network is needed.

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from moonpool.reference import metrics, pages
 
+DIRECTORY = Path(__file__).parents[2] / "docs" / "reference"
 
-@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
-def test_a_page_is_fresh(path) -> None:
-    assert path.read_text(encoding="utf-8") == pages()[path], "run `make docs`"
+
+@pytest.fixture(scope="module")
+def made() -> dict[Path, str]:
+    return pages()
+
+
+@pytest.mark.parametrize("path", sorted(DIRECTORY.iterdir()), ids=lambda path: path.name)
+def test_a_page_is_fresh(path: Path, made: dict[Path, str]) -> None:
+    assert path.read_text(encoding="utf-8") == made[path], "run `make docs`"
+
+
+def test_there_is_every_page(made: dict[Path, str]) -> None:
+    assert set(made) == set(DIRECTORY.iterdir()), "run `make docs`"
 
 
 def test_every_metric_ends_in_its_unit_and_says_what_it_counts() -> None:
