@@ -93,7 +93,8 @@ class NodeMemory:
             pools = [_pool(memory, engine, rank) for rank, memory in enumerate([region.array, *group.pools])]
             bytes_ = ShardedBytes(engine.layout, shards, pools)
         else:
-            bytes_ = ApartBytes(engine.layout, agent, ranks, lambda: group.lost)
+            deadline_s = max(config.transfer.deadline_s, 2 * config.engine.parallel.timeout_s)
+            bytes_ = ApartBytes(engine.layout, agent, ranks, lambda: group.lost, deadline_s=deadline_s)
         blocks = BlockMemory(engine.pool, region, engine.layout, bytes_)
         return cls(engine, blocks, ShardedReader(engine.layout, targets, blocks.hash), ranks)
 

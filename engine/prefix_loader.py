@@ -14,6 +14,7 @@ from kvstore.keys import BlockKey
 from kvstore.store import TieredStore
 from kvstore.store.rate import Rate
 from kvstore.tier import Tier
+from transfer import TransferError
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,11 @@ class PrefixLoader:
             sources = [self._store.host.bytes_of(block.slot) for block in in_host]
             checksums = [block.checksum for block in in_host]
             began_s = time.monotonic()
-            bad = await self._memory.copy_in(sources, block_ids[: len(sources)], checksums)
+            try:
+                bad = await self._memory.copy_in(sources, block_ids[: len(sources)], checksums)
+            except TransferError as error:
+                log.warning("cached blocks are computed instead: %s", error)
+                return 0
             self.host_rate.observe(
                 len(sources) * self._memory.layout.block_nbytes, time.monotonic() - began_s
             )

@@ -66,11 +66,18 @@ class ApartBytes:
         agent: TransferAgent,
         ranks: Sequence[node_pb2.RankMemory],
         lost: Callable[[], RankLost | None],
+        *,
+        deadline_s: float,
     ) -> None:
-        """On the loop. ``ranks``: all, rank 0 too; ``lost()``: why they are of no use any more."""
+        """On the loop. ``ranks``: all, rank 0 too; ``lost()``: why they are of no use any more.
+
+        deadline_s: of each move, longer than it takes until a stopped rank is lost: one that went on after
+        its write was given up could still end it.
+        """
         self._layout = layout
         self._agent = agent
         self._lost = lost
+        self._deadline_s = deadline_s
         self._holders = _holders(layout, ranks)
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
@@ -230,10 +237,10 @@ class ApartBytes:
     async def _move_part(
         self, direction: Literal["read", "write"], holder: _Holder, block_ids: Sequence[int], place: _Place
     ) -> None:
-        """One rank's part, in ``transfer.deadline_s``."""
-        loop, limit_s = self._loop, self._agent.options.deadline_s
-        ends_s = loop.time() + limit_s
-        peer = await self._agent.connect(holder.agent, deadline_s=limit_s)
+        """One rank's part."""
+        loop = self._loop
+        ends_s = loop.time() + self._deadline_s
+        peer = await self._agent.connect(holder.agent, deadline_s=self._deadline_s)
         theirs = [block * holder.block_nbytes for block in block_ids]
         left_s = max(ends_s - loop.time(), 1e-3)
         if direction == "read":

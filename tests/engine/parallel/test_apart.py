@@ -29,7 +29,7 @@ from tests.engine.late_device import LateDevice
 from tests.engine.parallel.test_exact import SHAPE
 from tests.engine.parallel.test_handover import NUM_TOKENS, Side, continues_exactly, prompt, side
 from tests.engine.parallel.test_hosts import SECRET, rank_host
-from transfer import ChecksumMismatch, checksum
+from transfer import ChecksumMismatch, DeadlineExceeded, checksum
 
 PLANS = [
     pytest.param(1, 2, id="pp2"),
@@ -287,6 +287,18 @@ async def test_a_block_gone_bad_in_host_memory_is_not_loaded(make_checkpoint) ->
         loaded = await store.loader.load(keys, store.tiers.match(keys))
         assert len(loaded.block_ids) == 2
         assert len(store.tiers.match(keys)) == 2
+        pool = one.memory.engine.pool
+        pool.release(loaded.block_ids)
+        assert pool.evict(keys[1])
+
+        # What cannot be reached in time is computed instead.
+        def late(*_: Any) -> int | None:
+            raise DeadlineExceeded("apart/1", 1.0, "a write")
+
+        await store.tiers.copied()
+        one.memory.blocks.bytes.copy_in = late
+        loaded = await store.loader.load(keys, store.tiers.match(keys))
+        assert loaded.num_host == 0
         one.memory.engine.pool.release(loaded.block_ids)
 
 
@@ -302,9 +314,8 @@ async def test_the_loop_never_waits_for_itself(make_checkpoint) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 async def test_a_rank_lost_in_the_middle_of_a_copy_ends_it(make_checkpoint, how) -> None:
     path = make_checkpoint("llama", **SHAPE).path
-    config = replace(Config(), transfer=TransferOptions(deadline_s=3.0))
-    parts_in_time_s = 3.0 + 2.0  # the deadline, and what a busy machine takes beside it
-    async with side(path, "apart", 2, 1, apart=True, config=config) as apart:
+    in_time_s = 5.0 + 5.0  # what makes a silent rank a lost one, and what a busy machine takes beside it
+    async with side(path, "apart", 2, 1, apart=True, timeout_s=5.0) as apart:
         bytes_, blocks = apart.memory.blocks.bytes, random_blocks(apart, 40)
         sums, ids = [checksum(block.data) for block in blocks], list(range(40))
         copies = [np.empty_like(block) for block in blocks]
@@ -325,16 +336,11 @@ async def test_a_rank_lost_in_the_middle_of_a_copy_ends_it(make_checkpoint, how)
             await under_way.wait()
         os.kill(rank.pid, how)
         began_s = time.monotonic()
-        if how is signal.SIGSTOP:
-            # Reads do not disturb it; writes wait for it, and when they end, all of its blocks are gone.
-            with pytest.raises(MoonpoolError):
-                await calls.pop()
-            assert time.monotonic() - began_s < parts_in_time_s
-            apart.memory.engine.ranks.lose(RankLost(1, "it is silent"))
+        # Reads do not disturb a stopped one; they end, as writes do, when it is lost.
         for call in calls:
             with pytest.raises(MoonpoolError):
                 await call
-        assert time.monotonic() - began_s < 2 * parts_in_time_s
+        assert time.monotonic() - began_s < in_time_s
         with pytest.raises(RankLost):
             await apart.memory.blocks.checksums([0])
 
