@@ -123,7 +123,7 @@ async def test_only_a_lapsed_lease_is_dropped_and_a_heartbeat_renews_it(index: K
 
 async def test_events_are_numbered_without_holes_and_old_ones_go(redis: Any) -> None:
     index = KVIndex(redis, "test", history_nbytes=20_000)
-    await index.register(record(), 5)
+    await index.register(record(), 60)
     for number in range(2000):
         await index.publish("a", 1, [(key(number), Tier.POOL)])
     events = await index.read_events(0, 10_000)

@@ -47,7 +47,7 @@ def members(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 

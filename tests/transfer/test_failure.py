@@ -81,7 +81,6 @@ async def test_a_killed_peer_is_lost(
         assert (memory.array == 7).all()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("transport", "direction"),
     [
@@ -198,7 +197,6 @@ def proxy(start_peer: StartPeer) -> Iterator[tuple[Proxy, RemotePeer]]:
     proxy.close()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("direction", ["read", "write"])
 async def test_a_cut_link_is_past_the_deadline(
     proxy: tuple[Proxy, RemotePeer], direction: str, start_peer: StartPeer

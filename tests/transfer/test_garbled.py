@@ -17,9 +17,6 @@ from tests.transfer.peer_process import pattern
 from transfer import Span, TransferAgent, TransferError, TransferReport, checksum
 from transfer.wire import Frame
 
-# An answer's time is compared with its deadline.
-pytestmark = pytest.mark.alone
-
 NBYTES = 1 << 20
 DEADLINE_S = 1.0
 

@@ -33,9 +33,6 @@ from transfer.backoff import Backoff
 from transfer.path_choice import PathChoice
 from transfer.stream_path import StreamPath
 
-# What is measured is how long a batch takes, over networks that other tests lay too.
-pytestmark = pytest.mark.alone
-
 NBYTES = 32 << 20
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
@@ -113,6 +110,7 @@ async def test_a_large_batch_is_striped_over_all_rails(railed: Railed, direction
     assert all(nbytes > NBYTES // 20 for nbytes in carried), carried
 
 
+@pytest.mark.alone  # it is compared with how long the same took just before
 async def test_a_slow_rail_carries_less_and_does_not_hold_up_the_others(railed: Railed) -> None:
     usual_s = max((await railed.move("read", 10)).seconds, 0.05)
     # A third of the bytes, over its two connections, would take ten times what all of them take usually.
@@ -279,6 +277,7 @@ def test_those_who_fail_together_count_once() -> None:
     assert backoff.paused_until == pytest.approx(now[0] + 0.1)
 
 
+@pytest.mark.alone  # other tests lay cables too
 async def test_cables_are_pulled(cabled: Cabled, start_peer: StartPeer) -> None:
     """A peer in a network namespace of its own, by two cables: either will do, none is past the deadline."""
     theirs = start_peer("tcp", namespace=cabled.name, TCP_HOSTS=",".join(cabled.hosts))

@@ -37,9 +37,6 @@ from transfer.handshake import meet_server
 from transfer.stream_path import StreamPath
 from transfer.wire import FRAME_HEADER, Kind, Op, Reply, Request, Status, pack_spans
 
-# Others are to be served soon: that is measured.
-pytestmark = pytest.mark.alone
-
 NBYTES = 1 << 20
 
 
