@@ -260,7 +260,7 @@ def test_pages_of_replicas_are_one_page() -> None:
     assert [family.type for family in text_string_to_metric_families(text)] == [family.type]
 
 
-def config(device: str = "cpu", *, port: int = 0, **parallel: int) -> Config:
+def config(device: str = "cpu", *, port: int = 0, **parallel: Any) -> Config:
     whole = Config()
     return replace(
         whole,
@@ -278,6 +278,8 @@ def test_each_has_its_own_of_what_there_is_once() -> None:
     assert [one.events.zmq_endpoint for one in told] == ["tcp://*:5557", "tcp://*:5558", "tcp://*:5559"]
     assert told[1].events.replay_endpoint == "ipc:///tmp/replay_dp1"
     assert {one.engine.parallel.dp for one in told} == {1}
+    told = replica_configs(config(dp=2, pp=2, hosts=2, listen="10.0.0.1:7400"))
+    assert [one.engine.parallel.listen for one in told] == ["10.0.0.1:7400", "10.0.0.1:7401"]
     with pytest.raises(ConfigError, match=r"node\.port is 65535: 2 replicas need as many ports"):
         replica_configs(config(port=65535, dp=2))
 

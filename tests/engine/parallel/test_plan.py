@@ -44,6 +44,23 @@ def test_an_impossible_plan_says_what_would_be_valid(config, words, sentence) ->
         ParallelPlan.of(ParallelOptions(**words), config, CPU)
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            {"pp": 4, "hosts": 3, "listen": "10.0.0.1:7400"},
+            r"hosts must be one of 1, 2, 4, .* got 3",
+        ),
+        ({"tp": 4, "hosts": 2, "listen": "10.0.0.1:7400"}, r"hosts must be one of 1, .* 1 stages .* got 2"),
+        ({"pp": 2, "hosts": 2}, r"listen must be an address of this machine and a port .* got ''"),
+        ({"pp": 2, "hosts": 2, "listen": "10.0.0.1"}, r"listen must be an address .* got '10\.0\.0\.1'"),
+    ],
+)
+def test_machines_that_stages_cannot_be_dealt_out_to_are_refused(words, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ParallelOptions(**words)
+
+
 def test_more_shares_than_a_step_has_blocks_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"engine\.parallel\.cp must be at most 4, the blocks of a step .* got 5"
