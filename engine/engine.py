@@ -320,7 +320,9 @@ class Engine:
             await loop.run()
         except RankLost as error:
             if self.ranks is not None:
-                self.ranks.lose(error)
+                lost = await self.ranks.explain(error)
+                if lost is not error:
+                    raise lost from error
             raise
 
     async def halt(self) -> None:

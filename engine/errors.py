@@ -128,6 +128,10 @@ class RankLost(EngineError):
         self.reason = reason
 
 
+class LinkBroken(RankLost):
+    """An exchange with ``rank`` failed. Why is known better to who watches its process and its machine."""
+
+
 class RankRefused(EngineError):
     """A rank that started does not fit its group: another model, dtype or plan."""
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.dtype import page_dtype
-from engine.errors import RankLost
+from engine.errors import LinkBroken, RankLost
 from engine.expert_load import ExpertLoad
 from engine.parallel.assignment import Assignment, check_identity
 from engine.parallel.board import Board, SharedMemory
@@ -36,6 +36,8 @@ from runtime.options import TransferOptions
 log = logging.getLogger(__name__)
 
 _LOOKS_PER_TIMEOUT = 20
+# What ended a rank is known this soon after its connections break.
+_HEARD_OF_S = 0.2
 
 
 class RankGroup:
@@ -286,6 +288,17 @@ class RankGroup:
                     self.lose(RankLost(rank.rank, f"it has been silent for {silent_s:.1f} s{rank.where}"))
                     return
             await asyncio.sleep(self._timeout_s / _LOOKS_PER_TIMEOUT)
+
+    async def explain(self, error: RankLost) -> RankLost:
+        """Lose the group by ``error``, and say what it was lost by: of a connection between ranks that broke,
+        what the rank's process or machine is heard of a moment later."""
+        ends_s = time.monotonic() + _HEARD_OF_S
+        # Whoever hears of it calls ``lose``: there is nothing else to wait for.
+        while isinstance(error, LinkBroken) and self.lost is None and time.monotonic() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(_HEARD_OF_S / _LOOKS_PER_TIMEOUT)
+        self.lose(error)
+        assert self.lost is not None
+        return self.lost if isinstance(error, LinkBroken) else error
 
     def lose(self, error: RankLost) -> None:
         """A rank is of no use any more: the group is neither. Only the first time counts."""

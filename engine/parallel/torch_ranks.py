@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from engine.errors import RankLost
+from engine.errors import LinkBroken
 from engine.parallel.board import Board
 from engine.parallel.gloo import INTERFACE, gloo_at
 from engine.parallel.waiter import Waiter
@@ -115,4 +115,4 @@ def losing(rank: int, hint: str = "") -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(rank, f"torch.distributed: {error}{hint}") from error
+        raise LinkBroken(rank, f"torch.distributed: {error}{hint}") from error
