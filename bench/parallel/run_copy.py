@@ -33,6 +33,8 @@ class RunCopy:
     """Copies the runs that go from one node's pools to another's, and checksums them."""
 
     def __init__(self, source: Pools, target: Pools, num_blocks: int) -> None:
+        # Whose memory it is that the addresses below are of.
+        self._pools = source, target
         layout, theirs, ours = source.layout, source.shards, target.shards
         self.took_s: list[float] = []
         # (to, from, bytes, bytes from block to block here, and there), of the first block.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from click.testing import CliRunner
@@ -11,6 +15,10 @@ from click.testing import CliRunner
 from bench.parallel import experts, handover, replicas, saving, steps
 from bench.parallel.command import parallel
 from bench.parallel.mixture import NUM_LAYERS
+from bench.parallel.run_copy import Pools, RunCopy
+from engine.node_memory import NodeMemory
+from kvstore.layout import KVLayout
+from kvstore.shards import BlockShard
 
 
 def test_a_plan_that_is_none_is_refused() -> None:
@@ -84,6 +92,22 @@ def test_a_plan_without_gpus_for_it_is_left_out(monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(parallel, arguments)
     assert result.exit_code == 0, result.output
     assert "tp 2 × pp 2 is left out: it needs 4 GPUs, there are 1" in result.output
+
+
+def test_a_copy_that_bounds_a_transfer_keeps_the_memory_it_copies() -> None:
+    shard = BlockShard(range(2), range(2))
+    engine = SimpleNamespace(
+        layout=KVLayout(2, 2, 64, 32, "float32"),
+        shards=[SimpleNamespace(layers=shard.layers, kv_heads=shard.heads)],
+    )
+    pools = [Pools(cast(NodeMemory, SimpleNamespace(engine=engine)), 3) for _ in "ab"]
+    memory = [weakref.ref(array) for pool in pools for array in pool.arrays]
+    copy = RunCopy(*pools, 3)
+    del pools
+    gc.collect()
+    assert all(array() is not None for array in memory)
+    copy.time()
+    assert len(copy.took_s) == 1
 
 
 @pytest.mark.slow
