@@ -61,6 +61,10 @@ class Heat:
             count, self._chains.values(), key=lambda c: (-c.heat * self._fade(c, now_s), c.keys[-1])
         )
 
+    def uses(self, chain: HotChain, now_s: float) -> float:
+        """Uses, those of a half-life ago counted half."""
+        return chain.heat * self._fade(chain, now_s)
+
     def uses_per_s(self, chain: HotChain, now_s: float) -> float:
         """Of late."""
         return chain.heat * self._per_s(chain, now_s)

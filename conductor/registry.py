@@ -148,6 +148,18 @@ class NodeRegistry:
         """The nodes of a role that take requests now."""
         return self._fleets.of(role, self._clock())
 
+    def stores(self) -> list[str]:
+        """The store nodes that can be reached and take KV blocks like ours."""
+        layout = self._identity[1] if self._identity else ""
+        return [
+            node_id
+            for node_id, member in self._members.items()
+            if member.record.role == "store"
+            and member.client.connected
+            and member.healthy
+            and member.record.layout in ("", layout)
+        ]
+
     async def change(self, timeout_s: float) -> None:
         """Return when a node came, went, or could be reached again; or after ``timeout_s``."""
         if self._changed is None:

@@ -24,6 +24,8 @@ Holders = Callable[[Sequence[BlockKey]], Mapping[str, int]]
 _BUSY_SHARE = 0.5
 # A copy is let go when it would not be missed at so many times the demand: no copy comes and goes with noise.
 _HYSTERESIS = 2.0
+# A prefix is lent to a store node from its second use within a half-life on.
+_USED_AGAIN = 1.5
 # Prefixes that are looked at in one round, and copies that are made: with bandwidth, what bounds a round.
 _LOOKED_AT = 32
 _COPIES = 16
@@ -96,6 +98,31 @@ def plan_replication(
         budget_nbytes -= nbytes
         busy[source] = busy.get(source, 0.0) + nbytes
         copies.append(Copy(source, target.node_id, chain.keys, num_blocks, nbytes))
+    return copies
+
+
+def plan_lending(
+    heat: Heat, holders: Holders, stores: Sequence[str], shape: Shape, *, budget_nbytes: float, now_s: float
+) -> list[Copy]:
+    """Copies of at most ``budget_nbytes`` together, the most wanted first: every prefix in use shall have
+    one on one of ``stores``, where it outlives who computed it and is read without disturbing them.
+
+    Which node a prefix goes to follows from its key, so that all conductors choose the same one.
+    """
+    copies: list[Copy] = []
+    for chain in heat.hottest(_LOOKED_AT, now_s) if stores else ():
+        if heat.uses(chain, now_s) < _USED_AGAIN or len(copies) == _COPIES:
+            break
+        held, length = holders(chain.keys), len(chain.keys)
+        have = [node_id for node_id, blocks in held.items() if blocks >= length]
+        if not have or not set(have).isdisjoint(stores):
+            continue
+        target = sorted(stores)[int.from_bytes(chain.keys[0][:8], "little") % len(stores)]
+        num_blocks = length - held.get(target, 0)
+        nbytes = num_blocks * shape.block_nbytes
+        if nbytes <= budget_nbytes:
+            budget_nbytes -= nbytes
+            copies.append(Copy(min(have), target, chain.keys, num_blocks, nbytes))
     return copies
 
 

@@ -12,7 +12,7 @@ from conductor.cost_model import CostModel
 from conductor.estimates import longest_blocks
 from conductor.heat import Heat
 from conductor.registry import NodeRegistry
-from conductor.replication import Copy, Shape, plan_release, plan_replication
+from conductor.replication import Copy, Shape, plan_lending, plan_release, plan_replication
 from kvstore.keys import BlockKey
 from runtime.errors import MoonpoolError
 
@@ -95,27 +95,36 @@ class Replicator:
             self._made.remove(copy)
             if registry.holders(copy.keys).get(copy.target, 0) >= len(copy.keys):
                 await self._let_go(copy)
+        shape, budget_nbytes = Shape(self._block_size, layout.block_nbytes), self._nbytes_per_s * _PERIOD_S
         copies = plan_replication(
             self._heat,
             registry.holders,
             fleet,
             self._cost_model.links,
-            Shape(self._block_size, layout.block_nbytes),
-            budget_nbytes=self._nbytes_per_s * _PERIOD_S,
+            shape,
+            budget_nbytes=budget_nbytes,
             now_s=now_s,
         )
-        await asyncio.gather(*map(self._copy, copies))
+        budget_nbytes -= sum(copy.nbytes for copy in copies)
+        stores = registry.stores()
+        lent = plan_lending(
+            self._heat, registry.holders, stores, shape, budget_nbytes=budget_nbytes, now_s=now_s
+        )
+        # A store node lets go by itself of what is not used: that is what its memory is for.
+        made = await asyncio.gather(*map(self._copy, [*copies, *lent]))
+        self._made += [copy for copy, done in zip(copies, made, strict=False) if done]
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_PERIOD_S)
             await self.round()
 
-    async def _copy(self, copy: Copy) -> None:
+    async def _copy(self, copy: Copy) -> bool:
+        """Whether anything was copied."""
         members = self._registry.members
         source, target = members.get(copy.source), members.get(copy.target)
         if source is None or target is None or (address := source.kv_address) is None:
-            return
+            return False
         links, now_s = self._cost_model.links, self._clock()
         links.begin(copy.source, copy.target, copy.nbytes, now_s)
         try:
@@ -123,15 +132,15 @@ class Replicator:
         except MoonpoolError as error:
             core_metrics.hot_copies.labels("failed").inc()
             log.info("%d hot blocks were not copied to %s: %s", copy.num_blocks, copy.target, error)
-            return
+            return False
         if reply.num_read:
             core_metrics.hot_copies.labels("made").inc()
             core_metrics.hot_nbytes.inc(reply.nbytes)
-            self._made.append(copy)
             took = f"{reply.nbytes / 1e6:.1f} MB in {1e3 * reply.seconds:.0f} ms"
             self._on_copied(
                 copy.target, f"{reply.num_read:,} blocks of a hot prefix from {copy.source}, {took}"
             )
+        return bool(reply.num_read)
 
     async def _let_go(self, copy: Copy) -> None:
         member = self._registry.members.get(copy.target)

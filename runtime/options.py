@@ -457,7 +457,9 @@ class ConductorOptions:
         "placement policy: goodput, kv-aware, local-cache, least-loaded, round-robin or random",
     )
     replicate_nbytes_per_s: int = option(
-        256 << 20, "bytes/second", "bandwidth for copies of hot prefixes to more prefill nodes; 0: none"
+        256 << 20,
+        "bytes/second",
+        "bandwidth for copies of hot prefixes to more prefill nodes, and to a store node; 0: none",
     )
 
     def __post_init__(self) -> None:

@@ -300,8 +300,8 @@ class Cluster:
         self._former: list[ScriptedNode] = []  # earlier lives
 
     async def add(self, node_id: str, script: Script = obedient) -> ScriptedNode:
-        """A node by its name ("p0" prefills, "d0" decodes), known to the conductor when this returns."""
-        role = "prefill" if node_id.startswith("p") else "decode"
+        """A node by its name ("p0" prefills, "d0" decodes, "s0" stores), which the conductor knows then."""
+        role = {"p": "prefill", "s": "store"}.get(node_id[0], "decode")
         node = ScriptedNode(self.index, node_id, role, script)
         if node_id in self.nodes:
             self._former.append(self.nodes[node_id])

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from conductor.fleet import Fleet
 from conductor.heat import Heat
 from conductor.link import LinkModel
-from conductor.replication import Copy, Holders, Shape, copies_wanted, plan_release, plan_replication
+from conductor.replication import (
+    Copy,
+    Holders,
+    Shape,
+    copies_wanted,
+    plan_lending,
+    plan_release,
+    plan_replication,
+)
 from tests.conductor.views import node
 
 SHAPE = Shape(block_size=16, block_nbytes=65536)
@@ -131,3 +139,28 @@ def test_a_plan_makes_no_copy_twice_and_none_that_is_there(seed: int, worth: flo
         assert copy.num_blocks > 0
     full = sum(length == len(HOT) for length in holders(HOT).values())
     assert full + len(copies) <= max(full, copies_wanted(heat, heat.hottest(1, 0.0)[0], 0.0))
+
+
+def lend(heat: Heat, holders: Holders, *stores: str, budget_nbytes: float = 1e9) -> list[Copy]:
+    return plan_lending(heat, holders, stores, SHAPE, budget_nbytes=budget_nbytes, now_s=0.0)
+
+
+def test_what_is_used_again_is_lent_to_one_store_node_whoever_plans_it() -> None:
+    heat = in_demand(0.01)  # so little work that no prefill node needs a copy
+    (copy,) = lend(heat, held(p0=10), "s0", "s1")
+    assert (copy.source, copy.num_blocks, copy.nbytes) == ("p0", 10, 655360)
+    assert lend(heat, held(p0=10), "s1", "s0") == [copy]
+    assert lend(heat, held(**{"p0": 10, copy.target: 10}), "s0", "s1") == []
+    (rest,) = lend(heat, held(**{"p0": 10, copy.target: 4}), "s0", "s1")
+    assert (rest.target, rest.num_blocks) == (copy.target, 6)
+
+
+def test_nothing_is_lent_that_was_used_once_or_costs_too_much_or_has_no_place() -> None:
+    once = Heat(half_life_s=10.0)
+    once.touch(HOT, -1.0)
+    assert lend(once, held(p0=10), "s0") == []
+    once.touch(HOT, 0.0)
+    assert len(lend(once, held(p0=10), "s0")) == 1
+    assert lend(once, held(p0=10), "s0", budget_nbytes=655359) == []
+    assert lend(once, held(p0=10)) == []
+    assert lend(once, held(p0=9), "s0") == [], "nobody has all of it"

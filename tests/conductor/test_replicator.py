@@ -68,6 +68,28 @@ async def test_a_hot_prefix_is_copied_and_let_go_when_it_has_cooled(redis: Redis
         assert core_metrics.hot_released_blocks._value.get() == released + 2 * len(keys)
 
 
+async def test_what_is_used_again_is_lent_to_a_store_node_and_left_there(redis: RedisProcess) -> None:
+    async with running(redis.url, "p0", "d0", "s0", namespace="lent", replicate_nbytes_per_s=0) as cluster:
+        clock_s = [0.0]
+        replicator = replicator_of(cluster.conductor, clock_s)
+        registry = cluster.conductor._services.registry
+        root_key = registry.root_key("")
+        assert root_key is not None
+        keys = chain(root_key, list(range(160)), MODEL.block_size)
+        cluster.nodes["p0"].hold(keys)
+        await cluster.until(lambda: registry.holders(keys).get("p0") == len(keys))
+        replicator.note(keys, registry.holders(keys), compute_s=0.01)
+        await replicator.round()
+        assert cluster.nodes["s0"].copied == []
+        replicator.note(keys, registry.holders(keys), compute_s=0.01)
+        await replicator.round()
+        assert cluster.nodes["s0"].copied == [("p0", len(keys))]
+        await cluster.until(lambda: registry.holders(keys).get("s0") == len(keys))
+        clock_s[0] += 600.0
+        await replicator.round()
+        assert registry.holders(keys).get("s0") == len(keys)
+
+
 async def test_a_target_that_dies_costs_nothing_but_the_copy(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "p1", "d0", namespace="dies", replicate_nbytes_per_s=0) as cluster:
         replicator = replicator_of(cluster.conductor, [0.0])
