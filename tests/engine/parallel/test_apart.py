@@ -341,6 +341,8 @@ async def test_a_rank_lost_in_the_middle_of_a_copy_ends_it(make_checkpoint, how)
             with pytest.raises(MoonpoolError):
                 await call
         assert time.monotonic() - began_s < in_time_s
+        with pytest.raises(RankLost):  # copies may hear of the connection's end before the group does
+            await apart.memory.engine.wait()
         with pytest.raises(RankLost):
             await apart.memory.blocks.checksums([0])
 
@@ -348,7 +350,8 @@ async def test_a_rank_lost_in_the_middle_of_a_copy_ends_it(make_checkpoint, how)
 async def test_closing_ends_copies_under_way(make_checkpoint) -> None:
     path = make_checkpoint("llama", **SHAPE).path
     config = replace(Config(), store=StoreOptions(host=HostTierOptions(capacity_nbytes=4 << 20)))
-    async with side(path, "apart", 1, 2, apart=True, pool_nbytes=POOL_NBYTES) as one:
+    patient = replace(Config(), transfer=TransferOptions(deadline_s=60.0))
+    async with side(path, "apart", 1, 2, apart=True, pool_nbytes=POOL_NBYTES, config=patient) as one:
         store = await NodeStore.open(
             config, "", one.agent, one.memory.engine, one.memory.blocks, lambda *_: 0
         )
@@ -368,7 +371,7 @@ async def test_closing_ends_copies_under_way(make_checkpoint) -> None:
         await store.close(1.0)
         await one.memory.engine.close()
         await one.memory.blocks.close()
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 20  # not for as long as a copy may take
         for task in (loading, pinning):
             await asyncio.wait((task,))
             task.exception()

@@ -102,7 +102,7 @@ class Lost:
 
 LOSSES = [
     Lost("rank", signal.SIGKILL, r"rank 1 is lost: it ended by signal 9 on far-1 \(127\.0\.0\.1\)"),
-    Lost("rank", signal.SIGSTOP, r"rank 1 is lost: it has been silent for 1\.. s on far-1 \(127\.0\.0\.1\)"),
+    Lost("rank", signal.SIGSTOP, r"rank 1 is lost: it has been silent for \d\.. s on far-1 \(127\.0\.0\.1\)"),
     Lost("host", signal.SIGKILL, r"rank 1 is lost: its rank host is gone: .* on far-1 \(127\.0\.0\.1\)"),
     # Its rank finds out too, by its silent leader, and ends: whichever is noticed first.
     Lost("host", signal.SIGSTOP, r"rank 1 is lost: .* on far-1 \(127\.0\.0\.1\)"),
@@ -118,7 +118,7 @@ async def test_a_machine_lost_in_the_middle_of_steps_is_noticed_and_comes_again(
     lost: Lost, make_checkpoint
 ) -> None:
     """By both sides, within the timeout; and nobody is left over."""
-    timeout_s = 1.0
+    timeout_s = 2.0
     options = {"pp": 2, "hosts": 2, "listen": "127.0.0.1:0", "timeout_s": timeout_s}
     path = make_checkpoint("qwen2", **SHAPE).path
     async with far_ranks(2, timeout_s=timeout_s) as (group, (host,)):
@@ -129,11 +129,11 @@ async def test_a_machine_lost_in_the_middle_of_steps_is_noticed_and_comes_again(
             began_s = time.monotonic()
             os.kill(rank.pid if lost.whom == "rank" else host.pid, lost.number)
             with pytest.raises(RankLost):
-                await asyncio.wait_for(driver.engine.wait(), 10)
+                await asyncio.wait_for(driver.engine.wait(), 60)
             assert re.search(lost.says, str(group.lost))
             await until_gone(rank.pid)
             # The machine is shared: what takes longer than this is not the bound.
-            assert time.monotonic() - began_s < timeout_s + 2.5
+            assert time.monotonic() - began_s < timeout_s + 6
         if lost.whom == "host" and lost.number == signal.SIGSTOP:
             os.kill(host.pid, signal.SIGCONT)
         elif lost.whom == "host":
@@ -141,7 +141,7 @@ async def test_a_machine_lost_in_the_middle_of_steps_is_noticed_and_comes_again(
         # The node's next life listens where the last one did.
         hosts = door(timeout_s=timeout_s, port=port)
         hosts.open()
-        (found,) = await asyncio.wait_for(hosts.gather(), 20)
+        (found,) = await asyncio.wait_for(hosts.gather(), 60)
         assert found.name == "far-1 (127.0.0.1)"
         hosts.shut()
         found.close("the test is over")
@@ -162,7 +162,7 @@ async def test_another_checkpoint_at_the_same_path_is_refused_by_name_on_both_si
         with pytest.raises(RankRefused, match=says):
             async with serving(path, group, **options):
                 pass
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not re.search(says, (tmp_path / "far.log").read_text()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -176,6 +176,6 @@ async def until_gone(pid: int) -> None:
         except psutil.NoSuchProcess:
             return False
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while lives():  # noqa: ASYNC110  (the kernel tells only its parent)
             await asyncio.sleep(0.005)
