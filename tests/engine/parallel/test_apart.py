@@ -62,6 +62,7 @@ async def storing(of: Side, config: Config) -> AsyncIterator[NodeStore]:
         await store.close(5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp"), PLANS)
 async def test_blocks_come_and_go_as_with_shared_pools_and_one_process(make_checkpoint, tp, pp) -> None:
     path = make_checkpoint("llama", **SHAPE).path
@@ -302,21 +303,15 @@ async def test_a_block_gone_bad_in_host_memory_is_not_loaded(make_checkpoint) ->
         one.memory.engine.pool.release(loaded.block_ids)
 
 
-async def test_the_loop_never_waits_for_itself(make_checkpoint) -> None:
-    path = make_checkpoint("llama", **SHAPE).path
-    async with side(path, "apart", 1, 2, apart=True) as apart:
-        bytes_ = apart.memory.blocks.bytes
-        for call in (bytes_.view, lambda block: bytes_.checksums([block]), apart.memory.blocks.checksum):
-            with pytest.raises(AssertionError, match="the loop would wait for itself"):
-                call(0)
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 async def test_a_rank_lost_in_the_middle_of_a_copy_ends_it(make_checkpoint, how) -> None:
     path = make_checkpoint("llama", **SHAPE).path
     in_time_s = 5.0 + 5.0  # what makes a silent rank a lost one, and what a busy machine takes beside it
     async with side(path, "apart", 2, 1, apart=True, timeout_s=5.0) as apart:
         bytes_, blocks = apart.memory.blocks.bytes, random_blocks(apart, 40)
+        for call in (bytes_.view, lambda block: bytes_.checksums([block]), apart.memory.blocks.checksum):
+            with pytest.raises(AssertionError, match="the loop would wait for itself"):
+                call(0)
         sums, ids = [checksum(block.data) for block in blocks], list(range(40))
         copies = [np.empty_like(block) for block in blocks]
         loop, under_way = asyncio.get_running_loop(), asyncio.Event()
