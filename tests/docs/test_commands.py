@@ -175,7 +175,10 @@ async def test_top_waits_for_a_conductor_that_is_not_there() -> None:
     """In a terminal of its own, until it is interrupted."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "moonpool", "top", "--url", "http://127.0.0.1:9"]
+    # Tests that run in the background are deaf to it, and so are their children, unless somebody listens.
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = await asyncio.create_subprocess_exec(*command, stdin=follower, stdout=follower, stderr=follower)
+    signal.signal(signal.SIGINT, usual)
     os.close(follower)
     try:
         shown = b""
