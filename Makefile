@@ -44,18 +44,18 @@ test-slow: env ## run the tests that `make test` leaves out
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(or $(PYTHON),python3))
 .PHONY: gpu
 gpu: ## on a GPU: test and measure; PARTS='kernels engine' for some, ARGS='--within 300 --results DIR'
-	@$(GPU_PYTHON) -m bench.gpu $(PARTS) $(ARGS)
+	@$(GPU_PYTHON) -m moonpool.bench.gpu $(PARTS) $(ARGS)
 
 .PHONY: lint
 lint: env ## ruff, mypy --strict, and whether the generated protobuf code is fresh
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m protos.generate --check
+	$(BIN)/python -m moonpool.protos.generate --check
 
 .PHONY: protos
 protos: env ## generate protos/*_pb2*.py from protos/*.proto
-	@$(BIN)/python -m protos.generate
+	@$(BIN)/python -m moonpool.protos.generate
 
 .PHONY: env
 env: $(VENV)/.installed $(VENV)/.kernels
@@ -104,9 +104,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 # Compiled for this machine's CPU; without a compiler Moonpool runs all the same, more slowly.
-$(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/build.py \
+$(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/cpu/native/* kernels/cpu/build.py \
   transfer/native/*)
-	@if $(BIN)/python -m kernels.cpu.build && $(BIN)/python -m transfer.native; then
+	@if $(BIN)/python -m moonpool.kernels.cpu.build && $(BIN)/python -m moonpool.transfer.native; then
 	  touch $@
 	else
 	  echo "moonpool: the CPU kernels or the copying between processes are not compiled, so what stands in for them \
@@ -115,7 +115,7 @@ $(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/cpu/*.cpp kernels/cpu/*.
 
 .PHONY: docs
 docs: ## make docs/reference from the code
-	@$(BIN)/python -m moonpool.reference
+	@$(BIN)/python -m moonpool.commands.reference_pages
 
 .PHONY: clean
 clean: ## remove the environment and everything made here

@@ -1,1 +1,2 @@
-"""Benchmarks: each drives the product from outside and reports in the shape of ``bench.report``."""
+"""Benchmarks: each drives the product from outside and reports in the shape of
+``moonpool.runtime.reports.report``."""

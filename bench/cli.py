@@ -7,16 +7,16 @@ from importlib import import_module
 import click
 
 _COMMANDS = {
-    "conductor": "bench.conductor.command:conductor",
-    "engine": "bench.engine.command:engine",
-    "eviction": "bench.eviction:eviction",
-    "index": "bench.index:index",
-    "parallel": "bench.parallel.command:parallel",
-    "kernels": "bench.kernels.command:kernels",
-    "serve": "bench.serve.command:serve",
-    "simulate": "bench.simulate.command:simulate",
-    "store": "bench.store.command:store",
-    "transfer": "bench.transfer.command:transfer",
+    "conductor": "moonpool.bench.conductor.command:conductor",
+    "engine": "moonpool.bench.engine.command:engine",
+    "eviction": "moonpool.bench.eviction.command:eviction",
+    "index": "moonpool.bench.index.command:index",
+    "parallel": "moonpool.bench.parallel.command:parallel",
+    "kernels": "moonpool.bench.kernels.command:kernels",
+    "serve": "moonpool.bench.serve.command:serve",
+    "simulate": "moonpool.bench.simulation.command:simulate",
+    "store": "moonpool.bench.store.command:store",
+    "transfer": "moonpool.bench.transfer.command:transfer",
 }
 
 

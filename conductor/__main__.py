@@ -1,4 +1,4 @@
-"""``python -m conductor``: the OpenAI-compatible API in front of a cluster."""
+"""``python -m moonpool.conductor``: the OpenAI-compatible API in front of a cluster."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import logging
 import sys
 from pathlib import Path
 
-from conductor.about import about
-from conductor.api import ApiContext, ApiServer
-from conductor.api.chat_template import load_chat_template
-from conductor.api.sampling_defaults import SamplingDefaults
-from conductor.bench_results import BenchResults
-from conductor.cluster_view import Slo
-from conductor.conductor import Conductor
-from conductor.metrics import RequestMetrics
-from conductor.served_model import ServedModel
-from conductor.tenants import Tenants
-from conductor.tokenizer import Tokenizer
-from runtime.agreement import agreement_of, own_version
-from runtime.options import Config
-from runtime.service import ServiceContext, run_service
+from moonpool.conductor.admission.tenants import Tenants
+from moonpool.conductor.api.context import ApiContext
+from moonpool.conductor.api.sampling_defaults import SamplingDefaults
+from moonpool.conductor.core import Conductor
+from moonpool.conductor.dashboard.benchmark_results import BenchResults
+from moonpool.conductor.fleet.served_model import ServedModel
+from moonpool.conductor.observing.about import about
+from moonpool.conductor.observing.request_metrics import RequestMetrics
+from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.server import ApiServer
+from moonpool.conductor.text.chat_template import load_chat_template
+from moonpool.conductor.text.tokenizer import Tokenizer
+from moonpool.runtime.config.agreement import agreement_of, own_version
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 
 log = logging.getLogger("conductor")  # __name__ is __main__ here
 

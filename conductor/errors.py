@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.errors import MoonpoolError
+from moonpool.runtime.errors import MoonpoolError
 
 
 class ConductorError(MoonpoolError):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from conductor.sampling import SamplingParams
-from conductor.tenants import ANYONE, Tenant
-from protos import node_pb2
+from moonpool.conductor.admission.tenants import ANYONE, Tenant
+from moonpool.conductor.sampling import SamplingParams
+from moonpool.protos import node_pb2
 
 
 @dataclass(frozen=True, slots=True)

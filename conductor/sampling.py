@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from protos import node_pb2
+from moonpool.protos import node_pb2
 
 
 @dataclass(frozen=True, slots=True)

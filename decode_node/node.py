@@ -12,18 +12,19 @@ from typing import Any
 import grpc.aio
 from opentelemetry.context import Context
 
-from decode_node.outbox import Outbox
-from decode_node.takeover import take_over
-from engine.events import StepEvent
-from engine.messages import sequence_of, token_out
-from engine.node import EngineNode, Key
-from engine.node_metrics import DECODE_TOKENS, RECEIVED_BLOCKS, RECEIVED_BYTES
-from engine.sequence import Sequence
-from kvstore import keys as block_keys
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc, tracing
-from runtime.errors import MoonpoolError
-from runtime.options import Config
+from moonpool.decode_node.outbox import Outbox
+from moonpool.decode_node.takeover import take_over
+from moonpool.engine.batching.events import StepEvent
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.node.messages import sequence_of, token_out
+from moonpool.engine.node.metrics import DECODE_TOKENS, RECEIVED_BLOCKS, RECEIVED_BYTES
+from moonpool.engine.node.node import EngineNode, Key
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.observing import tracing
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from protos import node_pb2
+from moonpool.protos import node_pb2
 
 # A message costs either end about 0.1 ms of its event loop, a third of a small model's step. So steps that
 # follow each other faster than this share one; nobody who reads notices. Longer steps have one each.

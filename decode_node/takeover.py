@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-from engine.engine import Engine
-from engine.kv_exchange import KvExchange, KvSource
-from engine.node_store import USE_DELAY_S, NodeStore
-from engine.sequence import Sequence
-from kvstore.tier import Tier
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
-from runtime.errors import MoonpoolError
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.engine import Engine
+from moonpool.engine.prefix_cache.peer_exchange import KvExchange, KvSource
+from moonpool.engine.prefix_cache.store import USE_DELAY_S, NodeStore
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.errors import MoonpoolError
 
 _ENDED = "the prefill node ended its stream before the last block"
 

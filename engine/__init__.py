@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.block_pool import BlockPool
-from engine.config import ModelConfig
-from engine.engine import Engine, EngineStats
-from engine.events import StepEvent
-from engine.sampling import Sampling
-from engine.sequence import FinishReason, Sequence, State, TokenLogprobs
+from moonpool.engine.batching.events import StepEvent
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import FinishReason, Sequence, State, TokenLogprobs
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.engine import Engine, EngineStats
+from moonpool.engine.memory.block_pool import BlockPool
 
 __all__ = [
     "BlockPool",

@@ -15,11 +15,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.block_pool import BlockPool
-from engine.config import ModelConfig
-from engine.device import Device
-from engine.dtype import choose_device, choose_dtype, page_dtype
-from engine.errors import (
+from moonpool.engine.batching.events import StepEvent
+from moonpool.engine.batching.reservations import Reservations
+from moonpool.engine.batching.scheduler import Scheduler
+from moonpool.engine.batching.sequence import FinishReason, Sequence, State
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.weights import fingerprint
+from moonpool.engine.collectives.exchange_clock import ExchangeClock
+from moonpool.engine.device.device import Device
+from moonpool.engine.device.selection import choose_device, choose_dtype, page_dtype
+from moonpool.engine.errors import (
     DuplicateSequence,
     EngineClosed,
     PoolTooSmall,
@@ -27,26 +32,21 @@ from engine.errors import (
     SequenceTooLong,
     UnknownToken,
 )
-from engine.events import StepEvent
-from engine.parallel.assignment import Assignment
-from engine.parallel.clock import ExchangeClock
-from engine.parallel.expert_plan import ExpertPlan
-from engine.parallel.group import RankGroup
-from engine.parallel.links import choose_link
-from engine.parallel.plan import ParallelPlan
-from engine.parallel.rank_hosts import RankHosts
-from engine.parallel.runner import ParallelRunner, StepTimes
-from engine.profile import CostProfile
-from engine.reservations import Reservations
-from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
-from engine.sequence import FinishReason, Sequence, State
-from engine.step_loop import StepLoop
-from engine.weights import fingerprint
-from kvstore.layout import KVLayout
-from runtime.errors import ConfigError
-from runtime.load_progress import Progress
-from runtime.options import EngineOptions, ModelOptions
+from moonpool.engine.execution.cost_profile import CostProfile
+from moonpool.engine.execution.runner import ModelRunner
+from moonpool.engine.execution.step_loop import StepLoop
+from moonpool.engine.memory.block_pool import BlockPool
+from moonpool.engine.ranks.assignment import Assignment
+from moonpool.engine.ranks.group import RankGroup
+from moonpool.engine.ranks.hosts.listener import RankHosts
+from moonpool.engine.ranks.leader import ParallelRunner, StepTimes
+from moonpool.engine.ranks.link_factory import choose_link
+from moonpool.engine.sharding.expert_placement import ExpertPlan
+from moonpool.engine.sharding.parallel_plan import ParallelPlan
+from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.runtime.config.options import EngineOptions, ModelOptions
+from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.service.load_progress import Progress
 
 
 @dataclass(frozen=True, slots=True)

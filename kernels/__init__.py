@@ -1,7 +1,8 @@
 """Attention over the paged KV pool, and the small operations around it, each in the fastest form of its
 device.
 
-Signatures and their meaning are written once, in ``kernels.reference``. Names are resolved when first asked
+Signatures and their meaning are written once, in ``moonpool.kernels.reference``. Names are resolved when
+first asked
 for: importing this package alone loads neither torch nor the compiled library, so that ``python -m
 kernels.cpu.build`` can make the library first.
 """
@@ -12,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kernels.dispatch import (
+    from moonpool.kernels.dispatch import (
         add_lora,
         argmax_rows,
         block_checksums,
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
         silu_mul,
         write_kv,
     )
-    from kernels.experts import PackedExperts
-    from kernels.linear import PackedLinear
-    from kernels.report import backend_report
+    from moonpool.kernels.packed_experts import PackedExperts
+    from moonpool.kernels.packed_linear import PackedLinear
+    from moonpool.kernels.report import backend_report
 
 __all__ = [
     "PackedExperts",
@@ -63,15 +64,15 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "PackedExperts": "kernels.experts",
-    "PackedLinear": "kernels.linear",
-    "backend_report": "kernels.report",
+    "PackedExperts": "moonpool.kernels.packed_experts",
+    "PackedLinear": "moonpool.kernels.packed_linear",
+    "backend_report": "moonpool.kernels.report",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_ELSEWHERE.get(name, "kernels.dispatch")), name)
+    value = getattr(import_module(_ELSEWHERE.get(name, "moonpool.kernels.dispatch")), name)
     globals()[name] = value
     return value

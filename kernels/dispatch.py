@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from kernels import reference
-from kernels.checks import checked
-from kernels.cpu.library import load
-from kernels.mode import mode
+from moonpool.kernels import reference
+from moonpool.kernels.checks.arguments import checked
+from moonpool.kernels.cpu.library import load
+from moonpool.kernels.mode import mode
 
 Form = TypeVar("Form", bound=Callable[..., Any])
 
@@ -29,7 +29,8 @@ def best(plain: Form) -> Form:
 def _cpu_form(plain: Form) -> Form:
     if load() is None:
         return plain
-    from kernels.cpu import expert_ops, ops
+    from moonpool.kernels.cpu import experts as expert_ops
+    from moonpool.kernels.cpu import operations as ops
 
     for module in (ops, expert_ops):
         form = getattr(module, plain.__name__, None)
@@ -42,7 +43,7 @@ def _gpu_form(plain: Form) -> Form:
     if mode() == "torch" or find_spec("triton") is None:
         return plain
     for module in ("decode", "prefill", "merge", "rows", "kv", "blocks", "experts", "adapters"):
-        form = getattr(import_module(f"kernels.triton_{module}"), plain.__name__, None)
+        form = getattr(import_module(f"moonpool.kernels.triton.{module}"), plain.__name__, None)
         if form is not None:
             return cast(Form, form)
     return plain

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from functools import cache
 
-from runtime.errors import ConfigError
+from moonpool.runtime.errors import ConfigError
 
 MODES = {
     "auto": "the fastest form of each operation",

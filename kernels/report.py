@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kernels.cpu import library
-from kernels.cpu.features import features, has_amx
-from runtime.compiled import find_compiler
-from runtime.processor import cpuinfo
+from moonpool.kernels.cpu import library
+from moonpool.kernels.cpu.cpu_features import features, has_amx
+from moonpool.runtime.machine.compiled_library import find_compiler
+from moonpool.runtime.machine.processor import cpuinfo
 
 
 def backend_report() -> dict[str, Any]:

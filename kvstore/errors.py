@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.errors import MoonpoolError
+from moonpool.runtime.errors import MoonpoolError
 
 
 class StoreError(MoonpoolError):

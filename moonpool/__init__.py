@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moonpool.store import connect
+    from moonpool.objects import connect
 
 __all__ = ["connect"]
 
@@ -15,6 +15,6 @@ def __getattr__(name: str) -> Any:
     if name != "connect":
         raise AttributeError(f"module 'moonpool' has no attribute {name!r}")
     # Only when it is asked for: gRPC and numpy take half a second, and `moonpool --help` needs neither.
-    from moonpool.store import connect
+    from moonpool.objects import connect
 
     return connect

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
-from runtime.config import explain, load_config, to_toml
-from runtime.errors import ConfigError, MoonpoolError
+from moonpool.runtime.config.loading import explain, load_config, to_toml
+from moonpool.runtime.errors import ConfigError, MoonpoolError
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ def cli() -> None:
 @config_options
 def up_command(file: Path | None, sets: Sequence[str], once: bool, **given: Any) -> None:
     """Run a whole cluster on this machine and talk to it."""
-    from moonpool.up import up
+    from moonpool.local.up import up
 
     keys = {
         "model": "model.path",
@@ -106,11 +106,15 @@ def _add_daemon(name: str, module: str, help_line: str) -> None:
         os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
-_add_daemon("conductor", "conductor", "Run a conductor: the API, and the placement of requests on nodes.")
-_add_daemon("prefill-node", "prefill_node", "Run a prefill node.")
-_add_daemon("decode-node", "decode_node", "Run a decode node.")
-_add_daemon("ranks", "engine.parallel.rank_host", "Run ranks here for a node on another machine.")
-_add_daemon("store-node", "kvstore.store_node", "Run a store node: lend memory and disk to the pool.")
+_add_daemon(
+    "conductor", "moonpool.conductor", "Run a conductor: the API, and the placement of requests on nodes."
+)
+_add_daemon("prefill-node", "moonpool.prefill_node", "Run a prefill node.")
+_add_daemon("decode-node", "moonpool.decode_node", "Run a decode node.")
+_add_daemon("ranks", "moonpool.engine.ranks.hosts.daemon", "Run ranks here for a node on another machine.")
+_add_daemon(
+    "store-node", "moonpool.kvstore.store_node", "Run a store node: lend memory and disk to the pool."
+)
 
 
 @cli.command("status")
@@ -119,7 +123,7 @@ _add_daemon("store-node", "kvstore.store_node", "Run a store node: lend memory a
 def status_command(url: str, as_json: bool) -> None:
     """Print the cluster's nodes and their load."""
     from moonpool.client import Client
-    from moonpool.status import cluster_view
+    from moonpool.commands.status import cluster_view
 
     async def run() -> None:
         async with Client(url) as client:
@@ -155,7 +159,7 @@ def experts_command(node: str, copies: int, ranks: int | None, output: Path | No
 
     Nodes that are started with engine.parallel.expert_plan_path=FILE do so.
     """
-    from moonpool.experts import make_plan
+    from moonpool.commands.experts import make_plan
 
     _run(make_plan(console, url, node, num_ranks=ranks, copies=copies, output=output))
 
@@ -165,7 +169,7 @@ def experts_command(node: str, copies: int, ranks: int | None, output: Path | No
 def top_command(url: str) -> None:
     """Watch the cluster: nodes, cache, transfers, requests, events, once a second."""
     from moonpool.client import Client
-    from moonpool.top import show_top
+    from moonpool.commands.top import show_top
 
     async def run() -> None:
         async with Client(url) as client:
@@ -183,8 +187,8 @@ def top_command(url: str) -> None:
 @click.argument("message", nargs=-1)
 def chat_command(url: str, message: tuple[str, ...], **options: Any) -> None:
     """Talk to the model; with MESSAGE, get one answer."""
-    from moonpool.chat import chat
     from moonpool.client import Client
+    from moonpool.commands.chat import chat
 
     async def run() -> None:
         async with Client(url) as client:
@@ -206,7 +210,7 @@ def doctor_command(
     Of a cluster (--url): nodes that do not serve, why the cache is not hit, slow paths, clocks that differ,
     options that contradict each other. Exit code 1: something is missing or wrong.
     """
-    from moonpool.doctor import doctor
+    from moonpool.doctor.diagnosis import doctor
 
     config = load_config(file, [*sets, *([f"index.redis_url={redis}"] if redis else [])])
     sys.exit(_run(doctor(config, url, console, as_json=as_json)))
@@ -242,22 +246,22 @@ def _annotated() -> str:
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def plan_command(arguments: tuple[str, ...]) -> None:
-    from bench.simulate.plan_command import plan
+    from moonpool.simulator.plan_command import plan
 
     plan.main(list(arguments), prog_name="moonpool plan", standalone_mode=False)
 
 
-@cli.group("bench", cls=LazyGroup, target="bench.cli:bench")
+@cli.group("bench", cls=LazyGroup, target="moonpool.bench.cli:bench")
 def bench_group() -> None:
     """Measure: serving, and the parts."""
 
 
-@cli.group("index", cls=LazyGroup, target="moonpool.index_command:index")
+@cli.group("index", cls=LazyGroup, target="moonpool.commands.index:index")
 def index_group() -> None:
     """The index of KV blocks: verify it, follow engines that are not ours."""
 
 
-@cli.group("store", cls=LazyGroup, target="moonpool.store.command:store")
+@cli.group("store", cls=LazyGroup, target="moonpool.objects.command:store")
 def store_group() -> None:
     """Objects on the store nodes: put, get, ls, stat, evict, verify."""
 
@@ -265,7 +269,7 @@ def store_group() -> None:
 @asynccontextmanager
 async def start_local_cluster(sets: Sequence[str]) -> AsyncIterator[str]:
     """A cluster on this machine with these options, around the block; yields the API's URL."""
-    from moonpool.local_cluster import LocalCluster
+    from moonpool.local.cluster import LocalCluster
 
     async with LocalCluster(load_config(None, sets)) as cluster:
         yield cluster.url
@@ -295,8 +299,8 @@ def report_command(
     RESULTS, files of `moonpool bench ... --json`, drawn with their conditions, limits and peers.
     """
     from moonpool.client import Client
-    from moonpool.report import benchmark_facts, cluster_facts, report_data
-    from moonpool.single_page import single_page
+    from moonpool.commands.run_report import benchmark_facts, cluster_facts, report_data
+    from moonpool.commands.single_page import single_page
 
     async def run() -> dict[str, Any] | None:
         if url is None and results:
@@ -325,7 +329,7 @@ def trace_command(url: str, request_id: str, output: Path | None) -> None:
     REQUEST_ID is the answer's id, or the x-request-id the client sent; the conductor keeps the latest ones.
     """
     from moonpool.client import Client
-    from moonpool.trace import chrome_trace
+    from moonpool.commands.trace import chrome_trace
 
     async def run() -> None:
         async with Client(url) as client:

@@ -57,7 +57,8 @@ class Client:
         return await self._get("/v1/about")
 
     async def index_blocks(self, node_id: str) -> bytes:
-        """What the conductor's mirror says a node holds: ``kvstore.changes``, empty for an unknown node."""
+        """What the conductor's mirror says a node holds: ``moonpool.kvstore.index.redis.changes``, empty
+        for an unknown node."""
         return await self._read(f"/v1/index/{quote(node_id, safe='')}")
 
     async def timeline(self, request_id: str) -> dict[str, Any]:

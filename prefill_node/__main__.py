@@ -1,20 +1,20 @@
-"""``python -m prefill_node``: the daemon."""
+"""``python -m moonpool.prefill_node``: the daemon."""
 
 from __future__ import annotations
 
 import sys
 
-from runtime.options import Config
-from runtime.replicas import Replicas
-from runtime.service import ServiceContext, run_service
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.replicas.group import Replicas
+from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 
 
 async def main(config: Config, context: ServiceContext) -> None:
     if config.engine.parallel.dp > 1:
-        await Replicas(config, "prefill", [sys.executable, "-m", "prefill_node"]).run(context)
+        await Replicas(config, "prefill", [sys.executable, "-m", "moonpool.prefill_node"]).run(context)
         return
     # Here: who only looks after replicas needs no torch.
-    from prefill_node.node import PrefillNode
+    from moonpool.prefill_node.node import PrefillNode
 
     await PrefillNode(config).run(context)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from engine.block_memory import BlockMemory
-from engine.sequence import Sequence
-from protos import node_pb2
-from runtime.errors import MoonpoolError
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.memory.block_memory import BlockMemory
+from moonpool.protos import node_pb2
+from moonpool.runtime.errors import MoonpoolError
 
 
 class HandoverFailed(MoonpoolError):

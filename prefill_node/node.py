@@ -10,23 +10,24 @@ from typing import Any
 
 import grpc.aio
 
-from engine.events import StepEvent
-from engine.kv_exchange import Fetched, PeerIncompatible
-from engine.messages import sequence_of, token_logprobs, token_out
-from engine.node import EngineNode, Key
-from engine.node_metrics import PromptTokens
-from engine.node_store import USE_DELAY_S
-from engine.prefix_loader import Loaded
-from engine.sequence import FinishReason, Sequence
-from kvstore import metrics as index_metrics
-from kvstore.keys import BlockKey
-from kvstore.reuse_distance import ReuseDistance
-from prefill_node.handover import Handover
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc, tracing
-from runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
-from runtime.options import Config
-from transfer import TransferError
+from moonpool.engine.batching.events import StepEvent
+from moonpool.engine.batching.sequence import FinishReason, Sequence
+from moonpool.engine.node.messages import sequence_of, token_logprobs, token_out
+from moonpool.engine.node.metrics import PromptTokens
+from moonpool.engine.node.node import EngineNode, Key
+from moonpool.engine.prefix_cache.peer_exchange import Fetched, PeerIncompatible
+from moonpool.engine.prefix_cache.store import USE_DELAY_S
+from moonpool.engine.prefix_cache.tier_loader import Loaded
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.eviction.reuse_distance import ReuseDistance
+from moonpool.kvstore.index import metrics as index_metrics
+from moonpool.prefill_node.handover import Handover
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
+from moonpool.runtime.observing import tracing
+from moonpool.transfer import TransferError
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""``python -m protos.generate [--check]``: the Python code of every .proto in this directory."""
+"""``python -m moonpool.protos.generate [--check]``: the Python code of every .proto in this directory."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ import tempfile
 from importlib import resources
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+# The folder as it is imported: linked into the package.
+PACKAGE = ROOT / "moonpool" / "protos"
 
 
 def generate(target: Path) -> list[Path]:
-    """Write ``target/protos/*_pb2*``; returns them."""
+    """Write ``target/moonpool/protos/*_pb2*``; returns them."""
     from grpc_tools import protoc  # a development dependency
 
-    sources = sorted(HERE.glob("*.proto"))
-    # With the repository root as the include path the generated imports read `from protos import x_pb2`.
+    sources = sorted(PACKAGE.glob("*.proto"))
+    # With the repository root as the include path the generated imports read `from moonpool.protos import
+    # x_pb2`.
     arguments = [
         "protoc",
-        f"-I{HERE.parent}",
+        f"-I{ROOT}",
         f"-I{resources.files('grpc_tools') / '_proto'}",
         f"--python_out={target}",
         f"--grpc_python_out={target}",
@@ -32,7 +36,7 @@ def generate(target: Path) -> list[Path]:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if protoc.main(arguments) != 0:
         raise SystemExit("protoc failed, see above")
-    return sorted(path for path in (target / "protos").glob("*_pb2*") if path.is_file())
+    return sorted(path for path in (target / "moonpool" / "protos").glob("*_pb2*") if path.is_file())
 
 
 def main() -> None:
@@ -41,8 +45,8 @@ def main() -> None:
         "--check", action="store_true", help="fail when the committed code is not what this writes"
     )
     if not parser.parse_args().check:
-        for path in generate(HERE.parent):
-            print(path.relative_to(HERE.parent))
+        for path in generate(ROOT):
+            print(path.relative_to(ROOT))
         return
     with tempfile.TemporaryDirectory() as directory:
         fresh = {path.name: path.read_text() for path in generate(Path(directory))}

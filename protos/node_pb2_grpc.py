@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import node_pb2 as protos_dot_node__pb2
+from moonpool.protos import node_pb2 as moonpool_dot_protos_dot_node__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/node_pb2_grpc.py depends on'
+        + ' but the generated code in moonpool/protos/node_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,43 +38,43 @@ class NodeStub:
         """
         self.Status = channel.unary_unary(
                 '/moonpool.Node/Status',
-                request_serializer=protos_dot_node__pb2.StatusRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.NodeStatus.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.StatusRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.NodeStatus.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/moonpool.Node/Drain',
-                request_serializer=protos_dot_node__pb2.DrainRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.DrainReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.DrainRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.DrainReply.FromString,
                 _registered_method=True)
         self.Lease = channel.unary_unary(
                 '/moonpool.Node/Lease',
-                request_serializer=protos_dot_node__pb2.LeaseRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.LeaseReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.LeaseRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.LeaseReply.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/moonpool.Node/Release',
-                request_serializer=protos_dot_node__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.ReleaseReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.ReleaseReply.FromString,
                 _registered_method=True)
         self.Held = channel.unary_stream(
                 '/moonpool.Node/Held',
-                request_serializer=protos_dot_node__pb2.HeldRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.HeldBlocks.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.HeldRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.HeldBlocks.FromString,
                 _registered_method=True)
         self.Replicate = channel.unary_unary(
                 '/moonpool.Node/Replicate',
-                request_serializer=protos_dot_node__pb2.ReplicateRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.ReplicateReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.ReplicateReply.FromString,
                 _registered_method=True)
         self.LetGo = channel.unary_unary(
                 '/moonpool.Node/LetGo',
-                request_serializer=protos_dot_node__pb2.LetGoRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.LetGoReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.LetGoRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.LetGoReply.FromString,
                 _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/moonpool.Node/Cancel',
-                request_serializer=protos_dot_node__pb2.CancelRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.CancelReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.CancelRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.CancelReply.FromString,
                 _registered_method=True)
 
 
@@ -143,43 +143,43 @@ def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
-                    request_deserializer=protos_dot_node__pb2.StatusRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.NodeStatus.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.StatusRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.NodeStatus.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=protos_dot_node__pb2.DrainRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.DrainReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.DrainRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.DrainReply.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
                     servicer.Lease,
-                    request_deserializer=protos_dot_node__pb2.LeaseRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.LeaseReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.LeaseRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.LeaseReply.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
-                    request_deserializer=protos_dot_node__pb2.ReleaseRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.ReleaseReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.ReleaseRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.ReleaseReply.SerializeToString,
             ),
             'Held': grpc.unary_stream_rpc_method_handler(
                     servicer.Held,
-                    request_deserializer=protos_dot_node__pb2.HeldRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.HeldBlocks.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.HeldRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.HeldBlocks.SerializeToString,
             ),
             'Replicate': grpc.unary_unary_rpc_method_handler(
                     servicer.Replicate,
-                    request_deserializer=protos_dot_node__pb2.ReplicateRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.ReplicateReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.ReplicateRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.ReplicateReply.SerializeToString,
             ),
             'LetGo': grpc.unary_unary_rpc_method_handler(
                     servicer.LetGo,
-                    request_deserializer=protos_dot_node__pb2.LetGoRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.LetGoReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.LetGoRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.LetGoReply.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
-                    request_deserializer=protos_dot_node__pb2.CancelRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.CancelReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.CancelRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.CancelReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -209,8 +209,8 @@ class Node:
             request,
             target,
             '/moonpool.Node/Status',
-            protos_dot_node__pb2.StatusRequest.SerializeToString,
-            protos_dot_node__pb2.NodeStatus.FromString,
+            moonpool_dot_protos_dot_node__pb2.StatusRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.NodeStatus.FromString,
             options,
             channel_credentials,
             insecure,
@@ -236,8 +236,8 @@ class Node:
             request,
             target,
             '/moonpool.Node/Drain',
-            protos_dot_node__pb2.DrainRequest.SerializeToString,
-            protos_dot_node__pb2.DrainReply.FromString,
+            moonpool_dot_protos_dot_node__pb2.DrainRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -263,8 +263,8 @@ class Node:
             request,
             target,
             '/moonpool.Node/Lease',
-            protos_dot_node__pb2.LeaseRequest.SerializeToString,
-            protos_dot_node__pb2.LeaseReply.FromString,
+            moonpool_dot_protos_dot_node__pb2.LeaseRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.LeaseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -290,8 +290,8 @@ class Node:
             request,
             target,
             '/moonpool.Node/Release',
-            protos_dot_node__pb2.ReleaseRequest.SerializeToString,
-            protos_dot_node__pb2.ReleaseReply.FromString,
+            moonpool_dot_protos_dot_node__pb2.ReleaseRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.ReleaseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -317,8 +317,8 @@ class Node:
             request,
             target,
             '/moonpool.Node/Held',
-            protos_dot_node__pb2.HeldRequest.SerializeToString,
-            protos_dot_node__pb2.HeldBlocks.FromString,
+            moonpool_dot_protos_dot_node__pb2.HeldRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.HeldBlocks.FromString,
             options,
             channel_credentials,
             insecure,
@@ -344,8 +344,8 @@ class Node:
             request,
             target,
             '/moonpool.Node/Replicate',
-            protos_dot_node__pb2.ReplicateRequest.SerializeToString,
-            protos_dot_node__pb2.ReplicateReply.FromString,
+            moonpool_dot_protos_dot_node__pb2.ReplicateRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.ReplicateReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -371,8 +371,8 @@ class Node:
             request,
             target,
             '/moonpool.Node/LetGo',
-            protos_dot_node__pb2.LetGoRequest.SerializeToString,
-            protos_dot_node__pb2.LetGoReply.FromString,
+            moonpool_dot_protos_dot_node__pb2.LetGoRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.LetGoReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -398,8 +398,8 @@ class Node:
             request,
             target,
             '/moonpool.Node/Cancel',
-            protos_dot_node__pb2.CancelRequest.SerializeToString,
-            protos_dot_node__pb2.CancelReply.FromString,
+            moonpool_dot_protos_dot_node__pb2.CancelRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.CancelReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -424,8 +424,8 @@ class ExpertsStub:
         """
         self.Load = channel.unary_unary(
                 '/moonpool.Experts/Load',
-                request_serializer=protos_dot_node__pb2.ExpertLoadRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.ExpertLoadReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.ExpertLoadRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.ExpertLoadReply.FromString,
                 _registered_method=True)
 
 
@@ -446,8 +446,8 @@ def add_ExpertsServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Load': grpc.unary_unary_rpc_method_handler(
                     servicer.Load,
-                    request_deserializer=protos_dot_node__pb2.ExpertLoadRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.ExpertLoadReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.ExpertLoadRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.ExpertLoadReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -477,8 +477,8 @@ class Experts:
             request,
             target,
             '/moonpool.Experts/Load',
-            protos_dot_node__pb2.ExpertLoadRequest.SerializeToString,
-            protos_dot_node__pb2.ExpertLoadReply.FromString,
+            moonpool_dot_protos_dot_node__pb2.ExpertLoadRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.ExpertLoadReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -503,13 +503,13 @@ class PrefillNodeStub:
         """
         self.Prefill = channel.unary_unary(
                 '/moonpool.PrefillNode/Prefill',
-                request_serializer=protos_dot_node__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.PrefillReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.PrefillReply.FromString,
                 _registered_method=True)
         self.Follow = channel.unary_stream(
                 '/moonpool.PrefillNode/Follow',
-                request_serializer=protos_dot_node__pb2.FollowRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.KvChunk.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.FollowRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.KvChunk.FromString,
                 _registered_method=True)
 
 
@@ -539,13 +539,13 @@ def add_PrefillNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Prefill': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefill,
-                    request_deserializer=protos_dot_node__pb2.PrefillRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.PrefillReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.PrefillRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.PrefillReply.SerializeToString,
             ),
             'Follow': grpc.unary_stream_rpc_method_handler(
                     servicer.Follow,
-                    request_deserializer=protos_dot_node__pb2.FollowRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.KvChunk.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.FollowRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.KvChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -575,8 +575,8 @@ class PrefillNode:
             request,
             target,
             '/moonpool.PrefillNode/Prefill',
-            protos_dot_node__pb2.PrefillRequest.SerializeToString,
-            protos_dot_node__pb2.PrefillReply.FromString,
+            moonpool_dot_protos_dot_node__pb2.PrefillRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.PrefillReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -602,8 +602,8 @@ class PrefillNode:
             request,
             target,
             '/moonpool.PrefillNode/Follow',
-            protos_dot_node__pb2.FollowRequest.SerializeToString,
-            protos_dot_node__pb2.KvChunk.FromString,
+            moonpool_dot_protos_dot_node__pb2.FollowRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.KvChunk.FromString,
             options,
             channel_credentials,
             insecure,
@@ -628,13 +628,13 @@ class DecodeNodeStub:
         """
         self.Decode = channel.unary_unary(
                 '/moonpool.DecodeNode/Decode',
-                request_serializer=protos_dot_node__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.DecodeReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.DecodeRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.DecodeReply.FromString,
                 _registered_method=True)
         self.Tokens = channel.unary_stream(
                 '/moonpool.DecodeNode/Tokens',
-                request_serializer=protos_dot_node__pb2.TokensRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.StepTokens.FromString,
+                request_serializer=moonpool_dot_protos_dot_node__pb2.TokensRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.StepTokens.FromString,
                 _registered_method=True)
 
 
@@ -665,13 +665,13 @@ def add_DecodeNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Decode': grpc.unary_unary_rpc_method_handler(
                     servicer.Decode,
-                    request_deserializer=protos_dot_node__pb2.DecodeRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.DecodeReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.DecodeRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.DecodeReply.SerializeToString,
             ),
             'Tokens': grpc.unary_stream_rpc_method_handler(
                     servicer.Tokens,
-                    request_deserializer=protos_dot_node__pb2.TokensRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.StepTokens.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.TokensRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.StepTokens.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -701,8 +701,8 @@ class DecodeNode:
             request,
             target,
             '/moonpool.DecodeNode/Decode',
-            protos_dot_node__pb2.DecodeRequest.SerializeToString,
-            protos_dot_node__pb2.DecodeReply.FromString,
+            moonpool_dot_protos_dot_node__pb2.DecodeRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.DecodeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -728,8 +728,8 @@ class DecodeNode:
             request,
             target,
             '/moonpool.DecodeNode/Tokens',
-            protos_dot_node__pb2.TokensRequest.SerializeToString,
-            protos_dot_node__pb2.StepTokens.FromString,
+            moonpool_dot_protos_dot_node__pb2.TokensRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.StepTokens.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,7 @@ through transfer/, and these messages only name them.
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos import node_pb2 as _node_pb2
+from moonpool.protos import node_pb2 as _node_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

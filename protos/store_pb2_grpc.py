@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import store_pb2 as protos_dot_store__pb2
+from moonpool.protos import store_pb2 as moonpool_dot_protos_dot_store__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/store_pb2_grpc.py depends on'
+        + ' but the generated code in moonpool/protos/store_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,63 +38,63 @@ class StoreStub:
         """
         self.Begin = channel.unary_unary(
                 '/moonpool.Store/Begin',
-                request_serializer=protos_dot_store__pb2.BeginRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.PutReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.BeginRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.PutReply.FromString,
                 _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/moonpool.Store/Commit',
-                request_serializer=protos_dot_store__pb2.CommitRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.PutReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.CommitRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.PutReply.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/moonpool.Store/Abort',
-                request_serializer=protos_dot_store__pb2.AbortRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.AbortReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.AbortRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.AbortReply.FromString,
                 _registered_method=True)
         self.Open = channel.unary_unary(
                 '/moonpool.Store/Open',
-                request_serializer=protos_dot_store__pb2.OpenRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.OpenReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.OpenRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.OpenReply.FromString,
                 _registered_method=True)
         self.Close = channel.unary_unary(
                 '/moonpool.Store/Close',
-                request_serializer=protos_dot_store__pb2.CloseRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.CloseReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.CloseRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.CloseReply.FromString,
                 _registered_method=True)
         self.Find = channel.unary_unary(
                 '/moonpool.Store/Find',
-                request_serializer=protos_dot_store__pb2.FindRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.FindReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.FindRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.FindReply.FromString,
                 _registered_method=True)
         self.Check = channel.unary_unary(
                 '/moonpool.Store/Check',
-                request_serializer=protos_dot_store__pb2.CheckRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.CheckReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.CheckRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.CheckReply.FromString,
                 _registered_method=True)
         self.Remove = channel.unary_unary(
                 '/moonpool.Store/Remove',
-                request_serializer=protos_dot_store__pb2.RemoveRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.RemoveReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.RemoveRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.RemoveReply.FromString,
                 _registered_method=True)
         self.Copy = channel.unary_unary(
                 '/moonpool.Store/Copy',
-                request_serializer=protos_dot_store__pb2.CopyRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.CopyReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.CopyRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.CopyReply.FromString,
                 _registered_method=True)
         self.List = channel.unary_unary(
                 '/moonpool.Store/List',
-                request_serializer=protos_dot_store__pb2.ListRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.ListReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.ListRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.ListReply.FromString,
                 _registered_method=True)
         self.Usage = channel.unary_unary(
                 '/moonpool.Store/Usage',
-                request_serializer=protos_dot_store__pb2.UsageRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.UsageReply.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.UsageRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.UsageReply.FromString,
                 _registered_method=True)
         self.Verify = channel.unary_stream(
                 '/moonpool.Store/Verify',
-                request_serializer=protos_dot_store__pb2.VerifyRequest.SerializeToString,
-                response_deserializer=protos_dot_store__pb2.VerifyProgress.FromString,
+                request_serializer=moonpool_dot_protos_dot_store__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.VerifyProgress.FromString,
                 _registered_method=True)
 
 
@@ -189,63 +189,63 @@ def add_StoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Begin': grpc.unary_unary_rpc_method_handler(
                     servicer.Begin,
-                    request_deserializer=protos_dot_store__pb2.BeginRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.PutReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.BeginRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.PutReply.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
-                    request_deserializer=protos_dot_store__pb2.CommitRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.PutReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.CommitRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.PutReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=protos_dot_store__pb2.AbortRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.AbortReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.AbortRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.AbortReply.SerializeToString,
             ),
             'Open': grpc.unary_unary_rpc_method_handler(
                     servicer.Open,
-                    request_deserializer=protos_dot_store__pb2.OpenRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.OpenReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.OpenRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.OpenReply.SerializeToString,
             ),
             'Close': grpc.unary_unary_rpc_method_handler(
                     servicer.Close,
-                    request_deserializer=protos_dot_store__pb2.CloseRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.CloseReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.CloseRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.CloseReply.SerializeToString,
             ),
             'Find': grpc.unary_unary_rpc_method_handler(
                     servicer.Find,
-                    request_deserializer=protos_dot_store__pb2.FindRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.FindReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.FindRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.FindReply.SerializeToString,
             ),
             'Check': grpc.unary_unary_rpc_method_handler(
                     servicer.Check,
-                    request_deserializer=protos_dot_store__pb2.CheckRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.CheckReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.CheckRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.CheckReply.SerializeToString,
             ),
             'Remove': grpc.unary_unary_rpc_method_handler(
                     servicer.Remove,
-                    request_deserializer=protos_dot_store__pb2.RemoveRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.RemoveReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.RemoveRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.RemoveReply.SerializeToString,
             ),
             'Copy': grpc.unary_unary_rpc_method_handler(
                     servicer.Copy,
-                    request_deserializer=protos_dot_store__pb2.CopyRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.CopyReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.CopyRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.CopyReply.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
-                    request_deserializer=protos_dot_store__pb2.ListRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.ListReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.ListRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.ListReply.SerializeToString,
             ),
             'Usage': grpc.unary_unary_rpc_method_handler(
                     servicer.Usage,
-                    request_deserializer=protos_dot_store__pb2.UsageRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.UsageReply.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.UsageRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.UsageReply.SerializeToString,
             ),
             'Verify': grpc.unary_stream_rpc_method_handler(
                     servicer.Verify,
-                    request_deserializer=protos_dot_store__pb2.VerifyRequest.FromString,
-                    response_serializer=protos_dot_store__pb2.VerifyProgress.SerializeToString,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.VerifyRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.VerifyProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -275,8 +275,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/Begin',
-            protos_dot_store__pb2.BeginRequest.SerializeToString,
-            protos_dot_store__pb2.PutReply.FromString,
+            moonpool_dot_protos_dot_store__pb2.BeginRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.PutReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -302,8 +302,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/Commit',
-            protos_dot_store__pb2.CommitRequest.SerializeToString,
-            protos_dot_store__pb2.PutReply.FromString,
+            moonpool_dot_protos_dot_store__pb2.CommitRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.PutReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -329,8 +329,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/Abort',
-            protos_dot_store__pb2.AbortRequest.SerializeToString,
-            protos_dot_store__pb2.AbortReply.FromString,
+            moonpool_dot_protos_dot_store__pb2.AbortRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.AbortReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -356,8 +356,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/Open',
-            protos_dot_store__pb2.OpenRequest.SerializeToString,
-            protos_dot_store__pb2.OpenReply.FromString,
+            moonpool_dot_protos_dot_store__pb2.OpenRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.OpenReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -383,8 +383,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/Close',
-            protos_dot_store__pb2.CloseRequest.SerializeToString,
-            protos_dot_store__pb2.CloseReply.FromString,
+            moonpool_dot_protos_dot_store__pb2.CloseRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.CloseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -410,8 +410,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/Find',
-            protos_dot_store__pb2.FindRequest.SerializeToString,
-            protos_dot_store__pb2.FindReply.FromString,
+            moonpool_dot_protos_dot_store__pb2.FindRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.FindReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -437,8 +437,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/Check',
-            protos_dot_store__pb2.CheckRequest.SerializeToString,
-            protos_dot_store__pb2.CheckReply.FromString,
+            moonpool_dot_protos_dot_store__pb2.CheckRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.CheckReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -464,8 +464,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/Remove',
-            protos_dot_store__pb2.RemoveRequest.SerializeToString,
-            protos_dot_store__pb2.RemoveReply.FromString,
+            moonpool_dot_protos_dot_store__pb2.RemoveRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.RemoveReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -491,8 +491,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/Copy',
-            protos_dot_store__pb2.CopyRequest.SerializeToString,
-            protos_dot_store__pb2.CopyReply.FromString,
+            moonpool_dot_protos_dot_store__pb2.CopyRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.CopyReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -518,8 +518,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/List',
-            protos_dot_store__pb2.ListRequest.SerializeToString,
-            protos_dot_store__pb2.ListReply.FromString,
+            moonpool_dot_protos_dot_store__pb2.ListRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.ListReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -545,8 +545,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/Usage',
-            protos_dot_store__pb2.UsageRequest.SerializeToString,
-            protos_dot_store__pb2.UsageReply.FromString,
+            moonpool_dot_protos_dot_store__pb2.UsageRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.UsageReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -572,8 +572,8 @@ class Store:
             request,
             target,
             '/moonpool.Store/Verify',
-            protos_dot_store__pb2.VerifyRequest.SerializeToString,
-            protos_dot_store__pb2.VerifyProgress.FromString,
+            moonpool_dot_protos_dot_store__pb2.VerifyRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.VerifyProgress.FromString,
             options,
             channel_credentials,
             insecure,

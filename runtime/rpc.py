@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from runtime import tracing
-from runtime.errors import MoonpoolError, NodeUnavailable, PortInUse, RemoteError
-from runtime.log import request_id
+from moonpool.runtime.errors import MoonpoolError, NodeUnavailable, PortInUse, RemoteError
+from moonpool.runtime.observing import tracing
+from moonpool.runtime.observing.log import request_id
 
 log = logging.getLogger(__name__)
 

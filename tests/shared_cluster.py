@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from moonpool.local_cluster import LocalCluster
+    from moonpool.local.cluster import LocalCluster
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCl
     keeps those modules together.
     """
     # Here: where only kernels are tested there need be none of what a cluster needs.
-    from moonpool.local_cluster import LocalCluster
+    from moonpool.local.cluster import LocalCluster
     from tests.cluster.conftest import small_config
 
     async def start() -> LocalCluster:

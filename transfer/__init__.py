@@ -7,12 +7,12 @@ peer = await agent.connect(AgentDescriptor.unpack(received))
 report = await peer.read([Span(pool.id, 0, 4096)], [Span(remote_id, 8192, 4096)], deadline_s=1.0)
 """
 
-from transfer.agent import TransferAgent
-from transfer.batch import Batch, TransferReport
-from transfer.checksum import checksum
-from transfer.cuda.library import CudaError, CudaUnavailable
-from transfer.descriptor import AgentDescriptor
-from transfer.errors import (
+from moonpool.transfer.agent import TransferAgent
+from moonpool.transfer.connections.descriptor import AgentDescriptor
+from moonpool.transfer.connections.notification import Notification
+from moonpool.transfer.copying.joint_read import JointRead
+from moonpool.transfer.copying.runs import move_runs
+from moonpool.transfer.errors import (
     AccessDenied,
     AgentClosed,
     ChecksumMismatch,
@@ -26,12 +26,12 @@ from transfer.errors import (
     StaleEpoch,
     TransferError,
 )
-from transfer.joint_read import JointRead
-from transfer.notification import Notification
-from transfer.peer import Peer
-from transfer.region import Region
-from transfer.runs import move_runs
-from transfer.span import Span, Spans
+from moonpool.transfer.memory.checksum import checksum
+from moonpool.transfer.memory.region import Region
+from moonpool.transfer.memory.span import Span, Spans
+from moonpool.transfer.native.cuda import CudaError, CudaUnavailable
+from moonpool.transfer.peers.batch import Batch, TransferReport
+from moonpool.transfer.peers.peer import Peer
 
 __all__ = [
     "AccessDenied",

@@ -9,26 +9,27 @@ import socket
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from runtime.options import TransferOptions
-from transfer import libc, metrics
-from transfer.adopted import SupportsCuda, SupportsDLPack
-from transfer.agent_memory import AgentMemory
-from transfer.control import Control
-from transfer.copy_pool import CopyPool
-from transfer.descriptor import INCARNATION_NBYTES, AgentDescriptor, check_agent_id
-from transfer.errors import AgentClosed
-from transfer.handshake import Identity, Met
-from transfer.host import announced_host, boot_id, loopback_only
-from transfer.listener import Listener
-from transfer.local_link import AGENTS
-from transfer.notification import Notification, Notifications
-from transfer.peer import Peer
-from transfer.peers import Peers
-from transfer.region import Region, RegionTable
-from transfer.serving import StreamServer
-from transfer.span import Spans
-from transfer.tls import tls_contexts
-from transfer.wire import Kind, RegionInfo
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import metrics
+from moonpool.transfer.agent_memory import AgentMemory
+from moonpool.transfer.connections.control import Control
+from moonpool.transfer.connections.descriptor import INCARNATION_NBYTES, AgentDescriptor, check_agent_id
+from moonpool.transfer.connections.handshake import Identity, Met
+from moonpool.transfer.connections.host import announced_host, boot_id, loopback_only
+from moonpool.transfer.connections.listener import Listener
+from moonpool.transfer.connections.local_link import AGENTS
+from moonpool.transfer.connections.notification import Notification, Notifications
+from moonpool.transfer.connections.tls import tls_contexts
+from moonpool.transfer.connections.wire import Kind, RegionInfo
+from moonpool.transfer.copying.pool import CopyPool
+from moonpool.transfer.errors import AgentClosed
+from moonpool.transfer.memory.adoption import SupportsCuda, SupportsDLPack
+from moonpool.transfer.memory.region import Region, RegionTable
+from moonpool.transfer.memory.span import Spans
+from moonpool.transfer.native import libc
+from moonpool.transfer.paths.tcp.stream_server import StreamServer
+from moonpool.transfer.peers.peer import Peer
+from moonpool.transfer.peers.table import Peers
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

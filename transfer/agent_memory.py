@@ -6,23 +6,23 @@ import logging
 import socket
 from typing import TYPE_CHECKING
 
-from runtime.options import TransferOptions
-from transfer import memory
-from transfer.adopted import SupportsCuda, SupportsDLPack, adopt, adopt_device, is_on_device
-from transfer.control import Control
-from transfer.cuda.library import load_cuda
-from transfer.cuda.regions import CudaRegions
-from transfer.host import loopback_only
-from transfer.lifeline import Lifeline, readable_by_peers
-from transfer.lingering import Lingering
-from transfer.local_link import LocalLink
-from transfer.native.library import mover
-from transfer.peer_memory import LIFELINE_ID
-from transfer.region import Region, RegionTable
-from transfer.ucx.library import load_ucx
-from transfer.ucx.regions import UcxRegions
-from transfer.ucx.worker import UcxWorker
-from transfer.wire import RegionInfo
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer.connections.control import Control
+from moonpool.transfer.connections.host import loopback_only
+from moonpool.transfer.connections.local_link import LocalLink
+from moonpool.transfer.connections.wire import RegionInfo
+from moonpool.transfer.copying.peer_memory import LIFELINE_ID
+from moonpool.transfer.memory import allocation as memory
+from moonpool.transfer.memory.adoption import SupportsCuda, SupportsDLPack, adopt, adopt_device, is_on_device
+from moonpool.transfer.memory.closed_regions import Lingering
+from moonpool.transfer.memory.device_regions import CudaRegions
+from moonpool.transfer.memory.lifeline import Lifeline, readable_by_peers
+from moonpool.transfer.memory.region import Region, RegionTable
+from moonpool.transfer.native.compiled_copy import mover
+from moonpool.transfer.native.cuda import load_cuda
+from moonpool.transfer.native.ucx import load_ucx
+from moonpool.transfer.paths.ucx.mapped_regions import UcxRegions
+from moonpool.transfer.paths.ucx.worker import UcxWorker
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from runtime.errors import MoonpoolError
+from moonpool.runtime.errors import MoonpoolError
 
 
 class TransferError(MoonpoolError):

@@ -7,14 +7,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from runtime.options import TransferOptions
-from transfer.agent_memory import pool_backing
-from transfer.cuda.library import CudaUnavailable, load_cuda
-from transfer.host import boot_id, loopback_only
-from transfer.lifeline import readable_by_peers
-from transfer.native.library import mover
-from transfer.topology import interfaces, num_rdma_rails, rdma_devices
-from transfer.ucx.library import Ucx, load_ucx
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer.agent_memory import pool_backing
+from moonpool.transfer.connections.host import boot_id, loopback_only
+from moonpool.transfer.memory.lifeline import readable_by_peers
+from moonpool.transfer.native.compiled_copy import mover
+from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
+from moonpool.transfer.native.ucx import Ucx, load_ucx
+from moonpool.transfer.paths.ucx.topology import interfaces, num_rdma_rails, rdma_devices
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SHMEM_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")

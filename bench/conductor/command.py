@@ -8,13 +8,13 @@ import click
 import uvloop
 from rich.console import Console
 
-from bench import report
-from bench.conductor.api import dashboard_rows, http_rows, sse_rows
-from bench.conductor.dynamo import dynamo_rows
-from bench.conductor.plot import draw
-from bench.conductor.scale import FULL, QUICK, scale_rows
-from bench.report import Report, Row
-from conductor.policies import POLICIES
+from moonpool.bench.conductor.decisions import FULL, QUICK, scale_rows
+from moonpool.bench.conductor.dynamo_peer import dynamo_rows
+from moonpool.bench.conductor.overhead import dashboard_rows, http_rows, sse_rows
+from moonpool.bench.conductor.plot import draw
+from moonpool.conductor.placing.policies import POLICIES
+from moonpool.runtime.reports import report
+from moonpool.runtime.reports.report import Report, Row
 
 _PATH = click.Path(path_type=Path)
 PARTS = ("scale", "http", "sse", "dashboard")

@@ -1,6 +1,7 @@
 """Nodes that compute nothing, so that what a request takes is the conductor's: one process, real gRPC.
 
-``python -m bench.conductor.fake_nodes REDIS_URL NAMESPACE DELAY_S PREFILL DECODE`` runs so many nodes of
+``python -m moonpool.bench.conductor.fake_nodes REDIS_URL NAMESPACE DELAY_S PREFILL DECODE`` runs so many
+nodes of
 each role until its input ends. A prefill takes ``DELAY_S``, and so does all of a decode; 0: as fast as
 messages leave.
 """
@@ -18,15 +19,15 @@ from typing import Any
 import uvloop
 from grpc.aio import ServicerContext
 
-from conductor.served_model import ServedModel
-from kvstore.index import KVIndex
-from kvstore.node_record import NodeLoad, NodeRecord, TierFill
-from kvstore.publisher import IndexPublisher
-from kvstore.redis_client import connect
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
-from runtime.machine import versions_of
-from runtime.options import Config, IndexOptions
+from moonpool.conductor.fleet.served_model import ServedModel
+from moonpool.kvstore.index.node_publisher import IndexPublisher
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord, TierFill
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.config.options import Config, IndexOptions
+from moonpool.runtime.machine.description import versions_of
 
 # Ordinary words of the vocabulary: neither special tokens nor single bytes.
 _FIRST_TOKEN, _NUM_TOKENS = 300, 1500

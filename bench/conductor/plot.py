@@ -8,7 +8,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from bench.report import Report
+from moonpool.runtime.reports.report import Report
 
 mpl.use("Agg")
 from matplotlib import pyplot

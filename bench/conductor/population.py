@@ -6,16 +6,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conductor.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
-from conductor.cost_model import CostModel, Profile
-from conductor.fleet import Fleet
-from conductor.link import LinkModel
-from conductor.place import place
-from conductor.placement import Placement
-from conductor.policies import POLICIES, Policy
-from kvstore.block_map import BlockMap
-from kvstore.keys import BlockKey, unpack
-from kvstore.tier import Tier
+from moonpool.conductor.costs.links import LinkModel
+from moonpool.conductor.costs.model import CostModel, Profile
+from moonpool.conductor.placing.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
+from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.placing.place import place
+from moonpool.conductor.placing.placement import Placement
+from moonpool.conductor.placing.policies import POLICIES, Policy
+from moonpool.kvstore.blocks.keys import BlockKey, unpack
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.block_map import BlockMap
 
 CHAIN_BLOCKS = 128
 BLOCK_SIZE = 16

@@ -13,12 +13,12 @@ import click
 import torch
 from rich.console import Console
 
-from bench import report
-from bench.engine.session import Session, session
-from bench.engine.shape import SHAPES, Floor, make_checkpoint
-from bench.report import Report, Row
-from engine.dtype import choose_device
-from runtime.options import EngineOptions
+from moonpool.bench.engine.driver import Session, session
+from moonpool.bench.engine.model_shapes import SHAPES, Floor, make_checkpoint
+from moonpool.engine.device.selection import choose_device
+from moonpool.runtime.config.options import EngineOptions
+from moonpool.runtime.reports import report
+from moonpool.runtime.reports.report import Report, Row
 
 _PATH = click.Path(path_type=Path)
 _PACKAGES = ("torch", "triton", "numpy")

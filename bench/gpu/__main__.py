@@ -1,4 +1,4 @@
-"""``python -m bench.gpu``: run the parts, whatever becomes of each, within one limit of time."""
+"""``python -m moonpool.bench.gpu``: run the parts, whatever becomes of each, within one limit of time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import click
 
-from bench import report
-from bench.gpu.parts import DEFAULT, PARTS, Part
-from bench.report import Report, Row
-from runtime.report_shape import validate
+from moonpool.bench.gpu.jobs import DEFAULT, PARTS, Part
+from moonpool.runtime.reports import report
+from moonpool.runtime.reports.report import Report, Row
+from moonpool.runtime.reports.schema import validate
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "pytest")
 _NAMES = [part.name for part in PARTS]
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels import goals, peers
-from bench.kernels.clock import Work
-from bench.kernels.contest import Contest, not_measured
-from bench.kernels.machine import Machine, name_of
-from bench.report import Row
-from kernels import paged_decode_attention, paged_prefill_attention, reference
-from kernels.reference import FP8
+from moonpool.bench.kernels import goals, peers
+from moonpool.bench.kernels.clock import Work
+from moonpool.bench.kernels.contest import Contest, not_measured
+from moonpool.bench.kernels.device_limits import Machine, name_of
+from moonpool.kernels import paged_decode_attention, paged_prefill_attention, reference
+from moonpool.kernels.reference import FP8
+from moonpool.runtime.reports.report import Row
 
 # Scales of float8 pages: of values from a normal distribution, none is cut off.
 SCALE = 0.02

@@ -10,11 +10,14 @@ import click
 import torch
 from rich.console import Console
 
-from bench import report
-from bench.kernels import mixture, moves, products, sweep
-from bench.kernels.machine import Machine
-from bench.report import Report, Row
-from kernels import backend_report
+from moonpool.bench.kernels import cases as sweep
+from moonpool.bench.kernels import expert_layer as mixture
+from moonpool.bench.kernels import kv_writes as moves
+from moonpool.bench.kernels import matmuls as products
+from moonpool.bench.kernels.device_limits import Machine
+from moonpool.kernels import backend_report
+from moonpool.runtime.reports import report
+from moonpool.runtime.reports.report import Report, Row
 
 _PATH = click.Path(path_type=Path)
 _PACKAGES = ("torch", "numpy", "triton", "flashinfer-python", "flash-attn")

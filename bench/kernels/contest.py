@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bench.kernels import goals
-from bench.kernels.clock import Work
-from bench.kernels.machine import Machine
-from bench.report import Row, versus
+from moonpool.bench.kernels import goals
+from moonpool.bench.kernels.clock import Work
+from moonpool.bench.kernels.device_limits import Machine
+from moonpool.runtime.reports.report import Row, versus
 
 # Largest error allowed, relative to the largest value expected.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.kernels.clock import Work
+from moonpool.bench.kernels.clock import Work
 
 LAYER_MAJOR = "layer-major pool"
 SDPA, FLASH, CUDNN, FLEX = "SDPA", "SDPA flash", "SDPA cuDNN", "flex attention"

@@ -1,4 +1,4 @@
-"""Makes ``kernels/launch.json`` anew on the GPU at hand: ``python -m bench.kernels.tune``.
+"""Makes ``kernels/triton/launch.json`` anew on the GPU at hand: ``python -m moonpool.bench.kernels.tune``.
 
 Every shape the table lists in 16 bits or float8 is tried with every tile, number of warps and of stages that
 compiles fit for use; the fastest is written as a row of this GPU's architecture. Rows of other architectures
@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from bench.kernels.attention import Decode, Heads, Prefill
-from bench.kernels.clock import CudaClock
-from bench.kernels.contest import OURS
-from bench.kernels.machine import Machine
-from kernels import launch
-from kernels.attention_cases import Attended, decode_case, prefill_case
-from kernels.launch import DecodeChoice, PrefillChoice
-from kernels.reference import FP8
-from kernels.triton_compile import compile_case
+from moonpool.bench.kernels.attention import Decode, Heads, Prefill
+from moonpool.bench.kernels.clock import CudaClock
+from moonpool.bench.kernels.contest import OURS
+from moonpool.bench.kernels.device_limits import Machine
+from moonpool.kernels.compilation.attention_cases import Attended, decode_case, prefill_case
+from moonpool.kernels.compilation.compiler import compile_case
+from moonpool.kernels.reference import FP8
+from moonpool.kernels.triton import launch
+from moonpool.kernels.triton.launch import DecodeChoice, PrefillChoice
 
 HEAD_DIMS = (64, 128, 256)
 GROUPS = (4, 32)  # of decode: 16 and 32 rows

@@ -10,12 +10,15 @@ import click
 import torch
 from rich.console import Console
 
-from bench import report
-from bench.parallel import experts, handover, hosts, replicas, saving, steps
-from bench.parallel.plot import draw
-from bench.report import Report, Row
-from engine.parallel.plan import ParallelPlan
-from runtime.options import ModelOptions
+from moonpool.bench.parallel import expert_dispatch as experts
+from moonpool.bench.parallel import handover, replicas, steps
+from moonpool.bench.parallel import host_memory as saving
+from moonpool.bench.parallel import remote_stages as hosts
+from moonpool.bench.parallel.plot import draw
+from moonpool.engine.sharding.parallel_plan import ParallelPlan
+from moonpool.runtime.config.options import ModelOptions
+from moonpool.runtime.reports import report
+from moonpool.runtime.reports.report import Report, Row
 
 _PATH = click.Path(path_type=Path)
 _PACKAGES = ("torch", "numpy")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.report import Row
-from engine.parallel.runner import StepTimes
+from moonpool.engine.ranks.leader import StepTimes
+from moonpool.runtime.reports.report import Row
 
 
 def quantile_row(case: str, metric: str, samples_s: Sequence[float]) -> Row:

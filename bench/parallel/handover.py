@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import report
-from bench.parallel.run_copy import Pools, RunCopy
-from bench.report import Row
-from engine.kv_exchange import KvExchange, KvSource
-from engine.node_memory import NodeMemory
-from engine.parallel.plan import ParallelPlan
-from protos import node_pb2
-from runtime.options import Config, EngineOptions, ModelOptions, ParallelOptions
-from transfer import TransferAgent
+from moonpool.bench.parallel.copy_limit import Pools, RunCopy
+from moonpool.engine.node.engine_memory import NodeMemory
+from moonpool.engine.prefix_cache.peer_exchange import KvExchange, KvSource
+from moonpool.engine.sharding.parallel_plan import ParallelPlan
+from moonpool.protos import node_pb2
+from moonpool.runtime.config.options import Config, EngineOptions, ModelOptions, ParallelOptions
+from moonpool.runtime.reports import report
+from moonpool.runtime.reports.report import Row
+from moonpool.transfer import TransferAgent
 
 BLOCK_TOKENS = 64
 NUM_BLOCKS = 96

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from bench.parallel import handover
-from bench.report import Report
+from moonpool.bench.parallel import handover
+from moonpool.runtime.reports.report import Report
 
 _SHARES = ("computing, busiest rank", "exchanging, most", "bubble, most")
 _EXPERTS = ("in all-to-all, most", "busiest rank over mean")

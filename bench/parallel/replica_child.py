@@ -1,6 +1,6 @@
 """One replica in a process of its own: does what it is told, and says how long that took.
 
-    python -m bench.parallel.replica_child MODEL DEVICE
+    python -m moonpool.bench.parallel.replica_child MODEL DEVICE
 
 It prints ``{}`` when it is ready. Each line it reads is a job, ``{"what": "decode", "count": n}`` for n steps
 of a batch, or "prompts" for n prompts one after the other; it answers ``{"seconds": s, "tokens": t}``.
@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.engine.session import Session
-from bench.parallel import steps
-from engine.parallel.plan import ParallelPlan
+from moonpool.bench.engine.driver import Session
+from moonpool.bench.parallel import steps
+from moonpool.engine.sharding.parallel_plan import ParallelPlan
 
 
 async def serve(model: Path, device: str) -> None:

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bench import report
-from bench.parallel import steps
-from bench.report import Row
-from runtime.child import tied_command
-from runtime.errors import ChildFailed
+from moonpool.bench.parallel import steps
+from moonpool.runtime.errors import ChildFailed
+from moonpool.runtime.reports import report
+from moonpool.runtime.reports.report import Row
+from moonpool.runtime.service.child import tied_command
 
 _JOBS = (("decode", 400), ("prompts", 3))
 
@@ -61,7 +61,7 @@ async def _line(replica: Process) -> bytes:
 
 @asynccontextmanager
 async def _replicas(model: Path, count: int, device: str) -> AsyncIterator[list[Process]]:
-    command = [sys.executable, "-m", "bench.parallel.replica_child", str(model)]
+    command = [sys.executable, "-m", "moonpool.bench.parallel.replica_child", str(model)]
     # Idle OpenMP threads that spin take the cores from the other replicas.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     replicas: list[Process] = []

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench import report
-from bench.engine.session import Session
-from bench.parallel.exchanges import exchange_rows, share_rows
-from bench.report import Row
-from engine import Engine
-from engine.parallel.group import RankGroup
-from engine.parallel.plan import ParallelPlan
-from engine.parallel.runner import StepTimes
-from runtime.options import EngineOptions, ModelOptions, ParallelOptions
+from moonpool.bench.engine.driver import Session
+from moonpool.bench.parallel.exchanges import exchange_rows, share_rows
+from moonpool.engine import Engine
+from moonpool.engine.ranks.group import RankGroup
+from moonpool.engine.ranks.leader import StepTimes
+from moonpool.engine.sharding.parallel_plan import ParallelPlan
+from moonpool.runtime.config.options import EngineOptions, ModelOptions, ParallelOptions
+from moonpool.runtime.reports import report
+from moonpool.runtime.reports.report import Row
 
 BATCH, CONTEXT, NUM_STEPS = 8, 256, 200
 PROMPT = 4096

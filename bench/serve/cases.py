@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from bench.report import Row, versus
-from bench.serve.answer import read_json
-from bench.serve.contestant import Contestant, ServerContestant
-from bench.serve.figures import latencies, percentile, spread
-from bench.serve.model_clock import ModelClock
-from bench.serve.path_cost import PathCost, path_cost
-from bench.serve.server import Server, new_request_id
-from bench.serve.workload import Prompts
+from moonpool.bench.serve.client.answer import read_json
+from moonpool.bench.serve.client.server import Server, new_request_id
+from moonpool.bench.serve.client.workload import Prompts
+from moonpool.bench.serve.contestant import Contestant, ServerContestant
+from moonpool.bench.serve.figures import latencies, percentile, spread
+from moonpool.bench.serve.model_clock import ModelClock
+from moonpool.bench.serve.path_cost import PathCost, path_cost
+from moonpool.runtime.reports.report import Row, versus
 
 PROMPT_TOKENS, OUTPUT_TOKENS, CONCURRENT = 128, 128, 8
 PREFIX_TOKENS, TURN_TOKENS, TURN_OUTPUT_TOKENS = 2048, 32, 16

@@ -10,14 +10,14 @@ import click
 import uvloop
 from rich.console import Console
 
-from bench import report
-from bench.cluster import StartCluster, cluster_starter
-from bench.serve.figures import Slo
-from bench.serve.plot import draw
-from bench.serve.session import CASES, PEERS, TRACING, Settings, measure
-from bench.serve.workload import Workload
-from bench.simulate.plot import check_ending
-from runtime.config import load_config
+from moonpool.bench.harness.cluster import StartCluster, cluster_starter
+from moonpool.bench.harness.plot import draw
+from moonpool.bench.serve.client.workload import Workload
+from moonpool.bench.serve.figures import Slo
+from moonpool.bench.serve.run import CASES, PEERS, TRACING, Settings, measure
+from moonpool.bench.simulation.plot import check_ending
+from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.reports import report
 
 _PATH = click.Path(path_type=Path)
 # Of what is measured; the peers' versions are in their names and in bench/serve/peers.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from bench.serve.figures import gaps, output_rate
-from bench.serve.server import Server
+from moonpool.bench.serve.client.server import Server
+from moonpool.bench.serve.figures import gaps, output_rate
 
 TokenIds = Sequence[int]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from bench.report import Row
-from bench.serve.answer import Answer
-from bench.serve.server import Outcome
+from moonpool.bench.serve.client.answer import Answer
+from moonpool.bench.serve.client.server import Outcome
+from moonpool.runtime.reports.report import Row
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

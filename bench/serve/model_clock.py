@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.serve.answer import AnswerInvalid, read_json, read_text
-from bench.serve.http import HttpClient, ServerUnreachable
-from bench.serve.server import Server
+from moonpool.bench.serve.client.answer import AnswerInvalid, read_json, read_text
+from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachable
+from moonpool.bench.serve.client.server import Server
 
 _SUM = re.compile(r'^moonpool_model_seconds_sum\{kind="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 

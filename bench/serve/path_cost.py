@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from bench.serve.answer import Answer
-from bench.serve.figures import gaps
-from bench.serve.model_clock import ModelTime
+from moonpool.bench.serve.client.answer import Answer
+from moonpool.bench.serve.figures import gaps
+from moonpool.bench.serve.model_clock import ModelTime
 
 MODEL_PREFILL = "model: prefill"
 MODEL_DECODE = "model: decode steps"

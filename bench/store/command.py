@@ -10,14 +10,14 @@ import click
 import uvloop
 from rich.console import Console
 
-from bench import report
-from bench.store.peers.store import LIBRARIES
-from bench.store.remote import remote_cases
-from bench.store.session import measure
-from bench.store.settings import Settings
-from bench.store.shape import TierSettings
-from bench.transfer.shape import size_of
-from runtime.options import SsdTierOptions
+from moonpool.bench.store.block_set import TierSettings
+from moonpool.bench.store.peers.peer_store import LIBRARIES
+from moonpool.bench.store.remote_objects import remote_cases
+from moonpool.bench.store.settings import Settings
+from moonpool.bench.store.tiers import measure
+from moonpool.bench.transfer.batch_shape import size_of
+from moonpool.runtime.config.options import SsdTierOptions
+from moonpool.runtime.reports import report
 
 _PATH = click.Path(path_type=Path)
 _PACKAGES = ("numpy", "xxhash", "lmdb", "uvloop", "grpcio", "protobuf")

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bench.store.shape import Bytes, Shape
-from transfer.memory import allocate
+from moonpool.bench.store.block_set import Bytes, Shape
+from moonpool.transfer.memory.allocation import allocate
 
 
 class RawDisk:

@@ -9,13 +9,20 @@ import click
 import uvloop
 from rich.console import Console
 
-from bench import report
-from bench.transfer.peers.contestant import PEERS
-from bench.transfer.session import Settings, measure
-from bench.transfer.shape import POOL_NBYTES, Shape, all_shapes, default_shapes, size_name, size_of
-from runtime.options import TcpOptions
-from transfer.cuda.library import CudaUnavailable, load_cuda
-from transfer.ucx.library import load_ucx
+from moonpool.bench.transfer.batch_shape import (
+    POOL_NBYTES,
+    Shape,
+    all_shapes,
+    default_shapes,
+    size_name,
+    size_of,
+)
+from moonpool.bench.transfer.peers.contestant import PEERS
+from moonpool.bench.transfer.process_pair import Settings, measure
+from moonpool.runtime.config.options import TcpOptions
+from moonpool.runtime.reports import report
+from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
+from moonpool.transfer.native.ucx import load_ucx
 
 _PATH = click.Path(path_type=Path)
 _PACKAGES = ("numpy", "xxhash", "uvloop", "libucx-cu12")
@@ -135,7 +142,7 @@ def transfer(
     if json_path is not None:
         report.write(finished, json_path)
     if plot_path is not None:
-        from bench.transfer.plot import draw
+        from moonpool.bench.transfer.plot import draw
 
         draw(finished, plot_path)
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.transfer.shape import Shape
-from transfer.cuda.library import Cuda
-from transfer.memory import address_of
+from moonpool.bench.transfer.batch_shape import Shape
+from moonpool.transfer.memory.allocation import address_of
+from moonpool.transfer.native.cuda import Cuda
 
 Bytes = npt.NDArray[np.uint8]
 _STEP_NBYTES = 64 << 20

@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
-from bench.transfer.shape import Shape
-from transfer.memory import address_of
-from transfer.span import U64
+from moonpool.bench.transfer.batch_shape import Shape
+from moonpool.transfer.memory.allocation import address_of
+from moonpool.transfer.memory.span import U64
 
 # Below this size the loop over blocks in Python would be measured; numpy's gather copies rows with memcpy.
 _LOOP_NBYTES = 32 << 10

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from bench.report import Report
-from bench.transfer.shape import size_name, size_of
+from moonpool.bench.transfer.batch_shape import size_name, size_of
+from moonpool.runtime.reports.report import Report
 
 
 def draw(report: Report, path: Path) -> None:

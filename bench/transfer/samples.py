@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bench.report import Row
-from bench.transfer.goals import OF_LIMIT, OF_PEER, SPANS_PER_S
-from bench.transfer.peers.contestant import Contestant
-from bench.transfer.shape import Shape
+from moonpool.bench.transfer.batch_shape import Shape
+from moonpool.bench.transfer.goals import OF_LIMIT, OF_PEER, SPANS_PER_S
+from moonpool.bench.transfer.peers.contestant import Contestant
+from moonpool.runtime.reports.report import Row
 
 TURN_S = 0.1
 """Each begins with a pass that does not count: the caches are those of whoever came before."""

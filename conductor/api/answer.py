@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import orjson
 
-from conductor.api.choice import Choice, Delta, TokenEntry
-from conductor.api.logprobs import chat_logprobs, completion_logprobs
-from conductor.api.schemas import GenerationBody
-from conductor.tokenizer import Tokenizer
+from moonpool.conductor.api.choice import Choice, Delta, TokenEntry
+from moonpool.conductor.api.logprobs import chat_logprobs, completion_logprobs
+from moonpool.conductor.api.schemas import GenerationBody
+from moonpool.conductor.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 

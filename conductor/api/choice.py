@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from conductor.api.prompts import Prompt
-from conductor.api.schemas import CompletionBody, GenerationBody
-from conductor.request import TokenEvent, TokenLogprobs
-from conductor.stops import StopStrings
-from conductor.tokenizer import Tokenizer
+from moonpool.conductor.api.prompts import Prompt
+from moonpool.conductor.api.schemas import CompletionBody, GenerationBody
+from moonpool.conductor.request import TokenEvent, TokenLogprobs
+from moonpool.conductor.text.stop_strings import StopStrings
+from moonpool.conductor.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,16 @@ from typing import Any
 
 from aiohttp import web
 
-from conductor.api.chat_template import ChatTemplate
-from conductor.api.errors import draining
-from conductor.api.recent import RecentRequests
-from conductor.api.sampling_defaults import SamplingDefaults
-from conductor.bench_results import BenchResults
-from conductor.conductor import Conductor
-from conductor.metrics import RequestMetrics
-from conductor.tenants import Tenants
-from conductor.tokenizer import Tokenizer
-from runtime.options import ConductorOptions, LogOptions
+from moonpool.conductor.admission.tenants import Tenants
+from moonpool.conductor.api.errors import draining
+from moonpool.conductor.api.sampling_defaults import SamplingDefaults
+from moonpool.conductor.core import Conductor
+from moonpool.conductor.dashboard.benchmark_results import BenchResults
+from moonpool.conductor.observing.recent_requests import RecentRequests
+from moonpool.conductor.observing.request_metrics import RequestMetrics
+from moonpool.conductor.text.chat_template import ChatTemplate
+from moonpool.conductor.text.tokenizer import Tokenizer
+from moonpool.runtime.config.options import ConductorOptions, LogOptions
 
 
 def new_id() -> str:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import orjson
 from aiohttp import web
 
-from conductor.api.chat_template import ChatTemplateError
-from conductor.errors import (
+from moonpool.conductor.errors import (
     ConductorClosed,
     DeadlineExceeded,
     DuplicateRequest,
@@ -19,7 +18,8 @@ from conductor.errors import (
     RequestInvalid,
     RequestRejected,
 )
-from runtime.errors import MoonpoolError
+from moonpool.conductor.text.chat_template import ChatTemplateError
+from moonpool.runtime.errors import MoonpoolError
 
 log = logging.getLogger(__name__)
 

@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
-from conductor.api.answer import DONE, Answer, Outcome, Usage
-from conductor.api.choice import Choice, Delta
-from conductor.api.context import ApiContext
-from conductor.api.errors import ApiError, as_api_error, bad_request, unauthorized
-from conductor.api.generation import SequenceRun, Sink, run_all
-from conductor.api.prompts import Prompt, output_limit
-from conductor.api.recent import RequestRecord
-from conductor.api.schemas import CompletionBody, GenerationBody, parse
-from conductor.api.transcript import transcribed
-from conductor.request import GenerateRequest
-from conductor.tenants import ANYONE, BATCH, Tenant
-from runtime import tracing
-from runtime.log import request_id
+from moonpool.conductor.admission.tenants import ANYONE, BATCH, Tenant
+from moonpool.conductor.api.answer import DONE, Answer, Outcome, Usage
+from moonpool.conductor.api.choice import Choice, Delta
+from moonpool.conductor.api.context import ApiContext
+from moonpool.conductor.api.errors import ApiError, as_api_error, bad_request, unauthorized
+from moonpool.conductor.api.prompts import Prompt, output_limit
+from moonpool.conductor.api.schemas import CompletionBody, GenerationBody, parse
+from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
+from moonpool.conductor.api.transcript import transcribed
+from moonpool.conductor.observing.recent_requests import RequestRecord
+from moonpool.conductor.request import GenerateRequest
+from moonpool.runtime.observing import tracing
+from moonpool.runtime.observing.log import request_id
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conductor.api.choice import TokenEntry
-from conductor.tokenizer import Tokenizer
+from moonpool.conductor.api.choice import TokenEntry
+from moonpool.conductor.text.tokenizer import Tokenizer
 
 # JSON has no infinity; OpenAI's and vLLM's clients know this number for "never".
 LOWEST = -9999.0

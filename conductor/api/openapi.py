@@ -9,9 +9,16 @@ from typing import Any, Literal
 from aiohttp import web
 from pydantic.json_schema import models_json_schema
 
-from conductor.api.pages import MAX_LISTED
-from conductor.api.prompts import MAX_PROMPTS
-from conductor.api.schemas import MAX_STOP_CHARS, MAX_STOPS, REFUSED, ChatBody, CompletionBody, GenerationBody
+from moonpool.conductor.api.prompts import MAX_PROMPTS
+from moonpool.conductor.api.schemas import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    REFUSED,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+)
+from moonpool.conductor.api.status_routes import MAX_LISTED
 
 Schema = dict[str, Any]
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from conductor.api.chat_template import ChatTemplate
-from conductor.api.errors import ApiError, bad_request
-from conductor.api.schemas import ChatBody, CompletionBody, GenerationBody
-from conductor.served_model import ServedModel
-from conductor.tokenizer import Tokenizer
+from moonpool.conductor.api.errors import ApiError, bad_request
+from moonpool.conductor.api.schemas import ChatBody, CompletionBody, GenerationBody
+from moonpool.conductor.fleet.served_model import ServedModel
+from moonpool.conductor.text.chat_template import ChatTemplate
+from moonpool.conductor.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 2048  # in one request; the body's size bounds the rest
 

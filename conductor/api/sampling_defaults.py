@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from conductor.api.errors import bad_request
-from conductor.api.schemas import GenerationBody
-from conductor.sampling import SamplingParams
-from conductor.served_model import ServedModel
-from conductor.tokenizer import read_json
-from runtime.errors import ConfigError
+from moonpool.conductor.api.errors import bad_request
+from moonpool.conductor.api.schemas import GenerationBody
+from moonpool.conductor.fleet.served_model import ServedModel
+from moonpool.conductor.sampling import SamplingParams
+from moonpool.conductor.text.tokenizer import read_json
+from moonpool.runtime.errors import ConfigError
 
 _SEED_MASK = 2**64 - 1
 

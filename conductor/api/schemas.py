@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from conductor.api.errors import ApiError, bad_request
+from moonpool.conductor.api.errors import ApiError, bad_request
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class GenerationBody(_Schema):
 
 
 class CompletionBody(GenerationBody):
-    """``POST /v1/completions``. ``prompt`` is read by ``conductor.api.prompts``."""
+    """``POST /v1/completions``. ``prompt`` is read by ``moonpool.conductor.api.prompts``."""
 
     prompt: Any = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)

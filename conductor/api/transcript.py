@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from conductor.api.answer import Outcome
-from conductor.api.choice import Delta
-from conductor.api.generation import SequenceRun, Sink
-from runtime.log import WHOLE
+from moonpool.conductor.api.answer import Outcome
+from moonpool.conductor.api.choice import Delta
+from moonpool.conductor.api.sequence_runs import SequenceRun, Sink
+from moonpool.runtime.observing.log import WHOLE
 
 log = logging.getLogger(__name__)
 

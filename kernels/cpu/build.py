@@ -1,7 +1,7 @@
 """Compiling the C++ kernels on the machine that runs them, for that machine's processor.
 
-``python -m kernels.cpu.build`` does it ahead of time; the first import does it otherwise. See
-``runtime.compiled``.
+``python -m moonpool.kernels.cpu.build`` does it ahead of time; the first import does it otherwise. See
+``moonpool.runtime.machine.compiled_library``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from runtime.compiled import CompiledLibrary
+from moonpool.runtime.machine.compiled_library import CompiledLibrary
 
 # ARM compilers spell it differently.
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
@@ -17,7 +17,7 @@ KERNELS = CompiledLibrary(
     "kernels",
     "the CPU kernels",
     "slower torch forms are used",
-    Path(__file__).parent,
+    Path(__file__).parent / "native",
     (
         "-O3",
         "-std=c++17",

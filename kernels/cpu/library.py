@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cpu.build import KERNELS
-from kernels.mode import mode
-from runtime.compiled import BuildFailed
+from moonpool.kernels.cpu.build import KERNELS
+from moonpool.kernels.mode import mode
+from moonpool.runtime.machine.compiled_library import BuildFailed
 
 log = logging.getLogger(__name__)
 

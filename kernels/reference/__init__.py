@@ -8,13 +8,13 @@ The pool is ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``:
 dimension is K, index 1 is V.
 """
 
-from kernels.reference.adapters import add_lora
-from kernels.reference.attention import (
+from moonpool.kernels.reference.adapters import add_lora
+from moonpool.kernels.reference.attention import (
     merge_attention_states,
     paged_decode_attention,
     paged_prefill_attention,
 )
-from kernels.reference.blocks import (
+from moonpool.kernels.reference.blocks import (
     bits,
     block_checksums,
     copy_blocks,
@@ -22,17 +22,17 @@ from kernels.reference.blocks import (
     reshard_blocks,
     scatter_blocks,
 )
-from kernels.reference.experts import (
+from moonpool.kernels.reference.experts import (
     combine_experts,
     group_by_expert,
     group_rows,
     grouped_matmul,
     route_experts,
 )
-from kernels.reference.kv import rotate, rotate_and_write, write_kv
-from kernels.reference.rows import argmax_rows, rms_norm, silu_mul
-from kernels.reference.stored import FP8, FP8_MAX, as_stored
-from kernels.reference.wide import wide
+from moonpool.kernels.reference.kv import rotate, rotate_and_write, write_kv
+from moonpool.kernels.reference.pool_dtype import FP8, FP8_MAX, as_stored
+from moonpool.kernels.reference.precision import wide
+from moonpool.kernels.reference.rows import argmax_rows, rms_norm, silu_mul
 
 __all__ = [
     "FP8",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.wide import wide
+from moonpool.kernels.reference.precision import wide
 
 
 def _sequence_kv(

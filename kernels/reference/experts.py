@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.reference.wide import wide
+from moonpool.kernels.reference.precision import wide
 
 
 def route_experts(logits: Tensor, k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.stored import as_stored
-from kernels.reference.wide import wide
+from moonpool.kernels.reference.pool_dtype import as_stored
+from moonpool.kernels.reference.precision import wide
 
 
 def write_kv(

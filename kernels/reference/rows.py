@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.reference.wide import wide
+from moonpool.kernels.reference.precision import wide
 
 
 @overload

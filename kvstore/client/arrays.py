@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.errors import BadObject
+from moonpool.kvstore.client.errors import BadObject
 
 
 @dataclass(frozen=True, slots=True)

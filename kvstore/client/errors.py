@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.errors import StoreError
+from moonpool.kvstore.errors import StoreError
 
 
 class StoreClientError(StoreError):

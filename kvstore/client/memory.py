@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.client.arrays import as_buffer
-from kvstore.client.errors import BadObject
-from transfer import Region, Span, TransferAgent
-from transfer.adopted import adopt
-from transfer.memory import address_of
+from moonpool.kvstore.client.arrays import as_buffer
+from moonpool.kvstore.client.errors import BadObject
+from moonpool.transfer import Region, Span, TransferAgent
+from moonpool.transfer.memory.adoption import adopt
+from moonpool.transfer.memory.allocation import address_of
 
 
 @dataclass(frozen=True, slots=True)

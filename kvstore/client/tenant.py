@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from kvstore.client.errors import BadObject
-from kvstore.keys import KEY_NBYTES
+from moonpool.kvstore.blocks.keys import KEY_NBYTES
+from moonpool.kvstore.client.errors import BadObject
 
 _MOST_NAME_NBYTES = 4096
 

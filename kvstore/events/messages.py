@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvstore.errors import StoreError
+from moonpool.kvstore.errors import StoreError
 
 Hash = int | bytes  # what the engine calls a block; engines differ
 

@@ -13,12 +13,19 @@ import numpy.typing as npt
 import zmq
 import zmq.asyncio
 
-from kvstore.events import metrics
-from kvstore.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent, encode
-from kvstore.events.source import EndpointInvalid
-from kvstore.keys import BlockKey
-from kvstore.tier import Tier
-from runtime.options import EventsOptions
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.events import metrics
+from moonpool.kvstore.events.messages import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KvEvent,
+    encode,
+)
+from moonpool.kvstore.events.subscriber import EndpointInvalid
+from moonpool.runtime.config.options import EventsOptions
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush
 
-from kvstore.eviction.reuse_rates import ReuseRates
-from kvstore.eviction.savings import SavedSeconds
+from moonpool.kvstore.eviction.life_table import ReuseRates
+from moonpool.kvstore.eviction.savings import SavedSeconds
 
 # Requests between two times the rates are learned anew, and those after which what was seen counts half: many
 # more than it takes to fill a table of rates, and few enough to follow the load of an hour.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client.core import REGISTRY, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvstore.store.tiered_store import TieredStore
+from moonpool.kvstore.store.tiered import TieredStore
 
 Stores = Callable[[], Sequence[tuple[str, TieredStore]]]
 

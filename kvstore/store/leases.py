@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import SystemRandom
 
-from kvstore.tier import Tier
+from moonpool.kvstore.blocks.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)

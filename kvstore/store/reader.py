@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from kvstore.errors import BlockCorrupt, BlockMissing
-from kvstore.keys import BlockKey
-from kvstore.store import metrics
-from kvstore.store.copying import Copier
-from kvstore.store.holdings import Holdings
-from kvstore.store.leases import Lease, Pinned
-from kvstore.store.promotion import Loose, Promoter
-from kvstore.store.rate import Rate
-from kvstore.store.tiers import Bytes
-from kvstore.tier import Tier
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.errors import BlockCorrupt, BlockMissing
+from moonpool.kvstore.store.leases import Lease, Pinned
+from moonpool.kvstore.store.residency import Holdings
+from moonpool.kvstore.tiers import metrics
+from moonpool.kvstore.tiers.bandwidth import Rate
+from moonpool.kvstore.tiers.copier import Copier
+from moonpool.kvstore.tiers.promotion import Loose, Promoter
+from moonpool.kvstore.tiers.protocols import Bytes
 
 
 class Reader:

@@ -8,10 +8,10 @@ from typing import Self
 
 from xxhash import xxh3_64_intdigest
 
-from kvstore.keys import BlockKey
-from kvstore.store import metrics
-from kvstore.store.holdings import Holdings
-from kvstore.store.tiers import Bytes
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.store.residency import Holdings
+from moonpool.kvstore.tiers import metrics
+from moonpool.kvstore.tiers.protocols import Bytes
 
 
 class Reservation:

@@ -1,12 +1,12 @@
-"""``python -m kvstore.store_node``"""
+"""``python -m moonpool.kvstore.store_node``"""
 
 from __future__ import annotations
 
 import sys
 
-from kvstore.store_node.node import StoreNode
-from runtime.options import Config
-from runtime.service import ServiceContext, run_service
+from moonpool.kvstore.store_node.node import StoreNode
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 
 
 async def main(config: Config, context: ServiceContext) -> None:

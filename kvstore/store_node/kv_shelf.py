@@ -8,18 +8,18 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore.keys import BlockKey
-from kvstore.layout import OpaqueLayout
-from kvstore.rank_reader import AgentReader
-from kvstore.remote_lease import RemoteLeases
-from kvstore.sharded_reader import RankTarget, ShardedReader, shard_of
-from kvstore.shards import BlockShard, CutLayout
-from kvstore.store import TieredStore
-from kvstore.store_node import metrics
-from kvstore.store_node.errors import OtherLayout
-from kvstore.tier import Tier
-from protos import node_pb2
-from transfer import AgentDescriptor, Region, Span, TransferAgent, checksum
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import OpaqueLayout
+from moonpool.kvstore.blocks.shards import BlockShard, CutLayout
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.objects import metrics
+from moonpool.kvstore.objects.errors import OtherLayout
+from moonpool.kvstore.remote.peer_leases import RemoteLeases
+from moonpool.kvstore.remote.rank_reader import AgentReader
+from moonpool.kvstore.remote.sharded_reader import RankTarget, ShardedReader, shard_of
+from moonpool.kvstore.store import TieredStore
+from moonpool.protos import node_pb2
+from moonpool.transfer import AgentDescriptor, Region, Span, TransferAgent, checksum
 
 log = logging.getLogger(__name__)
 

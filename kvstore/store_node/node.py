@@ -13,33 +13,33 @@ from typing import Any
 
 import grpc.aio
 
-from kvstore import keys as block_keys
-from kvstore.changes import batches
-from kvstore.index import KVIndex
-from kvstore.keys import BlockKey
-from kvstore.layout import OpaqueLayout
-from kvstore.node_record import NodeLoad, NodeRecord
-from kvstore.publisher import BATCH_BLOCKS, IndexPublisher
-from kvstore.redis_client import connect
-from kvstore.remote_lease import RemoteLeases
-from kvstore.store import TieredStore
-from kvstore.store.collector import observe_stores
-from kvstore.store_node.catalogue import Catalogue
-from kvstore.store_node.errors import NodeStopping
-from kvstore.store_node.kv_shelf import KvShelf
-from kvstore.store_node.objects import ObjectShelf
-from kvstore.store_node.service import StoreService
-from kvstore.store_node.tiers import ShelfMaker
-from kvstore.store_node.verify import Shelf
-from kvstore.tier import Tier
-from protos import node_pb2, node_pb2_grpc, store_pb2_grpc
-from runtime import rpc
-from runtime.agreement import agreement_of, own_version
-from runtime.health.monitor import HealthMonitor
-from runtime.metrics import serve_metrics
-from runtime.options import Config
-from runtime.service import ServiceContext
-from transfer import Region, TransferAgent
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import OpaqueLayout
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.node_publisher import BATCH_BLOCKS, IndexPublisher
+from moonpool.kvstore.index.redis.changes import batches
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
+from moonpool.kvstore.objects.catalog import Catalogue
+from moonpool.kvstore.objects.errors import NodeStopping
+from moonpool.kvstore.objects.shelf import ObjectShelf
+from moonpool.kvstore.remote.peer_leases import RemoteLeases
+from moonpool.kvstore.store import TieredStore
+from moonpool.kvstore.store.collector import observe_stores
+from moonpool.kvstore.store_node.kv_shelf import KvShelf
+from moonpool.kvstore.store_node.scrub import Shelf
+from moonpool.kvstore.store_node.service import StoreService
+from moonpool.kvstore.store_node.shelves import ShelfMaker
+from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.config.agreement import agreement_of, own_version
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.health.monitor import HealthMonitor
+from moonpool.runtime.observing.metrics_server import serve_metrics
+from moonpool.runtime.service.lifecycle import ServiceContext
+from moonpool.transfer import Region, TransferAgent
 
 log = logging.getLogger(__name__)
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import grpc.aio
 
-from kvstore import keys as block_keys
-from kvstore.keys import KEY_NBYTES
-from kvstore.remote_store import RemoteStore
-from kvstore.store_node import metrics
-from kvstore.store_node.errors import BadRequest, ObjectsOff
-from kvstore.store_node.object_copy import copy_object
-from kvstore.store_node.object_leases import Opened
-from kvstore.store_node.objects import ObjectShelf
-from kvstore.store_node.put import Put
-from kvstore.store_node.verify import Shelf, verify
-from protos import node_pb2, store_pb2, store_pb2_grpc
-from runtime.errors import MoonpoolError
-from transfer import Region, TransferAgent
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.kvstore.blocks.keys import KEY_NBYTES
+from moonpool.kvstore.objects import metrics
+from moonpool.kvstore.objects.errors import BadRequest, ObjectsOff
+from moonpool.kvstore.objects.put import Put
+from moonpool.kvstore.objects.read_leases import Opened
+from moonpool.kvstore.objects.replication import copy_object
+from moonpool.kvstore.objects.shelf import ObjectShelf
+from moonpool.kvstore.remote.object_store import RemoteStore
+from moonpool.kvstore.store_node.scrub import Shelf, verify
+from moonpool.protos import node_pb2, store_pb2, store_pb2_grpc
+from moonpool.runtime.errors import MoonpoolError
+from moonpool.transfer import Region, TransferAgent
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.health.readings import DiskReading
+from moonpool.runtime.health.readings import DiskReading
 
 _NAME = ".health"
 _PAGE = bytes(4096)

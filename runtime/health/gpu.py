@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pynvml
 
-from runtime.health.readings import GpuReading
+from moonpool.runtime.health.readings import GpuReading
 
 T = TypeVar("T")
 

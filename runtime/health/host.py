@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from runtime.health.readings import HostReading
+from moonpool.runtime.health.readings import HostReading
 
 _CGROUPS = Path("/sys/fs/cgroup")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from runtime.health.readings import HARDWARE_THROTTLES, GpuReading, Readings
-from runtime.options import HealthOptions
+from moonpool.runtime.config.options import HealthOptions
+from moonpool.runtime.health.readings import HARDWARE_THROTTLES, GpuReading, Readings
 
 CHECKS = (
     "gpu_lost",

@@ -11,14 +11,14 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from runtime.errors import MoonpoolError
-from runtime.health.disk import DiskWatch
-from runtime.health.gpu import GpuWatch
-from runtime.health.host import HostWatch
-from runtime.health.judge import Judgement, judge
-from runtime.health.metrics import HealthCollector
-from runtime.health.readings import Readings
-from runtime.options import HealthOptions
+from moonpool.runtime.config.options import HealthOptions
+from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.health.collector import HealthCollector
+from moonpool.runtime.health.disk import DiskWatch
+from moonpool.runtime.health.gpu import GpuWatch
+from moonpool.runtime.health.host import HostWatch
+from moonpool.runtime.health.judge import Judgement, judge
+from moonpool.runtime.health.readings import Readings
 
 log = logging.getLogger(__name__)
 

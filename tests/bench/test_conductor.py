@@ -6,11 +6,11 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from bench.conductor.command import conductor
-from bench.conductor.plot import draw
-from bench.conductor.population import BLOCK_SIZE, CHAIN_BLOCKS, Population
-from bench.conductor.scale import scale_rows
-from bench.report import Environment, Report, validate
+from moonpool.bench.conductor.command import conductor
+from moonpool.bench.conductor.decisions import scale_rows
+from moonpool.bench.conductor.plot import draw
+from moonpool.bench.conductor.population import BLOCK_SIZE, CHAIN_BLOCKS, Population
+from moonpool.runtime.reports.report import Environment, Report, validate
 
 
 def test_decisions_fall_on_nodes_of_both_roles_and_use_what_is_held() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.eviction import eviction
-from bench.eviction_replay import GENERATED, TraceInvalid, load_trace, optimum, replay
-from bench.report import validate
-from kvstore.eviction import POLICIES
+from moonpool.bench.eviction.command import eviction
+from moonpool.bench.eviction.replay import GENERATED, TraceInvalid, load_trace, optimum, replay
+from moonpool.kvstore.eviction import POLICIES
+from moonpool.runtime.reports.report import validate
 
 TRACE = Path(__file__).parents[3] / "shared/data/conversation_trace.jsonl.gz"
 needs_trace = pytest.mark.skipif(not TRACE.exists(), reason=f"{TRACE} is not here")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.__main__ import run_part
-from bench.gpu.parts import DEFAULT, PARTS, Part
+from moonpool.bench.gpu.__main__ import run_part
+from moonpool.bench.gpu.jobs import DEFAULT, PARTS, Part
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def part(tmp_path: Path, code: str, *, timeout_s: float = 30, report: bool = Fal
 
 @pytest.fixture(autouse=True)
 def _modules_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.gpu.__main__.ROOT", tmp_path)
+    monkeypatch.setattr("moonpool.bench.gpu.__main__.ROOT", tmp_path)
 
 
 def test_a_part_that_fails_is_told_with_its_output(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ raise SystemExit(1)
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.gpu", "--logs", str(tmp_path)]
+    command = [sys.executable, "-m", "moonpool.bench.gpu", "--logs", str(tmp_path)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.index import index
-from bench.report import validate
+from moonpool.bench.index.command import index
+from moonpool.runtime.reports.report import validate
 
 
 @pytest.mark.slow

@@ -12,13 +12,15 @@ from typing import cast
 import pytest
 from click.testing import CliRunner
 
-from bench.parallel import experts, handover, replicas, saving, steps
-from bench.parallel.command import parallel
-from bench.parallel.mixture import NUM_LAYERS
-from bench.parallel.run_copy import Pools, RunCopy
-from engine.node_memory import NodeMemory
-from kvstore.layout import KVLayout
-from kvstore.shards import BlockShard
+from moonpool.bench.parallel import expert_dispatch as experts
+from moonpool.bench.parallel import handover, replicas, steps
+from moonpool.bench.parallel import host_memory as saving
+from moonpool.bench.parallel.command import parallel
+from moonpool.bench.parallel.copy_limit import Pools, RunCopy
+from moonpool.bench.parallel.moe_checkpoint import NUM_LAYERS
+from moonpool.engine.node.engine_memory import NodeMemory
+from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.kvstore.blocks.shards import BlockShard
 
 
 def test_a_plan_that_is_none_is_refused() -> None:

@@ -1,4 +1,5 @@
-"""The report's shape: what ``bench.report`` documents is what it writes and what it checks."""
+"""The report's shape: what ``moonpool.runtime.reports.report`` documents is what it writes and what it
+checks."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import report
-from bench.report import Environment, Report, Row
-from runtime.report_shape import ReportInvalid
+from moonpool.runtime.reports import report
+from moonpool.runtime.reports.report import Environment, Report, Row
+from moonpool.runtime.reports.schema import ReportInvalid
 
 ENVIRONMENT = Environment("a machine", {"python": "3.11"}, "abc1234", "2026-11-21T03:00:00+00:00")
 FULL = Row("case", "throughput", 20.0, "tokens/s", 20.0, 21.0, "at least", 2.0, 2.5, "other", 8.0)

@@ -11,18 +11,18 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import report
-from bench.cli import bench
-from bench.serve import load
-from bench.serve.answer import Answer
-from bench.serve.cases import AIMS, compared
-from bench.serve.figures import Slo, load_rows, percentile
-from bench.serve.http import HttpClient
-from bench.serve.model_clock import ModelTime
-from bench.serve.path_cost import MODEL_DECODE, path_cost
-from bench.serve.server import Outcome, Server
-from bench.serve.workload import Prompts, Workload
-from runtime.errors import ConfigError
+from moonpool.bench.cli import bench
+from moonpool.bench.serve.cases import AIMS, compared
+from moonpool.bench.serve.client import load
+from moonpool.bench.serve.client.answer import Answer
+from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.server import Outcome, Server
+from moonpool.bench.serve.client.workload import Prompts, Workload
+from moonpool.bench.serve.figures import Slo, load_rows, percentile
+from moonpool.bench.serve.model_clock import ModelTime
+from moonpool.bench.serve.path_cost import MODEL_DECODE, path_cost
+from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.reports import report
 from tests.bench.fake_server import FakeServer
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.serve.answer import AnswerInvalid, read_answer, read_json
-from bench.serve.http import Exchange, HttpClient, ServerUnreachable
-from bench.serve.server import RequestFailed, Server
+from moonpool.bench.serve.client.answer import AnswerInvalid, read_answer, read_json
+from moonpool.bench.serve.client.http_client import Exchange, HttpClient, ServerUnreachable
+from moonpool.bench.serve.client.server import RequestFailed, Server
 from tests.bench.fake_server import MODEL, FakeServer
 
 EVENTS = [

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.peer_home import PeerFailed
-from bench.serve.peers.transformers import TransformersPeer
-from runtime.options import ModelOptions
+from moonpool.bench.harness.peer_environment import PeerFailed
+from moonpool.bench.serve.peers.transformers import TransformersPeer
+from moonpool.runtime.config.options import ModelOptions
 
 
 async def test_transformers_generates_in_a_process_of_its_own() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench import report
-from bench.serve.tracing import Turn, cost_when_off_s, rows
+from moonpool.bench.serve.tracing_overhead import Turn, cost_when_off_s, rows
 from moonpool.cli import cli, start_local_cluster
-from runtime.errors import ConfigError
+from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.reports import report
 
 
 def test_the_ratio_is_of_the_two_turns_of_a_round() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench import report
-from bench.store.command import store
+from moonpool.bench.store.command import store
+from moonpool.runtime.reports import report
 
 
 def run(*arguments: str) -> tuple[int, str]:

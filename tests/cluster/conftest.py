@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from moonpool.client import Client
-from moonpool.local_cluster import LocalCluster
-from runtime.options import Config
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.options import Config
 
 
 def small_config() -> Config:

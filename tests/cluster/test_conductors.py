@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
-from moonpool.local_cluster import LocalCluster
-from runtime.child import Child
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.service.child import Child
 from tests.cluster.conftest import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,7 +29,7 @@ async def second(cluster: LocalCluster) -> AsyncIterator[Child]:
     options = ["--config", str(cluster.directory / "cluster.toml"), "--set", "conductor.port=0"]
     child = Child(
         "conductor-2",
-        [sys.executable, "-m", "conductor", *options],
+        [sys.executable, "-m", "moonpool.conductor", *options],
         cluster.directory / "conductor-2.log",
         speaks=True,
     )

@@ -21,14 +21,14 @@ import pytest_asyncio
 from rich.console import Console
 
 from moonpool.client import Client
-from moonpool.doctor import check_cluster
-from moonpool.doctor import doctor as whole_doctor
-from moonpool.finding import Finding
-from moonpool.local_cluster import LocalCluster
-from prefill_node.node import PrefillNode
-from runtime.child import Child
-from runtime.options import Config
-from runtime.service import ServiceContext
+from moonpool.doctor.diagnosis import check_cluster
+from moonpool.doctor.diagnosis import doctor as whole_doctor
+from moonpool.doctor.finding import Finding
+from moonpool.local.cluster import LocalCluster
+from moonpool.prefill_node.node import PrefillNode
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.service.child import Child
+from moonpool.runtime.service.lifecycle import ServiceContext
 from tests.cluster.conftest import eventually, small_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -119,7 +119,13 @@ async def started(*children: Child) -> AsyncIterator[None]:
 
 
 def child(cluster: LocalCluster, name: str, module: str, *options: str) -> Child:
-    command = [sys.executable, "-m", module, "--config", str(cluster.directory / "cluster.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        f"moonpool.{module}",
+        "--config",
+        str(cluster.directory / "cluster.toml"),
+    ]
     own = ("conductor.port=0",) if module == "conductor" else (f"node.id={name}", "node.port=0")
     for option in (*own, "node.metrics_port=0", *options):
         command += ["--set", option]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.events.messages import BlockStored
-from kvstore.events.source import EventSource, Lost
-from kvstore.index import KVIndex
-from kvstore.keys import BlockKey, extend
-from kvstore.redis_client import connect
 from moonpool.client import Client, Reply
-from moonpool.local_cluster import LocalCluster
-from runtime.options import EventsOptions
+from moonpool.kvstore.blocks.keys import BlockKey, extend
+from moonpool.kvstore.events.messages import BlockStored
+from moonpool.kvstore.events.subscriber import EventSource, Lost
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.options import EventsOptions
 from tests.cluster.conftest import small_config
 
 

@@ -19,11 +19,11 @@ import torch
 import transformers
 from click.testing import CliRunner
 
-from engine.parallel.expert_plan import ExpertPlan
 from moonpool.cli import cli
 from moonpool.client import Client, Reply
-from moonpool.local_cluster import LocalCluster
-from runtime.options import ModelOptions, ParallelOptions
+from moonpool.engine.sharding.expert_placement import ExpertPlan
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.options import ModelOptions, ParallelOptions
 from tests.cluster.conftest import eventually, small_config
 from tests.cluster.test_ranks import DEMO, GREEDY, is_back, nodes, rank_pid
 

@@ -12,7 +12,7 @@ import pytest
 
 from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
-from moonpool.local_cluster import LocalCluster
+from moonpool.local.cluster import LocalCluster
 from tests.cluster.conftest import eventually, kill
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -20,12 +20,12 @@ from playwright.async_api import async_playwright, expect
 from rich.console import Console
 
 from moonpool.client import Client, Reply
-from moonpool.local_cluster import LocalCluster
-from moonpool.status import cluster_view
-from prefill_node.node import PrefillNode
-from runtime.child import Child
-from runtime.health.monitor import NodeUnfit
-from runtime.service import ServiceContext
+from moonpool.commands.status import cluster_view
+from moonpool.local.cluster import LocalCluster
+from moonpool.prefill_node.node import PrefillNode
+from moonpool.runtime.health.monitor import NodeUnfit
+from moonpool.runtime.service.child import Child
+from moonpool.runtime.service.lifecycle import ServiceContext
 from tests.cluster.conftest import eventually, kill, small_config
 from tests.dashboard.conftest import CHROMIUM, NEEDS_BROWSER, SCREENSHOTS
 from tests.runtime.health.stand_in import UUID, gpu_stand_in
@@ -69,7 +69,13 @@ async def node(cluster: LocalCluster, disk: Path) -> AsyncIterator[str]:
 
 
 def more(cluster: LocalCluster, name: str, module: str, *options: str) -> Child:
-    command = [sys.executable, "-m", module, "--config", str(cluster.directory / "cluster.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        f"moonpool.{module}",
+        "--config",
+        str(cluster.directory / "cluster.toml"),
+    ]
     for option in (f"node.id={name}", "node.port=0", "node.metrics_port=0", *options):
         command += ["--set", option]
     return Child(name, command, cluster.directory / f"{name}.log", speaks=True)
@@ -161,7 +167,7 @@ async def test_a_node_whose_gpu_is_lost_drains_and_ends(
 ) -> None:
     """The GPU is one that NVML's stand-in tells of: the node computes on the CPU meanwhile."""
     state = gpu_stand_in(monkeypatch)
-    monkeypatch.setattr("engine.node.gpu_uuids", lambda device: (UUID,))
+    monkeypatch.setattr("moonpool.engine.node.node.gpu_uuids", lambda device: (UUID,))
     config = replace(
         cluster.config,
         node=replace(cluster.config.node, id="with-gpu", port=0, metrics_port=0),

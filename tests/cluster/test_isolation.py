@@ -8,16 +8,16 @@ import numpy as np
 import openai
 import pytest
 
-from conductor.served_model import ServedModel
-from kvstore import keys as block_keys
-from kvstore.index import KVIndex, replay
-from kvstore.keys import BlockKey
-from kvstore.redis_client import connect
 from moonpool.client import Client
-from moonpool.local_cluster import LocalCluster
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
-from runtime.options import Config
+from moonpool.conductor.fleet.served_model import ServedModel
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex, replay
+from moonpool.local.cluster import LocalCluster
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.config.options import Config
 from tests.cluster.conftest import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from moonpool.client import Client, Reply
-from moonpool.local_cluster import LocalCluster
-from runtime.child import Child
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.service.child import Child
 from tests.cluster.conftest import eventually, small_config
 from tests.cluster.test_ranks import GREEDY, is_back, nodes, serves_exactly, whole
 
@@ -52,7 +52,9 @@ async def test_a_machine_lost_while_decoding_costs_no_token(
     )
     async with LocalCluster(config, directory=tmp_path) as cluster, Client(cluster.url) as client:
         secret, port = "transfer.secret=of the cluster", a_free_port()
-        far = daemon(tmp_path, "far", "engine.parallel.rank_host", "--leader", f"127.0.0.1:{port}", secret)
+        far = daemon(
+            tmp_path, "far", "moonpool.engine.ranks.hosts.daemon", "--leader", f"127.0.0.1:{port}", secret
+        )
         near = daemon(
             tmp_path,
             "near",

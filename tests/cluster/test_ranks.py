@@ -21,9 +21,9 @@ import transformers
 from rich.console import Console
 
 from moonpool.client import Client, Reply
-from moonpool.local_cluster import LocalCluster
-from moonpool.status import cluster_view
-from runtime.options import Config, ParallelOptions
+from moonpool.commands.status import cluster_view
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.options import Config, ParallelOptions
 from tests.cluster.conftest import eventually, small_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,13 +14,13 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from kvstore.errors import IndexUnavailable
-from kvstore.index import KVIndex
-from kvstore.redis_client import connect
 from moonpool.client import Client, Reply
-from moonpool.local_cluster import LocalCluster
-from moonpool.redis_server import find_redis
-from runtime.child import tied_command
+from moonpool.kvstore.errors import IndexUnavailable
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.local.cluster import LocalCluster
+from moonpool.local.redis_server import find_redis
+from moonpool.runtime.service.child import tied_command
 from tests.cluster.conftest import eventually, small_config
 from tests.kvstore.redis_servers import Server, free_ports
 

@@ -19,15 +19,15 @@ import tokenizers
 import torch
 import transformers
 
-from conductor.replica_groups import holders
-from kvstore import keys as block_keys
-from kvstore.index import replay
-from kvstore.keys import BlockKey
 from moonpool.client import Client, Reply
-from moonpool.local_cluster import LocalCluster
-from moonpool.status import state_of
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
+from moonpool.commands.status import state_of
+from moonpool.conductor.observing.replica_groups import holders
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.index.redis.kv_index import replay
+from moonpool.local.cluster import LocalCluster
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
 from tests.cluster.conftest import eventually, kill, small_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

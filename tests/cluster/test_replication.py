@@ -7,13 +7,13 @@ import re
 import aiohttp
 import pytest
 
-from kvstore import keys as block_keys
-from kvstore.index import KVIndex
-from kvstore.redis_client import connect
 from moonpool.client import Client, Reply
-from moonpool.local_cluster import LocalCluster
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.local.cluster import LocalCluster
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
 from tests.cluster.conftest import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

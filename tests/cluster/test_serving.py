@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moonpool.client import Client, Reply
-from moonpool.local_cluster import LocalCluster
-from runtime.options import Config
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.options import Config
 from tests.cluster.conftest import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

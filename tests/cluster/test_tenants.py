@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from moonpool.local_cluster import LocalCluster
+from moonpool.local.cluster import LocalCluster
 from tests.cluster.conftest import eventually, small_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

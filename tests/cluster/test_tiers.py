@@ -15,14 +15,14 @@ import openai
 import pytest
 import pytest_asyncio
 
-from kvstore import keys as block_keys
-from kvstore.index import replay
-from kvstore.tier import Tier
 from moonpool.client import Client
-from moonpool.local_cluster import LocalCluster
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
-from runtime.options import Config
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.redis.kv_index import replay
+from moonpool.local.cluster import LocalCluster
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.config.options import Config
 from tests.cluster.conftest import eventually, kill, small_config
 from tests.cluster.test_serving import BLOCK_SIZE, greedy, prompt_of
 

@@ -20,7 +20,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from moonpool.cli import cli
 from moonpool.client import Client
-from moonpool.local_cluster import LocalCluster
+from moonpool.local.cluster import LocalCluster
 from tests.cluster.conftest import eventually, small_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

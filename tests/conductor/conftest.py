@@ -16,16 +16,17 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer as TokenizerCore
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from conductor.api import ApiContext, ApiServer
-from conductor.api.chat_template import load_chat_template
-from conductor.api.sampling_defaults import SamplingDefaults
-from conductor.metrics import RequestMetrics
-from conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
-from conductor.served_model import ServedModel
-from conductor.tally import Tally
-from conductor.timeline import RequestTimeline
-from conductor.tokenizer import Tokenizer
-from runtime.options import ConductorOptions
+from moonpool.conductor.api.context import ApiContext
+from moonpool.conductor.api.sampling_defaults import SamplingDefaults
+from moonpool.conductor.fleet.served_model import ServedModel
+from moonpool.conductor.observing.cluster_counts import Tally
+from moonpool.conductor.observing.request_metrics import RequestMetrics
+from moonpool.conductor.observing.timeline import RequestTimeline
+from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
+from moonpool.conductor.server import ApiServer
+from moonpool.conductor.text.chat_template import load_chat_template
+from moonpool.conductor.text.tokenizer import Tokenizer
+from moonpool.runtime.config.options import ConductorOptions
 from tests.conductor.core_nodes import RedisProcess, redis_process
 
 CHAT_TEMPLATE = (

@@ -22,23 +22,23 @@ import numpy as np
 import redis
 from grpc.aio import ServicerContext
 
-from conductor.conductor import Conductor
-from conductor.replica_groups import holders
-from conductor.request import GenerateRequest, TokenEvent
-from conductor.sampling import SamplingParams
-from conductor.served_model import ServedModel
-from kvstore.index import KVIndex
-from kvstore.keys import BlockKey, unpack
-from kvstore.node_record import NodeLoad, NodeRecord
-from kvstore.publisher import IndexPublisher
-from kvstore.redis_client import connect
-from kvstore.tier import Tier
-from moonpool.redis_server import find_redis
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
-from runtime.child import tied_command
-from runtime.errors import MoonpoolError
-from runtime.options import ConductorOptions, IndexOptions
+from moonpool.conductor.core import Conductor
+from moonpool.conductor.fleet.served_model import ServedModel
+from moonpool.conductor.observing.replica_groups import holders
+from moonpool.conductor.request import GenerateRequest, TokenEvent
+from moonpool.conductor.sampling import SamplingParams
+from moonpool.kvstore.blocks.keys import BlockKey, unpack
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.node_publisher import IndexPublisher
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
+from moonpool.local.redis_server import find_redis
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.config.options import ConductorOptions, IndexOptions
+from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.service.child import tied_command
 
 MODEL = ServedModel("tiny", 4096, 50_000, (1,), num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
 LAYOUT = next(fp for fp, layout in MODEL.layouts().items() if layout.dtype == "float32")

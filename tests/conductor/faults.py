@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from protos import node_pb2
+from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import Broken, Busy, Script, ScriptedNode
 
 

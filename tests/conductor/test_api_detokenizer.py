@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from conductor.detokenizer import MAX_HELD_BYTES, DetokenizerFactory, decode_all
+from moonpool.conductor.text.detokenizer import MAX_HELD_BYTES, DetokenizerFactory, decode_all
 
 CORPUS = [
     "In the beginning God created the heaven and the earth. ",

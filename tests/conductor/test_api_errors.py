@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conductor.errors import (
+from moonpool.conductor.errors import (
     ConductorClosed,
     DeadlineExceeded,
     NoNodes,

@@ -9,10 +9,10 @@ import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
 
-from conductor.api import ApiServer
-from conductor.cluster_view import Slo
-from conductor.metrics import RequestMetrics, SequenceClock
-from runtime.errors import PortInUse
+from moonpool.conductor.observing.request_metrics import RequestMetrics, SequenceClock
+from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.server import ApiServer
+from moonpool.runtime.errors import PortInUse
 
 
 @pytest.mark.parametrize("stream", [False, True])

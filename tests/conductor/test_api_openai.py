@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from conductor.errors import NoNodes, RequestRejected
+from moonpool.conductor.errors import NoNodes, RequestRejected
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from conductor.api import pages
-from conductor.api.app import create_app
-from runtime.service import SWITCH_INTERVAL_S
+from moonpool.conductor.api import status_routes as pages
+from moonpool.conductor.server import create_app
+from moonpool.runtime.service.lifecycle import SWITCH_INTERVAL_S
 
 TENANTS = 100
 SCRAPES = 9

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.stops import StopStrings
+from moonpool.conductor.text.stop_strings import StopStrings
 
 letters = st.text(alphabet="ab\n", min_size=1, max_size=4)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conductor.tenants import Tenants
+from moonpool.conductor.admission.tenants import Tenants
 from tests.conductor.conftest import Api
 
 PROMPT = {"model": "tiny", "prompt": "In the", "max_tokens": 2}

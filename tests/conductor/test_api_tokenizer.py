@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerCore
 from tokenizers.processors import TemplateProcessing
 
-from conductor.api.chat_template import ChatTemplateError, load_chat_template
-from conductor.api.sampling_defaults import SamplingDefaults
-from conductor.tokenizer import MAX_INLINE_CHARS, Tokenizer
-from runtime.errors import ConfigError
+from moonpool.conductor.api.sampling_defaults import SamplingDefaults
+from moonpool.conductor.text.chat_template import ChatTemplateError, load_chat_template
+from moonpool.conductor.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
+from moonpool.runtime.errors import ConfigError
 
 NOW = datetime(2026, 3, 4)
 MESSAGES = [

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from runtime.options import LogOptions
+from moonpool.runtime.config.options import LogOptions
 from tests.conductor.conftest import Api
 
 

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from conductor.bench_results import MAX_FILES, MAX_NBYTES, MAX_ROWS, BenchResults, ResultUnknown
+from moonpool.conductor.dashboard.benchmark_results import (
+    MAX_FILES,
+    MAX_NBYTES,
+    MAX_ROWS,
+    BenchResults,
+    ResultUnknown,
+)
 
 ENVIRONMENT = {"machine": "m", "versions": {}, "commit": "", "date": "2026-11-21T03:00:00+00:00"}
 ROW = {"case": "c", "metric": "m", "value": 2.0, "unit": "s", "limit": "at most", "limit_value": 1.0}

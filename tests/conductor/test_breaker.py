@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conductor.breaker import Breaker
+from moonpool.conductor.fleet.circuit_breaker import Breaker
 
 
 def test_a_breaker_opens_longer_each_time_and_one_success_closes_it() -> None:

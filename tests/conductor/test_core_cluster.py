@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.node_client import DecodeClient
-from kvstore.node_record import EXTERNAL_ROLE, NodeRecord
-from protos import node_pb2
+from moonpool.conductor.fleet.node_client import DecodeClient
+from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
+from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
     LAYOUT,
     PROMPT,

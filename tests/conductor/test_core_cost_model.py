@@ -7,10 +7,10 @@ import math
 import pytest
 from prometheus_client import REGISTRY
 
-from conductor.cost_model import CostModel, NodeCost, Profile
-from conductor.link import LinkModel
-from conductor.prediction import PredictionErrors
-from conductor.step_window import StepWindow
+from moonpool.conductor.costs.links import LinkModel
+from moonpool.conductor.costs.model import CostModel, NodeCost, Profile
+from moonpool.conductor.costs.prediction_errors import PredictionErrors
+from moonpool.conductor.fleet.step_timing import StepWindow
 
 PROFILE = Profile(1e-3, 1e-5, 1e-9, 1e-3, 1e-4, 1e-8)
 

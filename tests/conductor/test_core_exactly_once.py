@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protos import node_pb2
+from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
     Broken,
     Busy,

@@ -7,12 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from conductor.errors import (
-    RequestFailed,
-    RequestInvalid,
-    RequestRejected,
-)
-from protos import node_pb2
+from moonpool.conductor.errors import RequestFailed, RequestInvalid, RequestRejected
+from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
     PROMPT,
     RedisProcess,

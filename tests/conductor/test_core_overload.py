@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from conductor.errors import DeadlineExceeded, RequestRejected
-from conductor.tenants import Tenant
-from protos import node_pb2
+from moonpool.conductor.admission.tenants import Tenant
+from moonpool.conductor.errors import DeadlineExceeded, RequestRejected
+from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
     PROMPT,
     ScriptedNode,

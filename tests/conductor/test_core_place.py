@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.cluster_view import Slo
-from conductor.place import place
-from conductor.placement import Reason, Rejection
+from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.placing.place import place
+from moonpool.conductor.placing.placement import Reason, Rejection
 from tests.conductor.views import REQUEST, cluster, node, placed
 
 

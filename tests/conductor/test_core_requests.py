@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from conductor.sampling import SamplingParams
-from kvstore.keys import chain
-from protos import node_pb2
+from moonpool.conductor.sampling import SamplingParams
+from moonpool.kvstore.blocks.keys import chain
+from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
     MODEL,
     PROMPT,

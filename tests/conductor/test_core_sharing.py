@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from conductor.cluster_view import PlaceRequest, Slo
-from conductor.conductor import Conductor
-from conductor.place import place
-from conductor.placement import Placement
-from conductor.policies import POLICIES
-from kvstore.bookings import Load
-from kvstore.keys import chain
-from kvstore.node_record import NodeLoad
-from protos import node_pb2
-from runtime.options import ConductorOptions, IndexOptions
+from moonpool.conductor.coordination.bookings import Load
+from moonpool.conductor.core import Conductor
+from moonpool.conductor.placing.cluster_view import PlaceRequest, Slo
+from moonpool.conductor.placing.place import place
+from moonpool.conductor.placing.placement import Placement
+from moonpool.conductor.placing.policies import POLICIES
+from moonpool.kvstore.blocks.keys import chain
+from moonpool.kvstore.index.redis.node_record import NodeLoad
+from moonpool.protos import node_pb2
+from moonpool.runtime.config.options import ConductorOptions, IndexOptions
 from tests.conductor.core_nodes import (
     LEASE_TTL_S,
     MODEL,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from conductor.evictions import EvictionWatch
-from kvstore.node_record import NodeLoad, NodeRecord, TierFill
+from moonpool.conductor.observing.bulk_evictions import EvictionWatch
+from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord, TierFill
 
 
 def heartbeat(evicted: Any, epoch: int = 1, room: int = 1000) -> NodeRecord:

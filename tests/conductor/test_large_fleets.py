@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.cluster_view import ClusterView, NodeView, Slo
-from conductor.estimates import estimate_prefill, sources, usable_blocks
-from conductor.fleet import SMALL, Fleet
-from conductor.place import place
-from conductor.placement import Placement, Rejection
-from conductor.policies import POLICIES
-from kvstore.block_map import BlockMap
-from kvstore.tier import Tier
+from moonpool.conductor.placing.cluster_view import ClusterView, NodeView, Slo
+from moonpool.conductor.placing.estimates import estimate_prefill, sources, usable_blocks
+from moonpool.conductor.placing.node_table import SMALL, Fleet
+from moonpool.conductor.placing.place import place
+from moonpool.conductor.placing.placement import Placement, Rejection
+from moonpool.conductor.placing.policies import POLICIES
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.block_map import BlockMap
 from tests.conductor.views import REQUEST, cluster, node, placed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.output_lengths import OutputLengths
+from moonpool.conductor.costs.output_lengths import OutputLengths
 
 
 def test_before_anything_ended_a_guess_within_the_limit() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from conductor.paths import paths_of
-from kvstore.node_record import NodeRecord
+from moonpool.conductor.observing.transfer_paths import paths_of
+from moonpool.kvstore.index.redis.node_record import NodeRecord
 
 
 def node(paths: Any) -> NodeRecord:

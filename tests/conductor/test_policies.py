@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.cluster_view import ClusterView, PlaceRequest, Slo
-from conductor.fleet import Fleet
-from conductor.place import place
-from conductor.placement import Placement, PrefillEstimate
-from conductor.policies import POLICIES, KvAware
+from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest, Slo
+from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.placing.place import place
+from moonpool.conductor.placing.placement import Placement, PrefillEstimate
+from moonpool.conductor.placing.policies import POLICIES, KvAware
 from tests.conductor.views import REQUEST, cluster, node, placed
 
 BY_ESTIMATE = sorted(set(POLICIES) - {"random", "round-robin"})

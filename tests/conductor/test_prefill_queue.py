@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.prefill_queue import PrefillQueue
+from moonpool.conductor.placing.prefill_queue import PrefillQueue
 
 
 def test_the_one_that_runs_is_not_interrupted_and_the_others_go_by_order() -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.clock_offset import ClockOffset
-from conductor.prefix_watch import _REMEMBERED, OUTCOMES, PrefixWatch
-from kvstore.keys import chain
+from moonpool.conductor.fleet.clock_offset import ClockOffset
+from moonpool.conductor.observing.prefix_outcomes import _REMEMBERED, OUTCOMES, PrefixWatch
+from moonpool.kvstore.blocks.keys import chain
 
 SIZE = 4
 BODY = list(range(100, 120))

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.cluster_view import NodeView, Slo
-from conductor.cost_model import CostModel, Profile
-from conductor.decode_schedule import DecodeSchedule
-from conductor.placement import Placement, PrefillEstimate, Reason
-from conductor.rejection import REJECTIONS, DecodeOutlook
+from moonpool.conductor.admission.rejection import REJECTIONS, DecodeOutlook
+from moonpool.conductor.costs.model import CostModel, Profile
+from moonpool.conductor.placing.cluster_view import NodeView, Slo
+from moonpool.conductor.placing.decode_schedule import DecodeSchedule
+from moonpool.conductor.placing.placement import Placement, PrefillEstimate, Reason
 
 STEP = Profile(decode_base_s=0.0, decode_sequence_s=0.01, decode_context_s=0.0)
 SLO = Slo(ttft_s=10.0, tbt_s=0.1)  # ten sequences in a batch

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from conductor.replica_groups import holders
-from kvstore.keys import chain
-from moonpool.status import cluster_view
-from runtime.replica import Replica
+from moonpool.commands.status import cluster_view
+from moonpool.conductor.observing.replica_groups import holders
+from moonpool.kvstore.blocks.keys import chain
+from moonpool.runtime.replicas.identity import Replica
 from tests.conductor.core_nodes import (
     MODEL,
     Cluster,

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.fleet import Fleet
-from conductor.heat import Heat
-from conductor.link import LinkModel
-from conductor.replication import (
+from moonpool.conductor.costs.links import LinkModel
+from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.replication.copy_plan import (
     Copy,
     Holders,
     Shape,
@@ -21,6 +20,7 @@ from conductor.replication import (
     plan_release,
     plan_replication,
 )
+from moonpool.conductor.replication.heat import Heat
 from tests.conductor.views import node
 
 SHAPE = Shape(block_size=16, block_nbytes=65536)

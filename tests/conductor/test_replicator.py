@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from conductor import core_metrics
-from conductor.conductor import Conductor
-from conductor.replicator import Replicator
-from kvstore.keys import chain
+from moonpool.conductor.core import Conductor
+from moonpool.conductor.observing import scheduling_metrics as core_metrics
+from moonpool.conductor.replication.copier import Replicator
+from moonpool.kvstore.blocks.keys import chain
 from tests.conductor.core_nodes import MODEL, PROMPT, RedisProcess, redis_process, request, running
 
 

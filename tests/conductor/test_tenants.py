@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.batch_turn import BatchTurn
-from conductor.fair_share import FairShare
-from conductor.tenants import ANYONE, Tenants
-from conductor.token_rate import TokenRate
-from runtime.errors import ConfigError
+from moonpool.conductor.admission.batch_queue import BatchTurn
+from moonpool.conductor.admission.fair_share import FairShare
+from moonpool.conductor.admission.tenants import ANYONE, Tenants
+from moonpool.conductor.admission.token_bucket import TokenRate
+from moonpool.runtime.errors import ConfigError
 
 
 def load(tmp_path: Path, text: str) -> Tenants:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from conductor.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
-from conductor.cost_model import NodeCost, Profile
-from conductor.fleet import Fleet
-from conductor.link import LinkModel
-from conductor.place import place
-from conductor.placement import Placement
-from conductor.policies import POLICIES
+from moonpool.conductor.costs.links import LinkModel
+from moonpool.conductor.costs.model import NodeCost, Profile
+from moonpool.conductor.placing.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
+from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.placing.place import place
+from moonpool.conductor.placing.placement import Placement
+from moonpool.conductor.placing.policies import POLICIES
 
 PROFILE = Profile(
     prefill_base_s=1e-3,

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, async_playwright, expect
 
-from moonpool.local_cluster import LocalCluster
+from moonpool.local.cluster import LocalCluster
 from tests.cluster.conftest import small_config
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

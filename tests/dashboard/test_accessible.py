@@ -9,9 +9,9 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, expect
 
 from moonpool.client import Client
-from moonpool.local_cluster import LocalCluster
-from moonpool.report import benchmark_facts, cluster_facts, report_data
-from moonpool.single_page import single_page
+from moonpool.commands.run_report import benchmark_facts, cluster_facts, report_data
+from moonpool.commands.single_page import single_page
+from moonpool.local.cluster import LocalCluster
 from tests.dashboard.conftest import NEEDS_BROWSER, ask, result
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), NEEDS_BROWSER]

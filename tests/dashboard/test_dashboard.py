@@ -16,8 +16,8 @@ import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 
 from moonpool.client import Client
-from moonpool.local_cluster import LocalCluster
-from runtime.child import tied_command
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.service.child import tied_command
 from tests.cluster.conftest import eventually, kill
 from tests.dashboard.conftest import BREAKOUT, MARKUP, NEEDS_BROWSER, SCREENSHOTS, ask
 
@@ -237,7 +237,15 @@ async def test_a_killed_node_is_seen_to_go(page: Page, cluster: LocalCluster) ->
 async def test_names_with_markup_are_text(page: Page, cluster: LocalCluster) -> None:
     """A node of another's making: it registers as any does, with a name of its own choice."""
     file = cluster.directory / "cluster.toml"
-    command = [sys.executable, "-m", "decode_node", "--config", str(file), "--set", f"node.id={MARKUP}"]
+    command = [
+        sys.executable,
+        "-m",
+        "moonpool.decode_node",
+        "--config",
+        str(file),
+        "--set",
+        f"node.id={MARKUP}",
+    ]
     process = await asyncio.create_subprocess_exec(
         *tied_command(command), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
     )

@@ -10,10 +10,10 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from moonpool.client import Client
+from moonpool.commands.run_report import benchmark_facts, report_data
+from moonpool.commands.single_page import bundle, single_page
 from moonpool.errors import ReportSourceInvalid
-from moonpool.local_cluster import LocalCluster
-from moonpool.report import benchmark_facts, report_data
-from moonpool.single_page import bundle, single_page
+from moonpool.local.cluster import LocalCluster
 from tests.dashboard.conftest import (
     BREAKOUT,
     MARKUP,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from decode_node.outbox import INTERVAL_S, Outbox
-from protos import node_pb2
+from moonpool.decode_node.outbox import INTERVAL_S, Outbox
+from moonpool.protos import node_pb2
 
 
 def step(index: int, *, finish: bool = False) -> list[node_pb2.TokenOut]:

@@ -10,12 +10,12 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from decode_node.takeover import HandoverBroken, take_over
-from engine.node_store import NodeStore
-from engine.sequence import Sequence
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
-from runtime.options import Config, HostTierOptions, StoreOptions
+from moonpool.decode_node.takeover import HandoverBroken, take_over
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.prefix_cache.store import NodeStore
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.config.options import Config, HostTierOptions, StoreOptions
 from tests.engine.conftest import make_checkpoint
 from tests.engine.parallel.test_handover import Side, prompt, side
 

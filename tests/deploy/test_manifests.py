@@ -16,7 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from runtime.config import explain, load_config
+from moonpool.runtime.config.loading import explain, load_config
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from conductor.api.openapi import document
-from moonpool.local_cluster import LocalCluster
+from moonpool.conductor.api.openapi import document
+from moonpool.local.cluster import LocalCluster
 
 CHECKS = [
     schemathesis.checks.not_a_server_error,

@@ -18,8 +18,8 @@ import pytest_asyncio
 import yaml
 
 from moonpool.client import Client, Reply
-from moonpool.local_cluster import LocalCluster
-from runtime.child import Child
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.service.child import Child
 from tests.cluster.conftest import eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

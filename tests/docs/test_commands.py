@@ -19,14 +19,14 @@ import click
 import pytest
 from rich.console import Console
 
-from conductor.cluster_view import Slo
-from conductor.place import place
-from conductor.placement import Placement, Reason
 from moonpool.cli import cli
 from moonpool.client import Client, Reply
-from moonpool.local_cluster import LocalCluster
-from moonpool.top import Rates, top_view
-from runtime.config import explain
+from moonpool.commands.top import Rates, top_view
+from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.placing.place import place
+from moonpool.conductor.placing.placement import Placement, Reason
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.loading import explain
 from tests.conductor.views import REQUEST, node
 from tests.conductor.views import cluster as cluster_view
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.reference import metrics, pages
+from moonpool.commands.reference_pages import metrics, pages
 
 DIRECTORY = Path(__file__).parents[2] / "docs" / "reference"
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 import transformers
 
-from engine import Engine, FinishReason, Sampling, Sequence, StepEvent
-from engine.device import CpuDevice, Device
-from engine.dtype import choose_device
-from runtime.options import EngineOptions, ModelOptions
+from moonpool.engine import Engine, FinishReason, Sampling, Sequence, StepEvent
+from moonpool.engine.device.device import CpuDevice, Device
+from moonpool.engine.device.selection import choose_device
+from moonpool.runtime.config.options import EngineOptions, ModelOptions
 
 # Two threads on a busy core wait for each other.
 torch.set_num_threads(1)

@@ -14,11 +14,11 @@ import sys
 
 import numpy as np
 
-from engine import Engine, Sampling, Sequence, StepEvent
-from engine.block_bytes import DeviceBytes
-from engine.dtype import choose_device
-from runtime.options import EngineOptions, ModelOptions, TransferOptions
-from transfer import TransferAgent
+from moonpool.engine import Engine, Sampling, Sequence, StepEvent
+from moonpool.engine.device.selection import choose_device
+from moonpool.engine.memory.block_bytes import DeviceBytes
+from moonpool.runtime.config.options import EngineOptions, ModelOptions, TransferOptions
+from moonpool.transfer import TransferAgent
 
 
 async def main(checkpoint: str, device_name: str, share: str, prompt: str) -> None:

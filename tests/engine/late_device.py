@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.device import DeviceMemory
+from moonpool.engine.device.device import DeviceMemory
 
 
 @dataclass

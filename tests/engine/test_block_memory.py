@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.block_bytes import DeviceBytes, HostBytes
-from engine.block_memory import BlockMemory
-from engine.device import CpuDevice
-from engine.dtype import choose_device
-from engine.node_store import NodeStore
-from engine.prefix_loader import Loaded
-from kvstore.keys import BlockKey
-from kvstore.tier import Tier
-from prefill_node.handover import Handover
-from protos import node_pb2
-from runtime.options import Config, HostTierOptions, StoreOptions
+from moonpool.engine.device.device import CpuDevice
+from moonpool.engine.device.selection import choose_device
+from moonpool.engine.memory.block_bytes import DeviceBytes, HostBytes
+from moonpool.engine.memory.block_memory import BlockMemory
+from moonpool.engine.prefix_cache.store import NodeStore
+from moonpool.engine.prefix_cache.tier_loader import Loaded
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.prefill_node.handover import Handover
+from moonpool.protos import node_pb2
+from moonpool.runtime.config.options import Config, HostTierOptions, StoreOptions
+from moonpool.transfer import TransferAgent, checksum
 from tests.engine.late_device import LateDevice
-from transfer import TransferAgent, checksum
 
 NUM_BLOCKS = 12
 DEVICES = [

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.block_pool import BlockPool
-from engine.errors import OutOfBlocks
-from kvstore.keys import BlockKey
-from kvstore.surplus import Surplus
+from moonpool.engine.errors import OutOfBlocks
+from moonpool.engine.memory.block_pool import BlockPool
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.eviction.extra_copies import Surplus
 
 
 def chain(path: str) -> list[BlockKey]:

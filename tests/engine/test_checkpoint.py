@@ -13,12 +13,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engine.config import ModelConfig
-from engine.engine import Engine
-from engine.errors import CheckpointError, PoolTooSmall, UnsupportedModel
-from engine.weights import Checkpoint, expected_tensors, fingerprint
-from runtime.errors import ConfigError
-from runtime.options import EngineOptions, ModelOptions
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.weights import Checkpoint, expected_tensors, fingerprint
+from moonpool.engine.engine import Engine
+from moonpool.engine.errors import CheckpointError, PoolTooSmall, UnsupportedModel
+from moonpool.runtime.config.options import EngineOptions, ModelOptions
+from moonpool.runtime.errors import ConfigError
 
 
 @pytest.fixture

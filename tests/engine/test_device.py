@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine import State, runner
-from engine.decode_graphs import padded_sizes
-from engine.device import CpuDevice, DeviceMemory
-from engine.errors import GpuMemoryShort, WeightsTooLarge
-from engine.gpu_memory import CONTEXT_NBYTES, Needs, pool_room
+from moonpool.engine import State
+from moonpool.engine.device.device import CpuDevice, DeviceMemory
+from moonpool.engine.errors import GpuMemoryShort, WeightsTooLarge
+from moonpool.engine.execution import runner
+from moonpool.engine.execution.decode_graphs import padded_sizes
+from moonpool.engine.execution.gpu_memory import CONTEXT_NBYTES, Needs, pool_room
 from tests.engine.late_device import LateDevice
 
 GIB = 1 << 30

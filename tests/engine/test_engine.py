@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Engine, FinishReason, Sampling, Sequence, State, step_loop
-from engine.errors import DuplicateSequence, EngineClosed, SequenceTooLong, UnknownToken
-from runtime.options import EngineOptions, ModelOptions
+from moonpool.engine import Engine, FinishReason, Sampling, Sequence, State
+from moonpool.engine.errors import DuplicateSequence, EngineClosed, SequenceTooLong, UnknownToken
+from moonpool.engine.execution import step_loop
+from moonpool.runtime.config.options import EngineOptions, ModelOptions
 
 
 @pytest.fixture(params=["inline", "in a thread"], autouse=True)

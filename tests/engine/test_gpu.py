@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.dtype import choose_device
-from engine.errors import GpuMemoryShort
-from runtime.errors import ConfigError
-from runtime.options import TransferOptions
+from moonpool.engine.device.selection import choose_device
+from moonpool.engine.errors import GpuMemoryShort
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.errors import ConfigError
+from moonpool.transfer import AgentDescriptor, Span, TransferAgent
 from tests.engine.conftest import Result
-from transfer import AgentDescriptor, Span, TransferAgent
 
 ROOT = Path(__file__).parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

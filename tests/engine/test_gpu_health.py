@@ -7,14 +7,14 @@ import time
 import pytest
 import torch
 
-from engine.cuda_device import gpu_uuids
+from moonpool.engine.device.cuda import gpu_uuids
 
 
 @pytest.mark.gpu
 def test_nvml_tells_of_the_gpu_that_torch_computes_on() -> None:
     # `make gpu` installs nothing, and runs where this may be missing.
     pytest.importorskip("pynvml", reason="needs nvidia-ml-py: `make env` installs it")
-    from runtime.health.gpu import GpuWatch
+    from moonpool.runtime.health.gpu import GpuWatch
 
     watch = GpuWatch(gpu_uuids(torch.device("cuda", 0)))
     assert watch.missing == ""

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvstore.layout import KVLayout
-from runtime.errors import ConfigError
-from runtime.options import EngineOptions
+from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.runtime.config.options import EngineOptions
+from moonpool.runtime.errors import ConfigError
 
 # Of log probabilities of the small model of the tests, whose KV values are far apart: e4m3 keeps four bits
 # of each.

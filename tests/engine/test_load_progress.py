@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runtime.child import HEARS_LOADING
-from runtime.load_progress import LoadProgress
+from moonpool.runtime.service.child import HEARS_LOADING
+from moonpool.runtime.service.load_progress import LoadProgress
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from contextlib import closing
-import engine.profile
-from runtime.load_progress import LoadProgress
-from engine.node_memory import NodeMemory
-from runtime.service import run_service
-from transfer import TransferAgent
+import moonpool.engine.execution.cost_profile
+from moonpool.runtime.service.load_progress import LoadProgress
+from moonpool.engine.node.engine_memory import NodeMemory
+from moonpool.runtime.service.lifecycle import run_service
+from moonpool.transfer import TransferAgent
 
 engine.profile._BUDGET_S = 0.02
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.config import ModelConfig
-from engine.weights import expected_tensors
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.weights import expected_tensors
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,11 +22,11 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from engine.config import ModelConfig
-from engine.model import Model
-from engine.parallel.plan import ParallelPlan
-from engine.parallel.slices import Slices
-from engine.weights import Checkpoint
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.model.transformer import Model
+from moonpool.engine.sharding.parallel_plan import ParallelPlan
+from moonpool.engine.sharding.tensor_slices import Slices
+from moonpool.engine.checkpoint.weights import Checkpoint
 
 def resident(word):
     lines = Path("/proc/self/status").read_text().splitlines()

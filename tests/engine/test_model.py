@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from runtime.options import ModelOptions
+from moonpool.runtime.config.options import ModelOptions
 
 FAMILIES = {
     "llama": ("llama", {}),

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.device import CpuDevice
-from engine.plan import Chunk, Plan
-from engine.profile import CostProfile, measure
-from engine.sampling import Sampling
-from engine.sequence import Sequence
-from runtime.options import EngineOptions
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.step_plan import Chunk, Plan
+from moonpool.engine.device.device import CpuDevice
+from moonpool.engine.execution.cost_profile import CostProfile, measure
+from moonpool.runtime.config.options import EngineOptions
 
 
 class Machine:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers.generation import logits_process as theirs
 
-from engine.device import CpuDevice
-from engine.sampler import SamplingBatch, describe, sample, uniform
-from engine.sampling import Sampling
-from engine.sequence import FinishReason, Sequence
-from protos import node_pb2
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import FinishReason, Sequence
+from moonpool.engine.device.device import CpuDevice
+from moonpool.engine.execution.sampler import SamplingBatch, describe, sample, uniform
+from moonpool.protos import node_pb2
 
 VOCAB = 40
 CPU = CpuDevice()

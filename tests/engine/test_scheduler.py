@@ -12,12 +12,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.block_pool import BlockPool
-from engine.events import StepEvent
-from engine.plan import Plan, StepOutput
-from engine.sampling import Sampling
-from engine.scheduler import Scheduler
-from engine.sequence import FinishReason, Sequence, State
+from moonpool.engine.batching.events import StepEvent
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.scheduler import Scheduler
+from moonpool.engine.batching.sequence import FinishReason, Sequence, State
+from moonpool.engine.batching.step_plan import Plan, StepOutput
+from moonpool.engine.memory.block_pool import BlockPool
 
 BLOCK_SIZE = 4
 

@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels import reference
-from kernels.cpu.library import load
+from moonpool.kernels import reference
+from moonpool.kernels.cpu.library import load
 
 # As a node computes; and two threads on two busy cores wait for each other.
 torch.set_num_threads(1)
@@ -21,7 +21,7 @@ def form(request: pytest.FixtureRequest) -> ModuleType:
         return reference
     if load() is None:
         pytest.skip("no compiler here")
-    from kernels.cpu import ops
+    from moonpool.kernels.cpu import operations as ops
 
     return ops
 

@@ -19,19 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import (
-    launch,
-    reference,
-    triton_adapters,
-    triton_blocks,
-    triton_decode,
-    triton_experts,
-    triton_kv,
-    triton_merge,
-    triton_prefill,
-    triton_rows,
-)
-from kernels.reference import FP8
+from moonpool.kernels import reference
+from moonpool.kernels.reference import FP8
+from moonpool.kernels.triton import adapters as triton_adapters
+from moonpool.kernels.triton import blocks as triton_blocks
+from moonpool.kernels.triton import decode as triton_decode
+from moonpool.kernels.triton import experts as triton_experts
+from moonpool.kernels.triton import kv as triton_kv
+from moonpool.kernels.triton import launch
+from moonpool.kernels.triton import merge as triton_merge
+from moonpool.kernels.triton import prefill as triton_prefill
+from moonpool.kernels.triton import rows as triton_rows
 from tests.kernels.attending import decode, prefill
 from tests.kernels.numbers8 import between, every_number
 from tests.kernels.paged import PagedBatch, Shape, assert_near

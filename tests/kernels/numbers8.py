@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.reference import FP8
+from moonpool.kernels.reference import FP8
 
 
 def every_number() -> torch.Tensor:

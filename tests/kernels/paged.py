@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.reference import as_stored
+from moonpool.kernels.reference import as_stored
 
 # Largest error allowed, relative to the largest value expected; a result in 16 bits is rounded once.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernels
+from moonpool import kernels
 from tests.kernels.paged import assert_near
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import reference
-from kernels.cpu.library import load
+from moonpool.kernels import reference
+from moonpool.kernels.cpu.library import load
 from tests.kernels.attending import decode, prefill
 from tests.kernels.paged import PagedBatch, Shape, assert_near
 
@@ -129,7 +129,7 @@ needs_library = pytest.mark.skipif(load() is None, reason="no compiler here")
 @needs_library
 def test_a_sequence_does_not_depend_on_its_batch() -> None:
     """Bit for bit: whoever else is in the batch, and however a prompt is cut into chunks."""
-    from kernels.cpu import ops
+    from moonpool.kernels.cpu import operations as ops
 
     batch = PagedBatch(Shape(DECODES))
     together = decode(ops, batch)
@@ -148,7 +148,7 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
 @needs_library
 def test_a_prompt_may_be_cut_anywhere() -> None:
     """Bit for bit the same, with a window too."""
-    from kernels.cpu import ops
+    from moonpool.kernels.cpu import operations as ops
 
     complete = PagedBatch(Shape(((150, 150),)))
     complete.shape = replace(complete.shape, window=70)
@@ -192,7 +192,7 @@ shapes = st.builds(
 @settings(max_examples=60)
 @given(shapes, st.integers(0, 1000))
 def test_compiled_equals_reference(shape: Shape, seed: int) -> None:
-    from kernels.cpu import ops
+    from moonpool.kernels.cpu import operations as ops
 
     batch = PagedBatch(shape, seed)
     assert_near(prefill(ops, batch), prefill(reference, batch), shape.dtype, factor=2)

@@ -10,15 +10,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench import report
-from bench.cli import bench
-from bench.kernels import goals, readme, tune
-from bench.kernels.clock import CpuClock
-from bench.kernels.command import LIMITS_CASE, PARTS
-from bench.kernels.machine import Machine
-from bench.kernels.step import ModelShape, llama_rows
-from bench.kernels.sweep import decode_cases
-from kernels import launch
+from moonpool.bench.cli import bench
+from moonpool.bench.kernels import goals, tune
+from moonpool.bench.kernels import readme_table as readme
+from moonpool.bench.kernels.cases import decode_cases
+from moonpool.bench.kernels.clock import CpuClock
+from moonpool.bench.kernels.command import LIMITS_CASE, PARTS
+from moonpool.bench.kernels.device_limits import Machine
+from moonpool.bench.kernels.model_step import ModelShape, llama_rows
+from moonpool.kernels.triton import launch
+from moonpool.runtime.reports import report
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part != "linear"])
@@ -132,7 +133,7 @@ def test_a_row_that_is_put_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch
 
 def test_the_readme_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["readme", "--check"])
-    assert readme.main() == 0, "run python -m bench.kernels.readme"
+    assert readme.main() == 0, "run python -m moonpool.bench.kernels.readme_table"
 
 
 def test_the_readmes_table_of_a_gpu(tmp_path: Path) -> None:

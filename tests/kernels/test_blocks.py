@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kernels
-from kernels import reference
+from moonpool import kernels
+from moonpool.kernels import reference
 from tests.kernels.paged import assert_near
 
 

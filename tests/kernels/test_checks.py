@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import reference
-from kernels.checks import KernelMisuse, checked
+from moonpool.kernels import reference
+from moonpool.kernels.checks.arguments import KernelMisuse, checked
 from tests.kernels.paged import PagedBatch, Shape
 
 

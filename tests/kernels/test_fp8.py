@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels import reference
-from kernels.reference import FP8
+from moonpool.kernels import reference
+from moonpool.kernels.reference import FP8
 from tests.kernels.attending import decode, prefill
 from tests.kernels.numbers8 import between, every_number
 from tests.kernels.paged import PagedBatch, Shape, assert_near
@@ -109,7 +109,7 @@ def test_rotation_norm_and_quantization_in_one(form: ModuleType, dtype: torch.dt
 @pytest.mark.parametrize("source_dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize("target_dtype", [torch.float16, FP8])
 def test_resharding_converts(source_dtype: torch.dtype, target_dtype: torch.dtype) -> None:
-    import kernels
+    from moonpool import kernels
 
     values = torch.randn(2, 2, 2, 2, 16, 8)
     k_scales = (0.1 if source_dtype == FP8 else 1.0, 0.02 if target_dtype == FP8 else 1.0)
@@ -130,7 +130,7 @@ def test_resharding_converts(source_dtype: torch.dtype, target_dtype: torch.dtyp
 
 
 def test_whole_blocks_move() -> None:
-    import kernels
+    from moonpool import kernels
 
     pool = torch.randn(9, 2, 2, 2, 8, 16).to(FP8)
     before = pool.view(torch.uint8).clone()

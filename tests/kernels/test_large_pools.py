@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.reference import FP8
+from moonpool.kernels import reference
+from moonpool.kernels.reference import FP8
 from tests.kernels.paged import assert_near
 
 HEADS, SIZE, DIM = 2, 16, 64

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu.library import load
+from moonpool.kernels.cpu.library import load
 from tests.kernels.paged import assert_near
 
 EPS = 1e-5
@@ -81,7 +81,7 @@ def test_argmax_takes_the_first_of_equals(form: ModuleType) -> None:
 @pytest.mark.skipif(load() is None, reason="no compiler here")
 @given(st.lists(st.floats(width=32), min_size=1, max_size=80))
 def test_argmax_is_torchs(values: list[float]) -> None:
-    from kernels.cpu import ops
+    from moonpool.kernels.cpu import operations as ops
 
     logits = torch.tensor([values])
     assert torch.equal(ops.argmax_rows(logits), logits.argmax(-1))

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kernels
-from kernels import reference
+from moonpool import kernels
+from moonpool.kernels import reference
 from tests.kernels.attending import decode, prefill
 from tests.kernels.paged import PagedBatch, Shape, assert_near
 

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from kernels import triton_decode, triton_prefill
-from kernels.attention_cases import Attended, decode_case, prefill_case
-from kernels.compile_cases import all_cases, other_cases
-from kernels.launch import decode_choice, prefill_choice, table
-from kernels.triton_compile import Resources, compile_all
+from moonpool.kernels.compilation.attention_cases import Attended, decode_case, prefill_case
+from moonpool.kernels.compilation.catalog import all_cases, other_cases
+from moonpool.kernels.compilation.compiler import Resources, compile_all
+from moonpool.kernels.triton import decode as triton_decode
+from moonpool.kernels.triton import prefill as triton_prefill
+from moonpool.kernels.triton.launch import decode_choice, prefill_choice, table
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.build import KERNELS
-from runtime.compiled import Compiler
+from moonpool.kernels.cpu.build import KERNELS
+from moonpool.runtime.machine.compiled_library import Compiler
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import logging, torch
 logging.basicConfig(format="%(levelname)s %(message)s")
-import kernels
-from kernels import PackedLinear
+import moonpool.kernels
+from moonpool.kernels import PackedLinear
 pool = torch.full((4, 1, 2, 1, 8, 16), float("nan"))
 slots, positions = torch.arange(8, 18), torch.zeros(10, dtype=torch.int64)
 cos, sin = torch.ones(1, 8), torch.zeros(1, 8)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.index import KVIndex
-from kvstore.redis_client import connect
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
 from tests.kvstore.redis_servers import Server
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvstore.keys import BlockKey
-from kvstore.store import Bytes, TieredStore
-from runtime.errors import MoonpoolError
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.store import Bytes, TieredStore
+from moonpool.runtime.errors import MoonpoolError
 
 
 class FakePool:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvstore.chain_cache import ChainCache
-from kvstore.eviction import make_policy
-from kvstore.keys import BlockKey
-from kvstore.store import Bytes
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.eviction import make_policy
+from moonpool.kvstore.eviction.chain_cache import ChainCache
+from moonpool.kvstore.store import Bytes
 
 
 class MemoryDisk:

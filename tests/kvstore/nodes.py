@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from kvstore.index import KVIndex
-from kvstore.keys import BlockKey
-from kvstore.node_record import NodeRecord
-from kvstore.publisher import IndexPublisher
-from kvstore.tier import Tier
-from runtime.options import IndexOptions
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.node_publisher import IndexPublisher
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.runtime.config.options import IndexOptions
 
 
 def key(number: int, chain: int = 0) -> BlockKey:

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from kvstore.redis_client import connect
-from moonpool.redis_server import find_redis
-from runtime.child import tied_command
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.local.redis_server import find_redis
+from moonpool.runtime.service.child import tied_command
 
 
 class Server:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.keys import BlockKey
-from kvstore.layout import KVLayout
-from kvstore.store import TieredStore
-from kvstore.tier import Tier
-from runtime.options import HostTierOptions, SsdTierOptions, StoreOptions
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.store import TieredStore
+from moonpool.runtime.config.options import HostTierOptions, SsdTierOptions, StoreOptions
 from tests.kvstore.memory_disk import MemoryDisk
 from tests.kvstore.nodes import chain
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.keys import BlockKey
-from kvstore.layout import OpaqueLayout
-from kvstore.ssd import SsdTier
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import OpaqueLayout
+from moonpool.kvstore.tiers.ssd import SsdTier
 
 # No multiple of a page: slots are padded.
 LAYOUT = OpaqueLayout(6000, b"ssd-tests-16byte")

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.errors import BlockMissing
-from kvstore.store import TieredStore
-from runtime.options import HostTierOptions, SsdTierOptions, StoreOptions
+from moonpool.kvstore.errors import BlockMissing
+from moonpool.kvstore.store import TieredStore
+from moonpool.runtime.config.options import HostTierOptions, SsdTierOptions, StoreOptions
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import LAYOUT, open_tier, payload

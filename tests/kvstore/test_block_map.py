@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvstore.block_map import BlockMap
-from kvstore.keys import BlockKey
-from kvstore.tier import Tier
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.block_map import BlockMap
 
 NODES = st.sampled_from(["a", "b", "c", "d"])
 KEYS = st.lists(st.integers(0, 30), max_size=12, unique=True)

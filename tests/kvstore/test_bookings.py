@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kvstore.bookings import Bookings, Choice, Load
-from kvstore.index import KVIndex
+from moonpool.conductor.coordination.bookings import Bookings, Choice, Load
+from moonpool.kvstore.index.redis.kv_index import KVIndex
 
 D0, D1 = Choice("d0@1", capacity=10), Choice("d1@1", capacity=10)
 P0, P1 = Choice("p0@1", ttft_s=0.1), Choice("p1@1", ttft_s=0.2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from kvstore.index import KVIndex
-from kvstore.mirror import IndexMirror
-from kvstore.redis_client import connect
+from moonpool.kvstore.index.mirror import IndexMirror
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
 from tests.kvstore.nodes import FakeNode, chain
 from tests.kvstore.redis_servers import Server, free_ports, until
 

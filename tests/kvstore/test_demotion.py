@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.keys import BlockKey
-from kvstore.layout import OpaqueLayout
-from kvstore.ssd import SsdTier
-from kvstore.ssd.segments import Segments
-from kvstore.store import Bytes, TieredStore
-from kvstore.tier import Tier
-from runtime.options import HostTierOptions, StoreOptions
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import OpaqueLayout
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.store import Bytes, TieredStore
+from moonpool.kvstore.tiers.ssd import SsdTier
+from moonpool.kvstore.tiers.ssd.files.segments import Segments
+from moonpool.runtime.config.options import HostTierOptions, StoreOptions
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain
 

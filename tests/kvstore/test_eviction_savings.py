@@ -9,8 +9,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.eviction import make_policy
-from kvstore.eviction.savings import Costs, SavedSeconds, saved_s
+from moonpool.kvstore.eviction import make_policy
+from moonpool.kvstore.eviction.savings import Costs, SavedSeconds, saved_s
 
 COSTS = Costs(
     block_size=16,

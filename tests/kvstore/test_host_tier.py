@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvstore.errors import LayoutError, StoreError
-from kvstore.eviction import POLICIES, make_policy
-from kvstore.host_tier import HostTier
-from kvstore.keys import BlockKey
-from kvstore.layout import KVLayout
-from runtime.options import EVICTION_POLICIES
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.kvstore.errors import LayoutError, StoreError
+from moonpool.kvstore.eviction import POLICIES, make_policy
+from moonpool.kvstore.tiers.host import HostTier
+from moonpool.runtime.config.options import EVICTION_POLICIES
 from tests.kvstore.nodes import chain, key
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=4, head_dim=4, dtype="float32")

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvstore.changes import decode, encode, split
-from kvstore.errors import ChangesCorrupt, EpochSuperseded, IndexUnavailable, NodeUnknown, StoreError
-from kvstore.index import KVIndex
-from kvstore.keys import BlockKey
-from kvstore.node_record import NodeLoad, NodeRecord, RecordCorrupt
-from kvstore.redis_client import connect
-from kvstore.tier import Tier
-from runtime.replica import Replica
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.errors import ChangesCorrupt, EpochSuperseded, IndexUnavailable, NodeUnknown, StoreError
+from moonpool.kvstore.index.redis.changes import decode, encode, split
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord, RecordCorrupt
+from moonpool.runtime.replicas.identity import Replica
 from tests.kvstore.nodes import FakeNode, chain
 from tests.kvstore.redis_servers import Server, until
 

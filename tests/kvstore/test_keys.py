@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import KeyFormatError, LayoutError
-from kvstore.keys import KEY_NBYTES, chain, extend, pack, root_key, unpack
-from kvstore.layout import KVLayout
+from moonpool.kvstore.blocks.keys import KEY_NBYTES, chain, extend, pack, root_key, unpack
+from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.kvstore.errors import KeyFormatError, LayoutError
 
 LAYOUT = KVLayout(num_layers=6, num_kv_heads=4, block_size=16, head_dim=32, dtype="bfloat16")
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=70).map(lambda ids: np.array(ids, dtype=np.int32))
@@ -93,7 +93,7 @@ def test_one_changed_token_changes_every_key_after_it() -> None:
 
 def test_keys_are_equal_in_another_process() -> None:
     code = (
-        "import numpy as np; from kvstore.keys import chain; "
+        "import numpy as np; from moonpool.kvstore.blocks.keys import chain; "
         "print(chain(b'r' * 16, np.arange(32, dtype=np.int32), 16)[-1].hex())"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

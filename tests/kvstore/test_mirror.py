@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.index import KVIndex
-from kvstore.mirror import IndexMirror
-from kvstore.node_record import NodeLoad, NodeRecord
-from kvstore.redis_client import connect
-from kvstore.tier import Tier
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.mirror import IndexMirror
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
 from tests.kvstore.nodes import FakeNode, chain, key
 from tests.kvstore.redis_servers import Server, until
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvstore import metrics
-from kvstore.changes import encode
-from kvstore.index import KVIndex
-from kvstore.mirror import IndexMirror
-from kvstore.mirror_check import NUM_PARTS
-from kvstore.tier import Tier
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index import metrics
+from moonpool.kvstore.index.mirror import IndexMirror
+from moonpool.kvstore.index.mirror_check import NUM_PARTS
+from moonpool.kvstore.index.redis.changes import encode
+from moonpool.kvstore.index.redis.kv_index import KVIndex
 from tests.kvstore.nodes import FakeNode, chain
 from tests.kvstore.redis_servers import until
 

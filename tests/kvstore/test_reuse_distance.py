@@ -8,8 +8,8 @@ from hashlib import blake2b
 
 import pytest
 
-from kvstore.keys import BlockKey
-from kvstore.reuse_distance import ReuseDistance
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.eviction.reuse_distance import ReuseDistance
 
 
 class Seen:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import LayoutError
-from kvstore.layout import KVLayout
-from kvstore.shards import BlockShard, canonical_runs, parts
+from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.kvstore.blocks.shards import BlockShard, canonical_runs, parts
+from moonpool.kvstore.errors import LayoutError
 
 
 @st.composite

@@ -14,18 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.index import KVIndex
-from kvstore.layout import OpaqueLayout
-from kvstore.mirror import IndexMirror
-from kvstore.node_record import NodeRecord
-from kvstore.publisher import IndexPublisher
-from kvstore.ssd import SsdTier
-from kvstore.ssd.readopt import readopt
-from kvstore.ssd.record import BlockRecord, decode, encode
-from kvstore.ssd.uncollected import uncollected
-from kvstore.store import TieredStore
-from kvstore.tier import Tier
-from runtime.options import IndexOptions, StoreOptions
+from moonpool.kvstore.blocks.layout import OpaqueLayout
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.mirror import IndexMirror
+from moonpool.kvstore.index.node_publisher import IndexPublisher
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.kvstore.store import TieredStore
+from moonpool.kvstore.tiers.ssd import SsdTier
+from moonpool.kvstore.tiers.ssd.files.record import BlockRecord, decode, encode
+from moonpool.kvstore.tiers.ssd.files.recovery import readopt
+from moonpool.kvstore.tiers.ssd.gc_pause import uncollected
+from moonpool.runtime.config.options import IndexOptions, StoreOptions
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import check_every_block, open_tier, put_chain
 
@@ -155,8 +155,8 @@ async def test_a_hundred_thousand_blocks_are_held_and_announced_again(
     count, capacity_nbytes = 100_000, 110_000 * 4096
     code = (
         "import asyncio, os, pathlib, sys\n"
-        "from kvstore.layout import OpaqueLayout\n"
-        "from kvstore.ssd import SsdTier\n"
+        "from moonpool.kvstore.blocks.layout import OpaqueLayout\n"
+        "from moonpool.kvstore.tiers.ssd import SsdTier\n"
         "from tests.kvstore.nodes import chain\n"
         "async def main():\n"
         f"    layout, keys = OpaqueLayout(512, b'small-blocks-16b'), chain({count + 5000})\n"

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.ssd import SsdTier
-from kvstore.ssd.index import BlockIndex, IndexWriteFailed
-from kvstore.ssd.segments import Segments
+from moonpool.kvstore.tiers.ssd import SsdTier
+from moonpool.kvstore.tiers.ssd.files.block_index import BlockIndex, IndexWriteFailed
+from moonpool.kvstore.tiers.ssd.files.segments import Segments
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import (
     LAYOUT,

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvstore.errors import LayoutError, SsdDirectoryInUse, SsdFormatMismatch, SsdUnusable, StoreError
-from kvstore.eviction import POLICIES
-from kvstore.keys import BlockKey
-from kvstore.layout import OpaqueLayout
-from kvstore.ssd import SsdTier
-from kvstore.ssd.segments import CALL_NBYTES, Segments
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import OpaqueLayout
+from moonpool.kvstore.errors import LayoutError, SsdDirectoryInUse, SsdFormatMismatch, SsdUnusable, StoreError
+from moonpool.kvstore.eviction import POLICIES
+from moonpool.kvstore.tiers.ssd import SsdTier
+from moonpool.kvstore.tiers.ssd.files.segments import CALL_NBYTES, Segments
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import (
     LAYOUT,

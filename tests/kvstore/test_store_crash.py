@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.store import TieredStore
-from kvstore.tier import Tier
-from runtime.options import StoreOptions
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.store import TieredStore
+from moonpool.runtime.config.options import StoreOptions
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import LAYOUT, check_every_block, open_tier, payload
 from tests.kvstore.store_worker import NUM_SLOTS

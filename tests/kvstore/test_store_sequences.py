@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvstore.errors import BlockMissing
-from kvstore.tier import Tier
-from runtime.options import HostTierOptions, SsdTierOptions, StoreOptions
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.errors import BlockMissing
+from moonpool.runtime.config.options import HostTierOptions, SsdTierOptions, StoreOptions
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.memory_disk import MemoryDisk
 from tests.kvstore.nodes import chain, key

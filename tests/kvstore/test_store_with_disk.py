@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from kvstore.errors import BlockMissing
-from kvstore.surplus import Surplus
-from kvstore.tier import Tier
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.errors import BlockMissing
+from moonpool.kvstore.eviction.extra_copies import Surplus
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain, key
 from tests.kvstore.small_store import (

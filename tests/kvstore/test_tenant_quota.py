@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.keys import BlockKey
-from kvstore.tenant_metrics import TenantLabels
-from kvstore.tenant_quota import TenantQuotas
-from kvstore.tier import Tier
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.eviction.tenant_metrics import TenantLabels
+from moonpool.kvstore.eviction.tenant_quota import TenantQuotas
 
 NBYTES = 100
 

@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvstore.errors import BlockCorrupt, BlockMissing
-from kvstore.tier import Tier
-from runtime.errors import MoonpoolError
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.errors import BlockCorrupt, BlockMissing
+from moonpool.runtime.errors import MoonpoolError
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain, key
 from tests.kvstore.small_store import (

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvstore.index import KVIndex
-from kvstore.keys import BlockKey
-from kvstore.mirror import IndexMirror
-from kvstore.node_record import EXTERNAL_ROLE, NodeRecord
-from kvstore.tier import Tier
-from kvstore.verification import Held, NodeFinding, repair, verify
-from runtime.errors import NodeUnavailable
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.mirror import IndexMirror
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
+from moonpool.kvstore.index.verification import Held, NodeFinding, repair, verify
+from moonpool.runtime.errors import NodeUnavailable
 from tests.kvstore.nodes import FakeNode, chain
 from tests.kvstore.redis_servers import until
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from moonpool.diagnosis.agreement import check_clocks, check_options
-from moonpool.diagnosis.evidence import Evidence, Page
-from moonpool.diagnosis.hits import check_hits
-from moonpool.diagnosis.index import check_index
-from moonpool.diagnosis.paths import check_paths
+from moonpool.doctor.agreement import check_clocks, check_options
+from moonpool.doctor.evidence import Evidence, Page
+from moonpool.doctor.hits import check_hits
+from moonpool.doctor.index_state import check_index
+from moonpool.doctor.transfer_paths import check_paths
 
 
 def node(name: str, **facts: Any) -> dict[str, Any]:

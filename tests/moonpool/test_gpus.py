@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.gpus import gpu_options
-from moonpool.node_configs import node_configs, pools_nbytes
-from runtime import gpus
-from runtime.options import ClusterOptions, Config, EngineOptions, ModelOptions
+from moonpool.local.gpu_split import gpu_options
+from moonpool.local.node_configs import node_configs, pools_nbytes
+from moonpool.runtime.config.options import ClusterOptions, Config, EngineOptions, ModelOptions
+from moonpool.runtime.machine import gpus
 
 
 def config(prefill: int, decode: int, device: str = "auto", gpu_memory: float = 0.9) -> Config:

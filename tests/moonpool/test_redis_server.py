@@ -12,17 +12,17 @@ import psutil
 import pytest
 import redis.asyncio
 
-from moonpool import redis_server
 from moonpool.errors import RedisMissing
-from moonpool.redis_server import RedisBinary, RedisServer, find_redis
-from runtime.errors import ChildFailed
+from moonpool.local import redis_server
+from moonpool.local.redis_server import RedisBinary, RedisServer, find_redis
+from moonpool.runtime.errors import ChildFailed
 
 ROOT = Path(__file__).parents[2]
 
 KEEPER = """
 import asyncio, sys
 from pathlib import Path
-from moonpool.redis_server import RedisServer
+from moonpool.local.redis_server import RedisServer
 async def main():
     async with RedisServer(Path(sys.argv[1])) as server:
         print(server.child.pid, flush=True)

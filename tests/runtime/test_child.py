@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.child import Child
-from runtime.errors import ChildFailed
+from moonpool.runtime.errors import ChildFailed
+from moonpool.runtime.service.child import Child
 
 
 def python(program: str, tmp_path: Path) -> Child:

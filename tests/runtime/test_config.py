@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import HIDDEN, explain, load_config, shown_options, to_toml
-from runtime.errors import ConfigError
-from runtime.options import Config
+from moonpool.runtime.config.loading import HIDDEN, explain, load_config, shown_options, to_toml
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import ConfigError
 
 
 def test_nothing_given_is_the_default() -> None:

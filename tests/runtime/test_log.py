@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.log import WHOLE, RepeatLimit, request_id, setup_logging
-from runtime.options import LogOptions
+from moonpool.runtime.config.options import LogOptions
+from moonpool.runtime.observing.log import WHOLE, RepeatLimit, request_id, setup_logging
 
 
 @pytest.fixture(autouse=True)

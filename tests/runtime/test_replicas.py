@@ -21,12 +21,12 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime import gpus
-from runtime.errors import ConfigError
-from runtime.options import Config, EventsOptions, ModelOptions, NodeOptions, ParallelOptions
-from runtime.replica import Replica
-from runtime.replica_metrics import merged
-from runtime.replicas import replica_configs
+from moonpool.runtime.config.options import Config, EventsOptions, ModelOptions, NodeOptions, ParallelOptions
+from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.machine import gpus
+from moonpool.runtime.replicas.group import replica_configs
+from moonpool.runtime.replicas.identity import Replica
+from moonpool.runtime.replicas.metrics_page import merged
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,11 +34,11 @@ ROOT = Path(__file__).parents[2]
 # only that) does not start, "slow.1" never becomes ready, "busy.0" does not look at its loop for a while.
 NODE = """
 import asyncio, os, sys, time
-from runtime.errors import ConfigError
-from runtime.metrics import serve_metrics
-from runtime.replica import Replica
-from runtime.replicas import Replicas
-from runtime.service import run_service
+from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.observing.metrics_server import serve_metrics
+from moonpool.runtime.replicas.identity import Replica
+from moonpool.runtime.replicas.group import Replicas
+from moonpool.runtime.service.lifecycle import run_service
 
 async def main(config, context):
     if config.engine.parallel.dp > 1:

@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
-from runtime.errors import ConfigError, NodeUnavailable, PortInUse, RemoteError
-from runtime.log import request_id
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.errors import ConfigError, NodeUnavailable, PortInUse, RemoteError
+from moonpool.runtime.observing.log import request_id
 
 
 class Node(node_pb2_grpc.NodeServicer):

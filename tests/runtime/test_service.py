@@ -13,15 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime.child import tied_command
-from runtime.errors import PortInUse
-from runtime.metrics import serve_metrics
+from moonpool.runtime.errors import PortInUse
+from moonpool.runtime.observing.metrics_server import serve_metrics
+from moonpool.runtime.service.child import tied_command
 
 ROOT = Path(__file__).parents[2]
 
 DAEMON = """
 import asyncio, sys
-from runtime.service import run_service
+from moonpool.runtime.service.lifecycle import run_service
 async def main(config, context):
     context.ready(node_id=config.node.id)
     await context.draining.wait()
@@ -33,7 +33,7 @@ sys.exit(run_service(main, role="test-node"))
 
 PARENT = """
 import subprocess, sys
-from runtime.child import tied_command
+from moonpool.runtime.service.child import tied_command
 child = subprocess.Popen(tied_command([sys.executable, "-c", "print('up', flush=True); input()"]),
                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 child.stdout.readline()

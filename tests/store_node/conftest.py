@@ -15,10 +15,10 @@ import pytest
 import pytest_asyncio
 
 import moonpool
-from kvstore.index import KVIndex
-from kvstore.redis_client import connect
-from moonpool.store import StoreClient
-from runtime.child import Child
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.objects import StoreClient
+from moonpool.runtime.service.child import Child
 from tests.kvstore.redis_servers import Server
 
 READY_TIMEOUT_S = 60.0
@@ -46,7 +46,7 @@ class StoreCluster:
                 "store_node.chunk_nbytes": "64KiB",
                 **{key.replace("__", "."): value for key, value in options.items()},
             }
-            command = [sys.executable, "-m", "kvstore.store_node"]
+            command = [sys.executable, "-m", "moonpool.kvstore.store_node"]
             for key, value in settings.items():
                 command += ["--set", f"{key}={value}"]
             child = self.nodes[name] = Child(name, command, self.directory / f"{name}.log", speaks=True)

@@ -8,11 +8,11 @@ import time
 
 import numpy as np
 
-from kvstore.client.tenant import Tenant
-from kvstore.remote_store import RemoteStore
-from protos import store_pb2
-from runtime.options import TransferOptions
-from transfer import Span, TransferAgent, checksum
+from moonpool.kvstore.client.tenant import Tenant
+from moonpool.kvstore.remote.object_store import RemoteStore
+from moonpool.protos import store_pb2
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import Span, TransferAgent, checksum
 
 
 async def main(address: str, nbytes: int) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.client.errors import BadObject, ObjectMissing, PutFailed, UnknownNode
-from protos import node_pb2, node_pb2_grpc, store_pb2
+from moonpool.kvstore.client.errors import BadObject, ObjectMissing, PutFailed, UnknownNode
+from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2
 from tests.store_node.conftest import StoreCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -9,7 +9,13 @@ import numpy as np
 import psutil
 import pytest
 
-from kvstore.client.errors import NobodyAnswered, NoStoreNodes, ObjectMissing, PutFailed, StoreClientError
+from moonpool.kvstore.client.errors import (
+    NobodyAnswered,
+    NoStoreNodes,
+    ObjectMissing,
+    PutFailed,
+    StoreClientError,
+)
 from tests.store_node.conftest import StoreCluster
 
 rng = np.random.default_rng(11)

@@ -13,21 +13,21 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from kvstore import keys as block_keys
-from kvstore.errors import LayoutError
-from kvstore.keys import BlockKey
-from kvstore.layout import KVLayout, OpaqueLayout
-from kvstore.remote_lease import RemoteLeases
-from kvstore.sharded_reader import rank_memory
-from kvstore.shards import BlockShard
-from kvstore.store import TieredStore
-from kvstore.store_node.kv_shelf import KvShelf
-from protos import node_pb2, node_pb2_grpc
-from runtime import rpc
-from runtime.options import StoreOptions, TransferOptions
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import KVLayout, OpaqueLayout
+from moonpool.kvstore.blocks.shards import BlockShard
+from moonpool.kvstore.errors import LayoutError
+from moonpool.kvstore.remote.peer_leases import RemoteLeases
+from moonpool.kvstore.remote.sharded_reader import rank_memory
+from moonpool.kvstore.store import TieredStore
+from moonpool.kvstore.store_node.kv_shelf import KvShelf
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.config.options import StoreOptions, TransferOptions
+from moonpool.transfer import ChecksumMismatch, TransferAgent, TransferError, checksum
 from tests.transfer.conftest import RemotePeer, StartPeer, shared_peer, start_peer
 from tests.transfer.peer_process import pattern
-from transfer import ChecksumMismatch, TransferAgent, TransferError, checksum
 
 __all__ = ["shared_peer", "start_peer"]
 

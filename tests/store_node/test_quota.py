@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.client.errors import PutFailed
-from kvstore.store_node.errors import OverQuota
-from kvstore.store_node.object_quota import ObjectQuotas
+from moonpool.kvstore.client.errors import PutFailed
+from moonpool.kvstore.objects.errors import OverQuota
+from moonpool.kvstore.objects.owner_quota import ObjectQuotas
 from tests.store_node.conftest import StoreCluster
 
 CHUNK = 64 << 10

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.client import StoreClient
+from moonpool.kvstore.client import StoreClient
 from tests.store_node.conftest import StoreCluster
 
 rng = np.random.default_rng(13)

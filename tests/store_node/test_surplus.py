@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvstore.layout import OpaqueLayout
-from kvstore.store import TieredStore
-from kvstore.store_node.objects import ObjectShelf
-from protos import store_pb2
-from runtime.options import HostTierOptions, StoreOptions
+from moonpool.kvstore.blocks.layout import OpaqueLayout
+from moonpool.kvstore.objects.shelf import ObjectShelf
+from moonpool.kvstore.store import TieredStore
+from moonpool.protos import store_pb2
+from moonpool.runtime.config.options import HostTierOptions, StoreOptions
 
 CHUNK = 4096
 OWNER = b"o" * 16

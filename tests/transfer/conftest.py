@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from runtime.options import TransferOptions
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import AgentDescriptor, TransferAgent
+from moonpool.transfer.native.compiled_copy import mover
 from tests.transfer.cables import Cabled, obstacle
-from transfer import AgentDescriptor, TransferAgent
-from transfer.native.library import mover
 
 if TYPE_CHECKING:
     import trustme

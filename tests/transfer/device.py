@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.transfer.device_memory import Bytes, DeviceBuffer
-from transfer import Region, TransferAgent
-from transfer.cuda.library import CudaUnavailable, load_cuda
+from moonpool.bench.transfer.device_memory import Bytes, DeviceBuffer
+from moonpool.transfer import Region, TransferAgent
+from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
 
 NEEDS_GPU = "needs an NVIDIA GPU: `make gpu`, on a machine that has one"
 

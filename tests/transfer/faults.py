@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from runtime.options import TransferOptions
-from transfer import Span, TransferAgent, TransferReport
-from transfer.ucx.library import load_ucx
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import Span, TransferAgent, TransferReport
+from moonpool.transfer.native.ucx import load_ucx
 
 
 def choose(transport: str, monkeypatch: pytest.MonkeyPatch) -> str:

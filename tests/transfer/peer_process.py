@@ -18,20 +18,13 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from runtime.options import TcpOptions, TlsOptions, TransferOptions
+from moonpool.runtime.config.options import TcpOptions, TlsOptions, TransferOptions
+from moonpool.transfer import AgentDescriptor, Span, TransferAgent, TransferError, agent_memory, checksum
+from moonpool.transfer.memory.region import Region
+from moonpool.transfer.native.cuda import load_cuda
+from moonpool.transfer.paths.tcp import stream_server as serving
+from moonpool.transfer.peers import dialer as connecting
 from tests.transfer.device import DeviceRegion
-from transfer import (
-    AgentDescriptor,
-    Span,
-    TransferAgent,
-    TransferError,
-    agent_memory,
-    checksum,
-    connecting,
-    serving,
-)
-from transfer.cuda.library import load_cuda
-from transfer.region import Region
 
 REGION_NBYTES = 8 << 20
 

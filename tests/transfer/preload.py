@@ -2,7 +2,7 @@
 0.4 s to load.
 """
 
+from moonpool.transfer.native.ucx import load_ucx
 from tests.transfer import test_leaks as test_leaks
-from transfer.ucx.library import load_ucx
 
 load_ucx()

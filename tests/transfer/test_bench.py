@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench import report
-from bench.peer_home import PeerAbsent, PeerFailed, peers_dir
-from bench.transfer import samples, session, shape
-from bench.transfer.command import transfer
-from bench.transfer.peers.perftest import bandwidth_of
+from moonpool.bench.harness.peer_environment import PeerAbsent, PeerFailed, peers_dir
+from moonpool.bench.transfer import batch_shape as shape
+from moonpool.bench.transfer import process_pair as session
+from moonpool.bench.transfer import samples
+from moonpool.bench.transfer.command import transfer
+from moonpool.bench.transfer.peers.perftest import bandwidth_of
+from moonpool.runtime.reports import report
+from moonpool.transfer.native.cuda import load_cuda
 from tests.transfer.device import use_stand_in
-from transfer.cuda.library import load_cuda
 
 METRICS = ("bandwidth", "latency", "spans", "processor time")
 

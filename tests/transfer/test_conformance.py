@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.options import TransferOptions
-from tests.transfer.conftest import StartPeer
-from tests.transfer.device import DeviceRegion, use_gpu, use_stand_in
-from tests.transfer.peer_process import PeerProcess, forbid_process_vm_readv, pattern, tls_options
-from transfer import (
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import (
     Batch,
     ChecksumMismatch,
     Peer,
@@ -27,13 +24,16 @@ from transfer import (
     TransferReport,
     agent_memory,
     checksum,
-    connecting,
-    serving,
-    stream_path,
 )
-from transfer import wire as wire_format
-from transfer.native.library import mover
-from transfer.ucx.library import load_ucx
+from moonpool.transfer.connections import wire as wire_format
+from moonpool.transfer.native.compiled_copy import mover
+from moonpool.transfer.native.ucx import load_ucx
+from moonpool.transfer.paths.tcp import stream_path
+from moonpool.transfer.paths.tcp import stream_server as serving
+from moonpool.transfer.peers import dialer as connecting
+from tests.transfer.conftest import StartPeer
+from tests.transfer.device import DeviceRegion, use_gpu, use_stand_in
+from tests.transfer.peer_process import PeerProcess, forbid_process_vm_readv, pattern, tls_options
 
 # shm-mapped and shm-stream are what is left of shm where process_vm_readv is forbidden: for memory that is a
 # memfd, and for memory that is not. ucx picks its own transport, shared memory here; ucx-tcp is made to use

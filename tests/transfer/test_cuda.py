@@ -22,21 +22,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.transfer.device_memory import DeviceBuffer
+from moonpool.bench.transfer.device_memory import DeviceBuffer
+from moonpool.transfer import NoPath, Peer, PeerLost, RegionError, Span, TransferAgent, TransferReport
+from moonpool.transfer.copying.memcpy import copy_from, copy_here
+from moonpool.transfer.memory.allocation import address_of
+from moonpool.transfer.memory.region import Region
+from moonpool.transfer.memory.span import U64
+from moonpool.transfer.memory.staging import SLOT_NBYTES, Staging
+from moonpool.transfer.native import cuda as library
+from moonpool.transfer.native.compiled_copy import NEVER
+from moonpool.transfer.native.cuda import Cuda, CudaError, CudaUnavailable, load_cuda
+from moonpool.transfer.native.ucx import load_ucx
 from tests.transfer.conftest import RemotePeer, StartPeer
 from tests.transfer.device import DeviceRegion, Owned, stand_in, use_gpu, use_stand_in
 from tests.transfer.faults import GRACE_S, Proxy, late, outcome, start_here
 from tests.transfer.peer_process import pattern
-from transfer import NoPath, Peer, PeerLost, RegionError, Span, TransferAgent, TransferReport
-from transfer.cuda import library
-from transfer.cuda.library import Cuda, CudaError, CudaUnavailable, load_cuda
-from transfer.cuda.staging import SLOT_NBYTES, Staging
-from transfer.memory import address_of
-from transfer.memory_copy import copy_from, copy_here
-from transfer.native.library import NEVER
-from transfer.region import Region
-from transfer.span import U64
-from transfer.ucx.library import load_ucx
 
 NBYTES = 8 << 20
 
@@ -75,8 +75,8 @@ async def connected(agent: TransferAgent, theirs: RemotePeer, seed: int = 1) -> 
 def test_a_processor_that_touches_device_memory_dies(environment: dict[str, str]) -> None:
     """So that a direct access is seen in every other test here."""
     touch = (
-        "import ctypes; from bench.transfer.device_memory import DeviceBuffer; "
-        "from transfer.cuda.library import load_cuda; "
+        "import ctypes; from moonpool.bench.transfer.device_memory import DeviceBuffer; "
+        "from moonpool.transfer.native.cuda import load_cuda; "
         "ctypes.string_at(DeviceBuffer(load_cuda(), 64).address, 1)"
     )
     process = subprocess.run([sys.executable, "-c", touch], cwd=Path(__file__).parents[2], check=False)

@@ -12,11 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.transfer.cables import Cabled
-from tests.transfer.conftest import RemotePeer, StartPeer
-from tests.transfer.faults import GRACE_S, Proxy, again, choose, late, outcome, start_here
-from tests.transfer.peer_process import pattern
-from transfer import (
+from moonpool.transfer import (
     AgentClosed,
     DeadlineExceeded,
     Peer,
@@ -28,7 +24,11 @@ from transfer import (
     TransferError,
     TransferReport,
 )
-from transfer import peers as peers_module
+from moonpool.transfer.peers import table as peers_module
+from tests.transfer.cables import Cabled
+from tests.transfer.conftest import RemotePeer, StartPeer
+from tests.transfer.faults import GRACE_S, Proxy, again, choose, late, outcome, start_here
+from tests.transfer.peer_process import pattern
 
 NBYTES = 32 << 20
 

@@ -11,11 +11,11 @@ import numpy as np
 import psutil
 import pytest
 
-from runtime.options import TransferOptions
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import Span, TransferAgent, TransferError, TransferReport, checksum
+from moonpool.transfer.connections.wire import Frame
 from tests.transfer.faults import GRACE_S, Proxy, late
 from tests.transfer.peer_process import pattern
-from transfer import Span, TransferAgent, TransferError, TransferReport, checksum
-from transfer.wire import Frame
 
 NBYTES = 1 << 20
 DEADLINE_S = 1.0

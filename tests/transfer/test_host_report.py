@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from runtime.options import TcpOptions, TransferOptions
+from moonpool.runtime.config.options import TcpOptions, TransferOptions
+from moonpool.transfer import TransferAgent
+from moonpool.transfer import host_report as report_module
+from moonpool.transfer.host_report import host_report
+from moonpool.transfer.native.cuda import load_cuda
+from moonpool.transfer.native.ucx import Ucx, load_ucx
+from moonpool.transfer.paths.ucx.topology import (
+    Interface,
+    RdmaDevice,
+    interfaces,
+    num_rdma_rails,
+    rdma_devices,
+)
 from tests.transfer.device import use_stand_in
-from transfer import TransferAgent
-from transfer import host_report as report_module
-from transfer.cuda.library import load_cuda
-from transfer.host_report import host_report
-from transfer.topology import Interface, RdmaDevice, interfaces, num_rdma_rails, rdma_devices
-from transfer.ucx.library import Ucx, load_ucx
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

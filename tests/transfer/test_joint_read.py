@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.transfer.conftest import RemotePeer, StartPeer
-from tests.transfer.peer_process import pattern
-from transfer import (
+from moonpool.transfer import (
     Batch,
     ChecksumMismatch,
     JointRead,
@@ -22,9 +20,11 @@ from transfer import (
     Spans,
     TransferAgent,
     checksum,
-    joint_read,
 )
-from transfer.native.library import mover
+from moonpool.transfer.copying import joint_read
+from moonpool.transfer.native.compiled_copy import mover
+from tests.transfer.conftest import RemotePeer, StartPeer
+from tests.transfer.peer_process import pattern
 
 NUM_BLOCKS = 24
 # One block after another is filled where another one lies, so that order is not place.

@@ -17,11 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.options import TransferOptions
-from tests.transfer.conftest import StartPeer
-from tests.transfer.faults import Proxy, again, choose, outcome, start_here
-from tests.transfer.peer_process import listen_at
-from transfer import (
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import (
     AgentDescriptor,
     DeadlineExceeded,
     Peer,
@@ -32,9 +29,12 @@ from transfer import (
     TransferError,
     TransferReport,
 )
-from transfer.peer_memory import LIFELINE_ID
-from transfer.ucx.endpoint import Endpoint
-from transfer.ucx.path import unpack_facts
+from moonpool.transfer.copying.peer_memory import LIFELINE_ID
+from moonpool.transfer.paths.ucx.endpoint import Endpoint
+from moonpool.transfer.paths.ucx.rma_path import unpack_facts
+from tests.transfer.conftest import StartPeer
+from tests.transfer.faults import Proxy, again, choose, outcome, start_here
+from tests.transfer.peer_process import listen_at
 
 # The files in /dev/shm are everybody's.
 pytestmark = pytest.mark.alone

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from transfer import AgentClosed, RegionError, Span, SpanError, TransferAgent, libc, memory
-from transfer.copy_pool import Lanes
-from transfer.region import MAX_OPEN_REGIONS
+from moonpool.transfer import AgentClosed, RegionError, Span, SpanError, TransferAgent
+from moonpool.transfer.copying.pool import Lanes
+from moonpool.transfer.memory import allocation as memory
+from moonpool.transfer.memory.region import MAX_OPEN_REGIONS
+from moonpool.transfer.native import libc
 
 
 def mapped_of_shm() -> int:
@@ -141,7 +143,7 @@ async def test_ids_are_never_used_again(agent: TransferAgent) -> None:
 
 
 async def test_a_closed_agent_registers_nothing() -> None:
-    from runtime.options import TransferOptions
+    from moonpool.runtime.config.options import TransferOptions
 
     agent = await TransferAgent.start(TransferOptions(), agent_id="short-lived", epoch=1)
     region = agent.allocate(4096, "left open")
@@ -171,7 +173,7 @@ async def test_holds_are_stopped_and_waited_for(agent: TransferAgent) -> None:
 
 
 def _spans(region_id: int):  # type: ignore[no-untyped-def]
-    from transfer import Spans
+    from moonpool.transfer import Spans
 
     return Spans.of([Span(region_id, 0, 1)])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import REGISTRY
 
-from runtime.options import TransferOptions
-from transfer import ChecksumMismatch, Span, TransferAgent, checksum
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import ChecksumMismatch, Span, TransferAgent, checksum
 
 NBYTES = 2 << 20
 

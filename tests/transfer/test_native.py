@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from transfer.checksum import checksums
-from transfer.memory import address_of
-from transfer.memory_copy import copy_here
-from transfer.native.library import NEVER, SHORT_NBYTES, Mover, forms, library, mover
-from transfer.span import U64
+from moonpool.transfer.copying.memcpy import copy_here
+from moonpool.transfer.memory.allocation import address_of
+from moonpool.transfer.memory.checksum import checksums
+from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.compiled_copy import NEVER, SHORT_NBYTES, Mover, forms, library, mover
 
 ROOM = 4 << 20
 LENGTHS = [*range(1, 300), *range(1000, 1100), *range(2040, 2060), 4096, 65_537, 1 << 20, (3 << 20) + 13]
@@ -140,7 +140,7 @@ def test_checksums_and_copies_are_the_same_without_a_compiler(source: np.ndarray
 
 
 def test_without_a_compiler_it_is_said_once(tmp_path: Path) -> None:
-    program = "from transfer.native.library import mover; print(mover(), mover())"
+    program = "from moonpool.transfer.native.compiled_copy import mover; print(mover(), mover())"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PATH": str(tmp_path), "CXX": "", "XDG_CACHE_HOME": str(tmp_path)},

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.options import TransferOptions
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import PathFailed, PeerLost, Span, TransferAgent
+from moonpool.transfer.copying.attempt import Attempt
+from moonpool.transfer.metrics import path_totals
+from moonpool.transfer.peers.path_choice import PathChoice
 from tests.transfer.conftest import StartPeer
 from tests.transfer.peer_process import pattern
-from transfer import PathFailed, PeerLost, Span, TransferAgent
-from transfer.attempt import Attempt
-from transfer.metrics import path_totals
-from transfer.path_choice import PathChoice
 
 
 @dataclass

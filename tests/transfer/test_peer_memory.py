@@ -10,13 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from runtime.options import TransferOptions
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import Region, Span, TransferAgent
+from moonpool.transfer.connections.handshake import meet_server
+from moonpool.transfer.connections.wire import (
+    REPLY_NBYTES,
+    Kind,
+    Op,
+    Reply,
+    Request,
+    Status,
+    pack_sources,
+    pack_spans,
+)
+from moonpool.transfer.memory.span import Spans
+from moonpool.transfer.native.compiled_copy import mover
 from tests.transfer.conftest import StartPeer
-from transfer import Region, Span, TransferAgent
-from transfer.handshake import meet_server
-from transfer.native.library import mover
-from transfer.span import Spans
-from transfer.wire import REPLY_NBYTES, Kind, Op, Reply, Request, Status, pack_sources, pack_spans
 
 NBYTES = 3 << 20
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from transfer import Span, SpanError, Spans
-from transfer.plan import Chunking, Plan, Rows, windows
-from transfer.span import check_bounds, check_disjoint, check_pairs
+from moonpool.transfer import Span, SpanError, Spans
+from moonpool.transfer.memory.chunks import Chunking, Plan, Rows, windows
+from moonpool.transfer.memory.span import check_bounds, check_disjoint, check_pairs
 
 Triples = list[tuple[int, int, int]]  # gap here, gap there, nbytes
 

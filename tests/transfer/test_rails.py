@@ -12,12 +12,8 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from runtime.options import TcpOptions, TransferOptions
-from tests.transfer.cables import Cabled
-from tests.transfer.conftest import StartPeer
-from tests.transfer.faults import GRACE_S, Proxy, late
-from tests.transfer.peer_process import pattern
-from transfer import (
+from moonpool.runtime.config.options import TcpOptions, TransferOptions
+from moonpool.transfer import (
     AgentDescriptor,
     Batch,
     DeadlineExceeded,
@@ -26,12 +22,16 @@ from transfer import (
     Region,
     Span,
     TransferAgent,
-    stall,
 )
-from transfer.attempt import Attempt
-from transfer.backoff import Backoff
-from transfer.path_choice import PathChoice
-from transfer.stream_path import StreamPath
+from moonpool.transfer.connections.backoff import Backoff
+from moonpool.transfer.copying.attempt import Attempt
+from moonpool.transfer.paths.tcp.stream_path import StreamPath
+from moonpool.transfer.peers import stall
+from moonpool.transfer.peers.path_choice import PathChoice
+from tests.transfer.cables import Cabled
+from tests.transfer.conftest import StartPeer
+from tests.transfer.faults import GRACE_S, Proxy, late
+from tests.transfer.peer_process import pattern
 
 NBYTES = 32 << 20
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")

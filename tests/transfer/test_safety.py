@@ -19,8 +19,8 @@ import numpy as np
 import psutil
 import pytest
 
-from runtime.options import TransferOptions
-from transfer import (
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import (
     AccessDenied,
     AgentDescriptor,
     DescriptorError,
@@ -30,12 +30,11 @@ from transfer import (
     Spans,
     StaleEpoch,
     TransferAgent,
-    listener,
-    wire,
 )
-from transfer.handshake import meet_server
-from transfer.stream_path import StreamPath
-from transfer.wire import FRAME_HEADER, Kind, Op, Reply, Request, Status, pack_spans
+from moonpool.transfer.connections import listener, wire
+from moonpool.transfer.connections.handshake import meet_server
+from moonpool.transfer.connections.wire import FRAME_HEADER, Kind, Op, Reply, Request, Status, pack_spans
+from moonpool.transfer.paths.tcp.stream_path import StreamPath
 
 NBYTES = 1 << 20
 

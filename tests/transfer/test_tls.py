@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import trustme
 
-from runtime.errors import ConfigError
-from runtime.options import TlsOptions, TransferOptions
+from moonpool.runtime.config.options import TlsOptions, TransferOptions
+from moonpool.runtime.errors import ConfigError
+from moonpool.transfer import DeadlineExceeded, PeerLost, Span, TransferAgent
 from tests.transfer.conftest import StartPeer, issue
 from tests.transfer.faults import Proxy, again
 from tests.transfer.peer_process import pattern
-from transfer import DeadlineExceeded, PeerLost, Span, TransferAgent
 
 NBYTES = 4 << 20
 

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.options import TransferOptions
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import PathFailed, Peer, Region, RegionError, Span, TransferAgent
+from moonpool.transfer.connections.wire import Op
+from moonpool.transfer.copying.attempt import Attempt
+from moonpool.transfer.native.ucx import load_ucx
+from moonpool.transfer.paths.ucx.rma_path import UcxPath
+from moonpool.transfer.peers import dialer as connecting
+from moonpool.transfer.peers import table as peers_module
 from tests.transfer.peer_process import pattern
-from transfer import PathFailed, Peer, Region, RegionError, Span, TransferAgent, connecting
-from transfer import peers as peers_module
-from transfer.attempt import Attempt
-from transfer.ucx.library import load_ucx
-from transfer.ucx.path import UcxPath
-from transfer.wire import Op
 
 NBYTES = 4 << 20
 pytestmark = pytest.mark.skipif(load_ucx() is None, reason="there is no libucp: pip install moonpool[ucx]")

@@ -1,7 +1,7 @@
-"""``python -m transfer.native`` compiles the library ahead of time."""
+"""``python -m moonpool.transfer.native`` compiles the library ahead of time."""
 
 from __future__ import annotations
 
-from transfer.native.library import forms, library
+from moonpool.transfer.native.compiled_copy import forms, library
 
 raise SystemExit(library(forms()[0]).build_aloud())

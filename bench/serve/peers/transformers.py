@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.peer_home import PeerFailed
-from bench.serve.contestant import TokenIds
+from moonpool.bench.harness.peer_environment import PeerFailed
+from moonpool.bench.serve.contestant import TokenIds
 
 DTYPES = ("float32", "bfloat16")
 
@@ -27,7 +27,7 @@ class TransformersPeer:
     @classmethod
     @asynccontextmanager
     async def started(cls, model_dir: Path, dtype: str, threads: int = 1) -> AsyncIterator[TransformersPeer]:
-        module = "bench.serve.peers.transformers_child"
+        module = "moonpool.bench.serve.peers.transformers_child"
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, str(model_dir), dtype, str(threads)),
             stdin=PIPE,

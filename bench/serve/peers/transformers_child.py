@@ -1,6 +1,6 @@
 """``transformers`` generating in a process of its own: reads a JSON line, generates, answers a JSON line.
 
-    python -m bench.serve.peers.transformers_child MODEL DTYPE THREADS
+    python -m moonpool.bench.serve.peers.transformers_child MODEL DTYPE THREADS
 
 Asked ``{"prompts": [[id, …], …], "output_tokens": n}`` (prompts of one length), it answers ``{"seconds": s}``
 of the whole ``generate`` call. The first line it prints, before any question, is ``{"ready": version}``.

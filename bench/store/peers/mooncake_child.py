@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found,unused-ignore]
 
-from bench.store.peers.child import serve
+from moonpool.bench.store.peers.child_protocol import serve
 
 _LEASE_MS = 100
 

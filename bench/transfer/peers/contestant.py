@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
-from bench.peer_home import python_of
-from bench.transfer.peers.engine_pair import Library, engine_pair
-from bench.transfer.peers.perftest import PerfTest
-from bench.transfer.shape import Shape
+from moonpool.bench.harness.peer_environment import python_of
+from moonpool.bench.transfer.batch_shape import Shape
+from moonpool.bench.transfer.peers.engine_pair import Library, engine_pair
+from moonpool.bench.transfer.peers.perftest import PerfTest
 
 PEERS = ("mooncake", "nixl", "ucx_perftest")
 _ON_HOST = {"UCX_TLS": "all"}

@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 
-from bench.peer_home import PeerFailed, python_of
-from bench.transfer.shape import Shape
+from moonpool.bench.harness.peer_environment import PeerFailed, python_of
+from moonpool.bench.transfer.batch_shape import Shape
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 _ANSWER_S = 60.0
 
 
@@ -48,7 +48,7 @@ class _Child:
     ) -> AsyncIterator[_Child]:
         """Ended at the end, whatever state it is in. Raises PeerAbsent, PeerFailed."""
         python = python_of(library.name, library.packages, library.also)
-        module = f"bench.transfer.peers.{library.name}_child"
+        module = f"moonpool.bench.transfer.peers.{library.name}_child"
         with tempfile.NamedTemporaryFile(prefix=f"{library.name}-{role}-", suffix=".log") as log:
             process = await asyncio.create_subprocess_exec(
                 *(str(python), "-m", module, role, str(pool_nbytes), variant),

@@ -8,7 +8,7 @@ from typing import Any
 
 from mooncake.engine import TransferEngine  # type: ignore[import-not-found,unused-ignore]
 
-from bench.transfer.peers.child import Batches, serve
+from moonpool.bench.transfer.peers.child_protocol import Batches, serve
 
 # A call for 4,096 spans fails: its queue is full.
 _MOST_SPANS = 1024

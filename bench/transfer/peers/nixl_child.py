@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from nixl_cu12._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found,unused-ignore]
 
-from bench.transfer.peers.child import Batches, serve
+from moonpool.bench.transfer.peers.child_protocol import Batches, serve
 
 
 class Nixl:

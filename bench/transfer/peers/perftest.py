@@ -11,8 +11,8 @@ import socket
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 
-from bench.peer_home import PeerAbsent, PeerFailed, peers_dir
-from bench.transfer.shape import Shape
+from moonpool.bench.harness.peer_environment import PeerAbsent, PeerFailed, peers_dir
+from moonpool.bench.transfer.batch_shape import Shape
 
 _TESTS = {"read": "ucp_get", "write": "ucp_put_bw"}
 _MIB = 1 << 20

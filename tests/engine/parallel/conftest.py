@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from engine import Engine
-from engine.parallel.group import RankGroup
-from runtime.options import EngineOptions, ModelOptions, ParallelOptions
+from moonpool.engine import Engine
+from moonpool.engine.ranks.group import RankGroup
+from moonpool.runtime.config.options import EngineOptions, ModelOptions, ParallelOptions
 from tests.engine.conftest import Driver
 
 
@@ -45,7 +45,7 @@ async def serving(
     driver = Driver(engine)
     try:
         # Nobody asks these engines what a step costs.
-        with patch("engine.profile._BUDGET_S", 0.02):
+        with patch("moonpool.engine.execution.cost_profile._BUDGET_S", 0.02):
             await engine.start()
         yield driver
     finally:

@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.errors import RankLost
-from engine.parallel.assignment import Assignment
-from engine.parallel.board import Board, SharedMemory
-from engine.parallel.clock import ExchangeClock
-from engine.parallel.link import Link
-from engine.parallel.links import open_link
-from engine.parallel.plan import ParallelPlan, Shard
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.collectives.board import Board, SharedMemory
+from moonpool.engine.collectives.exchange_clock import ExchangeClock
+from moonpool.engine.collectives.link import Link
+from moonpool.engine.errors import RankLost
+from moonpool.engine.ranks.assignment import Assignment
+from moonpool.engine.ranks.link_factory import open_link
+from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 
 MAX_TOKENS = 40
 

@@ -15,21 +15,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import RankLost
-from engine.node_store import NodeStore
-from engine.parallel.apart_bytes import ApartBytes
-from engine.parallel.rank_hosts import RankHosts
-from kvstore.keys import BlockKey
-from kvstore.tier import Tier
-from protos import node_pb2
-from runtime.child import Child
-from runtime.errors import MoonpoolError
-from runtime.options import Config, HostTierOptions, SsdTierOptions, StoreOptions, TransferOptions
+from moonpool.engine.errors import RankLost
+from moonpool.engine.memory.remote_rank_bytes import ApartBytes
+from moonpool.engine.prefix_cache.store import NodeStore
+from moonpool.engine.ranks.hosts.listener import RankHosts
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.protos import node_pb2
+from moonpool.runtime.config.options import (
+    Config,
+    HostTierOptions,
+    SsdTierOptions,
+    StoreOptions,
+    TransferOptions,
+)
+from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.service.child import Child
+from moonpool.transfer import ChecksumMismatch, DeadlineExceeded, checksum
 from tests.engine.late_device import LateDevice
 from tests.engine.parallel.test_exact import SHAPE
 from tests.engine.parallel.test_handover import NUM_TOKENS, Side, continues_exactly, prompt, side
 from tests.engine.parallel.test_hosts import SECRET, rank_host
-from transfer import ChecksumMismatch, DeadlineExceeded, checksum
 
 PLANS = [
     pytest.param(1, 2, id="pp2"),
@@ -100,7 +106,7 @@ async def test_blocks_come_and_go_as_with_shared_pools_and_one_process(make_chec
 @pytest.mark.slow
 async def test_more_blocks_than_staging_holds_pass_through_it(make_checkpoint, monkeypatch) -> None:
     path = make_checkpoint("llama", **SHAPE).path
-    monkeypatch.setattr("engine.parallel.apart_bytes._STAGING_NBYTES", 1)
+    monkeypatch.setattr("moonpool.engine.memory.remote_rank_bytes._STAGING_NBYTES", 1)
     async with side(path, "apart", 1, 2, apart=True) as apart:
         bytes_, blocks = apart.memory.blocks.bytes, random_blocks(apart, 3)
         sums = [checksum(block.data) for block in blocks]
@@ -215,7 +221,8 @@ async def two_machines(
     door = Door(1, "127.0.0.1:0", "near", 5.0, transfer)
     door.opened = asyncio.Event()
     monkeypatch.setattr(
-        "engine.node_memory.RankHosts.of", lambda options, *_: door if options.hosts > 1 else None
+        "moonpool.engine.node.engine_memory.RankHosts.of",
+        lambda options, *_: door if options.hosts > 1 else None,
     )
     config = replace(Config(), transfer=transfer)
 
@@ -377,7 +384,7 @@ async def test_a_device_with_memory_and_queues_of_its_own_leads_ranks(make_check
     reference = make_checkpoint("llama", **SHAPE)
     device = LateDevice()
     async with side(reference.path, "alone", 1, 1) as alone:
-        monkeypatch.setattr("engine.node_memory.choose_device", lambda option: device)
+        monkeypatch.setattr("moonpool.engine.node.engine_memory.choose_device", lambda option: device)
         async with side(reference.path, "late", 1, 2, apart=True) as late:
             assert late.memory.engine.options.decode_graphs
             assert isinstance(late.memory.blocks.bytes, ApartBytes)

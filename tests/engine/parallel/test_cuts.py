@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.parallel.pieces import cut
-from engine.parallel.portion import Portion, chunk_offsets
-from engine.parallel.shared_keys import shared_keys
-from engine.parallel.shares import share_out
-from engine.step_inputs import StepInputs
+from moonpool.engine.model.inputs import StepInputs
+from moonpool.engine.ranks.partition.batch_slice import Portion, chunk_offsets
+from moonpool.engine.ranks.partition.context_keys import shared_keys
+from moonpool.engine.ranks.partition.context_parallel import share_out
+from moonpool.engine.ranks.partition.micro_batches import cut
 
 BLOCK_SIZE = 4
 

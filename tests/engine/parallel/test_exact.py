@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import transformers
 
-from engine.config import ModelConfig
-from engine.parallel.expert_plan import plan_experts
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.sharding.expert_placement import plan_experts
 from tests.engine.parallel.conftest import ranks, serving
 
 # Heads for four ranks, of which pairs share a KV head; and what differs between the families.

@@ -7,8 +7,8 @@ import pytest
 import torch
 from prometheus_client import REGISTRY, generate_latest
 
-from engine.expert_load import skew
-from engine.node_metrics import observe_engine
+from moonpool.engine.experts.load import skew
+from moonpool.engine.node.metrics import observe_engine
 from tests.engine.conftest import Reference
 from tests.engine.parallel.conftest import serving
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engine.config import ModelConfig
-from engine.parallel.expert_plan import ExpertPlan, plan_experts
-from engine.parallel.plan import ParallelPlan
-from runtime.errors import ConfigError
-from runtime.options import ParallelOptions
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.sharding.expert_placement import ExpertPlan, plan_experts
+from moonpool.engine.sharding.parallel_plan import ParallelPlan
+from moonpool.runtime.config.options import ParallelOptions
+from moonpool.runtime.errors import ConfigError
 
 
 @st.composite

@@ -12,14 +12,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.errors import RankLost
-from engine.node_store import NodeStore
-from engine.parallel.apart_bytes import ApartBytes
-from kvstore.tier import Tier
-from runtime.options import Config, HostTierOptions, StoreOptions
+from moonpool.engine.errors import RankLost
+from moonpool.engine.memory.remote_rank_bytes import ApartBytes
+from moonpool.engine.prefix_cache.store import NodeStore
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.runtime.config.options import Config, HostTierOptions, StoreOptions
+from moonpool.transfer import checksum
 from tests.engine.parallel.test_exact import SHAPE
 from tests.engine.parallel.test_handover import NUM_TOKENS, continues_exactly, prompt, side
-from transfer import checksum
 
 PLANS = [pytest.param(2, 1, id="tp2"), pytest.param(1, 2, id="pp2")]
 WORDS = {"device": "cuda", "max_batch_size": 8}

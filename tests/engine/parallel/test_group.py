@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.errors import CheckpointError, RankDiverged, RankLost, RankRefused
+from moonpool.engine.errors import CheckpointError, RankDiverged, RankLost, RankRefused
 from tests.engine.parallel.conftest import ranks, serving
 from tests.engine.parallel.test_exact import SHAPE
 
@@ -196,7 +196,7 @@ async def test_an_error_of_the_leader_ends_the_group(path, monkeypatch) -> None:
         def catch_fire(*args: object) -> None:
             raise ValueError("the sampler caught fire")
 
-        monkeypatch.setattr("engine.runner.sample", catch_fire)
+        monkeypatch.setattr("moonpool.engine.execution.runner.sample", catch_fire)
         driver.engine.add(driver.sequence(PROMPT, max_tokens=2))
         with pytest.raises(RankLost, match="ValueError: the sampler caught fire"):
             await asyncio.wait_for(driver.engine.wait(), 60)

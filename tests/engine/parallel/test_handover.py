@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import xxhash
 
-from engine.kv_exchange import KvExchange, PeerIncompatible
-from engine.node_memory import NodeMemory
-from protos import node_pb2
-from runtime.options import Config, EngineOptions, ModelOptions, ParallelOptions
+from moonpool.engine.node.engine_memory import NodeMemory
+from moonpool.engine.prefix_cache.peer_exchange import KvExchange, PeerIncompatible
+from moonpool.protos import node_pb2
+from moonpool.runtime.config.options import Config, EngineOptions, ModelOptions, ParallelOptions
+from moonpool.transfer import ChecksumMismatch, TransferAgent
 from tests.engine.conftest import Driver, Result
 from tests.engine.parallel.test_exact import SHAPE
-from transfer import ChecksumMismatch, TransferAgent
 
 PLANS = [*itertools.product((1, 2), (1, 2)), (1, 1, 2), (2, 1, 2)]  # tp, pp, cp
 NUM_TOKENS = 12
@@ -97,7 +97,7 @@ async def side(
     model = ModelOptions(path=str(path), device=device, dtype="float32")
     config = replace(config or Config(), engine=options, model=model)
     async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
-        with patch("engine.profile._BUDGET_S", 0.02):
+        with patch("moonpool.engine.execution.cost_profile._BUDGET_S", 0.02):
             memory = await NodeMemory.open(config, agent, lambda *_: None, apart=apart)
         try:
             yield Side(memory, agent)

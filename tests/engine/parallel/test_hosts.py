@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.errors import RankLost, RankRefused
-from engine.parallel.group import RankGroup
-from engine.parallel.rank_hosts import RankHosts
-from runtime.child import Child
-from runtime.options import TransferOptions
+from moonpool.engine.errors import RankLost, RankRefused
+from moonpool.engine.ranks.group import RankGroup
+from moonpool.engine.ranks.hosts.listener import RankHosts
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.service.child import Child
 from tests.engine.parallel.conftest import serving
 from tests.engine.parallel.test_exact import MODELS, NUM_TOKENS, SHAPE, named, prompts
 from tests.engine.parallel.test_group import edited
@@ -31,7 +31,7 @@ SECRET = "as long as it is the same"
 
 
 def rank_host(port: int, name: str, log: Path | None) -> Child:
-    command = [sys.executable, "-m", "engine.parallel.rank_host", "--leader", f"127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "moonpool.engine.ranks.hosts.daemon", "--leader", f"127.0.0.1:{port}"]
     for item in (f"node.id={name}", f"transfer.secret={SECRET}"):
         command += ["--set", item]
     return Child(name, command, log, speaks=True)

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import ModelConfig
-from engine.parallel.assignment import Assignment
-from engine.parallel.board import Board, SharedMemory
-from engine.parallel.links import choose_link, exchange_shape, open_store
-from engine.parallel.plan import ParallelPlan
-from runtime.errors import ConfigError
-from runtime.options import EngineOptions, ParallelOptions
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.collectives.board import Board, SharedMemory
+from moonpool.engine.ranks.assignment import Assignment
+from moonpool.engine.ranks.link_factory import choose_link, exchange_shape, open_store
+from moonpool.engine.sharding.parallel_plan import ParallelPlan
+from moonpool.runtime.config.options import EngineOptions, ParallelOptions
+from moonpool.runtime.errors import ConfigError
 from tests.engine.parallel import link_rank
 from tests.engine.parallel.test_exact import SHAPE
 

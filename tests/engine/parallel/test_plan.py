@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import ModelConfig
-from engine.errors import CheckpointError
-from engine.parallel.assignment import Assignment
-from engine.parallel.plan import ParallelPlan
-from engine.parallel.slices import Slices
-from engine.weights import Checkpoint, expected_tensors
-from runtime.errors import ConfigError
-from runtime.options import EngineOptions, ParallelOptions
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.weights import Checkpoint, expected_tensors
+from moonpool.engine.errors import CheckpointError
+from moonpool.engine.ranks.assignment import Assignment
+from moonpool.engine.sharding.parallel_plan import ParallelPlan
+from moonpool.engine.sharding.tensor_slices import Slices
+from moonpool.runtime.config.options import EngineOptions, ParallelOptions
+from moonpool.runtime.errors import ConfigError
 
 CPU = torch.device("cpu")
 

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 import trustme
 
-from engine.errors import HostRefused, RankLost
-from engine.parallel import relay_handshake
-from engine.parallel.board import Board, Count
-from engine.parallel.far_host import FarHost
-from engine.parallel.hosted_ranks import HostedRanks
-from engine.parallel.rank_channel import PipeChannel
-from engine.parallel.rank_host import RankHost
-from engine.parallel.rank_hosts import RankHosts
-from engine.parallel.relay_frames import Frame, FrameError, FrameReader, Kind
-from runtime.options import Config, NodeOptions, TlsOptions, TransferOptions
+from moonpool.engine.collectives.board import Board, Count
+from moonpool.engine.errors import HostRefused, RankLost
+from moonpool.engine.ranks.hosts import handshake as relay_handshake
+from moonpool.engine.ranks.hosts.channel import PipeChannel
+from moonpool.engine.ranks.hosts.daemon import RankHost
+from moonpool.engine.ranks.hosts.daemon_session import HostedRanks
+from moonpool.engine.ranks.hosts.frames import Frame, FrameError, FrameReader, Kind
+from moonpool.engine.ranks.hosts.listener import RankHosts
+from moonpool.engine.ranks.hosts.remote_host import FarHost
+from moonpool.runtime.config.options import Config, NodeOptions, TlsOptions, TransferOptions
 from tests.transfer.conftest import issue
 
 TIMEOUT_S = 2.0
@@ -64,7 +64,7 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> None:
         pipe = asyncio.subprocess.PIPE
         return PipeChannel(await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe))
 
-    monkeypatch.setattr("engine.parallel.hosted_ranks.PipeChannel.start", start)
+    monkeypatch.setattr("moonpool.engine.ranks.hosts.daemon_session.PipeChannel.start", start)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.events.messages import (
+from moonpool.kvstore.events.messages import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -11,9 +11,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvstore.events import metrics
-from kvstore.events.external import ExternalNode
-from kvstore.events.messages import (
+from moonpool.kvstore.blocks.keys import chain
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.events import metrics
+from moonpool.kvstore.events.external_engine import ExternalNode
+from moonpool.kvstore.events.messages import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -22,14 +24,12 @@ from kvstore.events.messages import (
     decode,
     encode,
 )
-from kvstore.events.publisher import EventPublisher
-from kvstore.events.source import EndpointInvalid, EventSource
-from kvstore.index import KVIndex
-from kvstore.keys import chain
-from kvstore.mirror import IndexMirror
-from kvstore.node_record import EXTERNAL_ROLE, NodeRecord
-from kvstore.tier import Tier
-from runtime.options import EventsOptions, IndexOptions
+from moonpool.kvstore.events.publisher import EventPublisher
+from moonpool.kvstore.events.subscriber import EndpointInvalid, EventSource
+from moonpool.kvstore.index.mirror import IndexMirror
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
+from moonpool.runtime.config.options import EventsOptions, IndexOptions
 
 ROOT = b"r" * 16
 BLOCK = 16

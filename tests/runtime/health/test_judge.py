@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.health.judge import CHECKS, Judgement, judge
-from runtime.health.readings import DiskReading, GpuReading, HostReading, Readings
-from runtime.options import HealthOptions
+from moonpool.runtime.config.options import HealthOptions
+from moonpool.runtime.health.judge import CHECKS, Judgement, judge
+from moonpool.runtime.health.readings import DiskReading, GpuReading, HostReading, Readings
 
 LIMITS = HealthOptions(bad_readings=3, good_readings=5)
 HOST = HostReading(8 << 30, 16 << 30, 0.1, 0, 0)

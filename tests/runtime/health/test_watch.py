@@ -14,10 +14,10 @@ import pynvml
 import pytest
 from prometheus_client import REGISTRY
 
-from runtime.health.gpu import GpuWatch
-from runtime.health.host import HostWatch, memory_limits
-from runtime.health.monitor import HealthMonitor
-from runtime.options import HealthOptions
+from moonpool.runtime.config.options import HealthOptions
+from moonpool.runtime.health.gpu import GpuWatch
+from moonpool.runtime.health.host import HostWatch, memory_limits
+from moonpool.runtime.health.monitor import HealthMonitor
 from tests.runtime.health.stand_in import UUID, gpu_stand_in
 
 

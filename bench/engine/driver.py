@@ -1,0 +1,100 @@
+"""One engine driven by requests that are all alike, and what its steps took."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moonpool.bench.engine.model_shapes import randomize
+from moonpool.engine import Engine, Sampling, Sequence, StepEvent
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.runtime.config.options import EngineOptions, ModelOptions
+
+_WARM_UP_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """Medians. ``step_s``: from one step's tokens to the next one's; ``device_s``: of it, from the launch to
+    the tokens' arrival in main memory."""
+
+    step_s: float
+    device_s: float
+    context: float  # tokens of each sequence, in the middle of what was measured
+
+
+class Session:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._arrivals: list[tuple[float, int, float]] = []  # when, how many tokens, device seconds
+        self._news = asyncio.Event()
+        self._random = np.random.default_rng(0)
+        self._count = 0
+        engine.on_step = self._on_step
+
+    def _on_step(self, events: list[StepEvent]) -> None:
+        num_tokens = sum(event.token_id >= 0 for event in events)
+        self._arrivals.append((time.perf_counter(), num_tokens, self.engine.stats().step_s))
+        self._news.set()
+
+    async def first_token_s(self, num_tokens: int) -> float:
+        """Seconds from a prompt nobody has seen to its first token."""
+        sequence = self._sequence(num_tokens, 1)
+        begun_s = time.perf_counter()
+        await self._run([sequence])
+        return self._arrivals[-1][0] - begun_s
+
+    async def decode(self, batch: int, context: int, num_steps: int) -> DecodeSteps:
+        """Steps of ``batch`` sequences, each of ``context`` tokens and growing."""
+        total = num_steps + _WARM_UP_STEPS
+        # Prompts end one by one: until the last one has, others decode already.
+        slack = -(-batch * context // self.engine.options.max_batch_tokens) + 1
+        await self._run([self._sequence(context, total + slack) for _ in range(batch)])
+        full = [i for i, (_, num_tokens, _) in enumerate(self._arrivals) if num_tokens == batch]
+        whole = [i for i in full if i - 1 in full][_WARM_UP_STEPS:][:num_steps]
+        assert whole, "no step had all sequences in it"
+        seconds = [self._arrivals[i][0] - self._arrivals[i - 1][0] for i in whole]
+        return DecodeSteps(
+            statistics.median(seconds),
+            statistics.median(self._arrivals[i][2] for i in whole),
+            context + slack + len(whole) / 2,
+        )
+
+    async def _run(self, sequences: list[Sequence]) -> None:
+        self._arrivals.clear()
+        for sequence in sequences:
+            self.engine.add(sequence)
+        while any(not sequence.finish_reason for sequence in sequences):
+            self._news.clear()
+            await self._news.wait()
+
+    def _sequence(self, num_tokens: int, max_tokens: int) -> Sequence:
+        self._count += 1
+        tokens = self._random.integers(0, self.engine.config.vocab_size, num_tokens, np.int32)
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        name = f"bench-{self._count}"
+        return Sequence(name, 0, tokens, num_tokens, sampling=sampling, root_key=b"", arrived_s=self._count)
+
+
+@asynccontextmanager
+async def session(
+    config: ModelConfig, options: EngineOptions, device: str, dtype: str
+) -> AsyncIterator[Session]:
+    """An engine with random weights, warm."""
+    engine = Engine(config, options, ModelOptions(device=device, dtype=dtype))
+    await engine.start()
+    try:
+        assert engine._loop is not None
+        randomize(engine._loop.runner.model)
+        if engine.device.torch.type == "cuda":
+            torch.cuda.synchronize()
+        yield Session(engine)
+    finally:
+        await engine.close()

@@ -1,0 +1,127 @@
+"""Models of a known shape with random weights, and the least a step of theirs can take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.weights import expected_tensors
+from moonpool.engine.model.transformer import Model
+from moonpool.engine.model.weight_loader import Mlp
+
+_LLAMA_8B: dict[str, object] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+}
+_SMALL: dict[str, object] = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "rope_theta": 10000.0,
+}
+_SMALL_MOE = {
+    **_SMALL,
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+SHAPES: dict[str, dict[str, object]] = {"llama-3-8b": _LLAMA_8B, "small": _SMALL, "small-moe": _SMALL_MOE}
+# What sends different tokens to different experts, and makes different tokens.
+_ROUTING = ("mlp.gate.weight", "lm_head.weight")
+
+
+def make_checkpoint(name: str, directory: Path, max_position: int) -> ModelConfig:
+    """A bfloat16 checkpoint of this shape whose weights are all 0: a file that is one hole. Of a mixture of
+    experts those are random that decide which are chosen."""
+    words = {
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "max_position_embeddings": max_position,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        **SHAPES[name],
+    }
+    (directory / "config.json").write_text(json.dumps(words))
+    config = ModelConfig.from_checkpoint(directory)
+    header, starts, end = {}, {}, 0
+    for tensor, shape in expected_tensors(config).items():
+        begin, end = end, end + 2 * prod(shape)
+        starts[tensor] = begin, shape
+        header[tensor] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + end)
+        for tensor, (begin, shape) in starts.items():
+            if config.moe is not None and tensor.endswith(_ROUTING):
+                file.seek(8 + len(encoded) + begin)
+                file.write(torch.randn(shape).bfloat16().view(torch.uint8).numpy().tobytes())
+    return config
+
+
+@torch.inference_mode()
+def randomize(model: Model) -> None:
+    """Give a GPU's weights random values where they lie: products of zeros are faster than those of numbers.
+    (A CPU's are packed: they stay 0, and take as long. So do experts, which no GPU is measured with yet.)"""
+    matrices = [model.embedding, model.head.weight]
+    model.norm.fill_(1)
+    for layer in model.layers:
+        parts = [layer.qkv, layer.o]
+        if isinstance(layer.mlp, Mlp):
+            parts += [layer.mlp.gate_up, layer.mlp.down]
+        matrices += [part.weight for part in parts]
+        layer.input_norm.fill_(1)
+        layer.post_norm.fill_(1)
+    for matrix in matrices:
+        matrix.normal_(0, 0.02)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What one machine cannot beat, from what it was measured to give."""
+
+    config: ModelConfig
+    nbytes_per_s: float  # of a large copy, bytes read and bytes written both counted
+    flops_per_s: float  # of a large product
+
+    def num_layer_weights(self, num_tokens: int = 1) -> float:
+        """That a step of so many tokens reads: of experts, those expected to be chosen by any."""
+        config, moe = self.config, self.config.moe
+        attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        mlps = 3.0 * config.intermediate_size * config.num_layers
+        if moe is not None:
+            chosen = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** num_tokens)
+            sparse = moe.num_experts + 3 * (chosen * moe.expert_inter + moe.shared_inter)
+            mlps += len(moe.layers) * (sparse - 3 * config.intermediate_size)
+        return config.hidden_size * (config.num_layers * attention + mlps)
+
+    def decode_s(self, batch: int, context: float, itemsize: int = 2) -> float:
+        """Every weight that is used and every cached K and V read once."""
+        config = self.config
+        weights = self.num_layer_weights(batch) + config.vocab_size * config.hidden_size
+        kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * batch * context
+        return (weights + kv) * itemsize / self.nbytes_per_s
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Every product of the layers, half of the attention square, one row of logits."""
+        config = self.config
+        products = 2 * num_tokens * self.num_layer_weights() + 2 * config.vocab_size * config.hidden_size
+        attention = 2 * num_tokens**2 * config.num_layers * config.num_heads * config.head_dim
+        return (products + attention) / self.flops_per_s

@@ -1,0 +1,165 @@
+"""Traces replayed through the bookkeeping and the policies that serve, without timing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
+from pathlib import Path
+from time import process_time
+
+from moonpool.kvstore.eviction import make_policy
+from moonpool.kvstore.eviction.chain_cache import ChainCache
+from moonpool.runtime.errors import MoonpoolError
+
+Request = Sequence[int]  # the ids of its blocks, in order; equal ids mean equal prefixes
+
+
+class TraceInvalid(MoonpoolError):
+    """A trace cannot be read; ``str(error)`` names file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    num_hits: int
+    num_blocks: int  # blocks asked for
+    num_bypassed: int
+    seconds: float  # of CPU
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hits / self.num_blocks
+
+
+def load_trace(path: Path) -> list[Request]:
+    """``hash_ids`` of each line of a JSON-lines file, gzipped or not. Raises ``TraceInvalid``."""
+    requests: list[Request] = []
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    requests.append(list(map(int, json.loads(line)["hash_ids"])))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise TraceInvalid(
+                        f"{path}, line {number}: no list of ids in hash_ids ({error!r})"
+                    ) from error
+    except OSError as error:
+        raise TraceInvalid(f"{path} cannot be read: {error}") from error
+    if not any(requests):
+        raise TraceInvalid(f"{path} names no block")
+    return requests
+
+
+def replay(requests: Sequence[Request], policy: str, capacity: int) -> Replay:
+    """Serve the requests in order from a cache of ``capacity`` blocks: a block is a hit when it is there at
+    its turn; missing ones are added in order, as far as the policy takes them."""
+    cache: ChainCache[int] = ChainCache(capacity, make_policy(policy, capacity))
+    num_hits = 0
+    started_s = process_time()
+    for blocks in requests:
+        num_held = cache.use(blocks)
+        num_hits += num_held
+        slots = cache.match(blocks)
+        cache.pin(slots)
+        for position in range(num_held, len(blocks)):
+            if blocks[position] in cache:  # only in a trace that breaks its word: one id behind two prefixes
+                break
+            slot = cache.add(blocks[position], blocks[position - 1] if position else None)
+            if slot is None:
+                break
+            slots.append(slot)
+            cache.pin((slot,))
+        cache.unpin(slots)
+    return Replay(num_hits, sum(map(len, requests)), cache.num_bypassed, process_time() - started_s)
+
+
+def optimum(requests: Sequence[Request], capacity: int) -> float:
+    """The hit rate of one who knows the future: of all it could keep, it keeps what is used again soonest
+    (Belady's rule; a block may also not be kept at all)."""
+    asked = [block for blocks in requests for block in blocks]
+    next_use = [0] * len(asked)
+    last: dict[int, int] = {}
+    for at in range(len(asked) - 1, -1, -1):
+        next_use[at] = last.get(asked[at], len(asked) + at)
+        last[asked[at]] = at
+    held: dict[int, int] = {}
+    furthest: list[tuple[int, int]] = []
+    num_hits = 0
+    for at, block in enumerate(asked):
+        num_hits += block in held
+        held[block] = next_use[at]
+        heappush(furthest, (-next_use[at], block))
+        while len(held) > capacity:
+            use, victim = heappop(furthest)
+            if held.get(victim) == -use:
+                del held[victim]
+    return num_hits / len(asked)
+
+
+# ---------------------------------------------------------------------- generated loads
+
+
+def no_reuse(rng: random.Random, num_requests: int = 6000) -> list[Request]:
+    """Documents of 5 to 40 blocks, each read once."""
+    first = 0
+    requests: list[Request] = []
+    for _ in range(num_requests):
+        length = rng.randrange(5, 40)
+        requests.append(range(first, first + length))
+        first += length
+    return requests
+
+
+def heavy_reuse(rng: random.Random, num_requests: int = 6000, drift: int = 0) -> list[Request]:
+    """Popular prompts (3,000 of them, Zipf 1.0) with a question of up to five blocks behind each; with
+    ``drift``, after so many requests 50 of the most popular have given way to others."""
+    cumulative = list(accumulate(1 / (rank + 1) for rank in range(3000)))
+    requests: list[Request] = []
+    for number in range(num_requests):
+        rank = bisect(cumulative, rng.random() * cumulative[-1])
+        prompt = rank + (number // drift * 50 if drift else 0)
+        length, question = 5 + prompt * 7919 % 40, rng.randrange(1, 6)
+        blocks = [prompt * 1000 + block for block in range(length)]
+        requests.append(blocks + [10**12 + number * 10 + block for block in range(question)])
+    return requests
+
+
+def drifting(rng: random.Random, num_requests: int = 6000) -> list[Request]:
+    return heavy_reuse(rng, num_requests, drift=200)
+
+
+def conversations(rng: random.Random, num_requests: int = 6000, think: float = 200.0) -> list[Request]:
+    """Turns of 2 to 11 new blocks; seven of ten are followed by another, after ``think`` requests on
+    average."""
+    waiting: list[tuple[float, int, list[int]]] = []
+    first = 0
+    requests: list[Request] = []
+    for number in range(num_requests):
+        blocks = heappop(waiting)[2] if waiting and waiting[0][0] <= number else []
+        length = rng.randrange(2, 12)
+        blocks = blocks + list(range(first, first + length))
+        first += length
+        requests.append(blocks)
+        if rng.random() < 0.7:
+            heappush(waiting, (number + rng.expovariate(1 / think), number, blocks))
+    return requests
+
+
+def quick_conversations(rng: random.Random, num_requests: int = 6000) -> list[Request]:
+    """The same with people who answer at once: only how long ago counts, and nothing can be learned."""
+    return conversations(rng, num_requests, think=20.0)
+
+
+GENERATED = {
+    "no-reuse": no_reuse,
+    "heavy-reuse": heavy_reuse,
+    "drift": drifting,
+    "conversations": conversations,
+    "quick-conversations": quick_conversations,
+}

@@ -1,0 +1,152 @@
+"""What moves K and V: into the pool, between the pool and staging memory, and parts of attention merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moonpool.bench.kernels import goals
+from moonpool.bench.kernels.attention import SCALE, Heads
+from moonpool.bench.kernels.clock import Work
+from moonpool.bench.kernels.contest import Contest
+from moonpool.bench.kernels.device_limits import Machine, name_of
+from moonpool.kernels import (
+    copy_blocks,
+    gather_blocks,
+    merge_attention_states,
+    reference,
+    rotate_and_write,
+    scatter_blocks,
+    write_kv,
+)
+from moonpool.kernels.reference import FP8
+from moonpool.runtime.reports.report import Row
+
+
+def block_rows(machine: Machine, quick: bool) -> Iterator[Row]:
+    """Blocks of all layers of a model: Llama-3-8B's on a GPU, smaller ones on a CPU."""
+    layers = 32 if machine.is_cuda else 6
+    heads = Heads(32, 8, 128, 16) if machine.is_cuda else Heads(8, 4, 32, 16)
+    goal = goals.GATHER_OF_COPY if machine.is_cuda else None
+    block_nbytes = layers * heads.block_size * heads.token_nbytes(machine.dtype)
+    total = -(-4 * machine.cold_nbytes // block_nbytes)
+    pool = heads.pool(total, layers, machine.dtype, machine.device)
+    for n in (total // 4,) if quick else (1, 16, total // 4):
+        # Disjoint sets, one after the other, so that no cache holds what is asked next.
+        order = torch.randperm(total, device=machine.device)
+        sets = list(order[: total // n * n].view(-1, n).unbind(0))[:16]
+        staging = pool.new_empty((n, *pool.shape[1:]))
+        sums = torch.empty(n, dtype=torch.int64, device=machine.device)
+        targets = [*sets[1:], sets[0]] if len(sets) > 1 else []
+        works: dict[str, Work] = {
+            "gather": lambda sets=sets, out=staging: [gather_blocks(pool, ids, out=out) for ids in sets],  # type: ignore[misc]
+            "gather with checksums": lambda sets=sets, out=staging, sums=sums: [  # type: ignore[misc]
+                gather_blocks(pool, ids, out=out, checksums=sums) for ids in sets
+            ],
+            "scatter": lambda sets=sets, out=staging: [scatter_blocks(out, pool, ids) for ids in sets],  # type: ignore[misc]
+            "copy": lambda sets=sets, targets=targets: [  # type: ignore[misc]
+                copy_blocks(pool, ids, to) for ids, to in zip(sets, targets, strict=True)
+            ],
+        }
+        for name, work in works.items():
+            peers: dict[str, Work] = {}
+            if name == "gather":
+                peers["index_select"] = lambda sets=sets, out=staging: [  # type: ignore[misc]
+                    torch.index_select(pool, 0, ids, out=out) for ids in sets
+                ]
+            yield from Contest(
+                f"{name} {n} blocks of {block_nbytes >> 10} KiB",
+                work,
+                len(sets),
+                2 * n * block_nbytes,
+                "copy",
+                machine.dtype,
+                lambda ids=sets[0]: (gather_blocks(pool, ids), pool[ids]),  # type: ignore[misc]
+                peers,
+                goal if n > 1 and name in ("gather", "scatter") else None,
+            ).rows(machine)
+
+
+def write_rows(machine: Machine, quick: bool) -> Iterator[Row]:
+    heads = Heads(32, 8, 128, 16) if machine.is_cuda else Heads(8, 4, 32, 16)
+    for pages in (machine.dtype, FP8):
+        for n in (64, 8192)[: 1 if quick else 2]:
+            yield from _written(machine, heads, pages, n)
+
+
+def _written(machine: Machine, heads: Heads, pages: torch.dtype, n: int) -> Iterator[Row]:
+    device, dtype, dim, kv_heads = machine.device, machine.dtype, heads.head_dim, heads.num_kv_heads
+    token_nbytes = heads.token_nbytes(dtype) + heads.token_nbytes(pages)
+    layers = max(2, min(256, -(-machine.cold_nbytes // (n * heads.token_nbytes(pages)))))
+    blocks = -(-n // heads.block_size)
+    pool = heads.pool(blocks, layers, pages, device)
+    slots = torch.randperm(blocks * heads.block_size, device=device)[:n]
+    sources = max(2, min(64, -(-machine.cold_nbytes // (n * token_nbytes))))
+    k, v = torch.randn(2, sources, n, kv_heads, dim, device=device).to(dtype).unbind(0)
+    scales: dict[str, Any] = {"k_scale": SCALE, "v_scale": SCALE} if pages == FP8 else {}
+
+    def stored() -> tuple[Tensor, Tensor]:
+        write_kv(k[0], v[0], pool, 0, slots, **scales)
+        found = pool[slots // heads.block_size, 0, 1, :, slots % heads.block_size].float()
+        return found, reference.as_stored(v[0], SCALE, pages).float()
+
+    goal = goals.WRITE_OF_COPY if machine.is_cuda and n >= 8192 else None
+    kinds = f"{name_of(dtype)} to {name_of(pages)}"
+    yield from Contest(
+        f"write_kv {heads.name}, {kinds}, {n} tokens",
+        lambda: [write_kv(k[i % sources], v[i % sources], pool, i, slots, **scales) for i in range(layers)],
+        layers,
+        n * token_nbytes,
+        "copy",
+        dtype,
+        stored,
+        goal=goal,
+    ).rows(machine)
+    qkv = torch.randn(sources, n, (heads.num_heads + 2 * kv_heads) * dim, device=device).to(dtype)
+    angles = torch.rand(n, dim // 2, device=device)
+    cos, sin, positions = angles.cos(), angles.sin(), torch.arange(n, device=device)
+
+    def rotated(source: Tensor, layer: int) -> Tensor:
+        return rotate_and_write(
+            source, positions, cos, sin, pool, layer, slots, num_heads=heads.num_heads,
+            num_kv_heads=kv_heads, head_dim=dim, **scales,
+        )  # fmt: skip
+
+    def turned() -> tuple[Tensor, Tensor]:
+        q = qkv[0].view(n, -1, dim)[:, : heads.num_heads]
+        return rotated(qkv[0], 0), reference.rotate(q.double(), cos, sin)
+
+    yield from Contest(
+        f"rotate_and_write {heads.name}, {kinds}, {n} tokens",
+        lambda: [rotated(qkv[i % sources], i) for i in range(layers)],
+        layers,
+        n * (token_nbytes + 2 * heads.num_heads * dim * dtype.itemsize),
+        "copy",
+        dtype,
+        turned,
+        goal=goal,
+    ).rows(machine)
+
+
+def merge_rows(machine: Machine, quick: bool) -> Iterator[Row]:
+    parts, heads, dim = 4, 32, 128
+    for n in (64,) if quick or not machine.is_cuda else (64, 8192):
+        nbytes = (parts + 1) * n * heads * (dim * machine.dtype.itemsize + 4)
+        copies = max(1, min(64, -(-machine.cold_nbytes // nbytes)))
+        outs = torch.randn(copies, parts, n, heads, dim, device=machine.device).to(machine.dtype)
+        lses = torch.randn(copies, parts, n, heads, device=machine.device)
+        yield from Contest(
+            f"merge {parts} parts of {n} tokens, {heads} heads of {dim}, {name_of(machine.dtype)}",
+            lambda outs=outs, lses=lses: [merge_attention_states(*of) for of in zip(outs, lses, strict=True)],  # type: ignore[misc]
+            copies,
+            nbytes,
+            "copy",
+            machine.dtype,
+            lambda outs=outs, lses=lses: (  # type: ignore[misc]
+                merge_attention_states(outs[0], lses[0])[0],
+                reference.merge_attention_states(outs[0].double(), lses[0])[0],
+            ),
+        ).rows(machine)

@@ -1,0 +1,87 @@
+"""A server under measurement: finds its model, sends it requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.bench.serve.client.answer import Answer, read_answer, read_json
+from moonpool.bench.serve.client.http_client import Exchange, HttpClient
+from moonpool.bench.serve.client.workload import Dialect
+from moonpool.runtime.errors import MoonpoolError
+
+COMPLETIONS = "/v1/completions"
+
+
+class RequestFailed(MoonpoolError):
+    """A request of a measured case was answered with an error: its figures would mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All answers of a run, failed ones included, in the order of their ends, and the wall time."""
+
+    answers: Sequence[Answer]
+    seconds: float
+
+
+class Server:
+    """An OpenAI-compatible server to measure. ``name`` is how the report calls it."""
+
+    def __init__(self, name: str, http: HttpClient, dialect: Dialect) -> None:
+        self.name = name
+        self.http = http
+        self.dialect = dialect
+
+    @classmethod
+    async def find(cls, name: str, http: HttpClient, *, model: str = "", plain: bool = False) -> Server:
+        """Ask the server for its model where none is named.
+
+        Raises:
+            RequestFailed: it does not list one.
+        """
+        if not model:
+            status, content = read_json(await http.get("/v1/models"))
+            if status != 200 or not content.get("data"):
+                raise RequestFailed(f"{name} lists no model (status {status}): name one with --model")
+            model = content["data"][0]["id"]
+        return cls(name, http, Dialect(model, plain))
+
+    async def send(self, prompt: Sequence[int], output_tokens: int, request_id: str = "") -> Exchange:
+        """One streamed completion, raw."""
+        headers = {"x-request-id": request_id} if request_id else None
+        return await self.http.post(COMPLETIONS, self.dialect.body(prompt, output_tokens), headers)
+
+    async def ask(self, prompt: Sequence[int], output_tokens: int, request_id: str = "") -> Answer:
+        """One streamed completion, parsed.
+
+        Raises:
+            RequestFailed: the server answered an error.
+        """
+        answer = read_answer(await self.send(prompt, output_tokens, request_id))
+        if answer.error:
+            raise RequestFailed(f"{self.name}: {answer.error}")
+        return answer
+
+    async def ask_all(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Outcome:
+        """All at once; parsed when the last is complete.
+
+        Raises:
+            RequestFailed: the server answered one with an error.
+        """
+        await self.http.warm(len(prompts))
+        started = time.perf_counter()
+        exchanges = await asyncio.gather(*(self.send(prompt, output_tokens) for prompt in prompts))
+        seconds = time.perf_counter() - started
+        answers = [read_answer(exchange) for exchange in exchanges]
+        for answer in answers:
+            if answer.error:
+                raise RequestFailed(f"{self.name}: {answer.error}")
+        return Outcome(answers, seconds)
+
+
+def new_request_id() -> str:
+    return f"bench-{uuid.uuid4().hex[:12]}"

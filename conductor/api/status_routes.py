@@ -1,0 +1,178 @@
+"""What the conductor tells about itself: to clients, to probes, to Prometheus, and to people."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from yarl import URL
+
+from moonpool.conductor.api.context import CONTEXT, ApiContext
+from moonpool.conductor.api.errors import ApiError
+from moonpool.conductor.api.exchange import unknown_model
+from moonpool.conductor.dashboard.benchmark_results import ResultUnknown
+from moonpool.conductor.observing.timeline_spans import spans_of
+
+STATIC = Path(__file__).parents[1] / "dashboard" / "static"
+MAX_LISTED = 200
+
+_DASHBOARD_FILES = frozenset(
+    str(path.relative_to(STATIC)) for path in STATIC.rglob("*") if path.suffix in (".css", ".js", ".txt")
+)
+# Always the version that serves; and nothing in the page may reach for another host.
+_PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:",
+}
+
+
+def reply(value: Any, status: int = 200) -> web.Response:
+    """Timelines carry whatever facts their writers had; what JSON has no word for is written as text."""
+    body = orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+async def models(http: web.Request) -> web.Response:
+    """``GET /v1/models``"""
+    return reply({"object": "list", "data": [_model(http.app[CONTEXT])]})
+
+
+async def model(http: web.Request) -> web.Response:
+    """``GET /v1/models/{name}``"""
+    context = http.app[CONTEXT]
+    if http.match_info["name"] != context.conductor.model.name:
+        raise unknown_model(http.match_info["name"], context.conductor.model.name)
+    return reply(_model(context))
+
+
+async def healthz(http: web.Request) -> web.Response:
+    """``GET /healthz``: the process answers."""
+    return reply({"status": "ok"})
+
+
+async def readyz(http: web.Request) -> web.Response:
+    """``GET /readyz``: 503 when no request could be served; degraded but serving is 200, and says so."""
+    context = http.app[CONTEXT]
+    ready, degraded = context.conductor.ready()
+    if context.draining:
+        ready, degraded = False, ["draining", *degraded]
+    status = "not ready" if not ready else "degraded" if degraded else "ready"
+    return reply({"ready": ready, "status": status, "degraded": degraded}, 200 if ready else 503)
+
+
+async def metrics(http: web.Request) -> web.Response:
+    """``GET /metrics``, rendered in a thread: a page of many series would stop every stream for 10 ms.
+
+    What is left for the loop is to count the nodes.
+    """
+    context = http.app[CONTEXT]
+    context.metrics.see_cluster(context.conductor.tally())
+    page = await asyncio.to_thread(generate_latest, context.metrics.registry)
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def cluster(http: web.Request) -> web.Response:
+    """``GET /v1/cluster``"""
+    return reply(http.app[CONTEXT].conductor.cluster())
+
+
+async def about(http: web.Request) -> web.Response:
+    """``GET /v1/about``: code, machine and options of this conductor, without secrets."""
+    return reply(http.app[CONTEXT].about)
+
+
+async def benchmarks(http: web.Request) -> web.Response:
+    """``GET /v1/benchmarks``: the results there are, newest first."""
+    listed = await asyncio.to_thread(http.app[CONTEXT].results.listed)
+    return reply({"object": "list", "data": listed})
+
+
+async def benchmark(http: web.Request) -> web.Response:
+    """``GET /v1/benchmarks/{name}``: one file, as ``moonpool bench … --json`` wrote it."""
+    try:
+        return reply(await asyncio.to_thread(http.app[CONTEXT].results.report, http.match_info["name"]))
+    except ResultUnknown as error:
+        raise ApiError(404, str(error), param="name", code="result_not_found") from error
+
+
+async def prometheus_targets(http: web.Request) -> web.Response:
+    """``GET /v1/prometheus-targets``: the nodes' /metrics, for Prometheus' HTTP service discovery."""
+    targets = []
+    for node in http.app[CONTEXT].conductor.cluster()["nodes"]:
+        if node["metrics_url"]:
+            url = URL(node["metrics_url"])
+            labels = {"node": node["node_id"], "role": node["role"], "__metrics_path__": url.path}
+            targets.append({"targets": [f"{url.host}:{url.port}"], "labels": labels})
+    return reply(targets)
+
+
+async def index(http: web.Request) -> web.Response:
+    """``GET /v1/index/NODE``: the blocks this conductor believes the node holds, as
+    ``moonpool.kvstore.index.redis.changes``."""
+    held = http.app[CONTEXT].conductor.index_blocks(http.match_info["node"])
+    return web.Response(body=held, content_type="application/octet-stream")
+
+
+async def requests(http: web.Request) -> web.Response:
+    """``GET /v1/requests?limit=N``: the latest requests, newest first."""
+    text = http.query.get("limit", "50")
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LISTED:
+        raise ApiError(400, f"limit: must be from 1 to {MAX_LISTED}, got {text[:32]!r}", param="limit")
+    latest = http.app[CONTEXT].recent.latest(int(text))
+    return reply({"object": "list", "data": [record.to_dict() for record in latest]})
+
+
+async def timeline(http: web.Request) -> web.Response:
+    """``GET /v1/requests/{id}/timeline``: by the answer's id, the client's x-request-id, or one choice's id.
+
+    A request of one sequence gives that sequence's timeline, one of several gives all under ``sequences``;
+    what the API itself spent is under ``api``.
+    """
+    context, asked = http.app[CONTEXT], http.match_info["id"]
+    record = context.recent.find(asked)
+    names = record.sequences if record is not None else [asked]
+    found = [one.to_dict() for one in map(context.conductor.timeline, names) if one is not None]
+    if record is None and not found:
+        raise ApiError(
+            404,
+            f"no request {asked[:128]!r} is known: ids are kept for a while after the answer",
+            param="id",
+            code="request_not_found",
+        )
+    api = record.to_dict() if record is not None else None
+    for one in found:
+        one["spans"] = [asdict(span) for span in spans_of(one)]
+    if len(names) == 1 and found:
+        return reply(found[0] | {"api": api})
+    return reply({"request_id": asked, "sequences": found, "api": api})
+
+
+async def dashboard(http: web.Request) -> web.FileResponse:
+    """``GET /``"""
+    return web.FileResponse(STATIC / "index.html", headers=_PAGE_HEADERS)
+
+
+async def static(http: web.Request) -> web.FileResponse:
+    """``GET /static/{name}``: what the dashboard is made of."""
+    name = http.match_info["name"]
+    if name not in _DASHBOARD_FILES:
+        raise web.HTTPNotFound
+    return web.FileResponse(STATIC / name, headers=_PAGE_HEADERS)
+
+
+def _model(context: ApiContext) -> dict[str, Any]:
+    served = context.conductor.model
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": context.created_unix_s,
+        "owned_by": "moonpool",
+        "root": served.name,
+        "parent": None,
+        "max_model_len": served.max_model_len,
+    }

@@ -1,0 +1,267 @@
+"""The conductor: the one object the API talks to."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import Any
+
+from moonpool.conductor.admission.batch_queue import BatchTurn
+from moonpool.conductor.admission.fair_share import FairShare
+from moonpool.conductor.admission.limits import Admission
+from moonpool.conductor.admission.rejection import REJECTIONS
+from moonpool.conductor.coordination.announcements import ConductorFacts
+from moonpool.conductor.coordination.arbitration import Sharing
+from moonpool.conductor.coordination.bookings import Bookings
+from moonpool.conductor.coordination.other_conductors import Neighbours
+from moonpool.conductor.costs.model import CostModel
+from moonpool.conductor.fleet.registry import NodeRegistry
+from moonpool.conductor.fleet.served_model import ServedModel
+from moonpool.conductor.observing.activity import Activity
+from moonpool.conductor.observing.cluster_counts import Tally
+from moonpool.conductor.observing.prefix_outcomes import PrefixWatch
+from moonpool.conductor.observing.replica_groups import grouped, missing_replicas
+from moonpool.conductor.observing.timeline import RequestTimeline, TimelineRing
+from moonpool.conductor.observing.transfer_paths import paths_of
+from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.placing.policies import POLICIES
+from moonpool.conductor.replication.copier import Replicator
+from moonpool.conductor.request import GenerateRequest, TokenEvent
+from moonpool.conductor.requests.dependencies import Services
+from moonpool.conductor.requests.lifecycle import RequestRun
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.index.redis.changes import encode
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.runtime.config.options import ConductorOptions, IndexOptions
+from moonpool.runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+# Timelines kept for those who ask afterwards; a few kilobytes each.
+_TIMELINES_KEPT = 2048
+
+# Of the hottest prefixes, so many are shown.
+_PREFIXES_SHOWN = 12
+
+# How long closing waits for requests to end and for nodes to be told.
+_FAREWELL_S = 1.0
+
+
+class Conductor:
+    """Places requests on nodes and streams their tokens. All methods are called on one event loop."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        options: ConductorOptions,
+        index: IndexOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        """``clock`` must run with the event loop's time. Raises ``ConfigError`` without a Redis URL."""
+        if not index.redis_url:
+            raise ConfigError("index.redis_url is empty: say where the index is", "index.redis_url")
+        self.model = model
+        rng = rng or random.Random()
+        cost_model = CostModel()
+        activity = Activity(time.time)
+        conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"
+        self._redis = connect(index.redis_url)
+        kv_index = KVIndex(self._redis, index.namespace)
+        self._neighbours = Neighbours(ConductorFacts(kv_index, conductor_id))
+        self.describe(model=model.name, block_size=model.block_size, policy=options.policy)
+        registry = NodeRegistry(
+            kv_index,
+            index.lease_ttl_s,
+            model,
+            cost_model,
+            activity,
+            conductor_id=conductor_id,
+            clock=clock,
+            rng=rng,
+        )
+        self._services = Services(
+            conductor_id=conductor_id,
+            model=model,
+            registry=registry,
+            sharing=Sharing(Bookings(kv_index, conductor_id, lease_ttl_s=index.lease_ttl_s), registry),
+            cost_model=cost_model,
+            activity=activity,
+            admission=Admission(options.max_requests, clock),
+            timelines=TimelineRing(_TIMELINES_KEPT),
+            policy=POLICIES[options.policy],
+            rejection=REJECTIONS[options.rejection],
+            fair_share=FairShare(),
+            batch_turn=BatchTurn(),
+            replicator=Replicator(
+                registry,
+                cost_model,
+                nbytes_per_s=options.replicate_nbytes_per_s,
+                block_size=model.block_size,
+                clock=clock,
+                on_copied=partial(activity.event, "copied"),
+            ),
+            prefixes=PrefixWatch(model.block_size, clock),
+            slo=Slo.of(options),
+            max_attempts=options.max_attempts,
+            timeout_s=options.request_timeout_s,
+            clock=clock,
+            rng=rng,
+        )
+
+    def describe(self, **facts: object) -> None:
+        """Facts that other conductors are told of this one, and ``/v1/cluster`` shows. Before ``start``."""
+        self._neighbours.facts |= facts
+
+    async def start(self) -> None:
+        """Read the index and connect to the nodes in it. Does not wait for nodes: see ``ready``.
+
+        Raises:
+            IndexUnavailable: Redis does not answer; nothing runs then.
+        """
+        await self._services.registry.start()
+        await self._services.sharing.start()
+        self._services.replicator.start()
+        self._neighbours.start()
+
+    async def close(self) -> None:
+        """End every request in flight, everywhere, and close all connections. Idempotent."""
+        self._services.admission.close()
+        # Those who consume the streams have to run once, for the nodes to hear of it.
+        await self._services.admission.emptied(_FAREWELL_S)
+        await self._neighbours.close()
+        await self._services.sharing.close()
+        await self._services.replicator.close()
+        await self._services.registry.close()
+        await self._redis.aclose()
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
+        """The request's tokens: exactly once, in order, over any number of re-placements.
+
+        Leave it with ``aclose`` (use ``contextlib.aclosing``) or by cancelling the task: either cancels the
+        request on every node, without waiting for them.
+
+        Raises (from the iteration):
+            RequestRejected: nothing was computed; carries ``retry_after_s``.
+            RequestInvalid: it does not fit, or a node found it wrong.
+            DuplicateRequest: another with this id is in flight.
+            NoNodes: nobody of a role is left; tokens streamed before it are valid.
+            DeadlineExceeded, RequestFailed (placed as often as allowed), ConductorClosed: likewise.
+        """
+        return RequestRun(request, self._services).events()
+
+    def timeline(self, request_id: str) -> RequestTimeline | None:
+        """What happened to a request, while it runs and for a while after; None: unknown or forgotten."""
+        return self._services.timelines.get(request_id)
+
+    def timelines(self, count: int) -> list[RequestTimeline]:
+        """Those of the latest requests, newest first."""
+        return self._services.timelines.latest(count)
+
+    def index_blocks(self, node_id: str) -> bytes:
+        """What the mirror says a node holds, as ``moonpool.kvstore.index.redis.changes``; nothing for an
+        unknown node."""
+        held = self._services.registry.mirror.held_by(node_id)
+        return encode({BlockKey(key): tier for key, tier in held.items()}, ())
+
+    def cluster(self) -> dict[str, Any]:
+        """For ``GET /v1/cluster``: nodes with their load, the index, this conductor, prediction errors."""
+        registry = self._services.registry
+        mirror = registry.mirror
+        now_s = self._services.clock()
+        layout = registry.layout
+        nodes = []
+        for node_id, member in registry.members.items():
+            facts = member.to_dict(now_s) | {"num_index_blocks": mirror.num_blocks_of(node_id)}
+            if why := registry.incompatible(member.record):
+                facts |= {"state": "incompatible", "incompatible": why}
+            nodes.append(facts)
+        return {
+            "conductor_id": self._services.conductor_id,
+            "model": self.model.name,
+            "dtype": layout.dtype if layout else None,
+            "block_size": self.model.block_size,
+            "block_nbytes": layout.block_nbytes if layout else None,
+            "nodes": grouped(nodes),
+            "index": {
+                "connected": mirror.connected,
+                "lag_s": mirror.lag_s,
+                "num_blocks": mirror.num_blocks,
+            },
+            "degraded": self.ready()[1],
+            "num_other_conductors": self._services.sharing.num_others,
+            "facts": self._neighbours.facts,
+            "conductors": {name: dict(facts) for name, facts in self._neighbours.others.items()},
+            "prefixes": self._services.prefixes.to_dict(),
+            "num_requests": len(self._services.admission.runs),
+            "prediction_errors": {
+                name: errors.to_dict() for name, errors in self._services.cost_model.errors.items()
+            },
+        }
+
+    def tally(self) -> Tally:
+        """What ``cluster`` says, counted; a node of several replicas counts as each of them."""
+        registry, tally = self._services.registry, Tally()
+        for member in registry.members.values():
+            load = member.record.load
+            tally.num_blocks += load.num_blocks
+            tally.num_used_blocks += load.num_blocks - load.free_blocks
+            state = "incompatible" if registry.incompatible(member.record) else member.state
+            tally.nodes[member.record.role, state] += 1
+        for lack in missing_replicas(member.record for member in registry.members.values()):
+            tally.num_missing_replicas[lack.role] += lack.count - lack.present
+        return tally
+
+    def activity(self) -> dict[str, Any]:
+        """What went on since the start, for the dashboard: ``Activity.to_dict``, hot prefixes, transfer
+        paths, the latest estimates with what they came to, the SLO.
+        """
+        slo = self._services.slo
+        limits = {
+            "ttft_s": None if math.isinf(slo.ttft_s) else slo.ttft_s,
+            "tbt_s": None if math.isinf(slo.tbt_s) else slo.tbt_s,
+        }
+        members = self._services.registry.members.values()
+        return self._services.activity.to_dict() | {
+            "prefixes": self._services.replicator.hottest(_PREFIXES_SHOWN),
+            "paths": paths_of(member.record for member in members),
+            "predictions": {
+                name: errors.latest() for name, errors in self._services.cost_model.errors.items()
+            },
+            "slo": limits,
+        }
+
+    def ready(self) -> tuple[bool, list[str]]:
+        """Whether requests can be served now, and what is degraded, in sentences."""
+        registry = self._services.registry
+        degraded = []
+        serves = True
+        for role in ("prefill", "decode"):
+            if registry.available(role) == 0:
+                serves = False
+                degraded.append(f"no {role} node is available")
+            elif registry.unhealthy(role):
+                degraded.append(f"every {role} node is unhealthy: they serve all the same")
+        if not registry.mirror.connected:
+            degraded.append(
+                "Redis does not answer: the index is as it was, nodes are followed by their connections"
+            )
+        degraded += self._neighbours.differences()
+        for node_id, member in sorted(registry.members.items()):
+            if why := registry.incompatible(member.record):
+                degraded.append(f"node {node_id} is not used: {why}")
+            elif not member.client.connected:
+                degraded.append(f"node {node_id} at {member.client.address} cannot be reached")
+            elif not member.healthy:
+                degraded.append(f"node {node_id} is unhealthy: {'; '.join(member.record.reasons)}")
+        records = [member.record for member in registry.members.values()]
+        for lack in missing_replicas(records):
+            degraded.append(f"node {lack.node_id} has {lack.present} of its {lack.count} replicas")
+        return serves, degraded

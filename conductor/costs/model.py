@@ -1,0 +1,220 @@
+"""Seconds a prefill, a decode step and a transfer will take: measured by the nodes, corrected online.
+
+Placement, fetch-or-recompute and ``Retry-After`` all read these estimates, and how wrong they were is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+
+from moonpool.conductor.costs.links import LinkModel
+from moonpool.conductor.costs.output_lengths import OutputLengths
+from moonpool.conductor.costs.prediction_errors import PredictionErrors
+from moonpool.conductor.observing import scheduling_metrics as core_metrics
+
+# A node that gave no profile yet: a small model on a CPU. Its first requests correct it.
+_UNKNOWN_PREFILL_S = (2e-3, 2e-5, 0.0)
+_UNKNOWN_DECODE_S = (1e-3, 2e-4, 0.0)
+# Tiers that were not measured: memory copies and O_DIRECT reads where they were.
+_UNKNOWN_HOST_NBYTES_PER_S = 5e9
+_UNKNOWN_SSD_NBYTES_PER_S = 1.5e9
+
+# A correction is the mean of about the last eight measurements, stays within a factor of eight of the node's
+# own profile, and is half forgotten after a minute without news: a bad moment shuts no node out.
+_MEMORY = 8
+_BOUND = 8.0
+_HALF_LIFE_S = 60.0
+# So many measurements weigh as much as what is known of the other nodes.
+_DOUBT = 2.0
+
+
+_LOADS = ("host_load_nbytes_per_s", "ssd_load_nbytes_per_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A node's own measurement of itself: the coefficients of ``protos.Profile``, by the same names."""
+
+    prefill_base_s: float = _UNKNOWN_PREFILL_S[0]
+    prefill_token_s: float = _UNKNOWN_PREFILL_S[1]
+    prefill_attention_s: float = _UNKNOWN_PREFILL_S[2]
+    decode_base_s: float = _UNKNOWN_DECODE_S[0]
+    decode_sequence_s: float = _UNKNOWN_DECODE_S[1]
+    decode_context_s: float = _UNKNOWN_DECODE_S[2]
+    host_load_nbytes_per_s: float = 0.0  # from host memory into the pool; 0: not measured, or no such tier
+    ssd_load_nbytes_per_s: float = 0.0
+
+    @classmethod
+    def from_record(cls, coefficients: Mapping[str, object]) -> Profile:
+        """From a node record, whatever is in it; a node that measured nothing (zeros, or nothing at all)
+        gets the defaults.
+        """
+        known = {field.name for field in fields(cls)}
+        values = {
+            name: float(value)
+            for name, value in coefficients.items()
+            if name in known and isinstance(value, int | float) and 0 <= value < math.inf
+        }
+        if not any(value for name, value in values.items() if name not in _LOADS):
+            return cls(**{name: values[name] for name in _LOADS if name in values})
+        return cls(**(dict.fromkeys(known, 0.0) | values))
+
+    def prefill_s(self, uncached_tokens: int, cached_tokens: int) -> float:
+        """Compute time of ``uncached_tokens`` whose attention also sees ``cached_tokens`` before them."""
+        context = cached_tokens + uncached_tokens / 2  # of the average uncached token
+        return (
+            self.prefill_base_s
+            + uncached_tokens * self.prefill_token_s
+            + uncached_tokens * context * self.prefill_attention_s
+        )
+
+    def step_s(self, num_sequences: float, context_tokens: float) -> float:
+        """Time of one decode step over ``num_sequences`` with ``context_tokens`` of KV together."""
+        return (
+            self.decode_base_s
+            + num_sequences * self.decode_sequence_s
+            + context_tokens * self.decode_context_s
+        )
+
+
+class Correction:
+    """A factor on a profile that follows what was measured. Without news it leans on ``wider``, else on 1.
+
+    ``wider`` is the correction of all nodes of the role: one that was not measured lately is taken to be as
+    far off its profile as the others are off theirs.
+    """
+
+    __slots__ = ("_at_s", "_count", "_factor", "_log", "_since_s", "_wider")
+
+    def __init__(self, wider: Correction | None = None) -> None:
+        self._wider = wider
+        self._log = 0.0  # the factor's logarithm: twice as slow and twice as fast weigh the same
+        self._count = 0.0  # measurements it stands on, fading
+        self._since_s = 0.0
+        self._at_s = -math.inf  # when ``_factor`` was worked out: one decision asks for it several times
+        self._factor = 1.0
+
+    def observe(self, predicted_s: float, actual_s: float, now_s: float) -> None:
+        """``predicted_s`` is the profile's own, uncorrected."""
+        if predicted_s <= 0 or actual_s <= 0:
+            return
+        if self._wider is not None:
+            self._wider.observe(predicted_s, actual_s, now_s)
+        target = math.log(min(max(actual_s / predicted_s, 1 / _BOUND), _BOUND))
+        count = self._faded(now_s)
+        self._log += (target - self._log) / (count + 1)
+        self._count = min(count + 1, _MEMORY - 1)
+        self._since_s = now_s
+        self._at_s = -math.inf
+
+    def factor(self, now_s: float) -> float:
+        wider = self._wider
+        if not self._count:
+            return 1.0 if wider is None else wider.factor(now_s)
+        # Of a node it also depends on what the others of its role have shown since: those are not cached.
+        if wider is None and now_s == self._at_s:
+            return self._factor
+        count = self._faded(now_s)
+        lean = math.log(wider.factor(now_s)) if wider is not None else 0.0
+        self._factor = math.exp(lean + (self._log - lean) * count / (count + _DOUBT))
+        self._at_s = now_s
+        return self._factor
+
+    def _faded(self, now_s: float) -> float:
+        if not self._count:
+            return 0.0
+        return self._count * math.exp2(-max(now_s - self._since_s, 0.0) / _HALF_LIFE_S)
+
+
+class NodeCost:
+    """The profile of one node with its two corrections."""
+
+    __slots__ = ("decode_correction", "prefill_correction", "profile")
+
+    def __init__(
+        self, profile: Profile, prefill: Correction | None = None, decode: Correction | None = None
+    ) -> None:
+        """``prefill`` and ``decode``: the corrections of all nodes of the role."""
+        self.profile = profile
+        self.prefill_correction = Correction(prefill)
+        self.decode_correction = Correction(decode)
+
+    def prefill_s(self, uncached_tokens: int, cached_tokens: int, now_s: float) -> float:
+        return self.profile.prefill_s(uncached_tokens, cached_tokens) * self.prefill_correction.factor(now_s)
+
+    def load_s(self, host_nbytes: int, ssd_nbytes: int) -> float:
+        """Bringing blocks from slower tiers into the pool."""
+        host = self.profile.host_load_nbytes_per_s or _UNKNOWN_HOST_NBYTES_PER_S
+        ssd = self.profile.ssd_load_nbytes_per_s or _UNKNOWN_SSD_NBYTES_PER_S
+        return host_nbytes / host + ssd_nbytes / ssd
+
+    def step_s(self, num_sequences: float, context_tokens: float, now_s: float) -> float:
+        return self.profile.step_s(num_sequences, context_tokens) * self.decode_correction.factor(now_s)
+
+
+class CostModel:
+    """All estimates of one conductor: links, output lengths, and how wrong the estimates were."""
+
+    def __init__(self) -> None:
+        self.links = LinkModel()
+        self.prefill_correction = Correction()
+        self.decode_correction = Correction()
+        self.errors = {name: PredictionErrors() for name in ("ttft", "prefill", "step", "transfer")}
+        self._histograms = {name: core_metrics.prediction_error.labels(name) for name in self.errors}
+        for name, errors in self.errors.items():
+            for q in (0.5, 0.9):
+                gauge = core_metrics.prediction_error_percent.labels(name, f"{100 * q:g}")
+                gauge.set_function(partial(_percent, errors, q))
+        self.output_lengths = OutputLengths()
+
+    def node(self, profile: Profile) -> NodeCost:
+        """The cost of a new node, corrected by what is known of the others."""
+        return NodeCost(profile, self.prefill_correction, self.decode_correction)
+
+    def observe_ttft(self, predicted_s: float, actual_s: float) -> None:
+        """From admission to the first token."""
+        self._check("ttft", predicted_s, actual_s)
+
+    def observe_prefill(
+        self, node: NodeCost, *, uncached_tokens: int, cached_tokens: int, actual_s: float, now_s: float
+    ) -> None:
+        """A prefill node reported its compute time; waiting and fetching are not part of it."""
+        self._check("prefill", node.prefill_s(uncached_tokens, cached_tokens, now_s), actual_s)
+        plain_s = node.profile.prefill_s(uncached_tokens, cached_tokens)
+        node.prefill_correction.observe(plain_s, actual_s, now_s)
+
+    def observe_steps(self, node: NodeCost, *, plain_s: float, actual_s: float, now_s: float) -> None:
+        """Several steps in a row took ``actual_s``; ``plain_s`` is what the profile alone says of them."""
+        self._check("step", plain_s * node.decode_correction.factor(now_s), actual_s)
+        node.decode_correction.observe(plain_s, actual_s, now_s)
+
+    def observe_transfer(
+        self,
+        source: str,
+        target: str,
+        *,
+        nbytes: int,
+        actual_s: float,
+        now_s: float,
+        predicted_s: float | None = None,
+    ) -> None:
+        """Blocks were read by ``target`` from ``source`` (node ids). ``predicted_s``: what was expected of it
+        when it began; None: what is expected now.
+        """
+        if predicted_s is None:
+            predicted_s = self.links.seconds(source, target, nbytes, now_s)
+        self._check("transfer", predicted_s, actual_s)
+        self.links.observe(source, target, nbytes, actual_s)
+
+    def _check(self, estimate: str, predicted_s: float, actual_s: float) -> None:
+        if actual_s > 0:
+            self.errors[estimate].add(predicted_s, actual_s)
+            self._histograms[estimate].observe(abs(predicted_s - actual_s) / actual_s)
+
+
+def _percent(errors: PredictionErrors, q: float) -> float:
+    percent = errors.quantile(q)
+    return math.nan if percent is None else percent

@@ -1,0 +1,106 @@
+"""Files that ``moonpool bench … --json`` wrote, for people who look at them in the dashboard."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from moonpool.runtime.reports.schema import ReportInvalid, validate
+
+# More files, longer ones and more rows are not drawn: a page has to stay one.
+MAX_FILES = 64
+MAX_NBYTES = 1 << 20
+MAX_ROWS = 2000
+
+CHECKOUT = Path(__file__).resolve().parents[2] / "bench" / "results"
+
+
+class ResultUnknown(LookupError):
+    """There is no such file, or it is not a benchmark's; ``str(error)`` says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    version: tuple[int, int]  # of the file: when it was changed, how long it is
+    report: dict[str, Any] | None
+    problem: str
+
+
+class BenchResults:
+    """The ``*.json`` of one directory, newest first. Files are read when they are new or have changed; what
+    they say is checked before anybody sees it. Blocking: call it from a thread.
+    """
+
+    def __init__(self, directory: str) -> None:
+        """``directory``: empty for the checkout's own, where there is one."""
+        self._directory = Path(directory) if directory else CHECKOUT
+        self._known: dict[str, _Read] = {}
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Each file's name, date, and how many of its limits were reached; or what is wrong with it."""
+        return [self._summary(name, read) for name, read in self._read_all().items()]
+
+    def report(self, name: str) -> dict[str, Any]:
+        """One file, as ``moonpool.runtime.reports.report`` documents it. Raises ``ResultUnknown``."""
+        read = self._read_all().get(name)
+        if read is None:
+            raise ResultUnknown(f"there is no {name!r} among the benchmark results")
+        if read.report is None:
+            raise ResultUnknown(f"{name} is not shown: {read.problem}")
+        return read.report
+
+    def _read_all(self) -> dict[str, _Read]:
+        found = []
+        for path in self._directory.glob("*.json") if self._directory.is_dir() else ():
+            try:
+                status = path.lstat()
+            except OSError:
+                continue  # it went this moment
+            # A link could lead to anything the conductor may read.
+            if stat.S_ISREG(status.st_mode):
+                found.append((status.st_mtime_ns, status.st_size, path))
+        found.sort(reverse=True)
+        reads = {}
+        for changed_ns, nbytes, path in found[:MAX_FILES]:
+            read = self._known.get(path.name)
+            if read is None or read.version != (changed_ns, nbytes):
+                read = _Read((changed_ns, nbytes), *_parse(path, nbytes))
+            reads[path.name] = read
+        self._known = reads  # as one step: several threads may be here
+        return reads
+
+    def _summary(self, name: str, read: _Read) -> dict[str, Any]:
+        if read.report is None:
+            return {"name": name, "problem": read.problem}
+        rows = read.report["rows"]
+        return {
+            "name": name,
+            "date": read.report["environment"]["date"],
+            "num_rows": len(rows),
+            "num_limits": sum("limit" in row for row in rows),
+            "num_reached": sum(_reached(row) for row in rows if "limit" in row),
+        }
+
+
+def _parse(path: Path, nbytes: int) -> tuple[dict[str, Any] | None, str]:
+    """The report in a file, or why there is none."""
+    if nbytes > MAX_NBYTES:
+        return None, f"it is {nbytes} bytes long, and at most {MAX_NBYTES} are read"
+    try:
+        with path.open("rb") as file:
+            report = orjson.loads(file.read(MAX_NBYTES))
+        validate(report)
+    except (OSError, ValueError, ReportInvalid) as error:
+        return None, f"it is no report of `moonpool bench`: {error}"[:300]
+    if len(report["rows"]) > MAX_ROWS:
+        return None, f"it has {len(report['rows'])} rows, and at most {MAX_ROWS} are drawn"
+    return report, ""
+
+
+def _reached(row: dict[str, Any]) -> bool:
+    measured, bound = row.get("ratio", row["value"]), row["limit_value"]
+    return bool(measured >= bound if row["limit"] == "at least" else measured <= bound)

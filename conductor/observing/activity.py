@@ -1,0 +1,106 @@
+"""What goes on in a cluster, in numbers that a page can draw: of one conductor, since it started."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moonpool.conductor.observing import scheduling_metrics as core_metrics
+from moonpool.kvstore.eviction.reuse_distance import ReuseDistance
+
+# Events kept for those who look later; an event is some hundred bytes.
+_EVENTS_KEPT = 200
+# Pairs of nodes that are told apart; of more, those that moved nothing for longest are forgotten.
+_MAX_ROUTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterEvent:
+    """``kind``: joined, left, unhealthy, healthy, retry, evicted (in bulk), resync (of the index mirror) or
+    copied (a prefix).
+    """
+
+    number: int  # counts up, so that a reader knows what is new
+    unix_s: float
+    kind: str
+    node: str
+    text: str
+
+
+@dataclass(slots=True)
+class Route:
+    """What went from one node to another over one transport. Totals."""
+
+    source: str
+    target: str
+    transport: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    transfers: int = 0
+    failures: int = 0
+    last_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Activity:
+    """Counts, on the event loop; ``unix_clock`` is wall time."""
+
+    unix_clock: Callable[[], float]
+    tokens: Counter[str] = field(default_factory=Counter)  # prompt tokens by where their KV came from
+    # Of configured ones: prompt tokens, those cached, and these as in ``tokens``.
+    tenants: dict[str, Counter[str]] = field(default_factory=dict)
+    reuse: ReuseDistance = field(
+        default_factory=lambda: ReuseDistance(core_metrics.reuse_distance, core_metrics.reuse_first_uses)
+    )
+    placements: Counter[str] = field(default_factory=Counter)
+    rejections: Counter[str] = field(default_factory=Counter)
+    events: deque[ClusterEvent] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
+    _routes: dict[tuple[str, str], Route] = field(default_factory=dict)
+    _num_events: int = 0
+
+    def prompt(self, tenant: str, tokens_by_source: Mapping[str, int]) -> None:
+        """A prompt was prefilled: ``tokens_by_source`` names computed, pool, host, ssd and fetched."""
+        self.tokens.update(tokens_by_source)
+        if tenant:
+            counts = self.tenants.setdefault(tenant, Counter())
+            counts["prompt"] += sum(tokens_by_source.values())
+            counts["cached"] += sum(tokens_by_source.values()) - tokens_by_source["computed"]
+            counts.update(tokens_by_source)
+
+    def moved(self, source: str, target: str, transport: str, nbytes: int, seconds: float) -> None:
+        route = self._route(source, target)
+        route.transport = transport or route.transport
+        route.nbytes += nbytes
+        route.seconds += seconds
+        route.transfers += 1
+
+    def not_moved(self, source: str, target: str) -> None:
+        self._route(source, target).failures += 1
+
+    def event(self, kind: str, node: str, text: str) -> None:
+        self._num_events += 1
+        self.events.append(ClusterEvent(self._num_events, self.unix_clock(), kind, node, text))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; totals, so that a reader who missed some seconds has lost nothing."""
+        return {
+            "tokens": dict(self.tokens),
+            "tenants": {name: dict(counts) for name, counts in self.tenants.items()},
+            "placements": dict(self.placements),
+            "rejections": dict(self.rejections),
+            "routes": [asdict(route) for route in self._routes.values()],
+            "reuse": {"num_uses": self.reuse.num_uses, "hit_ratios": self.reuse.hit_ratios()},
+            "events": [asdict(event) for event in self.events],
+        }
+
+    def _route(self, source: str, target: str) -> Route:
+        route = self._routes.get((source, target))
+        if route is None:
+            if len(self._routes) >= _MAX_ROUTES:
+                oldest = min(self._routes, key=lambda pair: self._routes[pair].last_s)
+                del self._routes[oldest]
+            route = self._routes[source, target] = Route(source, target)
+        route.last_s = self.unix_clock()
+        return route

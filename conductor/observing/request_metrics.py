@@ -1,0 +1,262 @@
+"""What the conductor's /metrics page says of requests, under our names and under those dashboards know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from moonpool.conductor.fleet.eligible_nodes import ROLES
+from moonpool.conductor.observing import scheduling_metrics as core_metrics
+from moonpool.conductor.observing.cluster_counts import Tally
+from moonpool.conductor.placing.cluster_view import Slo
+
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0),
+)
+_GAPS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_STAGES = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
+_TOKENS = tuple(float(2**power) for power in range(18))
+
+# Ours -> the name under which vLLM's dashboards look for the same thing.
+VLLM_NAMES = {
+    "moonpool_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "moonpool_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "moonpool_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "moonpool_request_seconds": "vllm:e2e_request_latency_seconds",
+    "moonpool_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "moonpool_request_output_tokens": "vllm:request_generation_tokens",
+    "moonpool_running_requests": "vllm:num_requests_running",
+    "moonpool_waiting_requests": "vllm:num_requests_waiting",
+    "moonpool_kv_pool_usage_ratio": "vllm:kv_cache_usage_perc",
+    "moonpool_prompt_tokens": "vllm:prompt_tokens",
+    "moonpool_output_tokens": "vllm:generation_tokens",
+    "moonpool_prefix_queried_tokens": "vllm:prefix_cache_queries",
+    "moonpool_prefix_hit_tokens": "vllm:prefix_cache_hits",
+    "moonpool_requests": "vllm:request_success",
+}
+_VLLM_LABELS = {"finish_reason": "finished_reason"}
+
+
+class _Aliases(Collector):
+    """The metrics of ``source`` once more under other names, so that nothing is counted twice."""
+
+    def __init__(self, source: CollectorRegistry) -> None:
+        self._source = source
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._source.collect():
+            name = VLLM_NAMES.get(metric.name)
+            if name is not None:
+                alias = Metric(name, metric.documentation, metric.type)
+                alias.samples = [_renamed(sample, metric.name, name) for sample in metric.samples]
+                yield alias
+
+
+def _renamed(sample: Sample, old: str, new: str) -> Sample:
+    labels = {_VLLM_LABELS.get(label, label): value for label, value in sample.labels.items()}
+    return sample._replace(name=new + sample.name[len(old) :], labels=labels)
+
+
+class RequestMetrics:
+    """Request-level metrics of one served model. All on the event loop; scraped from any thread."""
+
+    def __init__(self, model: str, registry: CollectorRegistry = REGISTRY, slo: Slo | None = None) -> None:
+        """``slo``: what a sequence must keep to count as good; None: any will do."""
+        self.registry = registry
+        self.slo = slo or Slo()
+        own = self._own = CollectorRegistry()
+
+        def of_model(kind: type[Any], name: str, text: str, **options: Any) -> Any:
+            return kind(name, text, ["model_name"], registry=own, **options).labels(model)
+
+        seconds, tokens = {"buckets": _SECONDS}, {"buckets": _TOKENS}
+        self.ttft = of_model(
+            Histogram,
+            "moonpool_time_to_first_token_seconds",
+            "From the request's arrival to its first token",
+            **seconds,
+        )
+        self.gap = of_model(
+            Histogram,
+            "moonpool_inter_token_latency_seconds",
+            "Between two tokens of a request",
+            buckets=_GAPS,
+        )
+        self.tpot = of_model(
+            Histogram,
+            "moonpool_time_per_output_token_seconds",
+            "Mean of a request's tokens after the first",
+            buckets=_GAPS,
+        )
+        self.e2e = of_model(
+            Histogram, "moonpool_request_seconds", "From arrival to the last token", **seconds
+        )
+        self.prompt_size = of_model(
+            Histogram, "moonpool_request_prompt_tokens", "Prompt tokens of a request", **tokens
+        )
+        self.output_size = of_model(
+            Histogram, "moonpool_request_output_tokens", "Tokens generated for it", **tokens
+        )
+        self.running = of_model(Gauge, "moonpool_running_requests", "Sequences that have their first token")
+        self.waiting = of_model(Gauge, "moonpool_waiting_requests", "Sequences that wait for it")
+        self.kv_usage = of_model(
+            Gauge,
+            "moonpool_kv_pool_usage_ratio",
+            "Blocks held by sequences, of all blocks of all nodes' pools",
+        )
+        self.prompt_tokens = of_model(
+            Counter, "moonpool_prompt_tokens", "Prompt tokens of sequences that have their first token"
+        )
+        self.output_tokens = of_model(Counter, "moonpool_output_tokens", "Tokens generated")
+        self.queried_tokens = of_model(
+            Counter, "moonpool_prefix_queried_tokens", "Prompt tokens looked up in the KV cache"
+        )
+        self.hit_tokens = of_model(
+            Counter, "moonpool_prefix_hit_tokens", "Of those, found there and not computed"
+        )
+        self.good = of_model(
+            Counter,
+            "moonpool_requests_within_slo",
+            "Sequences that ended well and kept conductor.slo_ttft_s and, as a mean, conductor.slo_tbt_s",
+        )
+        self._finished = Counter(
+            "moonpool_requests", "Sequences by how they ended", ["model_name", "finish_reason"], registry=own
+        )
+        self._model = model
+        self.stage = Histogram(
+            "moonpool_api_stage_seconds",
+            "What the API itself spends on a request: parse, tokenize",
+            ["stage"],
+            buckets=_STAGES,
+            registry=own,
+        )
+        self.http = Counter(
+            "moonpool_http_requests",
+            "Answers by route and status",
+            ["route", "method", "status"],
+            registry=own,
+        )
+        self._tenant_requests = Counter(
+            "moonpool_tenant_requests",
+            "Requests of a configured tenant by how they ended",
+            ["tenant", "status"],
+            registry=own,
+        )
+        self._tenant_tokens = Counter(
+            "moonpool_tenant_tokens",
+            "Tokens of a configured tenant: prompt, of those cached, output",
+            ["tenant", "kind"],
+            registry=own,
+        )
+        registry.register(_Own(own))
+        registry.register(_Aliases(own))
+
+    def snapshot(self) -> dict[str, Any]:
+        """The request-level metrics as the dashboard takes them: a number, or a histogram's cumulative
+        ``[le, count]`` pairs under ``buckets`` with ``sum``; by name without ``moonpool_``. Those by how they
+        ended are by that.
+        """
+        found: dict[str, Any] = {}
+        for metric in self._own.collect():
+            name = metric.name.removeprefix("moonpool_")
+            if metric.type == "histogram" and metric.samples and "model_name" in metric.samples[0].labels:
+                pairs = [
+                    [sample.labels["le"], sample.value]
+                    for sample in metric.samples
+                    if sample.name.endswith("_bucket")
+                ]
+                total = next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
+                found[name] = {"buckets": pairs, "sum": total}
+                continue
+            samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            if name == "requests":
+                found[name] = {sample.labels["finish_reason"]: sample.value for sample in samples}
+            elif metric.type in ("counter", "gauge") and len(samples) == 1:
+                found[name] = samples[0].value
+        return found
+
+    def of_tenant(self, tenant: str, status: str, tokens: Mapping[str, int]) -> None:
+        """One HTTP request of a configured tenant ended; ``tokens`` by kind: prompt, cached, output."""
+        self._tenant_requests.labels(tenant, status).inc()
+        for kind, count in tokens.items():
+            self._tenant_tokens.labels(tenant, kind).inc(count)
+
+    def finished(self, reason: str) -> None:
+        """One sequence ended: stop, length, cancelled, or the error's name."""
+        self._finished.labels(self._model, reason).inc()
+
+    def see_cluster(self, tally: Tally) -> None:
+        """Take over what only the nodes know; call before a scrape."""
+        self.kv_usage.set(tally.num_used_blocks / tally.num_blocks if tally.num_blocks else 0.0)
+        core_metrics.cluster_nodes.clear()
+        for labels, count in tally.nodes.items():
+            core_metrics.cluster_nodes.labels(*labels).set(count)
+        for role in ROLES:
+            core_metrics.missing_replicas.labels(role).set(tally.num_missing_replicas[role])
+
+
+class _Own(Collector):
+    """Shows one registry inside another."""
+
+    def __init__(self, source: CollectorRegistry) -> None:
+        self._source = source
+
+    def collect(self) -> Iterable[Metric]:
+        return self._source.collect()
+
+
+@dataclass(slots=True)
+class SequenceClock:
+    """Follows one sequence for the metrics. ``arrived_s`` is when its HTTP request came."""
+
+    metrics: RequestMetrics
+    arrived_s: float
+    num_prompt_tokens: int
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_tokens: int = 0
+
+    def begin(self) -> None:
+        self.metrics.waiting.inc()
+
+    def token(self, now_s: float, num_cached_tokens: int) -> None:
+        """A token arrived; ``num_cached_tokens`` counts with the first."""
+        if self.num_tokens == 0:
+            self.first_s = now_s
+            metrics = self.metrics
+            metrics.ttft.observe(now_s - self.arrived_s)
+            metrics.waiting.dec()
+            metrics.running.inc()
+            metrics.prompt_tokens.inc(self.num_prompt_tokens)
+            metrics.queried_tokens.inc(self.num_prompt_tokens)
+            metrics.hit_tokens.inc(num_cached_tokens)
+        else:
+            self.metrics.gap.observe(now_s - self.last_s)
+        self.metrics.output_tokens.inc()
+        self.num_tokens += 1
+        self.last_s = now_s
+
+    def end(self, now_s: float, reason: str) -> None:
+        """It ended, however it did. Call exactly once after ``begin``."""
+        metrics = self.metrics
+        (metrics.running if self.num_tokens else metrics.waiting).dec()
+        metrics.finished(reason)
+        if not self.num_tokens:
+            return
+        metrics.e2e.observe(now_s - self.arrived_s)
+        metrics.prompt_size.observe(self.num_prompt_tokens)
+        metrics.output_size.observe(self.num_tokens)
+        tpot_s = 0.0
+        if self.num_tokens > 1:
+            tpot_s = (self.last_s - self.first_s) / (self.num_tokens - 1)
+            metrics.tpot.observe(tpot_s)
+        kept = self.first_s - self.arrived_s <= metrics.slo.ttft_s and tpot_s <= metrics.slo.tbt_s
+        if kept and reason in ("stop", "length"):
+            metrics.good.inc()

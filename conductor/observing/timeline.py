@@ -1,0 +1,115 @@
+"""What happened to one request, and when: the answer to "why was it slow"."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moonpool.conductor.placing.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """``name``: queued, waits_for_node, placed, prefix_loaded, prefilled, first_token, transferred,
+    preempted, retry or done.
+    """
+
+    name: str
+    unix_s: float  # wall time at admission plus monotonic seconds since, so order and gaps are true
+    facts: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class RequestSummary:
+    """The figures people ask for first, of the last placement. Zero or empty until known."""
+
+    prefill_node: str = ""
+    decode_node: str = ""
+    reason: str = ""  # of the placement, one word: see place.Reason
+    detail: str = ""  # the same as a sentence
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens not computed: the four below together
+    pool_tokens: int = 0
+    host_tokens: int = 0
+    ssd_tokens: int = 0
+    fetched_tokens: int = 0  # read from a peer
+    transferred_nbytes: int = 0  # prefill node -> decode node
+    transfer_s: float = 0.0  # spent reading
+    transport: str = ""
+    attempts: int = 0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0  # mean seconds between tokens after the first
+    e2e_s: float = 0.0
+    finish_reason: str = ""  # stop, length, cancelled, or the error's name
+
+
+@dataclass(slots=True)
+class RequestTimeline:
+    """One request's events in order. Written by the request's lifecycle, read by anyone, at any time."""
+
+    request_id: str
+    started_unix_s: float
+    started_s: float  # the conductor's monotonic clock at admission
+    first_attempt: int = 0  # the number that nodes know its first attempt by
+    summary: RequestSummary = field(default_factory=RequestSummary)
+    events: list[TimelineEvent] = field(default_factory=list)
+
+    def add(self, name: str, now_s: float, /, **facts: Any) -> None:
+        """Append an event that happened at ``now_s`` of the monotonic clock."""
+        self.events.append(TimelineEvent(name, self.started_unix_s + now_s - self.started_s, facts))
+
+    def placements(self) -> dict[str, Any]:
+        """Where each attempt went and why, for those who asked to be told with the answer: JSON types."""
+        placed = [event for event in self.events if event.name == "placed"]
+        return {
+            "request_id": self.request_id,
+            "placements": [
+                {"at_s": event.unix_s - self.started_unix_s}
+                | {name: _plain(value) for name, value in event.facts.items()}
+                for event in placed
+            ],
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``GET /v1/requests/{id}/timeline``: plain JSON types only."""
+        summary = {name: getattr(self.summary, name) for name in RequestSummary.__slots__}
+        return {
+            "request_id": self.request_id,
+            "started_unix_s": self.started_unix_s,
+            "summary": summary,
+            "events": [
+                {"event": event.name, "unix_s": event.unix_s, "at_s": event.unix_s - self.started_unix_s}
+                | {name: _plain(value) for name, value in event.facts.items()}
+                for event in self.events
+            ],
+        }
+
+
+def _plain(value: Any) -> Any:
+    # Placements are turned into JSON types only for those who ask.
+    return value.to_dict() if isinstance(value, Placement) else value
+
+
+class TimelineRing:
+    """The latest ``capacity`` timelines by request id; the oldest make room."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()
+
+    def put(self, timeline: RequestTimeline) -> None:
+        self._timelines[timeline.request_id] = timeline
+        self._timelines.move_to_end(timeline.request_id)
+        if len(self._timelines) > self._capacity:
+            self._timelines.popitem(last=False)
+
+    def get(self, request_id: str) -> RequestTimeline | None:
+        return self._timelines.get(request_id)
+
+    def latest(self, count: int) -> list[RequestTimeline]:
+        """Newest first."""
+        newest = reversed(self._timelines.values())
+        return [timeline for timeline, _ in zip(newest, range(count), strict=False)]

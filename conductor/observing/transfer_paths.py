@@ -1,0 +1,55 @@
+"""What moves over each transfer path, all nodes together: from what they tell with their heartbeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from moonpool.kvstore.index.redis.node_record import NodeRecord
+
+_COUNTS = ("nbytes", "seconds", "batches", "failures", "retries", "in_flight")
+_MAX_PATHS = 16
+
+
+def paths_of(records: Iterable[NodeRecord]) -> list[dict[str, Any]]:
+    """Totals of each path, with two quantiles of a batch's seconds (None: no batch, or longer than the last
+    bucket). What a node tells in another form is left out: it may be of another version.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
+        told = record.extra.get("paths")
+        for name, totals in told.items() if isinstance(told, dict) else ():
+            if isinstance(totals, dict) and (name in found or len(found) < _MAX_PATHS):
+                _add(found.setdefault(name, dict.fromkeys(_COUNTS, 0) | {"buckets": {}}), totals)
+    return [_summary(name, totals) for name, totals in sorted(found.items())]
+
+
+def _add(total: dict[str, Any], told: Mapping[str, Any]) -> None:
+    for name in _COUNTS:
+        if isinstance(count := told.get(name), int | float):
+            total[name] += count
+    buckets = told.get("buckets")
+    for bound, count in buckets if isinstance(buckets, list) else ():
+        if isinstance(bound, int | float) and isinstance(count, int | float):
+            total["buckets"][bound] = total["buckets"].get(bound, 0) + count
+
+
+def _summary(name: str, totals: dict[str, Any]) -> dict[str, Any]:
+    buckets = sorted(totals.pop("buckets").items())
+    return {
+        "path": name,
+        **totals,
+        "p50_s": _quantile(buckets, totals["batches"], 0.5),
+        "p99_s": _quantile(buckets, totals["batches"], 0.99),
+    }
+
+
+def _quantile(buckets: Sequence[tuple[float, float]], count: float, q: float) -> float | None:
+    """By a histogram's bounds and counts up to them, linear within a bucket, as Prometheus has it."""
+    below, low = 0.0, 0.0
+    for bound, up_to in buckets:
+        if count and up_to >= q * count:
+            inside = up_to - below
+            return low + (bound - low) * ((q * count - below) / inside if inside else 1.0)
+        below, low = up_to, bound
+    return None

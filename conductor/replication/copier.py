@@ -1,0 +1,160 @@
+"""Carries out, live, what is planned about hot prefixes: copies and releases, within a bandwidth."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moonpool.conductor.costs.model import CostModel
+from moonpool.conductor.fleet.registry import NodeRegistry
+from moonpool.conductor.observing import scheduling_metrics as core_metrics
+from moonpool.conductor.placing.estimates import longest_blocks
+from moonpool.conductor.replication.copy_plan import Copy, Shape, plan_lending, plan_release, plan_replication
+from moonpool.conductor.replication.heat import Heat
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.runtime.errors import MoonpoolError
+
+log = logging.getLogger(__name__)
+
+_PERIOD_S = 1.0
+_DEADLINE_S = 10.0
+
+
+class Replicator:
+    """Looks once a second. One round at a time: the next one sees in the index what the last one did."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        cost_model: CostModel,
+        *,
+        nbytes_per_s: float,
+        block_size: int,
+        clock: Callable[[], float],
+        on_copied: Callable[[str, str], None] = lambda target, sentence: None,
+    ) -> None:
+        """``nbytes_per_s``: for all copies together; 0: none are made. ``on_copied``: told of each copy."""
+        self._registry = registry
+        self._cost_model = cost_model
+        self._nbytes_per_s = nbytes_per_s
+        self._block_size = block_size
+        self._clock = clock
+        self._on_copied = on_copied
+        self._heat = Heat()
+        self._made: list[Copy] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._nbytes_per_s:
+            self._task = asyncio.create_task(self._run(), name="replicate hot prefixes")
+            self._task.add_done_callback(_report)
+
+    async def close(self) -> None:
+        """Idempotent. Copies that were made stay; nodes evict them when they need the room."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    @property
+    def running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def note(self, keys: Sequence[BlockKey], prefixes: Mapping[str, int], compute_s: float) -> None:
+        """A request with these keys was placed; ``prefixes``: who held how much of it."""
+        self._heat.touch(keys[: longest_blocks(prefixes)], self._clock(), compute_s)
+
+    def hottest(self, count: int) -> list[dict[str, Any]]:
+        """The prefixes most in demand, for the dashboard: plain JSON types."""
+        now_s = self._clock()
+        return [
+            {
+                "key": chain.keys[-1].hex(),
+                "blocks": len(chain.keys),
+                "uses_per_s": self._heat.uses_per_s(chain, now_s),
+                "holders": sorted(
+                    node
+                    for node, held in self._registry.holders(chain.keys).items()
+                    if held >= len(chain.keys)
+                ),
+            }
+            for chain in self._heat.hottest(count, now_s)
+        ]
+
+    async def round(self) -> None:
+        """Plan once and carry it out. A copy that fails is made by a later round, if it is still wanted."""
+        registry, now_s = self._registry, self._clock()
+        layout = registry.layout
+        fleet = registry.fleet("prefill")
+        if layout is None or not len(fleet):
+            return
+        surplus = plan_release(self._heat, self._made, registry.holders, fleet, now_s=now_s)
+        for copy in surplus:
+            self._made.remove(copy)
+            if registry.holders(copy.keys).get(copy.target, 0) >= len(copy.keys):
+                await self._let_go(copy)
+        shape, budget_nbytes = Shape(self._block_size, layout.block_nbytes), self._nbytes_per_s * _PERIOD_S
+        copies = plan_replication(
+            self._heat,
+            registry.holders,
+            fleet,
+            self._cost_model.links,
+            shape,
+            budget_nbytes=budget_nbytes,
+            now_s=now_s,
+        )
+        budget_nbytes -= sum(copy.nbytes for copy in copies)
+        stores = registry.stores()
+        lent = plan_lending(
+            self._heat, registry.holders, stores, shape, budget_nbytes=budget_nbytes, now_s=now_s
+        )
+        # A store node lets go by itself of what is not used: that is what its memory is for.
+        made = await asyncio.gather(*map(self._copy, [*copies, *lent]))
+        self._made += [copy for copy, done in zip(copies, made, strict=False) if done]
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_PERIOD_S)
+            await self.round()
+
+    async def _copy(self, copy: Copy) -> bool:
+        """Whether anything was copied."""
+        members = self._registry.members
+        source, target = members.get(copy.source), members.get(copy.target)
+        if source is None or target is None or (address := source.kv_address) is None:
+            return False
+        links, now_s = self._cost_model.links, self._clock()
+        links.begin(copy.source, copy.target, copy.nbytes, now_s)
+        try:
+            reply = await target.client.replicate(address, copy.keys, _DEADLINE_S)
+        except MoonpoolError as error:
+            core_metrics.hot_copies.labels("failed").inc()
+            log.info("%d hot blocks were not copied to %s: %s", copy.num_blocks, copy.target, error)
+            return False
+        if reply.num_read:
+            core_metrics.hot_copies.labels("made").inc()
+            core_metrics.hot_nbytes.inc(reply.nbytes)
+            took = f"{reply.nbytes / 1e6:.1f} MB in {1e3 * reply.seconds:.0f} ms"
+            self._on_copied(
+                copy.target, f"{reply.num_read:,} blocks of a hot prefix from {copy.source}, {took}"
+            )
+        return bool(reply.num_read)
+
+    async def _let_go(self, copy: Copy) -> None:
+        member = self._registry.members.get(copy.target)
+        if member is None:
+            return
+        try:
+            num_blocks = await member.client.let_go(copy.keys, copy.num_blocks, _DEADLINE_S)
+        except MoonpoolError as error:
+            log.info("%d blocks stay on %s: %s", copy.num_blocks, copy.target, error)
+            return
+        core_metrics.hot_copies.labels("released").inc()
+        core_metrics.hot_released_blocks.inc(num_blocks)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("hot prefixes are not copied any more: this is a defect", exc_info=error)

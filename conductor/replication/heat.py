@@ -1,0 +1,91 @@
+"""Which prefixes are in demand: decayed counts in bounded memory."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.kvstore.blocks.keys import BlockKey
+
+# Uses within less time than this say nothing of a rate.
+_LEAST_AGE_S = 5.0
+
+
+@dataclass(slots=True)
+class HotChain:
+    """A prefix that requests ended their hits with."""
+
+    keys: tuple[BlockKey, ...]
+    heat: float = 0.0  # uses, fading
+    work_s: float = 0.0  # compute of those uses, fading likewise
+    since_s: float = 0.0  # when it was first used
+    at_s: float = 0.0  # when it was last used
+
+
+class Heat:
+    """Counts uses of chains by their last block; a use is worth half after ``half_life_s``.
+
+    At most ``capacity`` chains are known. When there are more, the coldest quarter is forgotten: that one
+    never mattered for replication.
+    """
+
+    def __init__(self, half_life_s: float = 30.0, capacity: int = 1024) -> None:
+        self._half_life_s = half_life_s
+        self._capacity = capacity
+        self._chains: dict[BlockKey, HotChain] = {}
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def touch(self, keys: Sequence[BlockKey], now_s: float, compute_s: float = 0.0) -> None:
+        """A request was placed: ``keys`` is the longest prefix of it that any node holds, and ``compute_s``
+        what is left to compute for it.
+        """
+        if not keys:
+            return
+        chain = self._chains.get(keys[-1])
+        if chain is None:
+            if len(self._chains) >= self._capacity:
+                self._forget(now_s)
+            chain = self._chains[keys[-1]] = HotChain(tuple(keys), since_s=now_s, at_s=now_s)
+        fade = self._fade(chain, now_s)
+        chain.heat = chain.heat * fade + 1.0
+        chain.work_s = chain.work_s * fade + compute_s
+        chain.at_s = now_s
+
+    def hottest(self, count: int, now_s: float) -> list[HotChain]:
+        """By uses, the hottest first; equal ones by key."""
+        return heapq.nsmallest(
+            count, self._chains.values(), key=lambda c: (-c.heat * self._fade(c, now_s), c.keys[-1])
+        )
+
+    def uses(self, chain: HotChain, now_s: float) -> float:
+        """Uses, those of a half-life ago counted half."""
+        return chain.heat * self._fade(chain, now_s)
+
+    def uses_per_s(self, chain: HotChain, now_s: float) -> float:
+        """Of late."""
+        return chain.heat * self._per_s(chain, now_s)
+
+    def nodes_worth(self, chain: HotChain, now_s: float) -> float:
+        """How many nodes the requests that use it keep busy."""
+        return chain.work_s * self._per_s(chain, now_s)
+
+    def of(self, key: BlockKey) -> HotChain | None:
+        """The chain that ends with ``key``."""
+        return self._chains.get(key)
+
+    def _per_s(self, chain: HotChain, now_s: float) -> float:
+        """A sum of uses as a rate. What is new has had no time to add up: that is made up for."""
+        age_s = max(now_s - chain.since_s, _LEAST_AGE_S)
+        full = 1 - math.exp2(-age_s / self._half_life_s)
+        return self._fade(chain, now_s) * math.log(2) / (self._half_life_s * full)
+
+    def _fade(self, chain: HotChain, now_s: float) -> float:
+        return math.exp2(-max(now_s - chain.at_s, 0.0) / self._half_life_s)
+
+    def _forget(self, now_s: float) -> None:
+        kept = self.hottest(3 * self._capacity // 4, now_s)
+        self._chains = {chain.keys[-1]: chain for chain in kept}

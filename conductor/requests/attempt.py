@@ -1,0 +1,241 @@
+"""One placement of one request: its calls to two nodes, and what comes back, in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextvars import copy_context
+from dataclasses import dataclass
+
+from moonpool.conductor.fleet.member import Member
+from moonpool.conductor.fleet.node_client import RequestKey
+from moonpool.conductor.placing.placement import Placement
+from moonpool.protos import node_pb2
+from moonpool.runtime.errors import NodeUnavailable, RemoteError
+from moonpool.runtime.observing.log import request_id
+
+# Statuses by which a node says "not me, not now" without anything being wrong with it; and "never, nowhere".
+_REFUSALS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "FAILED_PRECONDITION", "ABORTED", "DEADLINE_EXCEEDED")
+_USELESS = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "UNIMPLEMENTED")
+
+
+class AttemptFailed(Exception):
+    """The placement came to nothing. The request may be placed again, better not on ``nodes``."""
+
+    def __init__(self, cause: str, reason: str, *nodes: str) -> None:
+        super().__init__(reason)
+        self.cause = cause  # one word: lost, refused, error, disorder
+        self.reason = reason
+        self.nodes = nodes
+
+
+class AttemptUseless(Exception):
+    """A node found the request itself wrong: it would fail anywhere."""
+
+
+@dataclass(slots=True)
+class AttemptPlan:
+    """Who does what."""
+
+    key: RequestKey
+    work: node_pb2.Work
+    placement: Placement
+    prefill: Member
+    decode: Member | None  # None: the prefill's token is the last one
+    fetch_from: node_pb2.KvAddress | None
+    num_fetch_blocks: int
+    num_hit_blocks: int  # that the index says the prefill node holds itself
+    num_blocks: int  # of KV that it will probably hold in the end
+    prompt_logprobs: bool
+    conductor_id: str
+    timeout_s: float
+
+
+class Attempt:
+    """Both calls start at once: the decode node reserves and follows while the prefill node computes.
+
+    ``first`` and then ``token`` give what the nodes produce. Either raises ``AttemptFailed``,
+    ``AttemptUseless`` or what ``abort`` was given, after the tokens that came before it. ``close`` stops
+    everything that still goes on, on the nodes too, without waiting for them.
+    """
+
+    def __init__(self, plan: AttemptPlan) -> None:
+        self.plan = plan
+        self.kv_received = False  # the decode node has all it needs: the prefill node may go
+        self._reply: node_pb2.PrefillReply | None = None
+        self._tokens: deque[node_pb2.TokenOut] = deque()
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._num_delivered = 0
+        self._finished = False  # the decode node has ended it by itself
+        self._calls: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    def start(self) -> None:
+        plan = self.plan
+        placement = plan.placement
+        plan.prefill.begin_prefill(plan.key, placement.prefill.compute_s, placement.patience_s)
+        if plan.decode is not None:
+            estimate = plan.placement.decode
+            assert estimate is not None
+            plan.decode.begin_decode(
+                plan.key,
+                len(plan.work.token_ids) // 4,
+                plan.num_blocks,
+                starts_in_s=plan.placement.prefill.ttft_s + estimate.transfer_s,
+                lasts_s=estimate.total_s - estimate.transfer_s,
+            )
+            plan.decode.client.attach(plan.key, self)
+            # Until its blocks are on the decode node, the prefill node must live too.
+            plan.prefill.client.attach(plan.key, self)
+        context = copy_context()
+        context.run(request_id.set, plan.key[0])
+        # The prefill goes out first: the first token waits for it.
+        calls = [self._prefill()] if plan.decode is None else [self._prefill(), self._decode(plan.decode)]
+        for call in calls:
+            task = asyncio.create_task(call, context=context)
+            task.add_done_callback(self._call_done)
+            self._calls.append(task)
+
+    async def first(self) -> node_pb2.PrefillReply:
+        while self._reply is None:
+            if self._failure is not None:
+                raise self._failure
+            await self._news()
+        return self._reply
+
+    async def token(self) -> node_pb2.TokenOut:
+        while not self._tokens:
+            if self._failure is not None:
+                raise self._failure
+            await self._news()
+        return self._tokens.popleft()
+
+    def abort(self, error: Exception) -> None:
+        """Whoever waits for this attempt gets ``error``. The first one counts."""
+        if self._failure is None:
+            self._failure = error
+            self._wake()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        plan = self.plan
+        for call in self._calls:
+            call.cancel()
+        plan.prefill.end_prefill(plan.key)
+        plan.prefill.client.detach(plan.key)
+        if plan.decode is not None:
+            if not self.kv_received:
+                # Its call may be over, but it still holds the blocks for the decode node.
+                plan.prefill.client.cancel(plan.key)
+            plan.decode.end_decode(plan.key, self._num_delivered)
+            plan.decode.client.detach(plan.key)
+            if not self._finished:
+                plan.decode.decode_client.cancel(plan.key)
+
+    # ------------------------------------------------------------------ what the nodes' clients call
+
+    def put(self, token: node_pb2.TokenOut) -> None:
+        self._num_delivered += 1
+        if token.HasField("received"):
+            self.kv_received = True
+            self.plan.prefill.client.detach(self.plan.key)
+            if self.plan.decode is not None:
+                self.plan.decode.decoding(self.plan.key)
+        if token.finish_reason:
+            self._finished = True
+            if token.finish_reason in (node_pb2.FINISH_ERROR, node_pb2.FINISH_CANCELLED):
+                self._gave_up(token)
+                return
+            if self.plan.decode is not None:
+                self.plan.decode.succeeded()
+        self._tokens.append(token)
+        self._wake()
+
+    def fail(self, error: NodeUnavailable) -> None:
+        self._member(error.node_id).lost()
+        self.abort(AttemptFailed("lost", str(error), error.node_id))
+
+    # ------------------------------------------------------------------ the calls
+
+    async def _prefill(self) -> None:
+        plan = self.plan
+        request = node_pb2.PrefillRequest(
+            work=plan.work,
+            fetch_from=plan.fetch_from,
+            num_fetch_blocks=plan.num_fetch_blocks,
+            num_hit_blocks=plan.num_hit_blocks,
+            prompt_logprobs=plan.prompt_logprobs,
+            followed=plan.decode is not None,
+        )
+        reply = await plan.prefill.client.prefill(request, plan.timeout_s)
+        if plan.prefill.prefilled_alone(plan.key):
+            plan.prefill.took(plan.placement.prefill.compute_s, reply.compute_s)
+        plan.prefill.end_prefill(plan.key)
+        plan.prefill.succeeded()
+        self._reply = reply
+        self._wake()
+
+    async def _decode(self, member: Member) -> None:
+        plan = self.plan
+        request = node_pb2.DecodeRequest(
+            work=plan.work,
+            conductor_id=plan.conductor_id,
+            prefill_address=plan.prefill.record.rpc_address,
+        )
+        await member.decode_client.decode(request, plan.timeout_s)
+
+    def _call_done(self, call: asyncio.Task[None]) -> None:
+        error = None if call.cancelled() else call.exception()
+        match error:
+            case None:
+                pass
+            case NodeUnavailable():
+                self.fail(error)
+            case RemoteError():
+                self._answered(error)
+            case Exception():
+                self.abort(error)  # a defect of ours: the request ends with it
+
+    # ------------------------------------------------------------------ failures
+
+    def _answered(self, error: RemoteError) -> None:
+        if error.status in _USELESS:
+            self.abort(AttemptUseless(str(error)))
+        elif error.status in _REFUSALS:
+            self.abort(AttemptFailed("refused", str(error), error.node_id))
+        else:
+            self._member(error.node_id).erred()
+            self.abort(AttemptFailed("error", str(error), error.node_id))
+
+    def _gave_up(self, token: node_pb2.TokenOut) -> None:
+        """The decode node ended the request without finishing it."""
+        decode, prefill = self.plan.decode, self.plan.prefill
+        assert decode is not None
+        reason = f"node {decode.node_id}: {token.error or 'cancelled by the node'}"
+        if self.kv_received:
+            decode.erred()
+            self.abort(AttemptFailed("error", reason, decode.node_id))
+        else:
+            # Following its prefill failed. Either end may be the cause: neither is blamed, both are avoided.
+            self.abort(AttemptFailed("error", reason, decode.node_id, prefill.node_id))
+
+    def _member(self, node_id: str) -> Member:
+        decode = self.plan.decode
+        return decode if decode is not None and decode.node_id == node_id else self.plan.prefill
+
+    # ------------------------------------------------------------------ waiting
+
+    async def _news(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,43 @@
+"""A request's tokens so far, with their block keys: what any node needs to take it up."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.kvstore.blocks.keys import BlockKey, chain, pack
+
+
+class Lineage:
+    """The prompt, then the tokens already streamed. Each full block is hashed once."""
+
+    def __init__(self, prompt_token_ids: npt.NDArray[np.int32], block_size: int) -> None:
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.output_ids: list[int] = []
+        self.root_key = b""
+        self.keys: list[BlockKey] = []
+        self._prompt = np.ascontiguousarray(prompt_token_ids, dtype="<i4")
+        self._block_size = block_size
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + len(self.output_ids)
+
+    def hash_blocks(self, root_key: bytes) -> list[BlockKey]:
+        """Keys of all full blocks, continuing where the last call with the same root stopped."""
+        if root_key != self.root_key:
+            self.root_key, self.keys = root_key, []
+        done = len(self.keys) * self._block_size
+        if self.num_tokens - done >= self._block_size:
+            start = self.keys[-1] if self.keys else None
+            self.keys += chain(root_key, self.token_ids()[done:], self._block_size, start)
+        return self.keys
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """int32 [num_tokens]"""
+        if not self.output_ids:
+            return self._prompt
+        return np.concatenate((self._prompt, np.array(self.output_ids, dtype="<i4")))
+
+    def packed_keys(self) -> bytes:
+        return pack(self.keys)

@@ -1,0 +1,240 @@
+"""Writes down what happens to one request: its timeline, the counters, and what the cost model learns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from moonpool.conductor.costs.model import CostModel
+from moonpool.conductor.errors import RequestRejected
+from moonpool.conductor.observing import scheduling_metrics as core_metrics
+from moonpool.conductor.observing.activity import Activity
+from moonpool.conductor.observing.timeline import RequestTimeline
+from moonpool.conductor.observing.timeline_spans import CONDUCTOR, spans_of
+from moonpool.conductor.placing.placement import Placement
+from moonpool.conductor.requests.attempt import AttemptFailed, AttemptPlan
+from moonpool.protos import node_pb2
+from moonpool.runtime.observing import tracing
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """One a request. Every method is called when the thing it is named after has just happened."""
+
+    def __init__(
+        self,
+        timeline: RequestTimeline,
+        cost_model: CostModel,
+        activity: Activity,
+        clock: Callable[[], float],
+        tenant: str,
+    ) -> None:
+        """``tenant``: a configured one's name, or nothing."""
+        self.timeline = timeline
+        self._summary = timeline.summary
+        self._cost_model = cost_model
+        self._activity = activity
+        self._tenant = tenant
+        self._clock = clock
+        self._started_s = timeline.started_s
+        self._first_s = 0.0  # when the first token came; 0: not yet
+        self._predicted_ttft_s = 0.0
+        self._placed_s = 0.0  # the last time
+
+    def queued(self, prompt_tokens: int, max_tokens: int) -> None:
+        self._summary.prompt_tokens = prompt_tokens
+        self.timeline.add("queued", self._started_s, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+
+    def placed(self, placement: Placement, attempt: int, hash_s: float, place_s: float) -> None:
+        """``hash_s`` went into block keys, ``place_s`` into looking them up and choosing."""
+        now_s = self._placed_s = self._clock()
+        summary = self._summary
+        summary.attempts = attempt + 1
+        summary.prefill_node = placement.prefill.node_id
+        summary.decode_node = placement.decode.node_id if placement.decode else ""
+        summary.reason, summary.detail = placement.reason.value, placement.detail
+        if not self._first_s:
+            self._predicted_ttft_s = now_s - self._started_s + placement.prefill.ttft_s
+        self.timeline.add(
+            "placed", now_s, attempt=attempt, hash_s=hash_s, place_s=place_s, placement=placement
+        )
+        log.debug(
+            "placed on %s, then %s: %s: %s",
+            *(summary.prefill_node, summary.decode_node or "nowhere", summary.reason, summary.detail),
+        )
+        core_metrics.placements.labels(placement.reason.value).inc()
+        self._activity.placements[placement.reason.value] += 1
+
+    def prefilled(self, plan: AttemptPlan, num_tokens: int, reply: node_pb2.PrefillReply) -> None:
+        """``num_tokens`` were given to it, of which it computed those it did not have."""
+        now_s = self._clock()
+        node_id = plan.prefill.node_id
+        summary = self._summary
+        summary.cached_tokens = reply.num_cached_tokens
+        summary.pool_tokens = reply.num_pool_tokens
+        summary.host_tokens = reply.num_host_tokens
+        summary.ssd_tokens = reply.num_ssd_tokens
+        summary.fetched_tokens = reply.num_fetched_tokens
+        if reply.num_cached_tokens or reply.fetch_error or reply.num_stale_blocks:
+            self.timeline.add(
+                "prefix_loaded",
+                # What a node says it took did not begin before it was asked.
+                max(now_s - reply.compute_s - reply.queued_s, self._placed_s),
+                node=node_id,
+                cached_tokens=reply.num_cached_tokens,
+                pool_tokens=reply.num_pool_tokens,
+                host_tokens=reply.num_host_tokens,
+                ssd_tokens=reply.num_ssd_tokens,
+                load_s=reply.load_s,
+                fetched_tokens=reply.num_fetched_tokens,
+                fetched_nbytes=reply.fetched_nbytes,
+                fetch_s=reply.fetch_s,
+                fetch_from=plan.placement.prefill.fetch_from,
+                fetch_error=reply.fetch_error,
+                stale_blocks=reply.num_stale_blocks,
+            )
+        self.timeline.add(
+            "prefilled",
+            now_s,
+            node=node_id,
+            queued_s=reply.queued_s,
+            compute_s=reply.compute_s,
+            predicted_compute_s=plan.placement.prefill.compute_s,
+            computed_tokens=num_tokens - reply.num_cached_tokens,
+            chunks=self._stretches(reply.chunks, now_s),
+        )
+        sources = {
+            "computed": num_tokens - reply.num_cached_tokens,
+            "pool": reply.num_pool_tokens,
+            "host": reply.num_host_tokens,
+            "ssd": reply.num_ssd_tokens,
+            "fetched": reply.num_fetched_tokens,
+        }
+        self._activity.prompt(self._tenant, sources)
+        if reply.fetch_error:
+            self._activity.not_moved(plan.placement.prefill.fetch_from, node_id)
+        if plan.prefill.prefilled_alone(plan.key):
+            self._cost_model.observe_prefill(
+                plan.prefill.view.cost,
+                uncached_tokens=num_tokens - reply.num_cached_tokens,
+                cached_tokens=reply.num_cached_tokens,
+                actual_s=reply.compute_s,
+                now_s=now_s,
+            )
+        if reply.fetched_nbytes:
+            source = plan.placement.prefill.fetch_from
+            self._activity.moved(source, node_id, "", reply.fetched_nbytes, reply.fetch_s)
+            self._cost_model.observe_transfer(
+                plan.placement.prefill.fetch_from,
+                node_id,
+                nbytes=reply.fetched_nbytes,
+                actual_s=reply.fetch_s,
+                now_s=now_s,
+                predicted_s=plan.placement.prefill.transfer_s,
+            )
+
+    def first_token(self) -> None:
+        now_s = self._first_s = self._clock()
+        self._summary.ttft_s = now_s - self._started_s
+        self.timeline.add(
+            "first_token", now_s, ttft_s=self._summary.ttft_s, predicted_ttft_s=self._predicted_ttft_s
+        )
+        self._cost_model.observe_ttft(self._predicted_ttft_s, self._summary.ttft_s)
+
+    def transferred(self, plan: AttemptPlan, received: node_pb2.KvReceived) -> None:
+        summary = self._summary
+        summary.transferred_nbytes = received.nbytes
+        summary.transfer_s = received.seconds
+        summary.transport = received.transport
+        node_id = plan.decode.node_id if plan.decode else ""
+        now_s = self._clock()
+        self.timeline.add(
+            "transferred",
+            now_s,
+            node=node_id,
+            nbytes=received.nbytes,
+            transfer_s=received.seconds,
+            num_blocks=received.num_blocks,
+            num_local_blocks=received.num_local_blocks,
+            transport=received.transport,
+            reads=self._stretches(received.reads, now_s),
+        )
+        if received.nbytes:
+            self._activity.moved(
+                plan.prefill.node_id, node_id, received.transport, received.nbytes, received.seconds
+            )
+            self._cost_model.observe_transfer(
+                plan.prefill.node_id,
+                node_id,
+                nbytes=received.nbytes,
+                actual_s=received.seconds,
+                now_s=now_s,
+            )
+
+    def _stretches(self, stretches: Iterable[node_pb2.Stretch], now_s: float) -> list[dict[str, float]]:
+        """What a node told of its work, by this timeline's ``at_s``."""
+        told_s = now_s - self._started_s
+        return [
+            {
+                "at_s": told_s - one.ago_s,
+                "seconds": one.seconds,
+                "tokens": one.num_tokens,
+                "nbytes": one.nbytes,
+            }
+            for one in stretches
+        ]
+
+    def preempted(self, plan: AttemptPlan) -> None:
+        self.timeline.add("preempted", self._clock(), node=plan.decode.node_id if plan.decode else "")
+
+    def retry(self, failure: AttemptFailed, attempt: int, num_tokens: int) -> None:
+        self.timeline.add(
+            "retry",
+            self._clock(),
+            attempt=attempt,
+            cause=failure.cause,
+            reason=failure.reason,
+            nodes=list(failure.nodes),
+            streamed_tokens=num_tokens,
+        )
+        core_metrics.replacements.labels(failure.cause).inc()
+        self._activity.event(
+            "retry", ", ".join(failure.nodes), f"{self.timeline.request_id}: {failure.reason}"
+        )
+
+    def waits(self, role: str) -> None:
+        self.timeline.add("waits_for_node", self._clock(), role=role)
+        core_metrics.waits.labels(role).inc()
+
+    def rejected(self, error: RequestRejected) -> None:
+        core_metrics.rejections.labels(error.stage).inc()
+        self._activity.rejections[error.stage] += 1
+
+    def done(self, finish_reason: str, num_tokens: int, error: str = "") -> None:
+        """``finish_reason``: stop, length, cancelled, or the error's name."""
+        now_s = self._clock()
+        summary = self._summary
+        summary.finish_reason = finish_reason
+        summary.output_tokens = num_tokens
+        summary.e2e_s = now_s - self._started_s
+        if num_tokens > 1:
+            summary.tpot_s = (now_s - self._first_s) / (num_tokens - 1)
+        facts = {"error": error} if error else {}
+        self.timeline.add("done", now_s, finish_reason=finish_reason, output_tokens=num_tokens, **facts)
+        log.debug("%s after %d tokens and %.4f s %s", finish_reason, num_tokens, summary.e2e_s, error)
+        if finish_reason in ("stop", "length"):
+            self._cost_model.output_lengths.observe(summary.prompt_tokens, num_tokens)
+        if tracing.sampled():
+            self._export(now_s)
+
+    def _export(self, now_s: float) -> None:
+        """What the conductor itself did, as spans; nodes send their own."""
+        age_s = now_s - self._started_s
+        for one in spans_of(self.timeline.to_dict()):
+            if one.process == CONDUCTOR:
+                facts: dict[str, Any] = {
+                    name: value for name, value in one.facts.items() if isinstance(value, str | int | float)
+                }
+                tracing.past(one.name, ago_s=age_s - one.began_s, seconds=one.seconds, **facts)

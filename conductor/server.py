@@ -1,0 +1,128 @@
+"""The API as an aiohttp application, and the server that starts and drains it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import re
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from moonpool.conductor.api import completion_routes as endpoints
+from moonpool.conductor.api import status_routes as pages
+from moonpool.conductor.api.context import CONTEXT, ApiContext
+from moonpool.conductor.api.errors import as_api_error
+from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
+from moonpool.conductor.api.openapi import openapi
+from moonpool.conductor.dashboard.live_feed import FEED, LiveFeed, live
+from moonpool.runtime.errors import PortInUse
+
+log = logging.getLogger(__name__)
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def create_app(context: ApiContext) -> web.Application:
+    """All routes. Run it with ``handler_cancellation``: closing a connection must cancel its request."""
+    app = web.Application(middlewares=[_boundary], client_max_size=context.options.max_body_nbytes)
+    app[CONTEXT] = context
+    app[FEED] = LiveFeed(context)
+    app.on_response_prepare.append(_name_request)
+    app.add_routes(
+        [
+            web.post("/v1/completions", endpoints.completions),
+            web.post("/v1/chat/completions", endpoints.chat_completions),
+            web.get("/v1/models", pages.models),
+            web.get("/v1/models/{name:.+}", pages.model),
+            web.get("/v1/cluster", pages.cluster),
+            web.get("/v1/about", pages.about),
+            web.get("/v1/benchmarks", pages.benchmarks),
+            web.get("/v1/benchmarks/{name}", pages.benchmark),
+            web.get("/v1/prometheus-targets", pages.prometheus_targets),
+            web.get("/v1/index/{node}", pages.index),
+            web.get("/v1/live", live),
+            web.get("/v1/requests", pages.requests),
+            web.get("/v1/requests/{id}/timeline", pages.timeline),
+            web.get("/openapi.json", openapi),
+            web.get("/healthz", pages.healthz),
+            web.get("/readyz", pages.readyz),
+            web.get("/metrics", pages.metrics),
+            web.get("/", pages.dashboard),
+            web.get("/static/{name:.+}", pages.static),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Name the request, turn every error into an answer, count the answer."""
+    http, context = request, request.app[CONTEXT]
+    offered = http.headers.get(REQUEST_ID_HEADER, "")
+    http[REQUEST_ID] = offered if _CLIENT_ID.fullmatch(offered) else context.new_id()
+    status = 499  # the client left before there was an answer
+    try:
+        try:
+            response = await handler(http)
+        except Exception as error:
+            response = as_api_error(error).response()
+        status = response.status
+        return response
+    finally:
+        resource = http.match_info.route.resource
+        route = resource.canonical if resource is not None else "other"
+        method = http.method if http.method in ("GET", "HEAD", "POST") else "other"
+        context.metrics.http.labels(route, method, str(status)).inc()
+
+
+async def _name_request(http: web.Request, response: web.StreamResponse) -> None:
+    if REQUEST_ID in http:
+        response.headers[REQUEST_ID_HEADER] = http[REQUEST_ID]
+
+
+class ApiServer:
+    """Serves one context's application from ``start`` to ``close``."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        # A handler is cancelled as soon as its connection closes. Waiting for them is what ``drain`` does.
+        self._runner = web.AppRunner(
+            create_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
+        self._site: web.TCPSite | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen. Raises ``PortInUse``; nothing is open then."""
+        host, port = self._context.options.host, self._context.options.port
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUse(host, port, "conductor.port") from error
+            raise
+        self._site = site
+        self.port = int(self._runner.addresses[0][1])
+
+    async def drain(self, within_s: float) -> bool:
+        """Take no more requests and let the running ones end; False: some still ran after ``within_s``."""
+        self._context.draining = True
+        if self._site is not None:
+            await self._site.stop()
+            self._site = None
+        try:
+            async with asyncio.timeout(within_s):
+                await self._context.idle.wait()
+        except TimeoutError:
+            log.warning("some requests still ran after %.1f s of draining and are cut off", within_s)
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close every connection, which cancels what still runs on them. Idempotent."""
+        await self._runner.cleanup()

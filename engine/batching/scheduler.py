@@ -1,0 +1,315 @@
+"""Who runs in the next step, on which blocks; and what the step's tokens mean for each."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+
+from moonpool.engine.batching.events import StepEvent
+from moonpool.engine.batching.sequence import FinishReason, Sequence, State, TokenLogprobs
+from moonpool.engine.batching.step_plan import Chunk, Plan, StepOutput
+from moonpool.engine.memory.block_pool import BlockPool
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, over a BlockPool. Pure bookkeeping, one thread.
+
+    Every decoding sequence is in every step; what the token budget leaves goes to prompts, oldest first. A
+    prompt is admitted with all its blocks at once, so a running prefill never waits for one. When a decoding
+    sequence needs a block and there is none, the last sequence by (priority, arrival) gives its blocks up and
+    is computed again later; sealed ones stay cached, so that usually costs little. Nothing is ever dropped.
+    """
+
+    def __init__(self, pool: BlockPool, *, max_batch_size: int, max_batch_tokens: int, max_len: int) -> None:
+        """``max_len``: most tokens of one sequence; the pool must hold one such sequence."""
+        assert max_len <= pool.num_blocks * pool.block_size
+        self.pool = pool
+        self.max_running = min(max_batch_size, max_batch_tokens)
+        self.max_batch_tokens = max_batch_tokens
+        self.max_len = max_len
+        self.waiting: list[Sequence] = []  # by order; they hold blocks only where they came with some
+        self.ready: list[Sequence] = []  # by order; their KV is in place, they only need a row
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []  # decoding[i].row == i
+        self.held_back = False  # nobody is admitted while something runs: room is gathered for an older one
+        self.version = 0  # changes whenever ``decoding`` does
+        # Called with a sequence and the first of its blocks that are full now, just before they are sealed.
+        self.on_full: Callable[[Sequence, int], None] | None = None
+        self._moved_blocks: list[tuple[Sequence, int, int]] = []
+        self.num_preemptions = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.ready)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue the sequence. Blocks in its table are the scheduler's to release from now on."""
+        if sequence.block_table and sequence.num_computed_tokens >= sequence.num_tokens:
+            self._uncover_last_block(sequence)
+        only_a_row_missing = sequence.block_table and sequence.num_computed_tokens == sequence.num_tokens - 1
+        if only_a_row_missing and not sequence.prefill_only:
+            queue = self.ready
+        else:
+            queue = self.waiting
+        sequence.state = State.WAITING
+        insort(queue, sequence, key=_order)
+
+    def take_blocks(self, sequence: Sequence, num_tokens: int, max_hit_tokens: int) -> bool:
+        """Give the sequence blocks for ``num_tokens`` tokens, at most ``max_hit_tokens`` of them cached ones.
+
+        False, and nothing changed, when there is not enough room: besides the blocks themselves, one for each
+        running sequence is left, so that newcomers do not preempt those who run.
+        """
+        block_size, pool = self.pool.block_size, self.pool
+        max_hit_blocks = max_hit_tokens // block_size
+        sequence.hash_blocks(block_size, max_hit_blocks)
+        hits = [] if sequence.prompt_logprobs else pool.match(sequence.keys[:max_hit_blocks])
+        num_new = -(-num_tokens // block_size) - len(hits)
+        if pool.num_free - pool.num_idle(hits) < num_new + self.num_running:
+            return False
+        pool.acquire(hits)
+        sequence.block_table = hits + pool.allocate(num_new)
+        sequence.num_sealed_blocks = len(hits)
+        sequence.num_computed_tokens = len(hits) * block_size
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        return True
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None when nothing can run now. Its sequences have all the blocks they need."""
+        while self.ready and self.num_running < self.max_running:
+            self._start_decoding(self.ready.pop(0))
+        preempted = self._grow_tables()
+        budget = self.max_batch_tokens - len(self.decoding)
+        chunks: list[Chunk] = []
+        for sequence in self.prefilling:
+            budget -= self._add_chunk(chunks, sequence, budget)
+        # Those just preempted would come straight back for the blocks they gave.
+        takes_more = not preempted and (not self.held_back or self.num_running == 0)
+        while budget > 0 and self.waiting and takes_more and self.num_running < self.max_running:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            self.waiting.pop(0)
+            sequence.state = State.PREFILLING
+            self.prefilling.append(sequence)
+            budget -= self._add_chunk(chunks, sequence, budget)
+        if not self.decoding and not chunks and not preempted:
+            return None
+        moved, self._moved_blocks = self._moved_blocks, []
+        return Plan(self.decoding.copy(), chunks, preempted, self.version, moved)
+
+    def postprocess(self, plan: Plan, output: StepOutput, now_s: float) -> list[StepEvent]:
+        """Take the step's results in: tokens are appended, full blocks sealed, finished sequences let go."""
+        events = [_preempted(sequence) for sequence in plan.preempted]
+        block_size = self.pool.block_size
+        logprobs = output.logprobs
+        for i, sequence in enumerate(plan.decodes):
+            computed = sequence.num_computed_tokens + 1
+            sequence.num_computed_tokens = computed
+            if computed % block_size == 0:
+                self.seal_computed(sequence)
+            self._take_token(sequence, output.token_ids[i], logprobs[i] if logprobs else None, events)
+        sampled = len(plan.decodes)
+        for i, chunk in enumerate(plan.chunks):
+            sequence = chunk.sequence
+            sequence.num_computed_tokens += chunk.num_tokens
+            sequence.prompt_rows += output.prompt_logprobs.get(i, ())
+            self.seal_computed(sequence)
+            if not chunk.last:
+                if sequence.cancelled:
+                    self.finish(sequence, FinishReason.CANCELLED, events)
+                else:
+                    events.append(StepEvent(sequence, sequence.num_computed_tokens))
+                continue
+            sequence.computed_s = now_s
+            self.prefilling.remove(sequence)
+            if sequence.prefill_only:
+                sequence.state = State.HELD
+            else:
+                self._start_decoding(sequence)
+            self._take_token(
+                sequence, output.token_ids[sampled], logprobs[sampled] if logprobs else None, events
+            )
+            if sequence.prompt_logprobs:
+                events[-1].prompt_logprobs = sequence.prompt_rows
+                sequence.prompt_logprobs = False  # told once, also if it is computed again
+            sampled += 1
+        return events
+
+    def seal_computed(self, sequence: Sequence) -> None:
+        """Give every block that is full and computed its key, and the sequence the block that carries it."""
+        block_size, table = self.pool.block_size, sequence.block_table
+        num_full = sequence.num_computed_tokens // block_size
+        sequence.hash_blocks(block_size, num_full)
+        keys = sequence.keys
+        if self.on_full is not None and num_full > sequence.num_sealed_blocks:
+            self.on_full(sequence, sequence.num_sealed_blocks)
+        for i in range(sequence.num_sealed_blocks, num_full):
+            block = self.pool.seal(table[i], keys[i], keys[i - 1] if i else None)
+            if block != table[i]:
+                table[i] = block
+                if sequence.row >= 0:
+                    self._moved_blocks.append((sequence, i, block))
+        sequence.num_sealed_blocks = max(num_full, sequence.num_sealed_blocks)
+
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, events: list[StepEvent], error: str = ""
+    ) -> None:
+        """Take the sequence out wherever it is, release its blocks, report it. Not while a step runs it."""
+        self._remove(sequence)
+        sequence.finish_reason = reason
+        self.let_go(sequence)
+        events.append(StepEvent(sequence, sequence.num_computed_tokens, finish_reason=reason, error=error))
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Release the blocks of a sequence that is in no queue."""
+        sequence.state = State.FINISHED
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+
+    def _take_token(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, events: list[StepEvent]
+    ) -> None:
+        if sequence.cancelled:
+            self.finish(sequence, FinishReason.CANCELLED, events)
+            return
+        sequence.append(token_id)
+        index = sequence.num_tokens - sequence.num_prompt_tokens - 1
+        reason = self._finish_reason(sequence, token_id, index)
+        events.append(StepEvent(sequence, sequence.num_computed_tokens, token_id, index, reason, logprobs))
+        if reason:
+            sequence.finish_reason = reason
+            if sequence.state is not State.HELD:
+                self._remove(sequence)
+                self.let_go(sequence)
+
+    def _finish_reason(self, sequence: Sequence, token_id: int, index: int) -> FinishReason:
+        sampling = sequence.sampling
+        if token_id in sequence.stop_ids and index >= sampling.min_tokens:
+            return FinishReason.STOP
+        if index + 1 >= sampling.max_tokens or sequence.num_tokens >= self.max_len:
+            return FinishReason.LENGTH
+        return FinishReason.NONE
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Blocks for all tokens of a waiting sequence; False when there is not enough room."""
+        if self._give_blocks(sequence):
+            return True
+        if self.num_running == 0:
+            # Nothing will free a block: those that came with some must not keep each other out.
+            for holder in reversed([s for s in self.waiting if s.block_table]):
+                self._strip(holder)
+                if self._give_blocks(sequence):
+                    return True
+        return False
+
+    def _give_blocks(self, sequence: Sequence) -> bool:
+        if not sequence.block_table:
+            # Leave one token uncached: prefill needs a query row to produce logits.
+            return self.take_blocks(sequence, sequence.num_tokens, sequence.num_tokens - 1)
+        more = self._more_hits(sequence)
+        missing = -(-sequence.num_tokens // self.pool.block_size) - len(sequence.block_table) - len(more)
+        if missing > 0 or more:
+            if self.pool.num_free - self.pool.num_idle(more) < missing + self.num_running:
+                return False
+            self.pool.acquire(more)
+            if more:
+                sequence.hold_prefix(sequence.block_table + more, self.pool.block_size)
+            sequence.block_table += self.pool.allocate(missing)
+        return True
+
+    def _more_hits(self, sequence: Sequence) -> list[int]:
+        """Blocks of its prefix that came to the pool since it was given those in its table."""
+        block_size, num_held = self.pool.block_size, len(sequence.block_table)
+        if sequence.num_computed_tokens != num_held * block_size or sequence.prompt_logprobs:
+            return []
+        # Leave one token uncached: prefill needs a query row to produce logits.
+        max_hits = (sequence.num_tokens - 1) // block_size
+        sequence.hash_blocks(block_size, max_hits)
+        return self.pool.match(sequence.keys[num_held:max_hits])
+
+    def _strip(self, sequence: Sequence) -> None:
+        """Back to no blocks and nothing computed; what it had sealed stays cached while there is room."""
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
+
+    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
+        remaining = sequence.num_tokens - sequence.num_computed_tokens
+        num_tokens = min(remaining, budget)
+        if num_tokens > 0:
+            chunks.append(Chunk(sequence, sequence.num_computed_tokens, num_tokens, num_tokens == remaining))
+        return num_tokens
+
+    def _grow_tables(self) -> list[Sequence]:
+        """A block for every decoding sequence whose next token starts one; returns who gave theirs for it."""
+        pool, block_size = self.pool, self.pool.block_size
+        short = [s for s in self.decoding if s.num_tokens > len(s.block_table) * block_size]
+        preempted: list[Sequence] = []
+        for sequence in sorted(short, key=_order):
+            while sequence.state is State.DECODING and pool.num_free == 0:
+                preempted.append(self._preempt())
+            if sequence.state is State.DECODING:
+                block = pool.allocate(1)[0]
+                sequence.block_table.append(block)
+                self._moved_blocks.append((sequence, len(sequence.block_table) - 1, block))
+        return preempted
+
+    def _preempt(self) -> Sequence:
+        victim = max(self.decoding + self.prefilling, key=_order)
+        self._remove(victim)
+        self._strip(victim)
+        victim.prompt_rows.clear()
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        victim.state = State.WAITING
+        insort(self.waiting, victim, key=_order)
+        return victim
+
+    def _uncover_last_block(self, sequence: Sequence) -> None:
+        """All KV is in place but no token follows yet: take the last block back, to compute it once more.
+
+        It may be shared by now, so it is replaced and not written to.
+        """
+        last = (sequence.num_tokens - 1) // self.pool.block_size
+        self.pool.release(sequence.block_table[last:])
+        del sequence.block_table[last:]
+        sequence.num_sealed_blocks = min(sequence.num_sealed_blocks, last)
+        sequence.num_computed_tokens = last * self.pool.block_size
+
+    def _start_decoding(self, sequence: Sequence) -> None:
+        sequence.state = State.DECODING
+        sequence.row = len(self.decoding)
+        self.decoding.append(sequence)
+        self.version += 1
+
+    def _remove(self, sequence: Sequence) -> None:
+        match sequence.state:
+            case State.DECODING:
+                last = self.decoding.pop()
+                if last is not sequence:
+                    self.decoding[sequence.row] = last
+                    last.row = sequence.row
+                sequence.row = -1
+                self.version += 1
+            case State.PREFILLING:
+                self.prefilling.remove(sequence)
+            case State.WAITING:
+                for queue in (self.waiting, self.ready):
+                    i = bisect_left(queue, sequence.order, key=_order)
+                    if i < len(queue) and queue[i] is sequence:
+                        del queue[i]
+                        break
+
+
+def _order(sequence: Sequence) -> tuple[int, float, str, int]:
+    return sequence.order
+
+
+def _preempted(sequence: Sequence) -> StepEvent:
+    return StepEvent(sequence, 0, preempted=True)

@@ -1,0 +1,150 @@
+"""Rotary position embedding: how each scaling changes the frequencies, and the tables the kernels read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.errors import CheckpointError, UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """``kind`` is transformers' rope_type; the other fields matter to the kinds that read them."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # multiplies cos and sin
+    truncate: bool = True
+
+    @classmethod
+    def from_words(cls, path: Path, raw: Mapping[str, Any], max_position: int) -> RopeConfig:
+        """From config.json: ``rope_parameters`` (transformers 5), or ``rope_theta`` beside ``rope_scaling``.
+
+        Raises UnsupportedModel for a kind that is not computed, CheckpointError for a word it needs and
+        lacks.
+        """
+        words: dict[str, Any] = {**(raw.get("rope_scaling") or raw.get("rope_parameters") or {})}
+        kind = str(words.get("rope_type") or words.get("type") or "default")
+        if kind not in _FREQUENCIES:
+            raise UnsupportedModel(path, f"rope type {kind!r}: only {', '.join(_FREQUENCIES)} are computed")
+        if float(words.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise UnsupportedModel(path, "partial_rotary_factor: heads are rotated whole")
+        theta = words.get("rope_theta") or raw.get("rope_theta") or 10000.0
+        original = int(
+            words.get("original_max_position_embeddings")
+            or raw.get("original_max_position_embeddings")
+            or max_position
+        )
+        factor = words.get("factor")
+        if factor is None and kind == "yarn":
+            factor = max_position / original
+        needed = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
+        missing = [name for name in needed if name not in words]
+        if factor is None and kind != "default":
+            missing.append("factor")
+        if missing:
+            raise CheckpointError(path, f"config.json: rope type {kind} needs {', '.join(missing)}")
+        return cls(
+            kind=kind,
+            theta=float(theta),
+            factor=float(factor or 1.0),
+            original_max_position=original,
+            low_freq_factor=float(words.get("low_freq_factor", 1.0)),
+            high_freq_factor=float(words.get("high_freq_factor", 4.0)),
+            beta_fast=float(words.get("beta_fast") or 32.0),
+            beta_slow=float(words.get("beta_slow") or 1.0),
+            attention_factor=_attention_factor(words, float(factor or 1.0)) if kind == "yarn" else 1.0,
+            truncate=bool(words.get("truncate", True)),
+        )
+
+
+def rope_tables(
+    rope: RopeConfig, head_dim: int, max_position: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos, sin: float32 [max_position, head_dim / 2].
+
+    Their values are rounded to ``dtype``, the one the model computes in, because transformers does so:
+    rotating with finer ones would not give its logits.
+    """
+    frequencies = _FREQUENCIES[rope.kind](rope, head_dim)
+    angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
+    cos = (angles.cos() * rope.attention_factor).to(dtype).float()
+    sin = (angles.sin() * rope.attention_factor).to(dtype).float()
+    return cos, sin
+
+
+def _default(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Frequencies in radians a position: float32 [head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (rope.theta**exponents)
+
+
+def _linear(rope: RopeConfig, head_dim: int) -> Tensor:
+    return _default(rope, head_dim) / rope.factor
+
+
+def _llama3(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Long waves are stretched by the factor, short ones are kept, those between are blended."""
+    frequencies = _default(rope, head_dim)
+    wavelengths = 2 * math.pi / frequencies
+    longest_kept = rope.original_max_position / rope.high_freq_factor
+    shortest_stretched = rope.original_max_position / rope.low_freq_factor
+    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
+    stretched = torch.where(wavelengths > shortest_stretched, frequencies / rope.factor, blended)
+    return torch.where(wavelengths < longest_kept, frequencies, stretched)
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Dimensions that turn often within the trained length are kept, slow ones are stretched, with a ramp
+    between.
+    """
+
+    def dimension_turning(turns: float) -> float:
+        return (head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi))) / (
+            2 * math.log(rope.theta)
+        )
+
+    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    stretch = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    frequencies = _default(rope, head_dim)
+    kept = 1 - stretch
+    return (1.0 / (rope.factor * (1.0 / frequencies))) * (1 - kept) + frequencies * kept
+
+
+def _attention_factor(words: Mapping[str, Any], factor: float) -> float:
+    """YaRN's correction of the attention's temperature, as its paper suggests unless the checkpoint says
+    otherwise.
+    """
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if words.get("attention_factor") is not None:
+        return float(words["attention_factor"])
+    if words.get("mscale") and words.get("mscale_all_dim"):
+        return mscale(float(words["mscale"])) / mscale(float(words["mscale_all_dim"]))
+    return mscale(1.0)
+
+
+_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -1,0 +1,257 @@
+"""Reading a checkpoint's tensors: sharded safetensors, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.errors import CheckpointError, UnsupportedModel
+from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
+from moonpool.engine.sharding.tensor_slices import Part
+from moonpool.runtime.service.load_progress import Progress
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_MAX_HEADER_NBYTES = 100 << 20
+_SAMPLE_NBYTES = 4096
+_NUM_SAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # offsets in the file, bytes
+    end: int
+
+
+# Frequencies are computed; scales are for pages in float8.
+_READ_WHERE_WANTED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+
+
+class Checkpoint:
+    """The tensors of one checkpoint directory, by name. Opening reads headers only; files are mapped when
+    used, and of a tensor no other pages are touched than those of its part.
+    """
+
+    def __init__(
+        self, path: Path, progress: Progress | None = None, part: Callable[[str], Part] = lambda name: ()
+    ) -> None:
+        """``part(name)``: what is read of a tensor.
+
+        Raises CheckpointError where a file is missing or no safetensors file, or cut short (naming a tensor
+        that is not all there).
+        """
+        self.path = path
+        self._progress = progress
+        self._part = part
+        self._entries: dict[str, _Entry] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        for file in _shards(path):
+            self._entries.update(_read_header(path, file))
+        self._nbytes_total = self._nbytes_done = 0
+        self._unread: set[str] = set()
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], others: Collection[str] = ()) -> None:
+        """Raise CheckpointError or UnsupportedModel unless all of ``expected`` (name → shape) is there.
+
+        ``others``: tensors that other ranks read.
+        """
+        missing = [name for name in expected if name not in self._entries]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(self.path, f"tensor {missing[0]}{more} is missing")
+        for name, shape in expected.items():
+            entry = self._entries[name]
+            if entry.shape != shape:
+                raise CheckpointError(
+                    self.path,
+                    f"tensor {name} in {entry.file.name} has shape {list(entry.shape)}, "
+                    f"config.json means {list(shape)}",
+                )
+            if entry.dtype not in _DTYPES:
+                raise UnsupportedModel(self.path, f"tensor {name} is stored as {entry.dtype}")
+        self._unread = set(expected)
+        self._nbytes_total = sum(self._nbytes(name) for name in expected)
+        # A head beside tied embeddings is a copy of them.
+        used = {*expected, *others, "lm_head.weight"}
+        ignored = [n for n in self._entries if n not in used and not n.endswith(_READ_WHERE_WANTED)]
+        if ignored:
+            log.warning(
+                "checkpoint %s: %d tensors are not used, first %s", self.path, len(ignored), ignored[0]
+            )
+
+    def read(self, name: str) -> Tensor:
+        """The tensor's part as stored, a read-only view of the mapped file: copy it (``to``, ``cat``) before
+        ``close``.
+        """
+        entry = self._entries[name]
+        mapped = self._maps.get(entry.file)
+        if mapped is None:
+            with entry.file.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._maps[entry.file] = mapped
+        dtype = _DTYPES[entry.dtype]
+        tensor = torch.frombuffer(mapped, dtype=dtype, count=prod(entry.shape), offset=entry.start)
+        if name in self._unread:
+            self._unread.discard(name)
+            self._nbytes_done += self._nbytes(name)
+        if self._progress is not None:
+            self._progress(self._nbytes_done, self._nbytes_total, name)
+        return tensor.view(entry.shape)[self._part(name)]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """In which the tensor is stored."""
+        return _DTYPES[self._entries[name].dtype]
+
+    def let_go(self) -> None:
+        """What was read has been copied: its pages are mapped no longer. Views stay good, at the cost of
+        reading again."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def find(self, name: str) -> Tensor | None:
+        """As ``read``, of a tensor that need not be there."""
+        return self.read(name) if name in self._entries else None
+
+    def _nbytes(self, name: str) -> int:
+        """Of the tensor's part."""
+        entry, nbytes = self._entries[name], 1
+        part = self._part(name) + (slice(None),) * len(entry.shape)
+        for size, cut in zip(entry.shape, part, strict=False):
+            nbytes *= len(range(size)[cut])
+        return nbytes * _DTYPES[entry.dtype].itemsize
+
+
+def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[str, tuple[int, ...]]:
+    """Every tensor that ``shard`` (None: the whole model) reads some of, by its name in the checkpoint, with
+    its shape there."""
+    shard = shard or ParallelPlan().shard(config, 0)
+    hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    attention = {
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.o_bias),
+    }
+    mlp = {
+        "mlp.gate_proj": (inter, hidden, config.mlp_bias),
+        "mlp.up_proj": (inter, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inter, config.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
+    tied = config.tie_word_embeddings
+    tensors: dict[str, tuple[int, ...]] = {}
+    if shard.is_first or (shard.is_last and tied):
+        tensors["model.embed_tokens.weight"] = (config.vocab_size, hidden)
+    for i in shard.layers:
+        sparse = config.moe is not None and i in config.moe.layers
+        linears = attention | (_mixture_linears(config, shard.experts(i)) if sparse else mlp)
+        for name, (out_features, in_features, bias) in linears.items():
+            tensors[f"model.layers.{i}.{name}.weight"] = (out_features, in_features)
+            if bias:
+                tensors[f"model.layers.{i}.{name}.bias"] = (out_features,)
+        for name, size in norms.items():
+            tensors[f"model.layers.{i}.{name}.weight"] = (size,)
+    if shard.is_last:
+        tensors["model.norm.weight"] = (hidden,)
+    if shard.is_last and not tied:
+        tensors["lm_head.weight"] = (config.vocab_size, hidden)
+    return tensors
+
+
+def _mixture_linears(config: ModelConfig, experts: tuple[int, ...]) -> dict[str, tuple[int, int, bool]]:
+    """The matrices of a sparse layer's mixture with these experts: [out, in], and that they have no bias."""
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    linears = {f"{moe.block}.gate": (moe.num_experts, hidden, False)}
+    gate, up, down = moe.projections
+    mlps = [(f"{moe.block}.experts.{e}", moe.expert_inter) for e in experts]
+    if moe.shared_inter:
+        linears[f"{moe.block}.shared_expert_gate"] = (1, hidden, False)
+        mlps.append((f"{moe.block}.shared_expert", moe.shared_inter))
+    for name, inter in mlps:
+        linears[f"{name}.{gate}"] = linears[f"{name}.{up}"] = (inter, hidden, False)
+        linears[f"{name}.{down}"] = (hidden, inter, False)
+    return linears
+
+
+def fingerprint(path: Path) -> bytes:
+    """16 bytes that name the weights: equal on every host for equal files, different for any other training.
+
+    Of each file the header, the size, and pages spread over it are read: a checkpoint of any size takes
+    milliseconds.
+    """
+    digest = blake2b(digest_size=16, person=b"moonpool-model")
+    for file in [path / "config.json", *_shards(path)]:
+        try:
+            with file.open("rb") as data:
+                nbytes = file.stat().st_size
+                digest.update(f"{file.name}:{nbytes}:".encode())
+                for i in range(_NUM_SAMPLES + 1):
+                    data.seek(max(0, nbytes - _SAMPLE_NBYTES) * i // _NUM_SAMPLES)
+                    digest.update(data.read(_SAMPLE_NBYTES))
+        except OSError as error:
+            raise CheckpointError(path, f"{file.name} cannot be read: {error}") from error
+    return digest.digest()
+
+
+def _shards(path: Path) -> list[Path]:
+    """The checkpoint's safetensors files, in the order of their names."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(path, f"{index.name} cannot be read: {error}") from error
+        files = [path / name for name in names]
+    else:
+        files = [path / "model.safetensors"]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(path, f"has no {file.name} (weights must be safetensors)")
+    return files
+
+
+def _read_header(path: Path, file: Path) -> dict[str, _Entry]:
+    """A safetensors file begins with the length of its header (8 bytes) and the header (JSON)."""
+    file_nbytes = file.stat().st_size
+    try:
+        with file.open("rb") as data:
+            header_nbytes = int.from_bytes(data.read(8), "little")
+            if not 2 <= header_nbytes <= min(_MAX_HEADER_NBYTES, file_nbytes - 8):
+                raise ValueError(f"a header of {header_nbytes} bytes in a file of {file_nbytes}")
+            header: dict[str, Any] = json.loads(data.read(header_nbytes))
+        entries: dict[str, _Entry] = {}
+        for name, words in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = (8 + header_nbytes + int(offset) for offset in words["data_offsets"])
+            entries[name] = _Entry(file, str(words["dtype"]), tuple(map(int, words["shape"])), start, end)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(path, f"{file.name} is no readable safetensors file: {error}") from error
+    for name, entry in entries.items():
+        dtype = _DTYPES.get(entry.dtype)
+        if entry.end > file_nbytes:
+            raise CheckpointError(
+                path, f"tensor {name} is cut off: {file.name} ends at byte {file_nbytes:,} of {entry.end:,}"
+            )
+        if dtype is not None and entry.end - entry.start != prod(entry.shape) * dtype.itemsize:
+            raise CheckpointError(path, f"tensor {name} in {file.name}: its bytes do not fit its shape")
+    return entries

@@ -1,0 +1,226 @@
+"""Ranks of one machine exchanging tensors through memory they share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.collectives.board import Board, Count, SharedMemory
+from moonpool.engine.collectives.exchange_buffer import Circle, lines
+from moonpool.engine.collectives.exchange_clock import ExchangeClock
+from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeShape:
+    """The largest things a rank writes for others, in bytes."""
+
+    shared_nbytes: int  # for those it splits matrices with, at once
+    hidden_nbytes: int  # for the next stage: tokens × hidden size
+    logits_nbytes: int  # of one gather: rows × words of the largest shard
+    tokens_nbytes: int  # for the other shares: K and V of its tokens, or the rows whose logits are wanted
+    hidden_size: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, plan: ParallelPlan, *, max_tokens: int, max_rows: int, dtype: torch.dtype
+    ) -> ExchangeShape:
+        words = max(len(shard.vocab) for shard in plan.shards(config))
+        hidden = lines(max_tokens * config.hidden_size * dtype.itemsize)
+        logits = lines(max_rows * words * dtype.itemsize)
+        # At worst all that a step's tokens choose is on one rank: what it gives back is the most.
+        choices = config.moe.top_k if config.moe and plan.ep > 1 else 1
+        shared = lines(choices * hidden) + _starts_nbytes(plan.tp)
+        kv_width = 2 * len(plan.shard(config, 0).kv_heads) * config.head_dim
+        widest = max(max_tokens * kv_width, max_rows * config.hidden_size) if plan.cp > 1 else 0
+        tokens = lines(widest * dtype.itemsize)
+        return cls(shared, hidden, logits, tokens, config.hidden_size, dtype)
+
+    @property
+    def areas(self) -> list[int]:
+        """What is written while it was read by all is written again only after the other half was: twice of
+        each, for exchanges with those it splits matrices with, sends, gathers, and other shares."""
+        sizes = (self.shared_nbytes, self.hidden_nbytes, self.logits_nbytes, self.tokens_nbytes)
+        return [size for size in sizes for _ in "ab"]
+
+    @property
+    def rank_nbytes(self) -> int:
+        return sum(self.areas)
+
+
+class ShmLink:
+    """See ``Link``. A rank writes into its own half-buffers, posts its count, and reads those of the
+    others.
+
+    Exchanges of ranks that split matrices are those of a ``Circle``, of whatever kind they are, and those of
+    ranks that split tokens of another.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        memory: SharedMemory,
+        shape: ExchangeShape,
+        config: ModelConfig,
+        plan: ParallelPlan,
+        shard: Shard,
+        clock: ExchangeClock,
+    ) -> None:
+        """memory: at least ``shape.rank_nbytes`` for each rank, the same on all."""
+        self._board = board
+        self._shape = shape
+        self._shard = shard
+        self._clock = clock
+        self._num_sent = self._num_received = self._num_gathered = 0
+        self._heads = [(s.rank, len(s.vocab)) for s in plan.head_shards(config)]
+        whole = torch.from_numpy(memory.array)
+        # For each rank: the halves for exchanges, for sends, for gathers and for other shares.
+        self._areas: list[list[Tensor]] = []
+        end = 0
+        for _ in range(plan.world_size):
+            areas = []
+            for size in shape.areas:
+                first, end = end, end + size
+                areas.append(whole[first:end])
+            self._areas.append(areas)
+        halves = {rank: self._areas[rank][:2] for rank in shard.tensor_ranks}
+        self._circle = Circle(board, Count.EXCHANGED, shard.tensor_ranks, halves)
+        halves = {rank: self._areas[rank][6:] for rank in shard.context_ranks}
+        self._shares = Circle(board, Count.SHARED, shard.context_ranks, halves)
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        flat, n = part.view(-1), part.numel()
+        k = self._circle.give(part)
+        parts = [self._circle.given(rank, k, part.dtype, 0, n) for rank in self._circle.ranks]
+        if len(parts) == 2:
+            torch.add(parts[0], parts[1], out=flat)
+        else:
+            flat.copy_(_total(parts))
+        self._clock.collective(began_ns, part.nbytes)
+        return part
+
+    def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        width = part.shape[1:].numel()
+        k = self._circle.give(part)
+        parts = [
+            self._circle.given(rank, k, part.dtype, 0, n * width)
+            for rank, n in zip(self._circle.ranks, counts, strict=True)
+        ]
+        whole = torch.cat(parts).view(-1, *part.shape[1:])
+        self._clock.collective(began_ns, part.nbytes)
+        return whole
+
+    def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        width, place = whole.shape[1:].numel(), self._shard.place
+        first, n = sum(counts[:place]) * width, counts[place] * width
+        k = self._circle.give(whole)
+        total = _total([self._circle.given(rank, k, whole.dtype, first, n) for rank in self._circle.ranks])
+        self._clock.collective(began_ns, whole.nbytes)
+        return total.to(whole.dtype).view(counts[place], *whole.shape[1:])
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        width, place = rows.shape[1:].numel(), self._shard.place
+        # Whoever reads must know where its rows begin, which only we do: a line of offsets before them.
+        starts = torch.tensor([0, *accumulate(sent)])
+        k = self._circle.give(rows, starts)
+        behind = _starts_nbytes(self._shard.tp) // rows.itemsize
+        parts = []
+        for rank, n in zip(self._circle.ranks, received, strict=True):
+            start, end = self._circle.given(rank, k, torch.int64, place, 2).tolist()
+            assert end - start == n, f"rank {rank} gave {end - start} rows, {n} were expected"
+            parts.append(self._circle.given(rank, k, rows.dtype, behind + start * width, n * width))
+        arrived = torch.cat(parts).view(-1, *rows.shape[1:])
+        self._clock.all_to_all(began_ns, rows.nbytes)
+        return arrived
+
+    def swap(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
+        began_ns = time.perf_counter_ns()
+        k, width, dtype = self._shares.give(part), part.shape[1], part.dtype
+        self._clock.collective(began_ns, part.nbytes)
+
+        def take(share: int) -> Tensor:
+            began_ns = time.perf_counter_ns()
+            n = counts[share]
+            theirs = self._shares.given(self._shares.ranks[share], k, dtype, 0, n * width).view(n, width)
+            self._clock.went_on(began_ns)
+            return theirs
+
+        return take
+
+    def send(self, hidden: Tensor) -> None:
+        began_ns = time.perf_counter_ns()
+        self._num_sent = k = self._num_sent + 1
+        self._board.wait(self._shard.rank + self._shard.stage_size, Count.RECEIVED, k - 2)
+        self._area(self._shard.rank, 2, k, hidden.dtype)[: hidden.numel()].copy_(hidden.view(-1))
+        self._board.post(Count.SENT, k)
+        self._clock.collective(began_ns, hidden.nbytes)
+
+    def receive(self, num_tokens: int) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        self._num_received = k = self._num_received + 1
+        source = self._shard.rank - self._shard.stage_size
+        self._board.wait(source, Count.SENT, k)
+        width = self._shape.hidden_size
+        area = self._area(source, 2, k, self._shape.dtype)
+        hidden = area[: num_tokens * width].view(num_tokens, width).clone()
+        self._board.post(Count.RECEIVED, k)
+        self._clock.bubble(began_ns)
+        return hidden
+
+    def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:
+        began_ns = time.perf_counter_ns()
+        self._num_gathered = k = self._num_gathered + 1
+        rank, board = self._shard.rank, self._board
+        if rank:
+            assert logits is not None
+            board.wait(0, Count.GATHERED, k - 2)
+            self._area(rank, 4, k, logits.dtype)[: logits.numel()].copy_(logits.view(-1))
+            board.post(Count.GATHERED, k)
+            self._clock.collective(began_ns, logits.nbytes)
+            return None
+        parts = []
+        for other, words in self._heads:
+            if other == 0:
+                assert logits is not None
+                parts.append(logits)
+                continue
+            board.wait(other, Count.GATHERED, k)
+            area = self._area(other, 4, k, self._shape.dtype)
+            parts.append(area[: num_rows * words].view(num_rows, words))
+        whole = torch.cat(parts, dim=1)
+        board.post(Count.GATHERED, k)
+        self._clock.collective(began_ns, whole.nbytes)
+        return whole
+
+    def close(self) -> None:
+        self._areas = []
+        self._circle.close()
+        self._shares.close()
+
+    def _area(self, rank: int, first: int, k: int, dtype: torch.dtype) -> Tensor:
+        """The half for number ``k`` of a kind whose halves are areas ``first`` and ``first + 1``."""
+        return self._areas[rank][first + (k & 1)].view(dtype)
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    """Summed in the order of ranks, in float32 at least."""
+    total = parts[0].float() + parts[1] if len(parts) > 1 else parts[0].float()
+    for other in parts[2:]:
+        total += other
+    return total
+
+
+def _starts_nbytes(num_ranks: int) -> int:
+    """What an all-to-all puts before its rows: int64 [num_ranks + 1]."""
+    return lines(8 * (num_ranks + 1))

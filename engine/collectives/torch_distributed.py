@@ -1,0 +1,161 @@
+"""Ranks exchanging tensors through torch.distributed: NCCL between GPUs, Gloo where memory is not shared."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.collectives.exchange_clock import ExchangeClock
+from moonpool.engine.collectives.process_group import TorchRanks, losing
+from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
+
+# As many of a rank's tensors may be on their way to others.
+_SENDS = 2
+
+
+class TorchLink:
+    """See ``Link``. One group for each share of each stage and one of all; made by all ranks at once."""
+
+    def __init__(
+        self,
+        ranks: TorchRanks,
+        config: ModelConfig,
+        plan: ParallelPlan,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        clock: ExchangeClock,
+        *,
+        within_stages: bool = True,
+    ) -> None:
+        """within_stages: False where only ``send``, ``receive`` and ``gather`` will be called, on all."""
+        self._ranks = ranks
+        self._shard = shard
+        self._clock = clock
+        self._dtype = dtype
+        self._device = device
+        self._hidden_size = config.hidden_size
+        self._heads = [(s.rank, len(s.vocab)) for s in plan.head_shards(config)]
+        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
+        if within_stages:
+            self._tensor_group = ranks.groups(dict.fromkeys(s.tensor_ranks for s in plan.shards(config)))
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        self._finish(dist.all_reduce(part, group=self._tensor_group, async_op=True))
+        self._clock.collective(began_ns, part.nbytes)
+        return part
+
+    def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        # Runs of different lengths are padded: neither Gloo nor NCCL gathers or scatters them as they are.
+        longest = max(counts)
+        given = part.new_zeros((longest, *part.shape[1:]))
+        given[: len(part)] = part
+        whole = part.new_empty((len(counts) * longest, *part.shape[1:]))
+        self._finish(dist.all_gather_single(whole, given, group=self._tensor_group, async_op=True))
+        runs = [
+            run[:n] for run, n in zip(torch.split(whole, longest) if longest else (), counts, strict=False)
+        ]
+        self._clock.collective(began_ns, part.nbytes)
+        return torch.cat(runs) if runs else whole
+
+    def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        longest = max(counts)
+        given = whole.new_zeros((len(counts), longest, *whole.shape[1:]))
+        for run, rows in zip(given, torch.split(whole, list(counts)), strict=True):
+            run[: len(rows)] = rows
+        total = whole.new_empty((longest, *whole.shape[1:]))
+        flat = given.flatten(0, 1)
+        self._finish(dist.reduce_scatter_single(total, flat, group=self._tensor_group, async_op=True))
+        self._clock.collective(began_ns, whole.nbytes)
+        return total[: counts[self._shard.place]]
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+        lengths = list(received), list(sent)
+        self._finish(dist.all_to_all_single(arrived, rows, *lengths, group=self._tensor_group, async_op=True))
+        self._clock.all_to_all(began_ns, rows.nbytes)
+        return arrived
+
+    def swap(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
+        began_ns = time.perf_counter_ns()
+        ours, ranks = self._shard.share, self._shard.context_ranks
+        given = part.clone(memory_format=torch.contiguous_format)
+        taken = [part.new_empty((n, *part.shape[1:])) for n in counts]
+        others = [share for share in range(len(counts)) if share != ours]
+        operations = [dist.P2POp(dist.isend, given, ranks[share]) for share in others if counts[ours]]
+        operations += [
+            dist.P2POp(dist.irecv, taken[share], ranks[share]) for share in others if counts[share]
+        ]
+        with losing(self._shard.rank):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        self._clock.collective(began_ns, part.nbytes)
+
+        def take(share: int) -> Tensor:
+            began_ns = time.perf_counter_ns()
+            while works:
+                self._ranks.finish(ranks[share], works.pop())
+            self._clock.went_on(began_ns)
+            return taken[share]
+
+        return take
+
+    def send(self, hidden: Tensor) -> None:
+        began_ns = time.perf_counter_ns()
+        self._give(hidden, self._shard.rank + self._shard.stage_size)
+        self._clock.collective(began_ns, hidden.nbytes)
+
+    def receive(self, num_tokens: int) -> Tensor:
+        began_ns = time.perf_counter_ns()
+        hidden = self._take(self._shard.rank - self._shard.stage_size, num_tokens, self._hidden_size)
+        self._clock.bubble(began_ns)
+        return hidden
+
+    def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:
+        began_ns = time.perf_counter_ns()
+        if self._shard.rank:
+            assert logits is not None
+            self._give(logits, 0)
+            self._clock.collective(began_ns, logits.nbytes)
+            return None
+        parts = []
+        for rank, words in self._heads:
+            part = self._take(rank, num_rows, words) if rank else logits
+            assert part is not None
+            parts.append(part)
+        whole = torch.cat(parts, dim=1)
+        self._clock.collective(began_ns, whole.nbytes)
+        return whole
+
+    def close(self) -> None:
+        self._sent.clear()
+        self._ranks.close()
+
+    def _finish(self, work: dist.Work | None) -> None:
+        self._ranks.finish(self._shard.rank, work)
+
+    def _give(self, tensor: Tensor, rank: int) -> None:
+        """Begin to send a copy of it. Gloo moves nothing before it is asked for at the other end, which may
+        still be busy with what came before."""
+        if len(self._sent) == _SENDS:
+            work, _ = self._sent.popleft()
+            self._ranks.finish(rank, work)
+        given = tensor.clone(memory_format=torch.contiguous_format)
+        with losing(rank):
+            self._sent.append((dist.isend(given, rank), given))
+
+    def _take(self, rank: int, *shape: int) -> Tensor:
+        taken = torch.empty(shape, dtype=self._dtype, device=self._device)
+        with losing(rank):
+            work = dist.irecv(taken, rank)
+        self._ranks.finish(rank, work)
+        return taken

@@ -1,0 +1,127 @@
+"""A GPU: one stream for steps, one for each direction of copies beside them, events between them and us."""
+
+# torch.cuda has no types of its own.
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moonpool.engine.device.device import DeviceMemory, Event, Launched
+
+Result = TypeVar("Result")
+
+# A captured step runs this often before: its kernels are compiled then, and its libraries set up.
+_WARM_UP_RUNS = 2
+
+
+def gpu_uuids(device: torch.device) -> tuple[str, ...]:
+    """By which the driver knows it; nothing for a CPU."""
+    if device.type != "cuda":
+        return ()
+    return (f"GPU-{torch.cuda.get_device_properties(device).uuid}",)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaEvent:
+    """Recorded behind what it is the end of."""
+
+    cuda: torch.cuda.Event
+    kept: Any = None  # tensors that must not be freed before
+
+    def wait(self) -> None:
+        self.cuda.synchronize()
+
+    def done(self) -> bool:
+        return bool(self.cuda.query())
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched(Generic[Result]):
+    result: Result
+    event: torch.cuda.Event
+
+    def wait(self) -> Result:
+        self.event.synchronize()
+        return self.result
+
+
+class CudaDevice:
+    """As ``Device``; from any thread."""
+
+    runs_ahead = True
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.torch: Any = torch.device("cuda", index)
+        self._steps = torch.cuda.Stream(self.torch)
+        self._to_host = torch.cuda.Stream(self.torch)
+        self._to_device = torch.cuda.Stream(self.torch)
+        self._graph_memory = torch.cuda.graph_pool_handle()
+
+    def run(self, step: Callable[[], Result]) -> Launched[Result]:
+        with torch.cuda.stream(self._steps):
+            result = step()
+            event = torch.cuda.Event()
+            event.record(self._steps)
+        return _Launched(result, event)
+
+    def capture(self, step: Callable[[], Result]) -> Callable[[], Result]:
+        with torch.cuda.stream(self._steps):
+            for _ in range(_WARM_UP_RUNS):
+                step()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (a transfer's) may call CUDA meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._graph_memory, stream=self._steps, capture_error_mode="thread_local"
+        ):
+            result = step()
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+    def upload(self, host: Tensor) -> Tensor:
+        # Pinned first: a copy from pageable memory waits for all that the stream was given before.
+        return host.contiguous().pin_memory().to(self.torch, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
+        stream = self._to_host if sources and sources[0].is_cuda else self._to_device
+        with torch.cuda.stream(stream):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+            # Blocking: whoever waits for copies has the time, and spinning would take a core.
+            event = torch.cuda.Event(blocking=True)
+            event.record(stream)
+        return CudaEvent(event, (sources, targets))
+
+    def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
+        array: npt.NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
+        return array
+
+    def memory(self) -> DeviceMemory | None:
+        free, total = torch.cuda.mem_get_info(self.torch)
+        return DeviceMemory(total, free, torch.cuda.memory_reserved(self.torch))
+
+    def peak_nbytes(self, step: Callable[[], object]) -> int:
+        torch.cuda.synchronize(self.torch)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(self.torch)
+        torch.cuda.reset_peak_memory_stats(self.torch)
+        self.run(step).wait()
+        peak = torch.cuda.max_memory_reserved(self.torch)
+        torch.cuda.empty_cache()
+        return peak - before

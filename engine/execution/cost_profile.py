@@ -1,0 +1,196 @@
+"""What a step costs: measured at the start, corrected by every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.step_plan import Chunk, Plan
+
+if TYPE_CHECKING:
+    from moonpool.engine.execution.runner import ModelRunner
+
+# How much one step's error moves the estimates.
+_GAIN = 0.05
+_BUDGET_S = 1.2
+_REPETITIONS = 4
+
+
+@dataclass(slots=True)
+class CostProfile:
+    """The coefficients of ``protos.Profile``, in seconds, each half with a factor learned while running."""
+
+    prefill_base_s: float = 0.0
+    prefill_token_s: float = 0.0
+    prefill_attention_s: float = 0.0
+    decode_base_s: float = 0.0
+    decode_sequence_s: float = 0.0
+    decode_context_s: float = 0.0
+    prefill_scale: float = 1.0
+    decode_scale: float = 1.0
+
+    def coefficients(self) -> dict[str, float]:
+        return {
+            "prefill_base_s": self.prefill_base_s * self.prefill_scale,
+            "prefill_token_s": self.prefill_token_s * self.prefill_scale,
+            "prefill_attention_s": self.prefill_attention_s * self.prefill_scale,
+            "decode_base_s": self.decode_base_s * self.decode_scale,
+            "decode_sequence_s": self.decode_sequence_s * self.decode_scale,
+            "decode_context_s": self.decode_context_s * self.decode_scale,
+        }
+
+    def predict_s(self, plan: Plan) -> float:
+        """Seconds the step will take."""
+        seconds = 0.0
+        if plan.decodes:
+            contexts = sum([sequence.num_tokens for sequence in plan.decodes])
+            seconds = self.decode_scale * (
+                self.decode_base_s
+                + self.decode_sequence_s * len(plan.decodes)
+                + self.decode_context_s * contexts
+            )
+        for chunk in plan.chunks:
+            context = chunk.start + chunk.num_tokens / 2
+            seconds += self.prefill_scale * (
+                self.prefill_base_s
+                + chunk.num_tokens * (self.prefill_token_s + self.prefill_attention_s * context)
+            )
+        return seconds
+
+    def correct(self, plan: Plan, predicted_s: float, actual_s: float) -> None:
+        """Learn from a step that was of one kind only. A single odd step (a busy machine) moves little."""
+        if predicted_s <= 0 or (plan.decodes and plan.chunks):
+            return
+        gain = 1 + _GAIN * (min(actual_s / predicted_s, 4.0) - 1)
+        if plan.decodes:
+            self.decode_scale *= gain
+        else:
+            self.prefill_scale *= gain
+
+
+def measure(runner: ModelRunner, clock: Callable[[], float]) -> CostProfile:
+    """Time prefills and decode steps of a few shapes within about a second and fit the coefficients to them.
+
+    Writes to the pool's first blocks. A model so slow that a second is not enough is known from its cheapest
+    shapes alone, and the coefficients they do not tell are 0.
+    """
+    bench = _Bench(runner, clock)
+    if runner.device.runs_ahead:
+        bench.warm_up()
+    profile = CostProfile()
+    profile.prefill_base_s, profile.prefill_token_s, profile.prefill_attention_s = _fit(
+        [
+            ([1.0, n, n * (start + n / 2)], bench.prefill_s(start, n))
+            for start, n in bench.in_time(bench.prefill_shapes())
+        ]
+    )
+    profile.decode_base_s, profile.decode_sequence_s, profile.decode_context_s = _fit(
+        [
+            ([1.0, n, n * context], bench.decode_s(n, context))
+            for n, context in bench.in_time(bench.decode_shapes())
+        ]
+    )
+    return profile
+
+
+class _Bench:
+    """Steps over made-up sequences in the pool's first blocks."""
+
+    def __init__(self, runner: ModelRunner, clock: Callable[[], float]) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._end_s = 0.0
+        self._version = -2
+        options = runner.options
+        self._block_size = options.block_size
+        self._num_blocks = int(runner.pool.shape[0])
+        self._room = min(runner.max_len, self._num_blocks * options.block_size) - 1
+        self._max_tokens = min(options.max_batch_tokens, self._room)
+        self._max_rows = min(options.max_batch_size, options.max_batch_tokens)
+
+    def warm_up(self) -> None:
+        """A GPU's kernels are compiled when a shape is first met: seconds that no request should wait, nor
+        any estimate be made of."""
+        self._end_s = self._clock()  # once each
+        for shape in self.prefill_shapes():
+            self.prefill_s(*shape)
+        for shape in self.decode_shapes():
+            self.decode_s(*shape)
+
+    def in_time(self, shapes: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The first shape, and the others while half of the budget lasts."""
+        self._end_s = self._clock() + _BUDGET_S / 2
+        yield shapes[0]
+        for shape in shapes[1:]:
+            if self._clock() >= self._end_s:
+                return
+            yield shape
+
+    def prefill_shapes(self) -> list[tuple[int, int]]:
+        """(tokens cached, tokens new), cheap ones first."""
+        some, many = max(1, self._max_tokens // 16), max(1, self._max_tokens // 4)
+        far = max(0, min(1024, self._room - many))
+        return [(0, 1), (0, some), (far, some), (0, many), (far, many)]
+
+    def decode_shapes(self) -> list[tuple[int, int]]:
+        """(sequences, context of each)"""
+        far = min(1024, self._room)
+        near = min(64, far)
+        few = min(8, self._max_rows, self._num_blocks // self._blocks(far))
+        return [(1, near), (few, near), (1, far), (few, far)]
+
+    def prefill_s(self, start: int, n: int) -> float:
+        sequence = self._sequence(start + n)
+        return self._time(Plan([], [Chunk(sequence, start, n, True)], [], -1, []))
+
+    def decode_s(self, n: int, context: int) -> float:
+        self._version -= 1
+        return self._time(Plan([self._sequence(context, i) for i in range(n)], [], [], self._version, []))
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _sequence(self, num_tokens: int, i: int = 0) -> Sequence:
+        """The i-th of its kind, in blocks of its own: shared ones would be read from the nearest cache."""
+        sequence = Sequence(
+            "profile", 0, np.zeros(num_tokens, np.int32), num_tokens, sampling=Sampling(), root_key=b""
+        )
+        num_blocks = self._blocks(num_tokens)
+        sequence.block_table = list(range(i * num_blocks, (i + 1) * num_blocks))
+        return sequence
+
+    def _time(self, plan: Plan) -> float:
+        """Seconds of the step, the best of a few: what the machine can do, not what else it is doing."""
+        seconds: list[float] = []
+        for _ in range(_REPETITIONS):
+            begun_s = self._clock()
+            self._runner.execute(plan)
+            seconds.append(self._clock() - begun_s)
+            if self._clock() >= self._end_s:
+                break
+        return min(seconds)
+
+
+def _fit(samples: list[tuple[list[float], float]]) -> tuple[float, float, float]:
+    """Least squares with no coefficient below 0: (features, seconds) → three coefficients.
+
+    Fewer than three samples tell the first coefficients only. Errors count relative to the seconds, so that
+    short steps are predicted as well as long ones.
+    """
+    features = np.array([row for row, _ in samples])
+    seconds = np.array([s for _, s in samples])
+    weights = 1 / np.maximum(seconds, 1e-9)
+    active = list(range(min(3, len(samples))))
+    while True:
+        solution, *_ = np.linalg.lstsq(features[:, active] * weights[:, None], seconds * weights, rcond=None)
+        if (solution >= 0).all():
+            break
+        del active[int(np.argmin(solution))]
+    coefficients = np.zeros(3)
+    coefficients[active] = solution
+    return float(coefficients[0]), float(coefficients[1]), float(coefficients[2])

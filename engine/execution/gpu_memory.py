@@ -1,0 +1,120 @@
+"""How large a pool fits on a GPU: its memory, less the weights, less what the largest step needs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.device.device import DeviceMemory
+from moonpool.engine.device.selection import TORCH_DTYPES
+from moonpool.engine.errors import GpuMemoryShort
+from moonpool.engine.execution.decode_graphs import padded_sizes
+from moonpool.engine.execution.sampler import SamplingBatch, sample
+from moonpool.engine.model.inputs import StepInputs
+from moonpool.kvstore.blocks.layout import KVLayout
+
+if TYPE_CHECKING:
+    from moonpool.engine.execution.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+# What a process takes besides its tensors: CUDA's context, its libraries and their work space, the kernels.
+CONTEXT_NBYTES = 768 << 20
+# What recorded steps keep besides their logits, which each size has for itself.
+GRAPHS_NBYTES = 256 << 20
+# Other processes may take a little more while this one starts.
+SPARE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes that are not the pool's."""
+
+    weights_nbytes: int
+    step_nbytes: int
+    graphs_nbytes: int
+
+
+def pool_room(memory: DeviceMemory, share: float, needs: Needs) -> int:
+    """Bytes left for the pool of a process that may take ``share`` of the device in all, and no more than
+    other processes leave it; not below 0. ``memory`` is as it is with the weights loaded.
+    """
+    allowed = int(memory.total_nbytes * share) - memory.held_nbytes - CONTEXT_NBYTES
+    left = memory.free_nbytes - int(memory.total_nbytes * SPARE)
+    return max(0, min(allowed, left) - needs.step_nbytes - needs.graphs_nbytes)
+
+
+def choose_num_blocks(runner: ModelRunner, layout: KVLayout, num_blocks: int | None, *, alone: bool) -> int:
+    """``num_blocks``, or as many blocks of ``layout`` as fit where that is None. Runs a step of the largest
+    shape on a GPU; not where the model is one rank's part of it (not ``alone``), whose step needs the others.
+
+    Raises GpuMemoryShort where they do not fit, or not even one does.
+    """
+    device, options, config = runner.device, runner.options, runner.config
+    if device.memory() is None:
+        assert num_blocks is not None, "main memory is not sized by what is free"
+        return num_blocks
+    step_nbytes = device.peak_nbytes(lambda: largest_step(runner, layout)) if alone else 0
+    memory = device.memory()  # now that nothing of loading is kept any more
+    assert memory is not None
+    rows = min(options.max_batch_size, options.max_batch_tokens)
+    itemsize = runner.model.dtype.itemsize
+    logits_nbytes = sum(padded_sizes(rows)) * config.vocab_size * itemsize
+    # Steps that wait for other ranks are not recorded.
+    records = options.decode_graphs and alone
+    needs = Needs(memory.held_nbytes, step_nbytes, logits_nbytes + GRAPHS_NBYTES if records else 0)
+    room = pool_room(memory, options.gpu_memory, needs)
+    fitting = room // layout.block_nbytes
+    log.info(
+        "GPU memory: weights %d MiB, largest step %d MiB, recorded steps %d MiB; %d KV blocks fit",
+        *(n >> 20 for n in (needs.weights_nbytes, needs.step_nbytes, needs.graphs_nbytes)),
+        fitting,
+    )
+    wanted = fitting if num_blocks is None else num_blocks
+    if not 0 < wanted <= fitting:
+        raise GpuMemoryShort(
+            max(wanted, 1) * layout.block_nbytes,
+            room,
+            f"weights {needs.weights_nbytes:,} bytes, largest step {needs.step_nbytes:,}, "
+            f"recorded decode steps {needs.graphs_nbytes:,}, engine.gpu_memory {options.gpu_memory:g} of "
+            f"{memory.total_nbytes:,}, {memory.free_nbytes:,} free; "
+            f"{fitting} blocks of {options.block_size} tokens would fit",
+        )
+    return wanted
+
+
+@torch.inference_mode()
+def largest_step(runner: ModelRunner, layout: KVLayout) -> None:
+    """A prompt of as many tokens as a step takes, and the largest batch sampled in the costliest way. It
+    writes no KV: every token has slot -1, and what it attends to is one block of zeros."""
+    device, options, config, model = runner.device, runner.options, runner.config, runner.model
+    n, size = options.max_batch_tokens, options.block_size
+    shape = (1, layout.num_layers, 2, layout.num_kv_heads, size, layout.head_dim)
+
+    def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return device.upload(torch.tensor(values, dtype=dtype))
+
+    hidden = model.forward(
+        StepInputs(
+            token_ids=torch.zeros(n, dtype=torch.int64, device=device.torch),
+            positions=torch.arange(n, device=device.torch) % model.attention.cos.shape[0],
+            slots=torch.full((n,), -1, dtype=torch.int64, device=device.torch),
+            num_decodes=0,
+            decode_table=torch.zeros((0, 1), dtype=torch.int32, device=device.torch),
+            decode_lens=torch.zeros(0, dtype=torch.int32, device=device.torch),
+            chunk_table=torch.zeros((1, -(-n // size)), dtype=torch.int32, device=device.torch),
+            chunk_starts=ints(0, n),
+            chunk_lens=ints(n),
+        ),
+        torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device.torch),
+    )
+    rows = min(options.max_batch_size, n)
+    costly = Sampling(temperature=1.0, top_p=0.9)
+    batch = [Sequence("largest", 0, [0], 1, sampling=costly, root_key=b"") for _ in range(rows)]
+    sample(model.logits(hidden[:rows]), SamplingBatch(batch, config.vocab_size, device))

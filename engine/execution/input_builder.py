@@ -1,0 +1,184 @@
+"""The input tensors of a step, kept between steps and changed only where a step changes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.step_plan import Chunk, Plan
+from moonpool.engine.device.device import Device
+from moonpool.engine.model.inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """Room for the decode rows of a step, always at the same place on the device.
+
+    packed: int64 [3, size], token ids, positions and slots; a padded row has slot -1. lens: int32 [size]; 0.
+    """
+
+    packed: Tensor
+    lens: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, size: int) -> PaddedRows:
+        packed = torch.zeros((3, size), dtype=torch.int64, device=device)
+        packed[2] = -1
+        return cls(packed, torch.zeros(size, dtype=torch.int32, device=device))
+
+    @property
+    def size(self) -> int:
+        return len(self.lens)
+
+    def inputs(self, table: Tensor) -> StepInputs:
+        """table: int32 [rows, max_blocks], at least ``size`` rows."""
+        token_ids, positions, slots = self.packed
+        return StepInputs(token_ids, positions, slots, self.size, table[: self.size], self.lens)
+
+
+class BatchInputs:
+    """Builds ``StepInputs`` from plans.
+
+    On a CPU the tensors handed out are the persistent arrays themselves; on a GPU they are copied, block
+    tables only where they changed. A step of the same decoding sequences as the step before costs a few
+    vector operations however long the contexts are.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        max_len: int,
+        block_size: int,
+        device: Device,
+    ) -> None:
+        self._block_size = block_size
+        self._shift = block_size.bit_length() - 1
+        assert block_size == 1 << self._shift
+        self._device = device
+        rows = min(max_batch_size, max_batch_tokens)
+        max_blocks = -(-max_len // block_size)
+        self._tokens = np.zeros(max_batch_tokens, np.int64)
+        self._positions = np.zeros(max_batch_tokens, np.int64)
+        self._slots = np.zeros(max_batch_tokens, np.int64)
+        self._lens = np.zeros(rows, np.int32)
+        self._table = np.full((rows, max_blocks), -1, np.int32)
+        self._row_numbers = np.arange(rows)
+        self._sequences: list[Sequence] = []  # whose values the rows hold
+        self._version = -1
+        self._decode_only: StepInputs | None = None  # reused while the batch is the same
+        # int32 [rows, max_blocks], where the model reads it. Rows beyond the batch hold what they held.
+        self.table = torch.from_numpy(self._table)
+        if device.runs_ahead:
+            self.table = device.upload(self.table)
+
+    def prepare(self, plan: Plan) -> StepInputs:
+        """The tensors of the plan; valid until the next call."""
+        n, same = len(plan.decodes), plan.version == self._version
+        self._update(plan, same)
+        if plan.chunks:
+            return self._with_chunks(plan, n)
+        if not same or self._decode_only is None or self._device.runs_ahead:
+            self._decode_only = self._decode_inputs(n, n)
+        return self._decode_only
+
+    def prepare_padded(self, plan: Plan, rows: PaddedRows) -> None:
+        """Put a plan without chunks into ``rows``; those beyond the plan's compute nothing anybody reads."""
+        n, size = len(plan.decodes), rows.size
+        self._update(plan, plan.version == self._version)
+        packed = np.zeros((3, size), np.int64)
+        packed[0, :n], packed[1, :n], packed[2, :n] = self._tokens[:n], self._positions[:n], self._slots[:n]
+        packed[2, n:] = -1
+        lens = np.zeros(size, np.int32)
+        lens[:n] = self._lens[:n]
+        rows.packed.copy_(self._device.upload(torch.from_numpy(packed)))
+        rows.lens.copy_(self._device.upload(torch.from_numpy(lens)))
+
+    def _update(self, plan: Plan, same: bool) -> None:
+        """Bring tokens, positions, slots, lengths and block tables of the decodes up to date."""
+        n = len(plan.decodes)
+        if not same:
+            self._load_rows(plan)
+        for sequence, column, block in plan.moved_blocks:
+            if sequence.row >= 0:
+                self._table[sequence.row, column] = block
+        self._fill_decodes(plan.decodes, n)
+        if self._device.runs_ahead and n and (plan.moved_blocks or not same):
+            width = self._width(n)
+            changed = torch.from_numpy(self._table[:n, :width])
+            self.table[:n, :width].copy_(self._device.upload(changed))
+
+    def _load_rows(self, plan: Plan) -> None:
+        """The batch changed: write the block tables of the rows that hold another sequence than before."""
+        before = self._sequences
+        for i, sequence in enumerate(plan.decodes):
+            if i >= len(before) or before[i] is not sequence:
+                blocks = sequence.block_table
+                self._table[i, : len(blocks)] = blocks
+                self._table[i, len(blocks) :] = -1
+        self._sequences = list(plan.decodes)
+        self._version = plan.version
+
+    def _fill_decodes(self, decodes: list[Sequence], n: int) -> None:
+        """The newest token of each: the one whose KV is not in the pool yet."""
+        self._tokens[:n] = [sequence.last_token_id for sequence in decodes]
+        lens = self._lens[:n]
+        lens[:] = [sequence.num_tokens for sequence in decodes]
+        positions = np.subtract(lens, 1, out=self._positions[:n])
+        blocks = self._table[self._row_numbers[:n], positions >> self._shift].astype(np.int64)
+        np.add(blocks * self._block_size, positions & (self._block_size - 1), out=self._slots[:n])
+
+    def _width(self, n: int) -> int:
+        """Blocks of the longest of the first ``n`` rows."""
+        return int(self._lens[:n].max(initial=1) - 1 >> self._shift) + 1
+
+    def _decode_inputs(self, num_tokens: int, n: int) -> StepInputs:
+        if self._device.runs_ahead:
+            return self._on_device(num_tokens, n)
+        return StepInputs(
+            token_ids=torch.from_numpy(self._tokens[:num_tokens]),
+            positions=torch.from_numpy(self._positions[:num_tokens]),
+            slots=torch.from_numpy(self._slots[:num_tokens]),
+            num_decodes=n,
+            decode_table=self.table[:n],
+            decode_lens=torch.from_numpy(self._lens[:n]),
+        )
+
+    def _on_device(self, num_tokens: int, n: int) -> StepInputs:
+        packed = np.stack((self._tokens[:num_tokens], self._positions[:num_tokens], self._slots[:num_tokens]))
+        token_ids, positions, slots = self._device.upload(torch.from_numpy(packed))
+        lens = self._device.upload(torch.from_numpy(self._lens[:n]))
+        return StepInputs(token_ids, positions, slots, n, self.table[:n, : self._width(n)], lens)
+
+    def _with_chunks(self, plan: Plan, n: int) -> StepInputs:
+        starts = np.zeros(len(plan.chunks) + 1, np.int32)
+        lens = np.zeros(len(plan.chunks), np.int32)
+        width = max(len(chunk.sequence.block_table) for chunk in plan.chunks)
+        table = np.full((len(plan.chunks), width), -1, np.int32)
+        first = n
+        for i, chunk in enumerate(plan.chunks):
+            end = first + chunk.num_tokens
+            blocks = chunk.sequence.block_table
+            table[i, : len(blocks)] = blocks
+            self._fill_chunk(chunk, first, end, table[i])
+            first = end
+            starts[i + 1] = end - n
+            lens[i] = chunk.start + chunk.num_tokens
+        inputs = self._decode_inputs(first, n)
+        inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens = (
+            self._device.upload(torch.from_numpy(array)) for array in (table, starts, lens)
+        )
+        return inputs
+
+    def _fill_chunk(self, chunk: Chunk, first: int, end: int, table_row: npt.NDArray[np.int32]) -> None:
+        at = np.arange(chunk.start, chunk.start + chunk.num_tokens)
+        self._tokens[first:end] = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+        self._positions[first:end] = at
+        blocks = table_row[at >> self._shift].astype(np.int64)
+        self._slots[first:end] = blocks * self._block_size + (at & (self._block_size - 1))

@@ -1,0 +1,228 @@
+"""The tensors of a step: from a plan to the tokens it gave. No bookkeeping is touched here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moonpool.engine.batching.sequence import Sequence, TokenLogprobs
+from moonpool.engine.batching.step_plan import Plan, StepOutput
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.weights import Checkpoint
+from moonpool.engine.collectives.link import Link
+from moonpool.engine.device.device import Device
+from moonpool.engine.device.selection import TORCH_DTYPES, page_dtype
+from moonpool.engine.errors import WeightsTooLarge
+from moonpool.engine.execution.cost_profile import CostProfile, measure
+from moonpool.engine.execution.decode_graphs import DecodeGraphs
+from moonpool.engine.execution.gpu_memory import choose_num_blocks
+from moonpool.engine.execution.input_builder import BatchInputs
+from moonpool.engine.execution.sampler import SamplingBatch, describe, sample
+from moonpool.engine.model.inputs import StepInputs
+from moonpool.engine.model.transformer import Model
+from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
+from moonpool.engine.sharding.tensor_slices import Slices
+from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.runtime.config.options import EngineOptions
+from moonpool.runtime.service.load_progress import Progress
+
+# Rows of logits made at once for prompt logprobs: float32, so 128 k words × 64 rows are 33 MB.
+LOGIT_ROWS = 64
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a step gives: token_ids int64 [num_sampled], in host memory once the step has ended."""
+
+    token_ids: Tensor | None
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+
+
+class ModelRunner:
+    """The model, its KV pool and the step's inputs. One call at a time, from any thread."""
+
+    alone = True  # no step waits for another rank, for how long nobody knows
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: EngineOptions,
+        *,
+        dtype: str,
+        device: Device,
+        max_len: int,
+        num_blocks: int | None,
+        pool_memory: npt.NDArray[np.uint8] | None = None,
+        progress: Progress | None = None,
+        shard: Shard | None = None,
+        link: Link | None = None,
+        expert_load: Tensor | None = None,
+    ) -> None:
+        """Load the weights and lay the pool over ``pool_memory`` (on a GPU it has memory of its own).
+
+        ``shard``: the part of both that is this rank's; None: all. ``link``: to the other ranks.
+        ``expert_load``: see ``Model``.
+
+        ``num_blocks``: None is for a GPU: as many as fit beside what the largest step needs. ``max_len`` is
+        lowered to what the pool holds.
+
+        Raises CheckpointError, WeightsTooLarge, or GpuMemoryShort where the pool does not fit beside them.
+        """
+        torch.set_num_threads(options.threads)
+        self.config = config
+        self.options = options
+        self.device = device
+        self._dtype = TORCH_DTYPES[dtype]
+        shard = shard or ParallelPlan().shard(config, 0)
+        checkpoint = Checkpoint(config.path, progress, Slices(config, shard))
+        memory = device.memory()
+        try:
+            self.model = device.run(
+                lambda: Model(
+                    config,
+                    checkpoint,
+                    dtype=self._dtype,
+                    device=device.torch,
+                    max_len=max_len,
+                    shard=shard,
+                    link=link,
+                    expert_load=expert_load,
+                )
+            ).wait()
+        except torch.OutOfMemoryError:
+            if memory is None:
+                raise
+            raise WeightsTooLarge(config.path, memory.free_nbytes) from None
+        layout = shard.layout(config, options.block_size, page_dtype(options, dtype))
+        self.num_blocks = choose_num_blocks(self, layout, num_blocks, alone=link is None)
+        self.max_len = min(max_len, self.num_blocks * options.block_size)
+        self.pool = device.run(lambda: pool_tensor(layout, self.num_blocks, device.torch, pool_memory)).wait()
+        self._inputs = device.run(
+            lambda: BatchInputs(
+                max_batch_size=options.max_batch_size,
+                max_batch_tokens=options.max_batch_tokens,
+                max_len=self.max_len,
+                block_size=options.block_size,
+                device=device,
+            )
+        ).wait()
+        self._sampling: SamplingBatch | None = None
+        self._sampling_version = -1
+        self._graphs: DecodeGraphs | None = None
+        # What waits for other ranks cannot be recorded.
+        if device.runs_ahead and options.decode_graphs and link is None:
+            self._graphs = DecodeGraphs(
+                device,
+                self._inputs,
+                lambda inputs: self.model.logits(self.model.forward(inputs, self.pool)),
+                max_batch_size=min(options.max_batch_size, options.max_batch_tokens),
+            )
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """Compute the plan's tokens, writing their KV. After an error their blocks hold undefined bytes.
+
+        When this returns the device has ended the step, so that what reads its blocks next, a transfer or a
+        copy, need not wait for anything.
+        """
+        step = self.device.run(lambda: self._compute(plan)).wait()
+        token_ids = [] if step.token_ids is None else step.token_ids.tolist()
+        return StepOutput(token_ids, step.logprobs, step.prompt_logprobs)
+
+    def measure_costs(self, clock: Callable[[], float]) -> CostProfile:
+        """Time steps of several shapes. Uses the pool's memory: call it before anything else does."""
+        return measure(self, clock)
+
+    def expert_load(self) -> npt.NDArray[np.int64]:
+        """Rows that each expert of each layer was given, [num_layers, num_experts]; from any thread."""
+        return self.model.expert_load.cpu().numpy().copy()
+
+    def forget_expert_load(self) -> None:
+        """Count anew. No step is running."""
+        self.model.expert_load.zero_()
+
+    @torch.inference_mode()
+    def _compute(self, plan: Plan) -> _Step:
+        """Launch the step. Nothing here may need a value that the device computes, but for logprobs."""
+        if not plan.chunks:
+            if self._graphs is not None:
+                logits = self._graphs.run(plan)
+            else:
+                logits = self._logits(self._forward(plan, self._inputs.prepare(plan)), None)
+            token_ids, logprobs = sample(logits, self._decode_sampling(plan))
+            return _Step(self.device.download(token_ids), logprobs, {})
+        return self._finish_with_chunks(plan, self._forward(plan, self._inputs.prepare(plan)))
+
+    def _forward(self, plan: Plan, inputs: StepInputs) -> Tensor:
+        """The last hidden states of the step's tokens: [num_tokens, hidden]."""
+        return self.model.forward(inputs, self.pool)
+
+    def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """Of all rows of ``hidden``, or of those named: [n, vocab]."""
+        return self.model.logits(hidden if rows is None else hidden[rows])
+
+    def _finish_with_chunks(self, plan: Plan, hidden: Tensor) -> _Step:
+        """Sample what decodes and what ends its prompt here; describe prompt tokens where asked for."""
+        num_decodes = len(plan.decodes)
+        rows = list(range(num_decodes))
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        last_chunks = []
+        end = num_decodes
+        for i, chunk in enumerate(plan.chunks):
+            first, end = end, end + chunk.num_tokens
+            if chunk.sequence.prompt_logprobs:
+                prompt_logprobs[i] = self._describe_prompt(hidden[first:end], chunk.sequence, chunk.start)
+            if chunk.last:
+                rows.append(end - 1)
+                last_chunks.append(chunk.sequence)
+        if not rows:
+            return _Step(None, [], prompt_logprobs)
+        logits = self._logits(hidden, self.device.upload(torch.tensor(rows)))
+        token_ids: list[Tensor] = []
+        logprobs: list[TokenLogprobs | None] = []
+        if num_decodes:
+            some, logprobs = sample(logits[:num_decodes], self._decode_sampling(plan))
+            token_ids.append(some)
+        if last_chunks:
+            batch = SamplingBatch(last_chunks, self.config.vocab_size, self.device)
+            some, more = sample(logits[num_decodes:], batch)
+            if logprobs or more:
+                logprobs = (logprobs or [None] * num_decodes) + (more or [None] * len(last_chunks))
+            token_ids.append(some)
+        return _Step(self.device.download(torch.cat(token_ids)), logprobs, prompt_logprobs)
+
+    def _describe_prompt(self, hidden: Tensor, sequence: Sequence, start: int) -> list[TokenLogprobs]:
+        """hidden: [n, hidden] of tokens start … start + n - 1, each of which predicts the prompt token after
+        it.
+        """
+        targets = sequence.token_ids[start + 1 : min(start + len(hidden) + 1, sequence.num_prompt_tokens)]
+        tokens = self.device.upload(torch.from_numpy(targets.astype(np.int64)))
+        num_top = max(sequence.sampling.num_logprobs, 0)
+        rows: list[TokenLogprobs] = []
+        for first in range(0, len(tokens), LOGIT_ROWS):
+            some = tokens[first : first + LOGIT_ROWS]
+            raw = self._logits(hidden[first : first + len(some)], None).float()
+            rows += describe(raw, some, [num_top] * len(some))
+        return rows
+
+    def _decode_sampling(self, plan: Plan) -> SamplingBatch:
+        """The decode batch's parameters as tensors, made again when its sequences change."""
+        if self._sampling is None or self._sampling_version != plan.version:
+            self._sampling = SamplingBatch(plan.decodes, self.config.vocab_size, self.device)
+            self._sampling_version = plan.version
+        return self._sampling
+
+
+def pool_tensor(
+    layout: KVLayout, num_blocks: int, device: torch.device, memory: npt.NDArray[np.uint8] | None
+) -> Tensor:
+    """A rank's blocks, [num_blocks, *layout.shape], over ``memory`` where it is given and of use."""
+    dtype, shape = TORCH_DTYPES[layout.dtype], (num_blocks, *layout.shape)
+    if memory is None or device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(memory[: num_blocks * layout.block_nbytes]).view(dtype).view(shape)

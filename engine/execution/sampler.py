@@ -1,0 +1,223 @@
+"""From logits to tokens. Stateless: the same lineage and seed draw the same token on any node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moonpool.engine.batching.sequence import Sequence, TokenLogprobs
+from moonpool.engine.device.device import Device
+from moonpool.kernels import argmax_rows
+
+_NO_LOGPROBS: list[TokenLogprobs | None] = []
+_GROUP_ELEMENTS = 1 << 18  # logits sampled at once on a CPU: a megabyte
+
+
+class SamplingBatch:
+    """The sampling parameters of a list of sequences as tensors, made once while the list stays the same."""
+
+    def __init__(self, sequences: list[Sequence], vocab_size: int, device: Device) -> None:
+        self.plain = all(sequence.sampling.plain_greedy for sequence in sequences)
+        self.groups: list[tuple[int, int, _Group]] = []  # (first row, end row, parameters)
+        if self.plain:
+            return
+        # Temporaries of many megabytes are mapped, zeroed and unmapped by the system at every step.
+        size = max(1, _GROUP_ELEMENTS // vocab_size) if not device.runs_ahead else len(sequences)
+        for first in range(0, len(sequences), size):
+            some = sequences[first : first + size]
+            self.groups.append((first, first + len(some), _Group(some, vocab_size, device)))
+
+
+class _Group:
+    """Rows of a batch that are sampled together. "Drawn" rows are those that are not greedy."""
+
+    def __init__(self, sequences: list[Sequence], vocab_size: int, device: Device) -> None:
+        self.plain = all(sequence.sampling.plain_greedy for sequence in sequences)
+        if self.plain:
+            return
+        self._sequences = sequences
+        self._device = device
+        params = [sequence.sampling for sequence in sequences]
+        drawn = [i for i, p in enumerate(params) if not p.greedy]
+        self.all_drawn = len(drawn) == len(params)
+        self.drawn_rows = self._rows(drawn)
+        self.temperature = self._column([params[i].temperature for i in drawn])
+        self.has_min_p = any(params[i].min_p > 0 for i in drawn)
+        self.min_p = self._column([params[i].min_p for i in drawn])
+        # Rows that cut the tail of the distribution need it sorted; the others do not pay for that.
+        cut = [k for k, i in enumerate(drawn) if 0 < params[i].top_k < vocab_size or params[i].top_p < 1]
+        self.cut_rows = self._rows(cut)
+        cutting = [params[drawn[k]] for k in cut]
+        self.top_k = self._column([p.top_k or vocab_size for p in cutting]).long().clamp_(max=vocab_size)
+        self.top_p = self._column([p.top_p for p in cutting]).double()
+        self._drawn = [sequences[i] for i in drawn]
+        self._seeds = np.array([params[i].seed for i in drawn], np.uint64)
+        self.logprob_rows = [i for i, p in enumerate(params) if p.num_logprobs >= 0]
+        self.num_logprobs = [params[i].num_logprobs for i in self.logprob_rows]
+        self._biased = [i for i, p in enumerate(params) if p.logit_bias]
+        self._min_tokens = [i for i, p in enumerate(params) if p.min_tokens > 0]
+        self._penalized = [i for i, p in enumerate(params) if p.penalized]
+        if self._penalized:
+            self._count_tokens(vocab_size)
+
+    def uniforms(self) -> Tensor:
+        """A number in [0, 1) for each drawn row: float64 [num_drawn, 1], a hash of (seed, output index)."""
+        index = np.array([sequence.num_output_tokens for sequence in self._drawn], np.uint64)
+        return self._device.upload(torch.from_numpy(uniform(self._seeds, index)[:, None]))
+
+    def adjust(self, logits: Tensor) -> Tensor:
+        """logits: float32 [n, vocab]. Returns them with min_tokens, bias and penalties applied, the original
+        kept."""
+        if not (self._biased or self._min_tokens or self._penalized):
+            return logits
+        scores = logits.clone()
+        for i in self._min_tokens:
+            sequence = self._sequences[i]
+            if sequence.num_output_tokens < sequence.sampling.min_tokens and sequence.stop_ids:
+                scores[i, list(sequence.stop_ids)] = float("-inf")
+        for i in self._biased:
+            bias = self._sequences[i].sampling.logit_bias
+            scores[i, list(bias)] += self._device.upload(torch.tensor(list(bias.values())))
+        if self._penalized:
+            self._penalize(scores)
+        return scores
+
+    def _count_tokens(self, vocab_size: int) -> None:
+        params = [self._sequences[i].sampling for i in self._penalized]
+        self._repetition = self._column([p.repetition_penalty for p in params])
+        self._frequency = self._column([p.frequency_penalty for p in params])
+        self._presence = self._column([p.presence_penalty for p in params])
+        counts, in_prompt = [], []
+        for i in self._penalized:
+            sequence = self._sequences[i]
+            prompt, output = np.split(sequence.token_ids, [sequence.num_prompt_tokens])
+            counts.append(np.bincount(output, minlength=vocab_size))
+            in_prompt.append(np.bincount(prompt, minlength=vocab_size) > 0)
+        self._counts = self._device.upload(torch.from_numpy(np.stack(counts)).float())
+        self._in_prompt = self._device.upload(torch.from_numpy(np.stack(in_prompt)))
+        self._counted = [self._sequences[i].num_tokens for i in self._penalized]
+
+    def _penalize(self, scores: Tensor) -> None:
+        """Repetition counts prompt and output tokens, frequency and presence the output only, as OpenAI and
+        vLLM.
+        """
+        for k, i in enumerate(self._penalized):
+            sequence = self._sequences[i]
+            for token_id in sequence.token_ids[self._counted[k] :]:
+                self._counts[k, int(token_id)] += 1
+            self._counted[k] = sequence.num_tokens
+        rows = scores[self._penalized]
+        seen = self._in_prompt | (self._counts > 0)
+        repetition = torch.where(seen, self._repetition, 1.0)
+        rows = torch.where(rows > 0, rows / repetition, rows * repetition)
+        rows -= self._frequency * self._counts + self._presence * (self._counts > 0)
+        scores[self._penalized] = rows
+
+    def _rows(self, rows: list[int]) -> Tensor:
+        return self._device.upload(torch.tensor(rows, dtype=torch.long))
+
+    def _column(self, values: list[float] | list[int]) -> Tensor:
+        """float32 [n, 1]"""
+        return self._device.upload(torch.tensor(values, dtype=torch.float32)[:, None])
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, list[TokenLogprobs | None]]:
+    """logits: [n, vocab], row i of the batch's sequence i.
+
+    Returns int64 [n], the tokens, where the logits are; and n logprobs (or an empty list where no sequence
+    asked for any), for which a GPU is waited for.
+    """
+    if batch.plain:
+        return argmax_rows(logits), _NO_LOGPROBS
+    chosen: list[Tensor] = []
+    logprobs: list[TokenLogprobs | None] = [None] * len(logits)
+    for first, end, group in batch.groups:
+        rows = logits[first:end]
+        if group.plain:
+            chosen.append(argmax_rows(rows))
+            continue
+        raw = rows.float()
+        tokens = _choose(group.adjust(raw), group)
+        chosen.append(tokens)
+        if group.logprob_rows:
+            asked = group.logprob_rows
+            for i, entry in zip(asked, describe(raw[asked], tokens[asked], group.num_logprobs), strict=True):
+                logprobs[first + i] = entry
+    return torch.cat(chosen), logprobs
+
+
+def _choose(scores: Tensor, group: _Group) -> Tensor:
+    """scores: float32 [n, vocab]. Returns int64 [n]."""
+    if group.all_drawn:
+        return draw(scores, group)
+    tokens = argmax_rows(scores)
+    if len(group.drawn_rows):
+        tokens[group.drawn_rows] = draw(scores[group.drawn_rows], group)
+    return tokens
+
+
+def draw(scores: Tensor, group: _Group) -> Tensor:
+    """scores: float32 [num_drawn, vocab]. Returns int64 [num_drawn].
+
+    Temperature, min_p, top_k, top_p, in that order. What is cut off depends on a row's own parameters only,
+    and tokens are drawn in the order of their ids, so a row's token does not depend on who else is in the
+    batch.
+    """
+    scores = scores / group.temperature
+    weights = scores.softmax(-1)
+    if group.has_min_p or len(group.cut_rows):
+        least = scores.amax(-1, keepdim=True) + group.min_p.log()
+        if len(group.cut_rows):
+            rows = group.cut_rows
+            least[rows] = _least_kept(scores[rows], least[rows], group.top_k, group.top_p)
+        weights *= scores >= least
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = group.uniforms() * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=scores.shape[-1] - 1)[:, 0]
+
+
+def _least_kept(scores: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest score that top_k and then top_p keep, of those not below ``floor``: all [n, 1]."""
+    if scores.device.type == "cpu":
+        ascending = torch.from_numpy(np.sort(scores.numpy(), axis=-1))  # 60 times as fast as torch.sort
+    else:
+        ascending = scores.sort(dim=-1).values
+    vocab_size = scores.shape[-1]
+    kept = torch.maximum(ascending.gather(-1, vocab_size - top_k), floor)
+    weights = ascending.softmax(-1)
+    weights *= ascending >= kept
+    below = weights.cumsum(-1, dtype=torch.float64)
+    first = torch.searchsorted(below, (1 - top_p) * below[:, -1:], right=True)
+    return ascending.gather(-1, first.clamp_(max=vocab_size - 1))
+
+
+def describe(raw: Tensor, tokens: Tensor, num_top: Rows[int]) -> list[TokenLogprobs]:
+    """raw: float32 [n, vocab] logits; tokens: int64 [n], those to report; num_top: how many of the best
+    beside.
+    """
+    logprobs = raw.log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(-1) + 1
+    most = min(max(num_top, default=0), raw.shape[-1])
+    top = logprobs.topk(most, dim=-1)
+    columns = (chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist())
+    return [
+        TokenLogprobs(logprob, rank, ids[:n], values[:n])
+        for logprob, rank, ids, values, n in zip(*columns, num_top, strict=True)
+    ]
+
+
+def uniform(seeds: npt.NDArray[np.uint64], index: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """seeds, index: uint64 [n]. A number in [0, 1) for each pair, by SplitMix64's finisher."""
+    x = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) ^ _mix(index + np.uint64(0xD1B54A32D192ED03)))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,200 @@
+"""The loop of a node's life: schedule, run, postprocess, tell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from moonpool.engine.batching.events import StepEvent
+from moonpool.engine.batching.reservations import Reservations
+from moonpool.engine.batching.scheduler import Scheduler
+from moonpool.engine.batching.sequence import FinishReason, Sequence, State
+from moonpool.engine.batching.step_plan import Plan, StepOutput
+from moonpool.engine.errors import RankLost
+from moonpool.engine.execution.cost_profile import CostProfile
+from moonpool.engine.execution.runner import ModelRunner
+from moonpool.engine.execution.step_metrics import DECODE_SECONDS, PREFILL_SECONDS
+
+log = logging.getLogger(__name__)
+
+# A step predicted to take less runs on the loop's own thread: there and back to the worker is 0.1 ms on an
+# idle machine and several on a busy one. Not on a GPU, where the time is spent waiting.
+INLINE_STEP_S = 0.004
+
+
+class StepLoop:
+    """Steps while there is work, sleeps while there is none.
+
+    ``sequences`` are those the engine answers for; one that has finished leaves it before ``report`` hears.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        reservations: Reservations,
+        runner: ModelRunner,
+        costs: CostProfile,
+        worker: ThreadPoolExecutor,
+        clock: Callable[[], float],
+        report: Callable[[list[StepEvent]], None],
+    ) -> None:
+        self.scheduler = scheduler
+        self.reservations = reservations
+        self.runner = runner
+        self.costs = costs
+        self.sequences: dict[tuple[str, int], Sequence] = {}
+        self.outbox: list[StepEvent] = []  # events of what happened between steps
+        self.closing = False
+        self.num_steps = 0
+        self.num_failed_steps = 0
+        self.step_s = 0.0
+        self._worker = worker
+        self._clock = clock
+        self._report = report
+        self._wake = asyncio.Event()
+        self._in_worker: Plan | None = None
+        self._error: RankLost | None = None
+
+    def fail(self, error: RankLost) -> None:
+        """Nothing can be computed any more: ``run`` raises, and tells no sequence's end."""
+        self._error = error
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be something to do now."""
+        self._wake.set()
+
+    def is_stepping(self, sequence: Sequence) -> bool:
+        """Whether a step reads or writes the sequence's blocks at this moment."""
+        return self._in_worker is not None and any(s is sequence for s in self._in_worker.sequences())
+
+    async def run(self) -> None:
+        """Until ``closing``; then every sequence ends as CANCELLED.
+
+        Raises what ``report`` raises, and RankLost: the sequences have then not ended, they are to be
+        computed elsewhere.
+        """
+        events: list[StepEvent] = []  # of the last step, not told yet
+        while not self.closing:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            self._grant()
+            plan = self.scheduler.schedule()
+            if plan is None:
+                self._tell(events)
+                events = []
+                await self._wake.wait()
+                continue
+            if not plan.decodes and not plan.chunks:
+                # Who ran has given its blocks up, and waits for room: nothing is left to run now.
+                self._tell([*events, *_preemptions(plan)])
+                events = []
+                continue
+            begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
+            for chunk in plan.chunks:
+                chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
+            self._in_worker = plan
+            await self.scheduler.pool.ready()
+            if predicted_s > INLINE_STEP_S or self.runner.device.runs_ahead or not self.runner.alone:
+                result = await self._run_in_worker(plan, events)
+                # They are told while the next step runs, so that a GPU does not wait for it.
+                events = self._take_in(plan, begun_s, predicted_s, result)
+            else:
+                self._tell(events)
+                taken_in = self._take_in(plan, begun_s, predicted_s, partial(self._execute, plan))
+                self._in_worker = None
+                self._tell(taken_in)
+                events = []
+                # Let the loop serve its sockets between two steps.
+                await asyncio.sleep(0)
+        for sequence in list(self.sequences.values()):
+            if sequence.state is not State.FINISHED:
+                self.scheduler.finish(sequence, FinishReason.CANCELLED, events)
+        self._tell(events)
+
+    def _grant(self) -> None:
+        """Give blocks to those who wait for them outside the queue, each in its turn."""
+        waiting, first = self.scheduler.waiting, self.reservations.first
+        if first is None:
+            self.scheduler.held_back = False
+            return
+        # Sequences that ran before and were preempted come before those that have not started.
+        is_next = not waiting or (not waiting[0].num_preemptions and first.order < waiting[0].order)
+        if is_next:
+            self.reservations.grant()
+        # Younger ones must not take, bit by bit, the room that it waits for.
+        self.scheduler.held_back = is_next and self.reservations.first is first
+
+    async def _run_in_worker(self, plan: Plan, events: list[StepEvent]) -> Callable[[], StepOutput]:
+        """Run the plan, and tell the events of the step before meanwhile."""
+        step = asyncio.get_running_loop().run_in_executor(self._worker, self._execute, plan)
+        try:
+            self._tell(events)
+        finally:
+            # Also when nobody can be told any more: what ends the engine ends the pool's memory.
+            await asyncio.wait((step,))
+            self._in_worker = None
+        return step.result
+
+    def _take_in(
+        self, plan: Plan, begun_s: float, predicted_s: float, result: Callable[[], StepOutput]
+    ) -> list[StepEvent]:
+        """What the step's results mean; a failure ends the sequences of this step, no others."""
+        try:
+            output = result()
+            ended_s = self._clock()
+            events = self.scheduler.postprocess(plan, output, ended_s)
+        except RankLost as error:
+            raise self._error or error from None
+        except Exception as error:
+            log.exception("a step failed, and with it %s", _named(plan))
+            self.num_failed_steps += 1
+            return self._fail(plan, error)
+        for chunk in plan.chunks:
+            chunk.sequence.chunks.append((begun_s, ended_s, chunk.num_tokens))
+        self.num_steps += 1
+        self.step_s = ended_s - begun_s
+        self.costs.correct(plan, predicted_s, output.model_s)
+        (PREFILL_SECONDS if plan.chunks else DECODE_SECONDS).observe(output.model_s)
+        return events
+
+    def _execute(self, plan: Plan) -> StepOutput:
+        """On either thread: the tensors only."""
+        begun_s = self._clock()
+        output = self.runner.execute(plan)
+        output.model_s = self._clock() - begun_s
+        return output
+
+    def _fail(self, plan: Plan, error: Exception) -> list[StepEvent]:
+        events = _preemptions(plan)
+        message = f"{type(error).__name__}: {error}"
+        for sequence in plan.sequences():
+            if sequence.state is not State.FINISHED:
+                self.scheduler.finish(sequence, FinishReason.ERROR, events, message)
+        return events
+
+    def _tell(self, events: list[StepEvent]) -> None:
+        if self.outbox:
+            events = self.outbox + events
+            self.outbox = []
+        if not events:
+            return
+        for event in events:
+            if event.finish_reason and event.sequence.state is State.FINISHED:
+                self.sequences.pop(event.sequence.key, None)
+        self._report(events)
+
+
+def _preemptions(plan: Plan) -> list[StepEvent]:
+    return [StepEvent(sequence, 0, preempted=True) for sequence in plan.preempted]
+
+
+def _named(plan: Plan) -> str:
+    """Whose step it was, as a log has room for it."""
+    names = [sequence.request_id for sequence in plan.sequences()]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more

@@ -1,0 +1,79 @@
+"""A mixture of experts as a layer's MLP: every token goes through the few that its router chooses.
+
+The steps are apart, so that rows can be sent to where their experts are: route, group, compute, combine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moonpool.kernels import (
+    PackedExperts,
+    PackedLinear,
+    combine_experts,
+    group_by_expert,
+    group_rows,
+    route_experts,
+    silu_mul,
+)
+
+
+@dataclass(slots=True)
+class Router:
+    """x: [n, hidden] → weights float32 [n, top_k], largest first, and expert ids int32 [n, top_k].
+
+    Every rank has it whole, and from the same rows computes the same choice.
+    """
+
+    gate: PackedLinear
+    top_k: int
+    renormalize: bool
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return route_experts(self.gate(x), self.top_k, renormalize=self.renormalize)
+
+
+@dataclass(slots=True)
+class Experts:
+    """rows: [m, hidden], those of expert e from offsets[e] to offsets[e + 1] - 1; offsets: int32
+    [num_experts + 1] → [m, hidden], of which a rank's own columns are a part of a sum.
+    """
+
+    gate_up: PackedExperts
+    down: PackedExperts
+
+    def __call__(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        return self.down(silu_mul(self.gate_up(rows, offsets)), offsets)
+
+
+@dataclass(slots=True)
+class SharedExpert:
+    """The MLP that every token goes through, as much as its gate lets: [n, hidden] → [n, hidden]."""
+
+    mlp: Callable[[Tensor], Tensor]
+    gate: PackedLinear  # to one number a token
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.mlp(x).mul_(torch.sigmoid(self.gate(x)))
+
+
+@dataclass(slots=True)
+class MixtureOfExperts:
+    """x: [n, hidden] → [n, hidden], of which a rank's own columns are a part of a sum."""
+
+    router: Router
+    experts: Callable[[Tensor, Tensor], Tensor]  # as Experts
+    shared: SharedExpert | None
+    load: Tensor  # int64 [num_experts]: rows each expert was given so far
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x)
+        order, offsets = group_by_expert(ids, len(self.load))
+        self.load += offsets.diff()
+        rows = group_rows(x, order, self.router.top_k)
+        out = combine_experts(self.experts(rows, offsets), order, weights)
+        return out if self.shared is None else out.add_(self.shared(x))

@@ -1,0 +1,239 @@
+"""Which block of the paged pool holds what, who uses it, and which one goes next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+
+from moonpool.engine.errors import OutOfBlocks
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.eviction.extra_copies import Surplus
+
+BlockCallback = Callable[[int, BlockKey], None]
+
+
+class BlockPool:
+    """Bookkeeping of ``num_blocks`` blocks; the bytes are elsewhere. One thread only.
+
+    A block is *free* (no content), *used* (held by at least one user), or *idle*: it carries a key, nobody
+    holds it, and it stays as cache until its place is needed. Whoever holds a block holds the blocks before
+    it in its chain too (users acquire and seal prefixes), so idle blocks have no used children and eviction
+    can always go leaf first: what the pool holds of a chain is a prefix of it at any time.
+
+    ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` just before
+    its block is given to somebody else, while its bytes are still there. ``on_freed()`` is called after a
+    release. Cold copies in ``surplus`` are evicted before anything else. Who writes to allocated blocks
+    awaits ``ready`` first: whoever hears of evictions may still read what was there, and says so by
+    ``when_read``.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        on_sealed: BlockCallback | None = None,
+        on_evicted: BlockCallback | None = None,
+        on_freed: Callable[[], None] | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.on_sealed = on_sealed
+        self.on_evicted = on_evicted
+        self.on_freed = on_freed
+        self.surplus: Surplus[BlockKey] = Surplus()
+        self.when_read: Callable[[], Awaitable[None]] | None = None
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._refs = [0] * num_blocks
+        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._parents = [-1] * num_blocks
+        self._num_children = [0] * num_blocks
+        self._block_of: dict[BlockKey, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks ``allocate`` can give now: free ones and idle ones."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Idle blocks: sealed, held by nobody."""
+        return len(self._idle)
+
+    @property
+    def num_sealed(self) -> int:
+        """Blocks with a key, held or not."""
+        return len(self._block_of)
+
+    def match(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Blocks of the longest held prefix of ``keys``. Pins nothing: ``acquire`` before yielding."""
+        found: list[int] = []
+        block_of = self._block_of
+        for key in keys:
+            block = block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_idle(self, block_ids: Iterable[int]) -> int:
+        """How many of the blocks are held by nobody: how much ``num_free`` would fall by acquiring them."""
+        return sum(block in self._idle for block in block_ids)
+
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        """Hold the blocks (a prefix of a chain, from ``match``) once more each; undone by ``release``."""
+        refs, idle = self._refs, self._idle
+        for block in block_ids:
+            if refs[block] == 0:
+                del idle[block]
+            refs[block] += 1
+        self._touch(block_ids)
+
+    def allocate(self, n: int) -> list[int]:
+        """``n`` blocks without content, held once each; idle blocks are evicted for them, oldest leaf first.
+
+        Raises OutOfBlocks, having changed nothing, when fewer than ``n`` are free.
+        """
+        if n > self.num_free:
+            raise OutOfBlocks(n, self.num_free)
+        while len(self._free) < n:
+            self._evict_one()
+        blocks = [self._free.pop() for _ in range(n)]
+        for block in blocks:
+            self._refs[block] = 1
+        return blocks
+
+    async def ready(self) -> None:
+        """Wait until nobody reads what was in allocated blocks before."""
+        if self.when_read is not None:
+            await self.when_read()
+
+    def seal(self, block_id: int, key: BlockKey, parent: BlockKey | None = None) -> int:
+        """Give the held block its key: its content is complete and will not change. ``parent`` is the key
+        before it in the chain, None for the first.
+
+        Returns the block that carries the key now. Where another one did already, the caller's hold moves to
+        that one and ``block_id`` goes free: put the returned id in its place in the block table.
+        """
+        assert self._refs[block_id] > 0, f"block {block_id} is sealed by nobody who holds it"
+        first = self._block_of.get(key)
+        if first == block_id:
+            return block_id
+        assert self._keys[block_id] is None, f"block {block_id} is sealed already, under another key"
+        if first is not None:
+            self.acquire((first,))
+            self.release((block_id,))
+            return first
+        self._block_of[key] = block_id
+        self._keys[block_id] = key
+        if parent is not None:
+            parent_block = self._block_of[parent]
+            self._parents[block_id] = parent_block
+            self._num_children[parent_block] += 1
+        if self.on_sealed is not None:
+            self.on_sealed(block_id, key)
+        return block_id
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Undo one hold of each. Give a sequence's blocks in the order of its table and in one call.
+
+        Sealed blocks nobody else holds become idle, unsealed ones free.
+        """
+        refs = self._refs
+        # From the last to the first: of blocks released together a leaf is then older than its parents.
+        for block in reversed(block_ids):
+            refs[block] -= 1
+            if refs[block] == 0:
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
+            assert refs[block] >= 0, f"block {block} was released more often than it was held"
+        self._touch(block_ids)
+        if self.on_freed is not None and block_ids:
+            self.on_freed()
+
+    def block_of(self, key: object) -> int | None:
+        """The block that carries the key."""
+        return self._block_of.get(key)  # type: ignore[call-overload, no-any-return]
+
+    def parent_of(self, block_id: int) -> BlockKey | None:
+        """The key before a sealed block's in its chain; None for the first."""
+        parent = self._parents[block_id]
+        return self._keys[parent] if parent >= 0 else None
+
+    def lineage(self, block_id: int) -> list[int]:
+        """A sealed block and those before it in its chain, the first one first."""
+        blocks = [block_id]
+        while (parent := self._parents[blocks[-1]]) >= 0:
+            blocks.append(parent)
+        return blocks[::-1]
+
+    def key_of(self, block_id: int) -> BlockKey | None:
+        return self._keys[block_id]
+
+    def sealed(self) -> Iterator[tuple[int, BlockKey]]:
+        """Every (block, key) the pool holds, in no order. Do not change the pool meanwhile."""
+        return ((block, key) for key, block in self._block_of.items())
+
+    def evict(self, key: BlockKey) -> bool:
+        """Make the room of one block free now. False, and nothing changed, when the pool does not hold it,
+        somebody uses it, or a longer chain goes on from it.
+        """
+        block = self._block_of.get(key)
+        if block is None or block not in self._idle or self._num_children[block]:
+            return False
+        self._evict(block)
+        return True
+
+    def _touch(self, block_ids: Sequence[int]) -> None:
+        if self.surplus:
+            self.surplus.use([key for block in block_ids if (key := self._keys[block]) is not None])
+
+    def _evict_one(self) -> None:
+        block_of, num_children = self._block_of, self._num_children
+        for key in self.surplus.cold():
+            if (block := block_of[key]) in self._idle and not num_children[block]:
+                self._evict(block)
+                return
+        # The head is a leaf unless somebody released a prefix before what follows it; then look further.
+        self._evict(next(block for block in self._idle if num_children[block] == 0))
+
+    def _evict(self, block: int) -> None:
+        key = self._keys[block]
+        assert key is not None
+        if self.on_evicted is not None:
+            self.on_evicted(block, key)
+        self.surplus.forget(key)
+        del self._idle[block], self._block_of[key]
+        self._keys[block] = None
+        parent = self._parents[block]
+        if parent >= 0:
+            self._num_children[parent] -= 1
+            self._parents[block] = -1
+        self._free.append(block)
+
+    def check_integrity(self) -> None:
+        """Assert everything this class promises; costs time proportional to the pool."""
+        free, idle = set(self._free), set(self._idle)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & idle, "a block is both free and idle"
+        children = [0] * self.num_blocks
+        for block in range(self.num_blocks):
+            refs, key, parent = self._refs[block], self._keys[block], self._parents[block]
+            assert (refs > 0) == (block not in free and block not in idle), f"block {block} is in no list"
+            assert block not in idle or key is not None, f"idle block {block} has no key"
+            assert block not in free or key is None, f"free block {block} has a key"
+            assert key is None or self._block_of[key] == block, f"the key of block {block} names another"
+            if parent >= 0:
+                children[parent] += 1
+                assert self._keys[parent] is not None, f"block {block} has lost its parent"
+                assert refs == 0 or self._refs[parent] > 0, f"block {block} is held without its parent"
+        assert children == self._num_children, "child counts are off"
+        assert all(key in self._block_of for key in self.surplus.cold()), "a copy that is not there"
+        assert len(self._block_of) == sum(key is not None for key in self._keys), "a key names no block"

@@ -1,0 +1,94 @@
+"""The bytes of blocks that lie in parts with several ranks, in memory that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.kvstore.blocks.shards import BlockShard, Run, canonical_runs, parts
+from moonpool.kvstore.store import Bytes
+from moonpool.transfer import move_runs
+
+U64 = npt.NDArray[np.uint64]
+
+
+class ShardedBytes:
+    """See ``BlockBytes``. Outside the pool a block is whole, so that it serves any plan."""
+
+    in_main_memory = False
+    needs_loop = False
+
+    def __init__(self, layout: KVLayout, shards: Sequence[BlockShard], pools: Sequence[Bytes]) -> None:
+        """pools: uint8 [num_blocks, block_nbytes of the shard], one for each shard."""
+        self._layout = layout
+        self._pools = list(pools)
+        # Reading takes one copy of each byte, in order; writing reaches all copies.
+        self._reads = _Runs(self._pools, canonical_runs(layout, shards))
+        whole = BlockShard.whole(layout)
+        self._writes: list[tuple[int, Run]] = [
+            (i, run)
+            for i, shard in enumerate(shards)
+            for part in parts(layout, [whole], shard)
+            for run in part.runs
+        ]
+
+    def view(self, block_id: int) -> Bytes:
+        whole: Bytes = np.empty(self._layout.block_nbytes, np.uint8)
+        self.copy_out([block_id], [whole])
+        return whole
+
+    def copy_out(self, block_ids: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
+        return self._reads.move(block_ids, destinations)
+
+    def copy_in(
+        self, sources: Sequence[Bytes], block_ids: Sequence[int], checksums: Sequence[int]
+    ) -> int | None:
+        for i, (source, block) in enumerate(zip(sources, block_ids, strict=True)):
+            for shard, run in self._writes:
+                into = self._pools[shard][block, run.target : run.target + run.nbytes]
+                np.copyto(into, source[run.source : run.source + run.nbytes])
+            # Of what arrived, that is of one copy of each byte.
+            if self._reads.move([block]) != [checksums[i]]:
+                return i
+        return None
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        return self._reads.move(block_ids)
+
+    async def close(self) -> None:
+        """Calls end by themselves."""
+
+
+class _Runs:
+    """Where the bytes of each block lie, in their order."""
+
+    def __init__(self, pools: Sequence[Bytes], runs: Sequence[tuple[int, Run]]) -> None:
+        first = np.array([pool.__array_interface__["data"][0] for pool in pools], np.uint64)
+        strides = np.array([pool.shape[1] for pool in pools], np.uint64)
+        shards = [shard for shard, _ in runs]
+        self._begins: U64 = first[shards] + np.array([run.source for _, run in runs], np.uint64)
+        self._strides = strides[shards]
+        self._offsets = np.array([run.target for _, run in runs], np.uint64)
+        self._nbytes = np.array([run.nbytes for _, run in runs], np.uint64)
+
+    def move(self, block_ids: Sequence[int], destinations: Sequence[Bytes] | None = None) -> list[int]:
+        """Copy the blocks out, or only look at them; the checksums of what came of it."""
+        num_blocks, num_runs = len(block_ids), len(self._nbytes)
+        blocks = np.array(block_ids, np.uint64)[:, None]
+        to = None
+        if destinations is not None:
+            places = [array.__array_interface__["data"][0] for array in destinations]
+            to = (np.array(places, np.uint64)[:, None] + self._offsets).reshape(-1)
+        digests = np.empty(num_blocks, np.uint64)
+        move_runs(
+            to,
+            (self._begins + blocks * self._strides).reshape(-1),
+            np.tile(self._nbytes, num_blocks),
+            np.full(num_blocks, num_runs, np.uint32),
+            digests=digests,
+        )
+        found: list[int] = digests.tolist()
+        return found

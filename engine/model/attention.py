@@ -1,0 +1,176 @@
+"""A layer's attention: the tokens' KV on its way into the pool, and what they see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.rope import rope_tables
+from moonpool.engine.collectives.link import Link
+from moonpool.engine.model.inputs import Keys, OtherTokens, StepInputs
+from moonpool.engine.model.weight_loader import Layer
+from moonpool.engine.sharding.parallel_plan import Shard
+from moonpool.kernels import (
+    merge_attention_states,
+    paged_decode_attention,
+    paged_prefill_attention,
+    rotate_and_write,
+)
+
+
+class Attention:
+    """Of one rank's heads. Holds the rotary tables, and no state of any sequence."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        link: Link | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_len: int,
+    ) -> None:
+        self._config = config
+        self._shard = shard
+        self._link = link
+        self._dtype = dtype
+        self._scale = config.head_dim**-0.5
+        cos, sin = rope_tables(config.rope, config.head_dim, max_len, dtype)
+        self.cos, self.sin = cos.to(device), sin.to(device)
+
+    def __call__(self, qkv: Tensor, inputs: StepInputs, pool: Tensor, i: int, layer: Layer) -> Tensor:
+        """Write K and V of the tokens to ``pool``'s layer ``i``, and of those other shares compute.
+
+        qkv: [num_tokens, (heads + 2 × kv_heads of the shard) × head_dim]. Returns [num_tokens, heads ×
+        head_dim].
+        """
+        # Only pages in float8 have scales.
+        scales: dict[str, Any] = {}
+        if pool.dtype != self._dtype:
+            scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        rules = {"scale": self._scale, "window": layer.window, **scales}
+        num_heads, head_dim = len(self._shard.heads), self._config.head_dim
+        if not inputs.others:
+            q = self._write(qkv, inputs.positions, inputs.slots, pool, i, layer, num_heads, scales)
+            return _attend(q, inputs, pool, i, **rules).view(len(qkv), -1)
+        assert self._link is not None
+        take = self._link.swap(qkv[:, num_heads * head_dim :], inputs.share_sizes)
+        q = self._write(qkv, inputs.positions, inputs.slots, pool, i, layer, num_heads, scales)
+
+        def receive(other: OtherTokens) -> None:
+            self._write(take(other.share), other.positions, other.slots, pool, i, layer, 0, scales)
+
+        if layer.window:
+            # Which keys a window has is told by their places in the whole table.
+            for other in inputs.others:
+                receive(other)
+            attended = _attend(q, inputs, pool, i, **rules)
+        else:
+            attended = _attend_in_parts(q, inputs, receive, pool, i, **rules)
+        return attended.view(len(qkv), -1)
+
+    def _write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        pool: Tensor,
+        i: int,
+        layer: Layer,
+        num_heads: int,
+        scales: dict[str, Any],
+    ) -> Tensor:
+        return rotate_and_write(
+            qkv,
+            positions,
+            self.cos,
+            self.sin,
+            pool,
+            i,
+            slots,
+            num_heads=num_heads,
+            num_kv_heads=len(self._shard.kv_heads),
+            head_dim=self._config.head_dim,
+            q_norm=layer.q_norm if num_heads else None,
+            k_norm=layer.k_norm,
+            eps=self._config.rms_norm_eps,
+            **scales,
+        )
+
+
+def _attend(q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, **rules: Any) -> Tensor:
+    """q: [num_tokens, num_heads, head_dim]; returns the same shape."""
+    n = inputs.num_decodes
+    if inputs.chunk_table is None:
+        return paged_decode_attention(q, pool, layer, inputs.decode_table, inputs.decode_lens, **rules)
+    assert inputs.chunk_starts is not None
+    assert inputs.chunk_lens is not None
+    out = torch.empty_like(q)
+    if n:
+        paged_decode_attention(
+            q[:n],
+            pool,
+            layer,
+            inputs.decode_table,
+            inputs.decode_lens,
+            out=out[:n],
+            **rules,
+        )
+    paged_prefill_attention(
+        q[n:],
+        pool,
+        layer,
+        inputs.chunk_table,
+        inputs.chunk_starts,
+        inputs.chunk_lens,
+        out=out[n:],
+        **rules,
+    )
+    return out
+
+
+def _attend_in_parts(
+    q: Tensor, inputs: StepInputs, receive: Callable[[OtherTokens], None], pool: Tensor, i: int, **rules: Any
+) -> Tensor:
+    """As ``_attend``, over what is there while the rest comes: over our own keys first, then over those of
+    one share after the other, merged by the logarithms of their sums."""
+    n = inputs.num_decodes
+    decoded = q[:0]
+    if n:
+        decoded = paged_decode_attention(q[:n], pool, i, inputs.decode_table, inputs.decode_lens, **rules)
+    num_parts = sum(keys is not None for keys in (inputs.own_keys, *(other.keys for other in inputs.others)))
+    outs = q.new_empty((num_parts, len(q) - n, *q.shape[1:]))
+    lses = q.new_empty(outs.shape[:-1], dtype=torch.float32)
+    free = iter(zip(outs, lses, strict=True))
+
+    def attend(keys: Keys | None) -> None:
+        if keys is None:
+            return
+        assert inputs.chunk_starts is not None
+        out, lse = next(free)
+        paged_prefill_attention(
+            q[n:],
+            pool,
+            i,
+            keys.table,
+            inputs.chunk_starts,
+            keys.lens,
+            q_positions=keys.first,
+            out=out,
+            lse=lse,
+            **rules,
+        )
+
+    attend(inputs.own_keys)
+    for other in inputs.others:
+        receive(other)
+        attend(other.keys)
+    if num_parts == 0:
+        return decoded
+    merged = outs[0] if num_parts == 1 else merge_attention_states(outs, lses)[0]
+    return torch.cat((decoded, merged)) if n else merged

@@ -1,0 +1,115 @@
+"""Llama, Mistral, Mixtral, Qwen2 and Qwen3, dense and of experts: one decoder, whose differences are in its
+configuration."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.weights import Checkpoint
+from moonpool.engine.collectives.link import Link
+from moonpool.engine.experts.load import new_table
+from moonpool.engine.experts.parallel_mixture import SpreadMixture
+from moonpool.engine.model.attention import Attention
+from moonpool.engine.model.inputs import StepInputs
+from moonpool.engine.model.weight_loader import Loader
+from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard, run_of
+from moonpool.kernels import rms_norm
+
+
+class Model:
+    """One rank's weights and forward pass. Holds no state of any sequence: that is all in the pool."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_len: int,
+        shard: Shard | None = None,
+        link: Link | None = None,
+        expert_load: Tensor | None = None,
+    ) -> None:
+        """Load the shard's part of the checkpoint (None: all of it), computing in ``dtype``. ``link``: to the
+        other ranks, where there are any. ``expert_load``: the table this rank counts experts' rows in (see
+        ``ExpertLoad``); None: one of its own.
+
+        Raises CheckpointError before anything is loaded.
+        """
+        self.shard = shard = shard or ParallelPlan().shard(config, 0)
+        self.link = link
+        self.expert_load = new_table(config, device) if expert_load is None else expert_load
+        loader = Loader(config, checkpoint, dtype, device, shard, self.expert_load, link)
+        self.config = config
+        self.dtype = dtype
+        self.layers = [loader.layer(i) for i in shard.layers]
+        if shard.is_first:
+            self.embedding = loader.embedding()
+        if shard.is_last:
+            self.head = loader.head()
+            self.norm = loader.tensor("model.norm.weight")
+        self.attention = Attention(config, shard, link, dtype=dtype, device=device, max_len=max_len)
+
+    def forward(self, inputs: StepInputs, pool: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Through the shard's layers, writing the tokens' KV to ``pool``: [num_tokens, hidden].
+
+        ``hidden``: what the stage before returned, None for the first. The last stage's is normed.
+        """
+        shard = self.shard
+        hidden = self.embed(inputs.token_ids) if hidden is None else hidden
+        residual: Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            x, residual = self._norm(hidden, layer.input_norm, residual)
+            part = layer.o(self.attention(layer.qkv(x), inputs, pool, i, layer))
+            if isinstance(layer.mlp, SpreadMixture) and layer.mlp.pays(len(part)):
+                hidden, residual = self._exchange(part, residual, layer.post_norm, layer.mlp), None
+                continue
+            x, residual = self._norm(self._sum(part), layer.post_norm, residual)
+            hidden = self._sum(layer.mlp(x))
+        if not shard.is_last:
+            return hidden if residual is None else hidden + residual
+        normed, _ = self._norm(hidden, self.norm, residual)
+        return normed
+
+    def _norm(self, hidden: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The normed sum of both, and the sum."""
+        eps = self.config.rms_norm_eps
+        if residual is None:
+            return rms_norm(hidden, weight, eps), hidden
+        normed, residual = rms_norm(hidden, weight, eps, residual=residual)
+        return normed, residual
+
+    def _exchange(self, part: Tensor, residual: Tensor, norm: Tensor, mixture: SpreadMixture) -> Tensor:
+        """What follows a layer's attention where every rank has a run of the step's tokens for its own.
+
+        part: [num_tokens, hidden], this rank's of the attention's sum. Returns that sum, what was before it
+        and what the experts make of both, summed: [num_tokens, hidden].
+        """
+        assert self.link is not None
+        runs = [run_of(len(part), self.shard.tp, place) for place in range(self.shard.tp)]
+        counts, own = [len(run) for run in runs], runs[self.shard.place]
+        attended = self.link.reduce_scatter(part, counts)
+        x, residual = self._norm(attended, norm, residual[own.start : own.stop])
+        return self.link.all_gather(mixture.exchange(x, counts) + residual, counts)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids: int64 [n]. Returns [n, hidden]: every rank of the stage looks up its own words."""
+        words = self.shard.vocab
+        if self.shard.tp == 1:
+            return F.embedding(token_ids, self.embedding).to(self.dtype)
+        row = token_ids - words.start
+        elsewhere = (row < 0) | (row >= len(words))
+        hidden = F.embedding(row.masked_fill_(elsewhere, 0), self.embedding).to(self.dtype)
+        return self._sum(hidden.masked_fill_(elsewhere[:, None], 0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, hidden]. Returns [n, words of the shard] in the dtype computed in."""
+        return self.head(hidden)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        """The sum over the ranks of the stage, in ``part``'s place or elsewhere."""
+        return part if self.shard.tp == 1 or self.link is None else self.link.all_reduce(part)

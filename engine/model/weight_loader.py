@@ -1,0 +1,190 @@
+"""From a checkpoint's tensors to what the model computes with: fused, in its dtype, on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.weights import Checkpoint, expected_tensors
+from moonpool.engine.collectives.link import Link
+from moonpool.engine.experts.mixture import Experts, MixtureOfExperts, Router, SharedExpert
+from moonpool.engine.experts.parallel_mixture import SpreadMixture
+from moonpool.engine.sharding.parallel_plan import Shard, run_of
+from moonpool.kernels import PackedExperts, PackedLinear, silu_mul
+
+
+@dataclass(slots=True)
+class Mlp:
+    """The dense MLP: x [n, hidden] → [n, hidden], of which a rank's own columns are a part of a sum."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+@dataclass(slots=True)
+class Layer:
+    input_norm: Tensor
+    qkv: PackedLinear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: PackedLinear
+    post_norm: Tensor
+    mlp: Callable[[Tensor], Tensor]
+    window: int
+    k_scale: float = 1.0  # of pages in float8, where the checkpoint has them
+    v_scale: float = 1.0
+
+
+class Loader:
+    """Reads one rank's part of a checkpoint. The mapped files go with the loader, so do not keep it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard,
+        expert_load: Tensor,
+        link: Link | None,
+    ) -> None:
+        """``link``: what experts that are spread over ranks are reached by. ``expert_load``: int64
+        [num_layers, num_experts], where mixtures count the tokens of each expert.
+
+        Raises CheckpointError or UnsupportedModel unless all tensors are there, before any is loaded."""
+        checkpoint.check(expected_tensors(config, shard), expected_tensors(config))
+        self._config = config
+        self._shard = shard
+        self._leads = shard.place == 0  # what is added to a sum over ranks is added once
+        self._expert_load = expert_load
+        self._link = link
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+
+    def embedding(self) -> Tensor:
+        """[words of the shard, hidden], in the dtype it is stored in: widening the rows of a step is exact
+        and cheap, and a vocabulary of 150 k words is the largest matrix of a small model.
+        """
+        embedding = self._checkpoint.read("model.embed_tokens.weight")
+        narrow = embedding.dtype.itemsize <= self._dtype.itemsize
+        ours = embedding.to(self._device, embedding.dtype if narrow else self._dtype, copy=True)
+        self._checkpoint.let_go()
+        return ours
+
+    def head(self) -> PackedLinear:
+        tied = self._config.tie_word_embeddings
+        weight = self.matrix("model.embed_tokens.weight" if tied else "lm_head.weight")
+        return PackedLinear(weight, dtype=self._dtype)
+
+    def layer(self, i: int) -> Layer:
+        config = self._config
+        attention = f"model.layers.{i}.self_attn"
+        sparse = config.moe is not None and i in config.moe.layers
+        return Layer(
+            input_norm=self.tensor(f"model.layers.{i}.input_layernorm.weight"),
+            qkv=self._linear([f"{attention}.{part}_proj" for part in "qkv"], bias=config.qkv_bias),
+            q_norm=self.tensor(f"{attention}.q_norm.weight") if config.qk_norm else None,
+            k_norm=self.tensor(f"{attention}.k_norm.weight") if config.qk_norm else None,
+            o=self._linear([f"{attention}.o_proj"], bias=config.o_bias and self._leads),
+            post_norm=self.tensor(f"model.layers.{i}.post_attention_layernorm.weight"),
+            mlp=self._mixture(i) if sparse else self._mlp(f"model.layers.{i}.mlp", bias=config.mlp_bias),
+            window=config.windows[i],
+            k_scale=self._scale(attention, "k"),
+            v_scale=self._scale(attention, "v"),
+        )
+
+    def _mlp(self, name: str, *, bias: bool) -> Mlp:
+        return Mlp(
+            gate_up=self._linear([f"{name}.gate_proj", f"{name}.up_proj"], bias=bias),
+            down=self._linear([f"{name}.down_proj"], bias=bias and self._leads),
+        )
+
+    def _mixture(self, i: int) -> MixtureOfExperts | SpreadMixture:
+        """Layer i's, with the shard's experts."""
+        moe = self._config.moe
+        assert moe is not None
+        name = f"model.layers.{i}.{moe.block}"
+        gate, up, down = moe.projections
+        ids = [f"{name}.experts.{e}" for e in self._shard.experts(i)]
+        router = Router(self._linear([f"{name}.gate"], bias=False), moe.top_k, moe.renormalize)
+        experts = Experts(
+            gate_up=self._packed_experts([[f"{e}.{gate}", f"{e}.{up}"] for e in ids]),
+            down=self._packed_experts([[f"{e}.{down}"] for e in ids]),
+        )
+        load = self._expert_load[i]
+        if self._shard.ep == 1:
+            shared = self._shared_expert(name) if moe.shared_inter else None
+            return MixtureOfExperts(router=router, experts=experts, shared=shared, load=load)
+        parts = self._shared_parts(name) if moe.shared_inter else []
+        return SpreadMixture(router, experts, parts, load, i, self._shard, self._link)
+
+    def _shared_expert(self, name: str) -> SharedExpert:
+        return SharedExpert(mlp=self._mlp(f"{name}.shared_expert", bias=False), gate=self._shared_gate(name))
+
+    def _shared_parts(self, name: str) -> list[SharedExpert]:
+        """Of all places, which read the whole of it where experts are spread."""
+        gate, up, down = (
+            self.matrix(f"{name}.shared_expert.{part}_proj.weight") for part in ("gate", "up", "down")
+        )
+        runs = [run_of(len(gate), self._shard.tp, place) for place in range(self._shard.tp)]
+        columns = [slice(run.start, run.stop) for run in runs]
+        return [
+            SharedExpert(
+                Mlp(
+                    PackedLinear(torch.cat([gate[c], up[c]]), None, self._dtype),
+                    PackedLinear(down[:, c].contiguous(), None, self._dtype),
+                ),
+                self._shared_gate(name),
+            )
+            for c in columns
+        ]
+
+    def _shared_gate(self, name: str) -> PackedLinear:
+        return self._linear([f"{name}.shared_expert_gate"], bias=False)
+
+    def _packed_experts(self, names: list[list[str]]) -> PackedExperts:
+        """One matrix an expert, of those that read the same input."""
+        rows = self.matrix(*(f"{name}.weight" for some in names for name in some))
+        return PackedExperts(rows.view(len(names), -1, rows.shape[1]), self._dtype)
+
+    def _scale(self, attention: str, which: str) -> float:
+        """Where vLLM looks for it; 1 where there is none."""
+        for name in (f"{attention}.{which}_scale", f"{attention}.{which}_proj.{which}_scale"):
+            found = self._checkpoint.find(name)
+            if found is not None:
+                return float(found)
+        return 1.0
+
+    def tensor(self, *names: str) -> Tensor:
+        """The tensors, stacked along their first dimension, in our dtype, on our device, in our memory."""
+        return self._stacked(names, self._dtype)
+
+    def matrix(self, *names: str) -> Tensor:
+        """The same of what will be packed: on a CPU that computes in float32, bfloat16 stays what it is."""
+        stored = {self._checkpoint.dtype(name) for name in names}
+        stays = self._device.type == "cpu" and self._dtype is torch.float32 and stored == {torch.bfloat16}
+        return self._stacked(names, torch.bfloat16 if stays else self._dtype)
+
+    def _stacked(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        parts = [self._checkpoint.read(name) for name in names]
+        rows = [len(part) for part in parts]
+        whole = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=dtype, device=self._device)
+        # One after the other into its place: beside what is kept there is one matrix, and once.
+        for part, place in zip(parts, torch.split(whole, rows), strict=True):
+            place.copy_(part)
+            self._checkpoint.let_go()
+        return whole
+
+    def _linear(self, names: list[str], *, bias: bool) -> PackedLinear:
+        """One matrix of several that read the same input: their rows one after the other."""
+        weight = self.matrix(*(f"{name}.weight" for name in names))
+        biases = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
+        return PackedLinear(weight, biases, self._dtype)

@@ -1,0 +1,57 @@
+"""Requests and the engine's events as the messages nodes send."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moonpool.engine.batching.events import StepEvent, TokenLogprobs
+from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.batching.sequence import Sequence
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.protos import node_pb2
+
+
+def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool = False) -> Sequence:
+    """The engine's sequence for a request's lineage. Raises ``KeyFormatError`` for keys of a wrong length."""
+    return Sequence(
+        work.request_id,
+        work.attempt,
+        np.frombuffer(work.token_ids, "<i4"),
+        work.num_prompt_tokens,
+        sampling=Sampling.from_proto(work.sampling),
+        root_key=work.root_key,
+        keys=block_keys.unpack(work.block_keys),
+        priority=work.priority,
+        deadline_unix_s=work.deadline_unix_s,
+        arrived_s=arrived_s,
+        patience_s=work.patience_s,
+        tenant=work.tenant,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def token_out(event: StepEvent) -> node_pb2.TokenOut:
+    """What the conductor hears of one event: its token, its end, or that it was preempted."""
+    sequence = event.sequence
+    message = node_pb2.TokenOut(
+        request_id=sequence.request_id,
+        attempt=sequence.attempt,
+        finish_reason=node_pb2.FinishReason.ValueType(event.finish_reason),
+    )
+    if event.token_id >= 0:
+        message.has_token = True
+        message.index = event.index
+        message.token_id = event.token_id
+    if event.logprobs is not None:
+        message.logprobs.CopyFrom(token_logprobs(event.logprobs))
+    if event.preempted:
+        message.preempted = True
+    if event.error:
+        message.error = event.error
+    return message
+
+
+def token_logprobs(entry: TokenLogprobs) -> node_pb2.TokenLogprobs:
+    return node_pb2.TokenLogprobs(
+        logprob=entry.logprob, rank=entry.rank, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs
+    )

@@ -1,0 +1,408 @@
+"""What both kinds of node are: an engine, memory that peers can read, an entry in the index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+from moonpool.engine.device.cuda import gpu_uuids
+from moonpool.engine.errors import NodeDraining, RankLost
+from moonpool.engine.node.engine_memory import NodeMemory
+from moonpool.engine.node.expert_service import ExpertService
+from moonpool.engine.node.metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
+from moonpool.engine.node.service import NodeService
+from moonpool.engine.prefix_cache.peer_exchange import KvExchange
+from moonpool.engine.prefix_cache.store import NodeStore
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.events.publisher import EventPublisher
+from moonpool.kvstore.eviction.tenant_metrics import TenantLabels, observe_tenants
+from moonpool.kvstore.eviction.tenant_quota import TenantQuotas
+from moonpool.kvstore.index.node_publisher import IndexPublisher
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
+from moonpool.kvstore.store.collector import observe_stores
+from moonpool.kvstore.tiers.metrics import evicted_totals
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.config.agreement import agreement_of, own_version
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.health.monitor import HealthMonitor, NodeUnfit
+from moonpool.runtime.machine.description import versions_of
+from moonpool.runtime.observing.metrics_server import serve_metrics
+from moonpool.runtime.replicas.identity import Replica
+from moonpool.runtime.service.crash_loop import ShortLives
+from moonpool.runtime.service.lifecycle import ServiceContext
+from moonpool.runtime.service.load_progress import LoadProgress
+from moonpool.transfer import TransferAgent
+from moonpool.transfer.metrics import path_totals
+
+log = logging.getLogger(__name__)
+
+SWEEP_INTERVAL_S = 0.5
+# Ranks that share no memory are asked what their experts were given, for the metrics.
+EXPERT_LOAD_INTERVAL_S = 5.0
+
+Key = tuple[str, int]  # request id, attempt
+
+
+class EngineNode:
+    """A node of either role: subclasses add their own service and say how many requests they still have.
+
+    Start it with ``await run(context)``, which returns when the node has drained. Everything happens on one
+    loop.
+    """
+
+    role: str
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.time) -> None:
+        self.config = config
+        self.clock = clock
+        self.replica = Replica.ours()
+        own_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
+        self.node_id = self.replica.replica_id if self.replica is not None else own_id
+        self._agreement = {"version": own_version(), "options": agreement_of(config)}
+        self.epoch = time.time_ns()
+        self.state = "starting"
+        self.rpc_address = ""
+        self.metrics_url = ""
+        self.draining = asyncio.Event()
+        self.num_lives = self.replica.life if self.replica is not None else 1
+        self._versions = versions_of(("moonpool", "torch"))
+        self._began_s = self._ready_s = 0.0  # of this life
+        self.tenant_labels = TenantLabels()
+        self.events: EventPublisher | None = None  # where they are asked for
+        self._trim: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ for subclasses
+
+    def servicer(self) -> rpc.Servicer:
+        """The role's own gRPC service."""
+        raise NotImplementedError
+
+    def num_requests(self) -> int:
+        """Requests that a drain waits for."""
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """End what still runs. Called once, before the engine closes."""
+        raise NotImplementedError
+
+    def begin_again(self) -> None:
+        """All that was of the life that ended is forgotten."""
+        self.epoch = time.time_ns()
+        self.num_lives += 1
+        self.state = "starting"
+        self._ready_s = 0.0
+        self.events = self._trim = None
+
+    @property
+    def join_s(self) -> float:
+        """From the begin of this life until it served."""
+        return self._ready_s - self._began_s
+
+    def cancel(self, key: Key) -> None:
+        """Stop this attempt of a request; nothing happens when it is not here."""
+        raise NotImplementedError
+
+    def sweep(self) -> None:
+        """Called twice a second: let go of what nobody asks for any more."""
+        self.store.tiers.sweep()
+        if self.health.changed():
+            self.publisher.announce()
+        if self.health.judgement.fatal:
+            self.draining.set()
+        if self._trim is None or self._trim.done():
+            self._trim = asyncio.create_task(self.trim(), name="trim")
+
+    def check_takes_work(self) -> None:
+        if self.state != "ready":
+            raise NodeDraining(self.node_id)
+
+    # ------------------------------------------------------------------ life
+
+    async def run(self, context: ServiceContext) -> None:
+        """Start, announce, serve until told to drain, finish, leave the index.
+
+        When a rank is lost the node leaves the index with all it holds and begins a new life, with other
+        ranks, another epoch, and what its disk kept; but not when lives have become too short. Told to drain
+        before it serves, it ends at once.
+
+        Raises whatever keeps the node from starting, and what stopped its engine; it has left the index then.
+        """
+        lives = ShortLives()
+        while (lost := await self._live(context)) is not None:
+            RANKS_LOST.inc()
+            # Of a life that ended before it served there is nothing to count.
+            too_many = lives.too_many(time.monotonic() - self._ready_s if self._ready_s else 0.0)
+            if too_many or context.draining.is_set() or self.draining.is_set():
+                raise lost
+            log.error("%s: node %s begins a new life", lost, self.node_id)
+            self.begin_again()
+
+    async def _live(self, context: ServiceContext) -> RankLost | None:
+        """One life of the node; the loss it ended with, or None when it has drained."""
+        self._began_s = time.monotonic()
+        async with await TransferAgent.start(
+            self.config.transfer, agent_id=self.node_id, epoch=self.epoch
+        ) as agent:
+            try:
+                memory = await self._open_memory(context, agent)
+            except RankLost as lost:
+                if self.num_lives == 1:
+                    raise  # as it would be again
+                return lost
+            if memory is None:
+                return None
+            await self._start(agent, memory)
+            try:
+                self.state = "ready"
+                NODE_JOIN_SECONDS.set(self.join_s)
+                log.info("epoch %d is ready after %.2f s", self.epoch, self.join_s)
+                context.ready(
+                    node_id=self.node_id,
+                    rpc_address=self.rpc_address,
+                    metrics_url=self.metrics_url,
+                    epoch=self.epoch,
+                    join_s=round(self.join_s, 3),
+                    **({"ranks": self.ranks} if self.engine.ranks is not None else {}),
+                )
+                await self._serve_until_drained(context)
+                if self.health.judgement.fatal:
+                    raise NodeUnfit(self.node_id, self.health.judgement.reasons)
+            except RankLost as lost:
+                return lost
+            finally:
+                await self._close()
+        return None
+
+    async def _open_memory(self, context: ServiceContext, agent: TransferAgent) -> NodeMemory | None:
+        """None: it was told to drain meanwhile, and has let go of everything."""
+        with closing(LoadProgress(self.node_id, context.loaded)) as progress:
+            opening = asyncio.create_task(NodeMemory.open(self.config, agent, progress), name="open")
+            asked = asyncio.create_task(context.draining.wait())
+            try:
+                await asyncio.wait((opening, asked), return_when=asyncio.FIRST_COMPLETED)
+                return await opening if opening.done() else None
+            finally:
+                asked.cancel()
+                opening.cancel()
+                await asyncio.wait((opening,))
+
+    async def _start(self, agent: TransferAgent, memory: NodeMemory) -> None:
+        config, self.agent = self.config, agent
+        self.engine = engine = memory.engine
+        self.memory = memory.blocks
+        self.quotas = TenantQuotas(engine.layout.block_nbytes)
+        self.exchange = KvExchange(
+            self.memory,
+            agent,
+            deadline_s=config.transfer.deadline_s,
+            reader=memory.reader,
+            in_parts=bool(memory.ranks),
+        )
+        gpus = gpu_uuids(engine.device.torch)
+        self.health = HealthMonitor(config.health, gpus=gpus, disk=config.store.ssd.path)
+        self.health.start()
+        # The same in the next life: a name of ours has a process id in it.
+        folder = config.node.id or (f"{self.role}.{self.replica.number}" if self.replica else self.role)
+        self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._moved)
+        self._server, port = await rpc.serve(
+            [
+                (node_pb2_grpc.add_NodeServicer_to_server, NodeService(self)),
+                (node_pb2_grpc.add_ExpertsServicer_to_server, ExpertService(self)),
+                self.servicer(),
+            ],
+            config.node.host,
+            config.node.port,
+        )
+        self.rpc_address = f"{config.node.host}:{port}"
+        self.kv_address = node_pb2.KvAddress(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            rpc_address=self.rpc_address,
+            agent=agent.describe().pack(),
+            layout_fingerprint=engine.layout.fingerprint,
+            block_nbytes=engine.layout.block_nbytes,
+            layout=str(engine.layout),
+            ranks=memory.ranks,
+        )
+        self._packed_kv_address = self.kv_address.SerializeToString()
+        if not self.metrics_url:
+            port = serve_metrics(config.node.host, config.node.metrics_port)
+            self.metrics_url = f"http://{config.node.host}:{port}/metrics"
+        self._observed = [
+            observe_engine(engine),
+            observe_stores(lambda: [("kv", self.store.tiers)]),
+            observe_tenants(self.quotas, self.tenant_labels),
+        ]
+        self._redis = connect(config.index.redis_url)
+        index = KVIndex(self._redis, config.index.namespace)
+        self.publisher = IndexPublisher(index, self.record, config.index, self.store.tiers.held)
+        await self._start_events()
+        self.state = "ready"
+        self._ready_s = time.monotonic()
+        await self.publisher.start()
+        self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
+
+    async def _start_events(self) -> None:
+        if not self.config.events.zmq_endpoint:
+            return
+        rank = self.replica.number if self.replica is not None else 0
+        events = EventPublisher(self.config.events, self.engine.layout.block_size, rank=rank)
+        await events.start()
+        self.events = events
+        self.publisher.listeners.append(events)
+        self.engine.on_full = lambda sequence, first: events.describe(
+            sequence.keys, sequence.token_ids, first
+        )
+        log.info("KV events at %s, replay at %s", events.endpoint, events.replay_endpoint or "none")
+
+    async def _serve_until_drained(self, context: ServiceContext) -> None:
+        engine_ended = asyncio.ensure_future(self.engine.wait())
+        asked = [asyncio.ensure_future(event.wait()) for event in (context.draining, self.draining)]
+        try:
+            await asyncio.wait([engine_ended, *asked], return_when=asyncio.FIRST_COMPLETED)
+            if engine_ended.done():
+                engine_ended.result()
+            if self.draining.is_set():
+                context.drains()
+            self.state = "draining"
+            self.publisher.announce()
+            deadline_s = time.monotonic() + self.config.node.drain_s
+            # Polled: an event would have to be kept right by every request of a life, for its last second.
+            while self.num_requests() and time.monotonic() < deadline_s:
+                await asyncio.sleep(0.02)
+                if engine_ended.done():
+                    engine_ended.result()
+                    break
+            if left := self.num_requests():
+                log.warning("drained for %g s; %d requests are cut off", self.config.node.drain_s, left)
+        finally:
+            for task in (engine_ended, *asked):
+                task.cancel()
+
+    async def _close(self) -> None:
+        self._sweeper.cancel()
+        if self._trim is not None:
+            self._trim.cancel()
+        for collector in self._observed:
+            REGISTRY.unregister(collector)
+        await self.publisher.close()
+        await self.stop()
+        await self._server.stop(grace=0.5)
+        await self.exchange.close()
+        await self.engine.halt()
+        # What it writes to disk may still lie with the ranks.
+        await self.store.close(self.config.store.flush_s)
+        await self.engine.close()
+        await self.memory.close()
+        if self.events is not None:
+            await self.events.close()
+        await self._redis.aclose()
+        self.health.close()
+
+    async def _sweep(self) -> None:
+        asked_s = time.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            self.sweep()
+            if time.monotonic() - asked_s > EXPERT_LOAD_INTERVAL_S:
+                asked_s = time.monotonic()
+                with suppress(RankLost):  # which ends this life anyway
+                    await self.engine.refresh_expert_load()
+
+    # ------------------------------------------------------------------ the node in the index
+
+    def record(self) -> NodeRecord:
+        """What the index says of this node, as it is now."""
+        stats = self.engine.stats()
+        return NodeRecord(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            role=self.role,
+            host=self.config.node.host,
+            pid=os.getpid(),
+            rpc_address=self.rpc_address,
+            metrics_url=self.metrics_url,
+            state=self.health.state(self.state),
+            reasons=self.health.judgement.reasons,
+            unix_s=self.clock(),
+            model=self.engine.model_fingerprint.hex(),
+            layout=self.engine.layout.fingerprint.hex(),
+            kv_address=self._packed_kv_address,
+            load=NodeLoad(
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                num_queued_tokens=stats.num_queued_tokens,
+                num_blocks=stats.num_blocks,
+                free_blocks=stats.num_available_blocks,
+                cached_blocks=stats.num_cached_blocks,
+            ),
+            tiers=self.store.fill(),
+            profile=self.profile(),
+            links=self.agent.bandwidth(),
+            replica=self.replica,
+            extra=self._extra(),
+        )
+
+    def _extra(self) -> dict[str, Any]:
+        plan = self.engine.plan
+        extra: dict[str, Any] = {
+            "join_s": round(self.join_s, 3),
+            "num_lives": self.num_lives,
+            "versions": self._versions,
+            "evicted": evicted_totals(),
+            "paths": path_totals(),
+            "health": self.health.readings(),
+            **self._agreement,
+        }
+        if plan.world_size > 1:
+            extra["ranks"] = self.ranks
+        if self.events is not None:
+            extra["kv_events"] = self.events.endpoint
+        return extra
+
+    @property
+    def ranks(self) -> str:
+        """How many of what kind, and where: "tp 1 × pp 2 on 10.0.0.1, gpu-2 (10.0.0.2)"."""
+        far = self.engine.far_hosts
+        return str(self.engine.plan) + (f" on {', '.join([self.config.node.host, *far])}" if far else "")
+
+    def profile(self) -> dict[str, float]:
+        """What things cost here, by the names of ``protos.Profile``."""
+        return self.engine.profile() | self.store.profile()
+
+    def _moved(self, key: BlockKey, tier: Tier | None) -> None:
+        """A block's fastest copy is elsewhere now, or none is left."""
+        if tier is None:
+            self.quotas.gone(key)
+            self.publisher.removed(key)
+            return
+        if (block := self.engine.pool.block_of(key)) is not None:
+            self.quotas.stored(key, self.engine.pool.parent_of(block), tier)
+        else:
+            self.quotas.moved(key, tier)
+        self.publisher.stored(key, tier)
+
+    # ------------------------------------------------------------------ what tenants may keep here
+
+    def claim(self, work: node_pb2.Work, chain: list[BlockKey]) -> None:
+        """A request came: its chain is its tenant's, and was used now."""
+        if work.tenant:
+            self.quotas.claim(work.tenant, work.tenant_cached_nbytes, chain, self.store.tiers.match(chain))
+
+    async def trim(self) -> None:
+        """Evict, from every tier, what tenants have beyond their quotas and nobody uses."""
+        pool = self.engine.pool
+        victims = self.quotas.excess(lambda key: pool.block_of(key) is None or pool.evict(key))
+        if victims:
+            await self.store.tiers.remove(victims, reason="quota")

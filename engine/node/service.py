@@ -1,0 +1,115 @@
+"""What both kinds of node answer to conductors and to each other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.kvstore.index.node_publisher import BATCH_BLOCKS
+from moonpool.kvstore.index.redis.changes import batches
+from moonpool.protos import node_pb2, node_pb2_grpc
+
+if TYPE_CHECKING:
+    from moonpool.engine.node.node import EngineNode
+
+
+class NodeService(node_pb2_grpc.NodeServicer):
+    """Serves ``protos.Node`` for one node, of whichever life it is in, on its loop."""
+
+    def __init__(self, node: EngineNode) -> None:
+        self._node = node
+
+    async def Status(
+        self, request: node_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.NodeStatus:
+        node = self._node
+        stats = node.engine.stats()
+        return node_pb2.NodeStatus(
+            node_id=node.node_id,
+            epoch=node.epoch,
+            role=node.role,
+            state=node.health.state(node.state),
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_queued_tokens=stats.num_queued_tokens,
+            tiers=[
+                node_pb2.TierStatus(
+                    name="pool",
+                    num_blocks=stats.num_blocks,
+                    num_used_blocks=stats.num_used_blocks,
+                    num_cached_blocks=stats.num_cached_blocks,
+                    nbytes=stats.num_blocks * node.memory.layout.block_nbytes,
+                ),
+                *node.store.status(),
+            ],
+            kv=node.kv_address,
+            profile=node_pb2.Profile(**node.profile()),
+        )
+
+    async def Drain(
+        self, request: node_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.DrainReply:
+        self._node.draining.set()
+        return node_pb2.DrainReply()
+
+    async def Lease(
+        self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.LeaseReply:
+        node = self._node
+        keys = block_keys.unpack(request.keys)
+        lease = await node.store.tiers.pin(keys, request.ttl_s)
+        # Whoever asks was told by the index that they are here.
+        node.publisher.disown(keys[len(lease.blocks) :])
+        return node_pb2.LeaseReply(lease_id=lease.id, epoch=node.epoch, blocks=node.store.describe(lease))
+
+    async def Release(
+        self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ReleaseReply:
+        self._node.store.tiers.release(request.lease_id)
+        return node_pb2.ReleaseReply()
+
+    async def Held(
+        self, request: node_pb2.HeldRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.HeldBlocks]:
+        node = self._node
+        for changes in batches(list(node.store.tiers.held()), BATCH_BLOCKS):
+            yield node_pb2.HeldBlocks(epoch=node.epoch, changes=changes)
+
+    async def Replicate(
+        self, request: node_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ReplicateReply:
+        node = self._node
+        node.check_takes_work()
+        keys, pool = block_keys.unpack(request.keys), node.engine.pool
+        num_held = len(pool.match(keys))
+        fetched = await node.exchange.fetch(request.source, keys)
+        pool.release(fetched.block_ids)
+        if request.surplus:
+            pool.surplus.mark(keys[num_held : len(fetched.block_ids)])
+        return node_pb2.ReplicateReply(
+            num_blocks=len(fetched.block_ids),
+            num_read=fetched.num_read,
+            nbytes=fetched.nbytes,
+            seconds=fetched.seconds,
+        )
+
+    async def LetGo(
+        self, request: node_pb2.LetGoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.LetGoReply:
+        node = self._node
+        chain = block_keys.unpack(request.keys)
+        num_blocks = 0
+        while num_blocks < min(request.num_blocks, len(chain)):
+            if not node.engine.pool.evict(chain[-1 - num_blocks]):
+                break
+            num_blocks += 1
+        return node_pb2.LetGoReply(num_blocks=num_blocks)
+
+    async def Cancel(
+        self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.CancelReply:
+        self._node.cancel((request.request_id, request.attempt))
+        return node_pb2.CancelReply()

@@ -1,1 +1,0 @@
-"""One model over many processes: who computes what, how they talk, and what happens when one is lost."""

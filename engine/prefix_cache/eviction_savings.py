@@ -1,0 +1,45 @@
+"""What hits in a node's tiers save, by what the node measured of itself so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.kvstore.eviction.savings import Costs, saved_s
+from moonpool.kvstore.store import TieredStore
+
+
+class TierSavings:
+    """``host`` and ``ssd`` are what their eviction policies ask. ``store`` is set as soon as there is one: it
+    measures its loads."""
+
+    def __init__(self, layout: KVLayout, profile: Callable[[], dict[str, float]]) -> None:
+        """``profile``: the engine's, as it is now."""
+        self.store: TieredStore | None = None
+        self._layout = layout
+        self._profile = profile
+
+    def host(self, position: int) -> float:
+        host_rate, ssd_rate = self._load_rates()
+        return saved_s(self._costs(host_rate, ssd_rate), position)
+
+    def ssd(self, position: int) -> float:
+        # What the disk evicts is lost.
+        return saved_s(self._costs(self._load_rates()[1], 0.0), position)
+
+    def _load_rates(self) -> tuple[float, float]:
+        if self.store is None:
+            return 0.0, 0.0
+        stats = self.store.stats
+        return stats.host_load_nbytes_per_s, stats.ssd_load_nbytes_per_s
+
+    def _costs(self, load_nbytes_per_s: float, below_nbytes_per_s: float) -> Costs:
+        profile = self._profile()
+        return Costs(
+            block_size=self._layout.block_size,
+            block_nbytes=self._layout.block_nbytes,
+            prefill_token_s=profile["prefill_token_s"],
+            prefill_attention_s=profile["prefill_attention_s"],
+            load_nbytes_per_s=load_nbytes_per_s,
+            below_nbytes_per_s=below_nbytes_per_s,
+        )

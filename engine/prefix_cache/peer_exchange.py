@@ -1,0 +1,158 @@
+"""Blocks between this node's memory and its peers': leases for those who read, reads for what is missed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from moonpool.engine.memory.block_memory import BlockMemory
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.remote.peer_leases import RemoteLeases
+from moonpool.kvstore.remote.sharded_reader import ShardedReader
+from moonpool.protos import node_pb2
+from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.observing import tracing
+from moonpool.transfer import AgentDescriptor, Peer, Span, TransferAgent, TransferReport
+
+
+class PeerIncompatible(MoonpoolError):
+    """A peer's blocks have another layout than ours, so that they cannot be read here."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, node_id: str, theirs: str, ours: str) -> None:
+        super().__init__(
+            f"node {node_id} keeps KV blocks of layout {theirs}, this node of {ours}: "
+            "all nodes need the same model, dtype and engine.block_size"
+        )
+        self.node_id = node_id
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """A node whose blocks are read. ``peer``: its agent, where its blocks and ours are whole."""
+
+    address: node_pb2.KvAddress
+    peer: Peer | None
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What came of a fetch: ``block_ids`` are the first blocks of the chain, held for the caller."""
+
+    block_ids: list[int] = field(default_factory=list)
+    num_read: int = 0  # the last so many of them came from the peer
+    num_missing: int = 0  # of the chain, that neither this node nor the peer held
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class KvExchange:
+    """Reads blocks from peers into the pool. One for each node, on its event loop."""
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        agent: TransferAgent,
+        *,
+        deadline_s: float,
+        reader: ShardedReader,
+        in_parts: bool,
+    ) -> None:
+        """``reader``: for blocks that lie in parts, here (``in_parts``) or there."""
+        self._reader = reader
+        self._in_parts = in_parts
+        self._memory = memory
+        self._agent = agent
+        self._deadline_s = deadline_s
+        self._leases = RemoteLeases(deadline_s)
+
+    async def close(self) -> None:
+        """End every connection to a peer."""
+        await self._leases.close()
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The one channel to a peer's gRPC server; it reconnects by itself."""
+        return self._leases.channel(address)
+
+    async def connect(self, source: node_pb2.KvAddress) -> KvSource:
+        """The peer whose memory ``source`` describes.
+
+        Raises:
+            PeerIncompatible: its blocks have another layout, so that they cannot be read here.
+            TransferError: it cannot be reached.
+        """
+        if source.layout_fingerprint != self._memory.layout.fingerprint:
+            theirs = source.layout or source.layout_fingerprint.hex()
+            raise PeerIncompatible(source.node_id, theirs, str(self._memory.layout))
+        if self._in_parts or source.ranks:
+            return KvSource(source, None)
+        return KvSource(source, await self._agent.connect(AgentDescriptor.unpack(source.agent)))
+
+    async def read(
+        self,
+        source: KvSource,
+        blocks: node_pb2.BlockSpans,
+        first: int,
+        block_ids: Sequence[int],
+        *,
+        deadline_s: float,
+    ) -> TransferReport:
+        """Fill our pool's ``block_ids`` with as many of ``blocks[first:]``; checksums are verified.
+
+        After an error or a cancellation the bytes of ``block_ids`` are undefined; they must not be sealed.
+        """
+        nbytes, end = self._memory.layout.block_nbytes, first + len(block_ids)
+        regions, offsets = blocks.region[first:end], blocks.offset[first:end]
+        checksums = list(blocks.checksum[first:end]) or None
+        with tracing.span("read blocks", num_blocks=len(block_ids), nbytes=nbytes * len(block_ids)) as span:
+            await self._memory.pool.ready()
+            if source.peer is None:
+                report = await self._reader.read(
+                    source.address,
+                    regions,
+                    offsets,
+                    block_ids,
+                    deadline_s=deadline_s,
+                    checksums=checksums or (),
+                )
+            else:
+                remote = [Span(*place, nbytes) for place in zip(regions, offsets, strict=True)]
+                local = [self._memory.span(block) for block in block_ids]
+                report = await source.peer.read(local, remote, deadline_s=deadline_s, checksums=checksums)
+            span.set_attribute("transport", report.transport)
+            return report
+
+    async def fetch(self, source: node_pb2.KvAddress, chain: Sequence[BlockKey]) -> Fetched:
+        """Read what this node lacks of ``chain`` from ``source`` and seal it here.
+
+        The caller releases ``block_ids``. The source may hold less than expected, and there may be no room
+        here: then less is read, or nothing.
+
+        Raises:
+            NodeUnavailable, RemoteError, TransferError, PeerIncompatible: nothing was sealed or is held.
+        """
+        pool = self._memory.pool
+        held = pool.match(chain)
+        pool.acquire(held)
+        started_s = time.monotonic()
+        num_local = len(held)
+        nbytes = 0
+        try:
+            async with self._leases.hold(source, chain[num_local:]) as blocks:
+                num_wanted = len(blocks.offset)
+                num_missing = len(chain) - num_local - num_wanted
+                if 0 < num_wanted <= pool.num_free:
+                    held += pool.allocate(num_wanted)
+                    peer = await self.connect(source)
+                    report = await self.read(peer, blocks, 0, held[num_local:], deadline_s=self._deadline_s)
+                    nbytes = report.nbytes
+        except BaseException:
+            pool.release(held)
+            raise
+        for i in range(num_local, len(held)):
+            held[i] = pool.seal(held[i], chain[i], chain[i - 1] if i else None)
+        return Fetched(held, len(held) - num_local, num_missing, nbytes, time.monotonic() - started_s)

@@ -1,0 +1,122 @@
+"""What a rank is told to do, and what it must turn out to be."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.weights import fingerprint
+from moonpool.engine.errors import RankRefused
+from moonpool.engine.execution.runner import LOGIT_ROWS
+from moonpool.engine.sharding.expert_placement import ExpertPlan
+from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
+from moonpool.runtime.config.options import (
+    EngineOptions,
+    ParallelOptions,
+    TcpOptions,
+    TlsOptions,
+    TransferOptions,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One rank's part in a group, as one line of JSON.
+
+    board, exchange, pool, expert_load: paths of memory the leader made; no pool: the rank makes its own, and
+    is asked for its expert load. store: host:port where the ranks of torch.distributed meet, empty for shm.
+    address: of this rank's machine, as others reach it; empty where there is only one. On machines that are
+    not the leader's all these are what the rank host puts in.
+    """
+
+    rank: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    model: str
+    dtype: str
+    device: str
+    link: str
+    options: EngineOptions
+    num_blocks: int
+    max_len: int
+    first_device: int = 0  # of the GPUs that the node has on each machine
+    experts: dict[str, object] | None = None  # an ExpertPlan's ``asdict``
+    board: str = ""
+    exchange: str = ""
+    pool: str = ""
+    expert_load: str = ""
+    store: str = ""
+    address: str = ""
+
+    @property
+    def plan(self) -> ParallelPlan:
+        experts = ExpertPlan.unpack(self.experts) if self.experts else None
+        return ParallelPlan(
+            self.tp,
+            self.pp,
+            self.ep,
+            cp=self.cp,
+            experts=experts,
+            all_to_all_tokens=self.options.parallel.all_to_all_tokens,
+        )
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of logits asked for at once."""
+        return max(LOGIT_ROWS, self.options.max_batch_size)
+
+    def shard(self, config: ModelConfig) -> Shard:
+        return self.plan.shard(config, self.rank)
+
+    def torch_device(self) -> torch.device:
+        """On GPUs the ranks of a machine have one each, in their order."""
+        if self.device != "cuda":
+            return torch.device(self.device)
+        return torch.device("cuda", self.first_device + self.rank % self.options.parallel.ranks_per_host)
+
+    def pack(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def unpack(cls, words: dict[str, object]) -> Assignment:
+        options = words["options"]
+        assert isinstance(options, dict)
+        parallel = ParallelOptions(**options.pop("parallel"))
+        return cls(**{**words, "options": EngineOptions(**options, parallel=parallel)})  # type: ignore[arg-type]
+
+    def identity(self, config: ModelConfig) -> dict[str, str]:
+        """What must be equal on all ranks, from what this process itself finds."""
+        return {
+            "model": fingerprint(config.path).hex(),
+            "dtype": self.dtype,
+            "plan": str(self.plan),
+            "block size": str(self.options.block_size),
+            "pages": self.options.kv_dtype,
+            "number of blocks": str(self.num_blocks),
+            "longest sequence": str(self.max_len),
+            "torch": torch.__version__,
+        }
+
+
+def unpack_transfer_options(words: dict[str, Any]) -> TransferOptions:
+    """Of their ``asdict``, having been JSON."""
+    return TransferOptions(
+        **words
+        | {
+            "transports": tuple(words["transports"]),
+            "tcp": TcpOptions(**words["tcp"]),
+            "tls": TlsOptions(**words["tls"]),
+        }
+    )
+
+
+def check_identity(rank: int, theirs: dict[str, str], ours: dict[str, str], where: str = "") -> None:
+    """Raise RankRefused, which says ``where``, by the first word in which a rank differs from its group."""
+    for word in ours | theirs:
+        if theirs.get(word) != ours.get(word):
+            raise RankRefused(rank, word, theirs.get(word), ours.get(word), where)

@@ -1,0 +1,13 @@
+"""A rank telling the others of its group that it runs."""
+
+from __future__ import annotations
+
+from moonpool.engine.collectives.board import Board
+from moonpool.runtime.service import heartbeat as heart
+
+
+class Heart(heart.Heart):
+    """Beats on the group's board, several times within its timeout."""
+
+    def __init__(self, board: Board) -> None:
+        super().__init__(board.beat, board.timeout_s / heart.BEATS_PER_TIMEOUT)

@@ -1,0 +1,168 @@
+"""The ranks a machine runs for a leader on another one, for as long as the connection between them lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import queue
+import threading
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from moonpool.engine.collectives.board import Board, Count, SharedMemory
+from moonpool.engine.errors import RankLost
+from moonpool.engine.ranks.hosts.channel import PipeChannel
+from moonpool.engine.ranks.hosts.connection import RelayConnection
+from moonpool.engine.ranks.hosts.frames import (
+    Frame,
+    Kind,
+    done_frame,
+    hearts_frame,
+    unpack_hearts,
+    unpack_step,
+)
+from moonpool.runtime.config.options import TransferOptions
+
+log = logging.getLogger(__name__)
+
+
+class HostedRanks:
+    """Children of ours that find a board and exchange memory here as they would beside their leader."""
+
+    def __init__(self, connection: RelayConnection, transfer: TransferOptions) -> None:
+        """``transfer``: this machine's, which its ranks' agents get instead of the leader's."""
+        self._connection = connection
+        self._transfer = _announced(transfer, connection)
+        self._channels: dict[int, PipeChannel] = {}
+        self._reading: list[asyncio.Task[None]] = []
+        self._frames: asyncio.Queue[Frame] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._board: Board | None = None
+        self._exchange: SharedMemory | None = None
+        self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
+        connection.on_frame = self._hear
+        connection.on_end = lambda reason: self._soon(Frame(Kind.BYE, 0, reason.encode()))
+        connection.hearts = self._hearts
+        connection.start()
+
+    async def run(self) -> str:
+        """Until the connection has ended and with it all ranks; why it did. Cancelled, they are ended too."""
+        try:
+            while (frame := await self._frames.get()).kind is not Kind.BYE:
+                await self._obey(frame)
+            return frame.payload.decode(errors="replace")
+        finally:
+            self._connection.close("its rank host was told to end")
+            await self._end_ranks()
+
+    async def _end_ranks(self) -> None:
+        self._let_go()
+        for channel in self._channels.values():
+            channel.kill()
+        if self._reading:
+            await asyncio.wait(self._reading)
+
+    def _let_go(self) -> None:
+        """Of the board and what goes with it."""
+        if self._board is not None:
+            self._board.abort(0)
+            self._steps.put(0)
+            self._board.close()
+        if self._exchange is not None:
+            self._exchange.close()
+        self._board = self._exchange = None
+
+    # ------------------------------------------------------------------ what the leader says
+
+    def _hear(self, frame: Frame) -> None:
+        """In the connection's thread: what a step waits for is done here, the rest on the loop."""
+        board = self._board
+        if frame.kind is Kind.STEP and board is not None:
+            step, batch = unpack_step(frame)
+            board.payload[: len(batch)] = np.frombuffer(batch, np.uint8)
+            board.publish(step, len(batch))
+            # Behind the last one nobody is done: they leave.
+            self._steps.put(step if len(batch) else 0)
+        elif frame.kind is Kind.HEARTS and board is not None:
+            board.beat(unpack_hearts(frame).get(0, 0))
+        else:
+            self._soon(frame)
+
+    def _soon(self, frame: Frame) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._frames.put_nowait, frame)
+
+    async def _obey(self, frame: Frame) -> None:
+        if frame.kind is Kind.START:
+            channel = await PipeChannel.start(frame.rank, json.loads(frame.payload)["threads"])
+            self._channels[frame.rank] = channel
+            self._connection.post(Frame(Kind.STARTED, frame.rank, str(channel.pid).encode()))
+            self._reading.append(asyncio.create_task(self._read(frame.rank, channel)))
+        elif frame.kind is Kind.OPEN:
+            self._open(**json.loads(frame.payload))
+        elif frame.kind is Kind.LINE and frame.rank in self._channels:
+            self._channels[frame.rank].send(self._made_ours(frame.payload))
+
+    def _open(self, world_size: int, payload_nbytes: int, exchange_nbytes: int) -> None:
+        self._let_go()
+        self._board = board = Board.create(world_size, payload_nbytes, self._connection.timeout_s)
+        self._exchange = SharedMemory.create("exchange", exchange_nbytes)
+        # Those here are waited for by a thread, which needs to be woken.
+        board.far = range(world_size)
+        board.beat()
+        self._steps = queue.SimpleQueue()
+        threading.Thread(
+            target=self._report_done, args=(board, self._steps, sorted(self._channels)), daemon=True
+        ).start()
+
+    def _made_ours(self, line: bytes) -> bytes:
+        """A command with what differs from machine to machine as it is on this one."""
+        command: dict[str, Any] = json.loads(line)
+        match command:
+            case {"load": words} if self._board is not None and self._exchange is not None:
+                words["address"] = self._connection.address
+                words["board"], words["exchange"] = self._board.path, self._exchange.path
+            case {"agent": words}:
+                words["options"] = asdict(self._transfer)
+            case _:
+                return line
+        return json.dumps(command).encode() + b"\n"
+
+    # ------------------------------------------------------------------ what our ranks say
+
+    async def _read(self, rank: int, channel: PipeChannel) -> None:
+        async for line in channel.lines():
+            self._connection.post(Frame(Kind.LINE, rank, line))
+        self._connection.post(Frame(Kind.ENDED, rank, (await channel.wait()).encode()))
+
+    def _report_done(self, board: Board, steps: queue.SimpleQueue[int], ranks: list[int]) -> None:
+        """A thread's: step after step of one board, until it is let go of."""
+        try:
+            while step := steps.get():
+                for rank in ranks:
+                    board.wait_done(rank, step)
+                    self._connection.send(done_frame(board, rank, step))
+        except RankLost:
+            pass  # the leader hears of it otherwise
+
+    def _hearts(self) -> Frame:
+        board = self._board
+        ages: dict[int, int] = {}
+        if board is not None:
+            now_ns = time.monotonic_ns()
+            beats = {rank: board.count(rank, Count.HEARTBEAT_NS) for rank in self._channels}
+            ages = {rank: now_ns - beat_ns for rank, beat_ns in beats.items() if beat_ns}
+        return hearts_frame(ages)
+
+
+def _announced(transfer: TransferOptions, connection: RelayConnection) -> TransferOptions:
+    """With an address for its agents that other machines reach: where none is set, that for our leader."""
+    only_here = ipaddress.ip_address(connection.peer).is_loopback
+    if only_here or transfer.tcp.host != TransferOptions().tcp.host:
+        return transfer
+    return replace(transfer, tcp=replace(transfer.tcp, host=connection.address))

@@ -1,0 +1,100 @@
+"""What the two machines of a relay say to each other, once they have met: frames of bytes."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moonpool.engine.collectives.board import Board, Count
+
+MAX_FRAME_NBYTES = 64 << 20
+_HEADER = struct.Struct("<IBxH")
+_STEP = struct.Struct("<Q")
+_HEART = struct.Struct("<Hxxxxxxq")
+# Digest first, then the times: whoever writes them to a board writes DONE after all of them.
+_TOLD = (Count.DIGEST, Count.COMPUTE_NS, Count.COLLECTIVE_NS, Count.BUBBLE_NS, Count.ALL_TO_ALL_NS)
+_DONE = struct.Struct(f"<Q{len(_TOLD)}q")
+
+
+class Kind(enum.IntEnum):
+    """L: said by the leader, H: by the rank host."""
+
+    START = 1  # L: have a process for a rank; its compute threads
+    STARTED = 2  # H: its process id
+    LINE = 3  # both: a line of JSON to or from a rank
+    ENDED = 4  # H: how a rank's process ended
+    OPEN = 5  # L: have a board and exchange memory, of this shape
+    STEP = 6  # L: a step's number and batch
+    DONE = 7  # H: a rank is done with a step; its digest and times
+    HEARTS = 8  # both: how long ago each rank's heart beat; none where nothing beats yet
+    BYE = 9  # both: nothing comes after this, and why
+
+
+class FrameError(Exception):
+    """The other side does not speak as we do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    kind: Kind
+    rank: int
+    payload: bytes
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(len(self.payload), self.kind, self.rank) + self.payload
+
+
+class FrameReader:
+    """Frames out of a stream of bytes, which come in whatever pieces."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[Frame]:
+        """The frames that are whole now. Raises FrameError; the stream is of no use then."""
+        self._rest += received
+        begin = 0
+        while len(self._rest) - begin >= _HEADER.size:
+            nbytes, kind, rank = _HEADER.unpack_from(self._rest, begin)
+            if nbytes > MAX_FRAME_NBYTES or kind not in Kind.__members__.values():
+                raise FrameError(f"a frame of kind {kind} and {nbytes:,} bytes")
+            end = begin + _HEADER.size + nbytes
+            if len(self._rest) < end:
+                break
+            yield Frame(Kind(kind), rank, bytes(self._rest[begin + _HEADER.size : end]))
+            begin = end
+        del self._rest[:begin]
+
+
+def step_frame(step: int, batch: bytes) -> Frame:
+    return Frame(Kind.STEP, 0, _STEP.pack(step) + batch)
+
+
+def unpack_step(frame: Frame) -> tuple[int, memoryview]:
+    """(number, batch)"""
+    (step,) = _STEP.unpack_from(frame.payload)
+    return step, memoryview(frame.payload)[_STEP.size :]
+
+
+def done_frame(board: Board, rank: int, step: int) -> Frame:
+    """What ``rank`` posted of ``step``, with which it is done."""
+    return Frame(Kind.DONE, rank, _DONE.pack(step, *(board.count(rank, word) for word in _TOLD)))
+
+
+def post_done(frame: Frame, board: Board) -> None:
+    """Post what a frame of a rank tells on ``board``, that rank's view."""
+    step, *told = _DONE.unpack(frame.payload)
+    for word, value in zip(_TOLD, told, strict=True):
+        board.post(word, value)
+    board.finish(step)
+
+
+def hearts_frame(ages_ns: dict[int, int]) -> Frame:
+    return Frame(Kind.HEARTS, 0, b"".join(_HEART.pack(rank, age) for rank, age in ages_ns.items()))
+
+
+def unpack_hearts(frame: Frame) -> dict[int, int]:
+    """Rank -> ns."""
+    return dict(_HEART.iter_unpack(frame.payload))

@@ -1,0 +1,171 @@
+"""The leader's runner: one batch told to all ranks, computed by all, sampled here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moonpool.engine.batching.step_plan import Plan, StepOutput
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.collectives.board import Board, Count
+from moonpool.engine.collectives.exchange_clock import ExchangeClock
+from moonpool.engine.collectives.link import Link
+from moonpool.engine.device.device import Device
+from moonpool.engine.errors import RankDiverged, RankLost
+from moonpool.engine.execution.logit_rows import logit_rows
+from moonpool.engine.execution.runner import ModelRunner
+from moonpool.engine.experts.load import ExpertLoad
+from moonpool.engine.model.inputs import StepInputs
+from moonpool.engine.ranks.assignment import Assignment
+from moonpool.engine.ranks.stage import Stage
+from moonpool.engine.ranks.step_message import chain_digest, pack
+from moonpool.runtime.service.load_progress import Progress
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Where one step's time went, in seconds; per rank: [world_size]."""
+
+    step_s: float
+    publish_s: float  # packing the batch and telling the ranks
+    settle_s: float  # from the last token to all ranks being done and compared
+    num_exchanges: int  # rank 0's with others
+    exchanged_nbytes: int
+    compute_s: list[float]
+    collective_s: list[float]
+    bubble_s: list[float]
+    all_to_all_s: list[float]  # of collective_s
+
+
+class ParallelRunner(ModelRunner):
+    """See ``ModelRunner``. Any error ends the group: what ranks computed since cannot be known."""
+
+    alone = False
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        assignment: Assignment,
+        device: Device,
+        board: Board,
+        link: Link,
+        clock: ExchangeClock,
+        expert_load: ExpertLoad | None,
+        *,
+        pool_memory: npt.NDArray[np.uint8] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            assignment.options,
+            dtype=assignment.dtype,
+            device=device,
+            num_blocks=assignment.num_blocks,
+            max_len=assignment.max_len,
+            pool_memory=pool_memory,
+            progress=progress,
+            shard=assignment.shard(config),
+            link=link,
+            expert_load=expert_load.tables[0] if expert_load and device.torch.type == "cpu" else None,
+        )
+        self._expert_load = expert_load
+        self.clock = clock
+        self._shards = assignment.plan.shards(config)
+        self._board = board
+        self._link = link
+        self._stage = Stage(self.model, self.pool, link, board, clock, assignment.options.parallel)
+        self._rounds: list[list[int]] = []
+        self._hidden: Tensor | None = None
+        self._publish_s = 0.0
+        self.on_times: Callable[[StepTimes], None] | None = None
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """Compute the plan's tokens on all ranks.
+
+        Raises RankLost, also for whatever went wrong here, or RankDiverged: the group is of no use then.
+        """
+        began_s = time.perf_counter()
+        before = self.clock.num_collectives, self.clock.collective_nbytes
+        try:
+            output = super().execute(plan)
+            sampled_s = time.perf_counter()
+            self._stage.end()
+            for rank in range(1, self._board.world_size):
+                self._board.wait_done(rank, self._stage.step)
+                if (digest := self._board.count(rank, Count.DIGEST)) != self._stage.digest:
+                    raise RankDiverged(rank, self._stage.step, digest, self._stage.digest)
+        except RankLost as error:
+            self._board.abort(error.rank)
+            raise
+        except Exception as error:
+            self._board.abort(0)
+            raise RankLost(0, f"{type(error).__name__}: {error}") from error
+        if self.on_times is not None:
+            self.on_times(self._times(began_s, sampled_s, *before))
+        return output
+
+    def expert_load(self) -> npt.NDArray[np.int64]:
+        """See ``ModelRunner``; of ranks that share no memory with us, as it was when they were last asked."""
+        if self._expert_load is None:
+            return super().expert_load()
+        if self.model.expert_load.is_cuda:
+            self._expert_load.tables[0] = self.model.expert_load.cpu()
+        # Neighbours that split matrices are given the same rows.
+        counting = [shard.rank for shard in self._shards if shard.place == 0]
+        return self._expert_load.tables[counting].sum(0).numpy()
+
+    def forget_expert_load(self) -> None:
+        super().forget_expert_load()
+        if self._expert_load is not None:
+            self._expert_load.tables.zero_()
+
+    def leave(self) -> None:
+        """Let the other ranks out of their steps. No step is running."""
+        self._board.publish(self._stage.step + 1, 0)
+
+    def close(self) -> None:
+        """Let go of the link. No step is running, nor will."""
+        self._link.close()
+
+    def _forward(self, plan: Plan, inputs: StepInputs) -> Tensor:
+        began_s = time.perf_counter()
+        self._rounds = logit_rows(plan)
+        nbytes = pack(inputs, self._rounds, self.options.block_size, self._board.payload)
+        self._stage.begin(chain_digest(self._stage.digest, self._board.payload[:nbytes]))
+        self._board.publish(self._stage.step, nbytes)
+        self._publish_s = time.perf_counter() - began_s
+        self._hidden = self._stage.forward(inputs.to(self.device.torch))
+        # Other ranks may have some of them, or all: only the number of rows means something here.
+        return torch.empty(1, 1).expand(len(inputs.token_ids), 1)
+
+    def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """The next of the rounds the ranks were told of, whole."""
+        wanted = self._rounds.pop(0)
+        assert len(wanted) == (len(hidden) if rows is None else len(rows)), "not what the ranks were told"
+        logits = self._stage.logits(self._hidden, torch.tensor(wanted))
+        assert logits is not None
+        return logits
+
+    def _times(self, began_s: float, sampled_s: float, num_before: int, nbytes_before: int) -> StepTimes:
+        ended_s = time.perf_counter()
+
+        def seconds(word: Count) -> list[float]:
+            return [self._board.count(rank, word) / 1e9 for rank in range(self._board.world_size)]
+
+        return StepTimes(
+            ended_s - began_s,
+            self._publish_s,
+            ended_s - sampled_s,
+            self.clock.num_collectives - num_before,
+            self.clock.collective_nbytes - nbytes_before,
+            seconds(Count.COMPUTE_NS),
+            seconds(Count.COLLECTIVE_NS),
+            seconds(Count.BUBBLE_NS),
+            seconds(Count.ALL_TO_ALL_NS),
+        )

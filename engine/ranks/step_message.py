@@ -1,0 +1,76 @@
+"""One step's batch as bytes: what the leader tells the other ranks, all of it, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import Tensor
+
+from moonpool.engine.model.inputs import StepInputs
+
+_HEADER = 8  # int64 words
+
+
+def payload_nbytes(*, max_tokens: int, max_rows: int, max_blocks: int) -> int:
+    """Of the largest batch: ``max_rows`` sequences of ``max_blocks`` blocks in decodes and as many chunks."""
+    return 8 * (_HEADER + 3 * max_tokens) + 4 * (2 * max_rows * (max_blocks + 3) + 2 * max_tokens + 16)
+
+
+def pack(
+    inputs: StepInputs, rounds: Sequence[Sequence[int]], block_size: int, payload: npt.NDArray[np.uint8]
+) -> int:
+    """Write the batch into ``payload``; the number of bytes it took.
+
+    rounds: rows of the step's tokens whose logits are wanted, in the order they are asked for.
+    """
+    n = inputs.num_decodes
+    width = -(-int(inputs.decode_lens.max()) // block_size) if n else 0
+    table = inputs.decode_table[:, :width]
+    chunked = inputs.chunk_table is not None
+    chunk_shape = tuple(inputs.chunk_table.shape) if inputs.chunk_table is not None else (0, 0)
+    header = np.array([len(inputs.token_ids), n, width, *chunk_shape, len(rounds), 0, 0], np.int64)
+    wide = [header, *(t.cpu().numpy() for t in (inputs.token_ids, inputs.positions, inputs.slots))]
+    narrow = [table.cpu().numpy(), inputs.decode_lens.cpu().numpy()]
+    if chunked:
+        for tensor in (inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens):
+            assert tensor is not None
+            narrow.append(tensor.cpu().numpy())
+    narrow.append(np.array([len(rows) for rows in rounds], np.int32))
+    narrow += [np.asarray(rows, np.int32) for rows in rounds]
+    at = 0
+    for array in (*wide, *narrow):
+        end = at + array.nbytes
+        payload[at:end].view(array.dtype)[:] = array.reshape(-1)
+        at = end
+    return at
+
+
+def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor]]:
+    """The batch as tensors over ``batch``, and the rounds (int64 rows each)."""
+    num_tokens, n, width, chunks, chunk_width, num_rounds, *_ = batch[: 8 * _HEADER].view(np.int64).tolist()
+    at = 8 * _HEADER
+
+    def take(dtype: type[np.generic], *shape: int) -> Tensor:
+        nonlocal at
+        count = int(np.prod(shape))
+        first, at = at, at + count * np.dtype(dtype).itemsize
+        return torch.from_numpy(batch[first:at].view(dtype).reshape(shape))
+
+    token_ids, positions, slots = (take(np.int64, num_tokens) for _ in range(3))
+    decode_table, decode_lens = take(np.int32, n, width), take(np.int32, n)
+    inputs = StepInputs(token_ids, positions, slots, n, decode_table, decode_lens)
+    if chunks:
+        inputs.chunk_table = take(np.int32, chunks, chunk_width)
+        inputs.chunk_starts = take(np.int32, chunks + 1)
+        inputs.chunk_lens = take(np.int32, chunks)
+    lengths = take(np.int32, num_rounds).tolist()
+    return inputs, [take(np.int32, length).long() for length in lengths]
+
+
+def chain_digest(previous: int, batch: npt.NDArray[np.uint8]) -> int:
+    """63 bits that name this batch and all before it: ranks that differ have not run the same steps."""
+    return xxhash.xxh3_64_intdigest(batch.data, seed=previous) >> 1

@@ -1,0 +1,222 @@
+"""``python -m moonpool.engine.ranks.worker``: a rank that does not lead.
+
+One line of JSON on stdin is a command, one on stdout a report. The main thread runs the tensors; another one
+listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.checkpoint.weights import Checkpoint
+from moonpool.engine.collectives.board import Board, SharedMemory
+from moonpool.engine.collectives.exchange_clock import ExchangeClock
+from moonpool.engine.device.selection import TORCH_DTYPES, page_dtype
+from moonpool.engine.errors import RankLost
+from moonpool.engine.execution.runner import pool_tensor
+from moonpool.engine.experts.load import ExpertLoad
+from moonpool.engine.model.transformer import Model
+from moonpool.engine.ranks.assignment import Assignment, unpack_transfer_options
+from moonpool.engine.ranks.heartbeat import Heart
+from moonpool.engine.ranks.link_factory import open_link
+from moonpool.engine.ranks.stage import Stage, run_steps
+from moonpool.engine.sharding.tensor_slices import Slices
+from moonpool.kvstore.remote.rank_reader import AgentReader, RankRead
+from moonpool.runtime.config.options import LogOptions
+from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.observing.log import setup_logging
+from moonpool.transfer import TransferAgent
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 0.1
+_MAX_LINE_NBYTES = 64 << 20
+
+
+_reporting = threading.Lock()
+
+
+def report(kind: str, **facts: object) -> None:
+    """From any thread."""
+    with _reporting:
+        sys.stdout.write(json.dumps({"kind": kind, **facts}) + "\n")
+        sys.stdout.flush()
+
+
+class Control:
+    """The thread that listens to the leader, and reads blocks for it. Ends the process when the leader is
+    gone.
+
+    pool, expert_load: of the model that is open, from before that is reported.
+    """
+
+    def __init__(self) -> None:
+        self.pool: SharedMemory | Tensor | None = None
+        self.expert_load: Tensor | None = None
+        self._agent: TransferAgent | None = None
+        self._reader: AgentReader | None = None
+        self._reads: dict[int, asyncio.Task[None]] = {}
+        self.assignments: queue.Queue[Assignment] = queue.Queue()
+        threading.Thread(target=lambda: asyncio.run(self._listen()), name="control", daemon=True).start()
+
+    async def _listen(self) -> None:
+        reader = asyncio.StreamReader(limit=_MAX_LINE_NBYTES)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        async for line in reader:
+            command: dict[str, Any] = json.loads(line)
+            match command:
+                case {"load": words}:
+                    self.assignments.put(Assignment.unpack(words))
+                case {"agent": words}:
+                    await self._start_agent(words)
+                case {"expert_load": _}:
+                    assert self.expert_load is not None
+                    report("expert_load", table=self.expert_load.tolist())
+                case {"read": number, **words}:
+                    self._reads[number] = loop.create_task(
+                        self._read(number, RankRead.unpack(words["request"]))
+                    )
+                case {"cancel": number}:
+                    if number in self._reads:
+                        self._reads[number].cancel()
+        os._exit(0)
+
+    async def _start_agent(self, words: dict[str, Any]) -> None:
+        if self._agent is not None:
+            await self._agent.close()
+        options = unpack_transfer_options(words["options"])
+        self._agent = agent = await TransferAgent.start(
+            options, agent_id=words["agent_id"], epoch=words["epoch"]
+        )
+        pool = self.pool
+        assert pool is not None
+        if isinstance(pool, SharedMemory):
+            region = agent.register_shared(pool.fd, "pool")
+        else:
+            region = agent.register(pool.view(torch.uint8), name="pool")
+        self._reader = AgentReader(agent, region)
+        report("agent", descriptor=b64encode(agent.describe().pack()).decode(), region=region.id)
+
+    async def _read(self, number: int, request: RankRead) -> None:
+        assert self._reader is not None
+        try:
+            report("read", number=number, transport=await self._reader.read(request))
+        except asyncio.CancelledError:
+            report("read", number=number, error="cancelled")
+        except MoonpoolError as error:
+            report("read", number=number, error=str(error))
+        finally:
+            del self._reads[number]
+
+
+def serve(assignment: Assignment, control: Control) -> None:
+    """Load what is assigned, report it, and run steps until the leader ends them.
+
+    Raises RankLost when the group is aborted, MoonpoolError when loading fails.
+    """
+    options, parallel = assignment.options, assignment.options.parallel
+    torch.set_num_threads(options.threads)
+    board = Board(
+        SharedMemory.open(assignment.board), assignment.rank, assignment.plan.world_size, parallel.timeout_s
+    )
+    heart = Heart(board)
+    try:
+        _run(assignment, board, control)
+    finally:
+        heart.stop()
+    report("ended")
+
+
+def _run(assignment: Assignment, board: Board, control: Control) -> None:
+    options = assignment.options
+    config = ModelConfig.from_checkpoint(Path(assignment.model))
+    shard, device = assignment.shard(config), assignment.torch_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    clock = ExchangeClock()
+    link = open_link(assignment, config, board, clock)
+    told_s = 0.0
+
+    def progress(done: int, total: int, name: str) -> None:
+        nonlocal told_s
+        if done == total or time.monotonic() - told_s > _PROGRESS_S:
+            told_s = time.monotonic()
+            report("progress", done=done, total=total, name=name)
+
+    model = Model(
+        config,
+        Checkpoint(config.path, progress, Slices(config, shard)),
+        dtype=TORCH_DTYPES[assignment.dtype],
+        device=device,
+        max_len=assignment.max_len,
+        shard=shard,
+        link=link,
+        expert_load=_expert_load(assignment, config),
+    )
+    layout = shard.layout(config, options.block_size, page_dtype(options, assignment.dtype))
+    memory = None
+    if device.type == "cpu":
+        memory = _pool_memory(assignment, assignment.num_blocks * layout.block_nbytes)
+    pool = pool_tensor(layout, assignment.num_blocks, device, None if memory is None else memory.array)
+    control.pool = pool if memory is None else memory
+    control.expert_load = model.expert_load
+    report("loaded", identity=assignment.identity(config))
+    try:
+        run_steps(Stage(model, pool, link, board, clock, options.parallel), board, device)
+    finally:
+        link.close()
+        if memory is not None:
+            memory.close()
+
+
+def _pool_memory(assignment: Assignment, nbytes: int) -> SharedMemory:
+    """What the leader made for us, or where it has none to share, our own."""
+    if assignment.pool:
+        return SharedMemory.open(assignment.pool)
+    return SharedMemory.create(f"pool-{assignment.rank}", nbytes)
+
+
+def _expert_load(assignment: Assignment, config: ModelConfig) -> Tensor | None:
+    if not assignment.expert_load:
+        return None
+    memory = SharedMemory.open(assignment.expert_load).array
+    return ExpertLoad(config, memory, assignment.plan.world_size).tables[assignment.rank]
+
+
+def main() -> int:
+    """0 when the leader closed our stdin, 1 otherwise."""
+    setup_logging(LogOptions(), f"rank {os.environ.get('MOONPOOL_RANK', '?')}")
+    control = Control()
+    while True:
+        try:
+            serve(control.assignments.get(), control)
+        except RankLost as error:
+            log.warning("%s; this rank ends", error)
+            return 1
+        except MoonpoolError as error:
+            report("failed", error=str(error))
+            log.error("%s", error)
+            return 1
+        except Exception as error:
+            log.exception("this rank failed")
+            report("failed", error=f"{type(error).__name__}: {error}")
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

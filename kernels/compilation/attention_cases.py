@@ -1,0 +1,122 @@
+"""The attention kernels, for every dtype and head_dim of the launch table, and what else changes them."""
+
+# Triton has no types to check.
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moonpool.kernels.compilation.kernel_case import POINTERS, RULES, STRIDES, Case
+from moonpool.kernels.reference import FP8
+from moonpool.kernels.triton import decode as triton_decode
+from moonpool.kernels.triton import prefill as triton_prefill
+from moonpool.kernels.triton.fp8 import fp8_mode
+from moonpool.kernels.triton.launch import decode_choice, padded, prefill_choice
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What attention is compiled for."""
+
+    q_dtype: torch.dtype
+    pool_dtype: torch.dtype
+    head_dim: int
+    group: int = 4
+    block_size: int = 16
+    queries: int = 1
+
+    @property
+    def name(self) -> str:
+        kind = str(self.q_dtype).removeprefix("torch.")
+        kind = {"float32": "wide", FP8: "fp8"}.get(kind, kind) if self.pool_dtype != FP8 else f"{kind}/fp8"
+        several = f" Q{self.queries}" if self.queries > 1 else ""
+        return f"{kind} D{self.head_dim} G{self.group} B{self.block_size}{several}"
+
+
+def attended(arch: int) -> Iterator[Attended]:
+    """Every dtype and head_dim of the launch table, then what else changes the code."""
+    for head_dim in (64, 128, 256):
+        for dtype in (torch.bfloat16, torch.float16):
+            yield Attended(dtype, dtype, head_dim)
+        yield Attended(torch.bfloat16, FP8, head_dim)
+        yield Attended(torch.float32, torch.float32, head_dim)
+    for group, block_size in ((1, 16), (7, 16), (8, 256), (8, 64), (32, 64)):
+        yield Attended(torch.bfloat16, torch.bfloat16, 128, group, block_size)
+        yield Attended(torch.bfloat16, FP8, 128, group, block_size)
+    for queries in (4, 16):
+        yield Attended(torch.bfloat16, torch.bfloat16, 128, queries=queries)
+        yield Attended(torch.bfloat16, FP8, 128, queries=queries)
+
+
+def decode_case(what: Attended, arch: int, choice: Any = None) -> Case:
+    """``choice``: another than the table's."""
+    rows = padded(what.queries * what.group, 16)
+    choice = choice or decode_choice(what.head_dim, rows, what.q_dtype, what.pool_dtype, arch)
+    given = POINTERS[what.q_dtype]
+    constants = triton_decode.decode_constants(
+        queries=what.queries,
+        group=what.group,
+        head_dim=what.head_dim,
+        block_size=what.block_size,
+        batch=64,
+        choice=choice,
+    )
+    return Case(
+        f"decode {what.name}",
+        triton_decode.decode_part,
+        {
+            "q": given,
+            "pool": POINTERS[what.pool_dtype],
+            "out": given,
+            **dict.fromkeys(("table", "contexts", "positions"), "*i32"),
+            **dict.fromkeys(("lse", "scratch", "scratch_lse"), "*fp32"),
+        },
+        STRIDES | RULES | dict.fromkeys(("table_stride", "batch", "wanted"), "i32"),
+        constants
+        | {
+            "ROWS": rows,
+            "BLOCK_SIZE": what.block_size,
+            "CAPPED": False,
+            "WRITE_LSE": False,
+            "FP8": fp8_mode(what.pool_dtype, arch),
+        },
+        choice.num_warps,
+        choice.num_stages,
+        multiplies_tiles=what.q_dtype != torch.float32,
+        loads_nbytes=16,
+        resident=choice.programs_per_multiprocessor,
+    )
+
+
+def prefill_case(what: Attended, arch: int, choice: Any = None) -> Case:
+    """``choice``: another than the table's."""
+    choice = choice or prefill_choice(what.head_dim, what.q_dtype, what.pool_dtype, arch)
+    given = POINTERS[what.q_dtype]
+    constants = triton_prefill.prefill_constants(
+        group=what.group, head_dim=what.head_dim, block_size=what.block_size, batch=64, choice=choice
+    )
+    half = what.q_dtype != torch.float32
+    return Case(
+        f"prefill {what.name}",
+        triton_prefill.prefill_tile,
+        {
+            "q": given,
+            "pool": POINTERS[what.pool_dtype],
+            "out": given,
+            "lse": "*fp32",
+            **dict.fromkeys(("table", "starts", "positions", "contexts"), "*i32"),
+        },
+        STRIDES | RULES | dict.fromkeys(("table_stride", "batch"), "i32"),
+        constants
+        | {"CAPPED": False, "POSITIONS": False, "WRITE_LSE": False, "FP8": fp8_mode(what.pool_dtype, arch)},
+        choice.num_warps,
+        choice.num_stages,
+        multiplies_tiles=half,
+        multiplies_warpgroups=half and choice.rows >= 64,
+        loads_nbytes=16,
+    )

@@ -1,0 +1,197 @@
+"""Which kernels are compiled without a GPU, and for which shapes: all that are launched, each as it is."""
+
+# Triton has no types to check.
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from moonpool.kernels.compilation.attention_cases import attended, decode_case, prefill_case
+from moonpool.kernels.compilation.kernel_case import POINTERS, STRIDES, Case
+from moonpool.kernels.reference import FP8
+from moonpool.kernels.triton import adapters as triton_adapters
+from moonpool.kernels.triton import blocks as triton_blocks
+from moonpool.kernels.triton import decode as triton_decode
+from moonpool.kernels.triton import experts as triton_experts
+from moonpool.kernels.triton import kv as triton_kv
+from moonpool.kernels.triton import merge as triton_merge
+from moonpool.kernels.triton import rows as triton_rows
+from moonpool.kernels.triton.launch import decode_choice
+
+
+def merge_cases() -> Iterator[Case]:
+    shape = {"DIM": 128, "DIM_PADDED": 128, "PARTS": triton_merge.PARTS}
+    choice = decode_choice(128, 16, torch.bfloat16, torch.bfloat16, 80)
+    constants = triton_decode.decode_constants(
+        queries=1, group=4, head_dim=128, block_size=16, batch=64, choice=choice
+    )
+    yield Case(
+        "merge split",
+        triton_merge.merge_split,
+        {
+            **dict.fromkeys(("scratch", "scratch_lse", "lse"), "*fp32"),
+            **dict.fromkeys(("contexts", "positions"), "*i32"),
+            "out": "*bf16",
+        },
+        dict.fromkeys(("batch", "wanted", "window"), "i32"),
+        constants | shape | {"KV_HEADS": 8, "WRITE_LSE": True},
+        num_warps=4,
+    )
+    yield Case(
+        "merge states",
+        triton_merge.merge_states,
+        {"outs": "*bf16", "lses": "*fp32", "out": "*bf16", "lse": "*fp32"},
+        {"num_rows": "i32", "num_parts": "i32"},
+        shape,
+        num_warps=4,
+    )
+
+
+def row_cases(dtype: torch.dtype) -> Iterator[Case]:
+    pointer = POINTERS[dtype]
+    yield Case(
+        "rms norm 8192",
+        triton_rows.norm_row,
+        dict.fromkeys(("x", "residual", "weight", "normed", "total"), pointer),
+        {"hidden": "i32", "eps": "fp32"},
+        {"ADD": True, "WIDTH": 8192},
+        num_warps=16,
+        loads_nbytes=16,
+        divisible=("hidden",),
+    )
+    yield Case(
+        "silu mul",
+        triton_rows.silu_mul_tile,
+        dict.fromkeys(("gate_up", "out"), pointer),
+        {"inter": "i32"},
+        {"WIDTH": 1024},
+        num_warps=4,
+        loads_nbytes=16,
+        divisible=("inter",),
+    )
+
+
+def kv_cases(dtype: torch.dtype, pool_dtype: torch.dtype) -> Iterator[Case]:
+    pointer, stored = POINTERS[dtype], POINTERS[pool_dtype]
+    kind = "bfloat16/fp8" if pool_dtype == FP8 else "bfloat16"
+    factors = {"k_factor": "fp32", "v_factor": "fp32"}
+    yield Case(
+        f"write kv {kind}",
+        triton_kv.write_token,
+        {"k": pointer, "v": pointer, "pool": stored, "slots": "*i64"},
+        STRIDES | factors,
+        {"HEADS": 8, "DIM": 128, "BLOCK_SIZE": 16, "WIDTH": 1024, "FP8": pool_dtype == FP8},
+        num_warps=4,
+        loads_nbytes=16,
+    )
+    yield Case(
+        f"rotate and write {kind}",
+        triton_kv.rotate_heads,
+        dict.fromkeys(("qkv", "q", "q_norm", "k_norm"), pointer)
+        | {"pool": stored, "positions": "*i64", "slots": "*i64", "cos": "*fp32", "sin": "*fp32"},
+        STRIDES | factors | {"eps": "fp32"},
+        {
+            **{"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK_SIZE": 16, "NORM_Q": True, "NORM_K": True},
+            **{"HALF": 64, "HALF_PADDED": 64, "REST_PADDED": 1, "FP8": pool_dtype == FP8},
+            "PER": triton_kv.HEADS_PER_PROGRAM,
+        },
+        num_warps=4,
+        loads_nbytes=16,
+    )
+
+
+def block_cases() -> Iterator[Case]:
+    yield Case(
+        "move block",
+        triton_blocks.move_block,
+        {"source": "*i64", "target": "*i64", "source_ids": "*i64", "target_ids": "*i64", "sums": "*i64"},
+        {"words": "i32"},
+        {"FROM": True, "TO": True, "SUM": False, "WIDTH": triton_blocks.WIDTH},
+        num_warps=4,
+        loads_nbytes=16,
+        divisible=("words",),
+    )
+    yield Case(
+        "move block, checksum",
+        triton_blocks.move_block,
+        {"source": "*i64", "target": "*i64", "source_ids": "*i64", "target_ids": "*i64", "sums": "*i64"},
+        {"words": "i32"},
+        {"FROM": True, "TO": False, "SUM": True, "WIDTH": triton_blocks.WIDTH},
+        num_warps=4,
+        loads_nbytes=16,
+        divisible=("words",),
+    )
+    sides = [
+        f"{side}_{part}" for side in ("source", "target") for part in ("block", "layer", "kv", "head", "slot")
+    ]
+    for name, source, target in (("reshard", "*bf16", "*bf16"), ("reshard to fp8", "*bf16", "*u8")):
+        yield Case(
+            name,
+            triton_blocks.reshard_token,
+            {"source": source, "target": target},
+            dict.fromkeys((*sides, "heads", "dim"), "i32") | {"k_factor": "fp32", "v_factor": "fp32"},
+            {
+                **{"SOURCE_SIZE": 16, "TARGET_SIZE": 64, "HEADS": 8, "DIM": 128},
+                **{"SOURCE_FP8": 0, "TARGET_FP8": target == "*u8"},
+            },
+            num_warps=1,
+            divisible=(*sides, "dim"),
+        )
+
+
+def expert_and_adapter_cases(dtype: torch.dtype) -> Iterator[Case]:
+    pointer = POINTERS[dtype]
+    for rows in (8, 512):
+        choice = triton_experts.GroupedChoice.of(rows, dtype)
+        yield Case(
+            f"grouped matmul {choice.rows}",
+            triton_experts.grouped_tile,
+            dict.fromkeys(("x", "weights", "out"), pointer) | {"offsets": "*i32"},
+            {"num_experts": "i32", "outs": "i32", "ins": "i32"},
+            triton_experts.grouped_constants(64, choice),
+            choice.num_warps,
+            choice.num_stages,
+            multiplies_tiles=True,
+            multiplies_warpgroups=choice.rows >= 64,
+            loads_nbytes=16,
+            divisible=("outs", "ins"),
+        )
+    yield Case(
+        "lora down",
+        triton_adapters.lora_down,
+        {"x": pointer, "a": pointer, "ids": "*i32", "low": "*fp32"},
+        {"ins": "i32", "rank": "i32"},
+        {"RANK": 16, "INS": triton_adapters.INS},
+        num_warps=4,
+        divisible=("ins", "rank"),
+    )
+    yield Case(
+        "lora up",
+        triton_adapters.lora_up,
+        {"y": pointer, "b": pointer, "ids": "*i32", "scales": "*fp32", "low": "*fp32"},
+        {"outs": "i32", "rank": "i32"},
+        {"RANK": 16, "OUTS": triton_adapters.OUTS},
+        num_warps=4,
+        divisible=("outs", "rank"),
+    )
+
+
+def other_cases() -> Iterator[Case]:
+    """All that is not attention."""
+    yield from merge_cases()
+    yield from row_cases(torch.bfloat16)
+    yield from kv_cases(torch.bfloat16, torch.bfloat16)
+    yield from kv_cases(torch.bfloat16, FP8)
+    yield from block_cases()
+    yield from expert_and_adapter_cases(torch.bfloat16)
+
+
+def all_cases(arch: int) -> Iterator[Case]:
+    for what in attended(arch):
+        yield decode_case(what, arch)
+        if what.queries == 1:
+            yield prefill_case(what, arch)
+    yield from other_cases()

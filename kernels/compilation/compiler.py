@@ -1,0 +1,177 @@
+"""Compiles the Triton kernels for a GPU that need not be there, and says what each takes of a multiprocessor.
+
+What can be seen without a GPU: that a kernel compiles for the architecture, its registers, its spills to
+local memory, its shared memory, whether the tensor cores are used, and how wide it reads. ``python -m
+kernels.triton_compile`` prints it, ``--json FILE`` writes it; the exit code says whether all are fit for use.
+"""
+
+# Triton has no types to check.
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moonpool.kernels.compilation.catalog import all_cases
+from moonpool.kernels.compilation.kernel_case import Case
+
+# Shared memory a program and a multiprocessor may have, in bytes; registers of a multiprocessor.
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
+SHARED_OF_MULTIPROCESSOR = {80: 164 << 10, 90: 228 << 10}
+REGISTERS_OF_MULTIPROCESSOR = 65536
+# Kernels that may spill, up to so many bytes a thread, and why.
+SPILLS_ALLOWED: dict[str, int] = {
+    # Exact float32 multiplies three times; heads this long do not fit, and nobody serves them so.
+    "prefill wide D256 G4 B16": 112,
+}
+# (title, field, width) as printed.
+COLUMNS = (
+    ("arch", "arch", 5),
+    ("warps", "num_warps", 6),
+    ("regs", "registers", 5),
+    ("spill", "spill_nbytes", 6),
+    ("shared", "shared_nbytes", 8),
+    ("MMA", "num_tensor_core_instructions", 5),
+    ("HGMMA", "num_warpgroup_instructions", 6),
+    ("load", "widest_load_nbytes", 5),
+    ("fits", "resident", 5),
+)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes. Spills and stack are bytes a thread, shared memory bytes a program.
+
+    ``resident``: programs that fit on a multiprocessor at once. ``widest_load_nbytes``: of one thread's
+    instruction; 16 is the most there is.
+    """
+
+    case: str
+    arch: int
+    num_warps: int
+    registers: int
+    spill_nbytes: int
+    shared_nbytes: int
+    num_tensor_core_instructions: int
+    num_warpgroup_instructions: int
+    widest_load_nbytes: int
+
+    @property
+    def resident(self) -> int:
+        # Registers are given to warps in portions of 256; a program has 1 KiB of shared memory besides.
+        a_warp = -(-self.registers * 32 // 256) * 256
+        by_registers = REGISTERS_OF_MULTIPROCESSOR // (a_warp * self.num_warps)
+        by_shared = SHARED_OF_MULTIPROCESSOR[self.arch] // (self.shared_nbytes + 1024)
+        return min(by_registers, by_shared, 64 // self.num_warps, 32)
+
+    def faults(self, case: Case) -> list[str]:
+        """What must not be, in sentences; none for a kernel that is fit for use."""
+        name, found = f"{self.case} on sm_{self.arch}", []
+        if self.spill_nbytes > SPILLS_ALLOWED.get(self.case, 0):
+            found.append(f"{name} spills {self.spill_nbytes} bytes a thread")
+        if self.shared_nbytes > SHARED_LIMIT[self.arch]:
+            found.append(f"{name} wants {self.shared_nbytes} bytes of shared memory")
+        if case.multiplies_tiles and not self.num_tensor_core_instructions:
+            found.append(f"{name} does not use the tensor cores")
+        if case.multiplies_warpgroups and self.arch >= 90 and not self.num_warpgroup_instructions:
+            found.append(f"{name} does not multiply by warp groups")
+        if self.widest_load_nbytes < case.loads_nbytes:
+            found.append(f"{name} loads {self.widest_load_nbytes} bytes at a time, not {case.loads_nbytes}")
+        if self.resident < case.resident:
+            found.append(f"{name} fits {self.resident} times on a multiprocessor, not {case.resident}")
+        return found
+
+
+def compile_case(case: Case, arch: int) -> Resources:
+    """Compile for ``sm_<arch>``; all pointers and strides are taken as multiples of 16, as they are in
+    use."""
+    names = case.kernel.arg_names
+    types = case.pointers | case.scalars
+    signature = {name: types.get(name, "constexpr") for name in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name in case.pointers or name.endswith(("stride", "offset")) or name in case.divisible
+    }
+    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+    )
+    usage, assembly = _inspect(compiled.asm["cubin"])
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    # LDG and LDGSTS (from global to shared memory) read 4 bytes where they say nothing.
+    loads = re.findall(r"\bLDG(?:STS)?\.E\S*", assembly)
+    widths = [int(bits) // 8 for load in loads for bits in re.findall(r"\.(64|128)\b", load)]
+    return Resources(
+        case.name,
+        arch,
+        case.num_warps,
+        found["REG"],
+        max(found["STACK"], found["LOCAL"]),
+        compiled.metadata.shared,
+        len(re.findall(r"\bH(?:G)?MMA\b", assembly)),
+        len(re.findall(r"\bHGMMA\b", assembly)),
+        max(widths, default=4 if loads else 0),
+    )
+
+
+def _inspect(cubin: bytes) -> tuple[str, str]:
+    """The resource line and the assembly of a compiled kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        answers = [
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        ]
+    return answers[0], answers[1]
+
+
+def compile_all(cases: list[Case], arch: int) -> list[tuple[Resources, list[str]]]:
+    """Each case's resources and faults. ptxas runs as a process of its own, so threads serve."""
+    with ThreadPoolExecutor(2) as workers:
+        made = list(workers.map(lambda case: compile_case(case, arch), cases))
+    return [(resources, resources.faults(case)) for resources, case in zip(made, cases, strict=True)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
+    parser.add_argument("--arch", type=int, nargs="*", default=[90, 80])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the resources there")
+    arguments = parser.parse_args()
+    print(f"{'kernel':<40}" + "".join(f"{title:>{width}}" for title, _, width in COLUMNS))
+    rows: list[dict[str, Any]] = []
+    faults: list[str] = []
+    for arch in arguments.arch:
+        for made, wrong in compile_all(list(all_cases(arch)), arch):
+            row = asdict(made) | {"resident": made.resident}
+            print(f"{made.case:<40}" + "".join(f"{row[key]:>{width}}" for _, key, width in COLUMNS))
+            rows.append(row)
+            faults += wrong
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if arguments.json is not None:
+        versions: dict[str, Any] = {"triton": triton.__version__}
+        arguments.json.write_text(json.dumps({"versions": versions, "kernels": rows}, indent=1) + "\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,129 @@
+"""Triton form of merging attentions over parts of the keys."""
+
+# Triton has no types to check, and its code has compile-time constants in capitals.
+# mypy: disable-error-code="import-untyped,untyped-decorator,no-untyped-def"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moonpool.kernels.triton.launch import padded
+from moonpool.kernels.triton.partition import plan_parts
+
+PARTS = 32  # a step of a merge takes
+
+
+@triton.jit
+def weighed(parts, lse, at, step, count, TILE: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """Rows at, at + step … of ``count`` parts, weighted by the share of the exponentials each saw, in a fixed
+    order. parts: […, DIM]; lse: natural, -inf where a part saw nothing. Returns the row and its lse."""
+    dims = tl.arange(0, DIM_PADDED)
+    top = float("-inf")
+    total = 0.0
+    gathered = tl.zeros([DIM_PADDED], tl.float32)
+    for start in range(0, count, TILE):
+        part = start + tl.arange(0, TILE)
+        there = part < count
+        where = at + part.to(tl.int64) * step
+        logs = tl.load(lse + where, mask=there, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(logs, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        unseen = logs == float("-inf")
+        weights = tl.where(unseen, 0.0, tl.exp2((logs - base) * 1.4426950408889634))
+        readable = (there & ~unseen)[:, None] & (dims < DIM)[None, :]
+        values = tl.load(parts + where[:, None] * DIM + dims[None, :], mask=readable, other=0.0)
+        factor = tl.exp2((top - base) * 1.4426950408889634)
+        total = total * factor + tl.sum(weights, 0)
+        gathered = gathered * factor + tl.sum(values.to(tl.float32) * weights[:, None], 0)
+        top = new_top
+    gathered = gathered / tl.where(total == 0, 1.0, total)
+    return gathered, tl.where(total == 0, float("-inf"), top + tl.log2(total) * 0.6931471805599453)
+
+
+# What changes from step to step is not compiled in, so that nothing compiles while serving.
+@triton.jit(do_not_specialize=["batch", "wanted", "window"])
+def merge_split(
+    scratch,
+    scratch_lse,
+    contexts,
+    positions,
+    out,
+    lse,
+    batch,
+    wanted,
+    window,
+    KV_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    FEWEST: tl.constexpr,
+    BATCH_PADDED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """What ``decode_part`` left in scratch, put together. Grid: (batch, QUERIES * num_heads)."""
+    sequence = tl.program_id(0)
+    _, parts, part_ends, _ = plan_parts(
+        contexts, positions, batch, wanted, window, QUERIES, TILE, FEWEST, BATCH_PADDED, POSITIONS
+    )
+    mine = tl.arange(0, BATCH_PADDED) == sequence
+    num_parts = tl.sum(tl.where(mine, parts, 0), 0)
+    if num_parts == 1:
+        return
+    first = tl.sum(tl.where(mine, part_ends - parts, 0), 0)
+    query, query_head = tl.program_id(1) // (KV_HEADS * GROUP), tl.program_id(1) % (KV_HEADS * GROUP)
+    rows: tl.constexpr = QUERIES * GROUP
+    at = (first * KV_HEADS + query_head // GROUP).to(tl.int64) * rows + query * GROUP + query_head % GROUP
+    row, log = weighed(scratch, scratch_lse, at, KV_HEADS * rows, num_parts, PARTS, DIM, DIM_PADDED)
+    to = sequence.to(tl.int64) * (QUERIES * KV_HEADS * GROUP) + tl.program_id(1)
+    dims = tl.arange(0, DIM_PADDED)
+    tl.store(out + to * DIM + dims, row.to(out.dtype.element_ty), mask=dims < DIM)
+    if WRITE_LSE:
+        tl.store(lse + to, log)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def merge_states(
+    outs,
+    lses,
+    out,
+    lse,
+    num_rows,
+    num_parts,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Grid: (num_rows,). outs: [num_parts, num_rows, DIM]; lses: [num_parts, num_rows]."""
+    at = tl.program_id(0).to(tl.int64)
+    row, log = weighed(outs, lses, at, num_rows, num_parts, PARTS, DIM, DIM_PADDED)
+    dims = tl.arange(0, DIM_PADDED)
+    tl.store(out + at * DIM + dims, row.to(out.dtype.element_ty), mask=dims < DIM)
+    tl.store(lse + at, log)
+
+
+def merge_attention_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``reference.merge_attention_states``."""
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    num_rows, head_dim = lse.numel(), outs.shape[-1]
+    if num_rows:
+        merge_states[(num_rows,)](
+            outs,
+            lses,
+            out,
+            lse,
+            num_rows,
+            outs.shape[0],
+            DIM=head_dim,
+            DIM_PADDED=padded(head_dim, 16),
+            PARTS=PARTS,
+            num_warps=4,
+        )
+    return out, lse

@@ -1,0 +1,91 @@
+"""The shape of one KV block, and the fingerprint that keeps different shapes apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from typing import Protocol
+
+from moonpool.kvstore.errors import LayoutError
+
+#: Bytes of one element, by the dtype's name.
+DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+# Part of every fingerprint: raise it when the order of bytes inside a block changes.
+FORMAT_VERSION = 1
+
+
+class BlockFormat(Protocol):
+    """What a tier has to know of its blocks: their size, and what tells them from blocks of another kind."""
+
+    @property
+    def block_nbytes(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """One block is ``[num_layers, 2, num_kv_heads, block_size, head_dim]`` of ``dtype``, contiguous.
+
+    Heads come before tokens, so that a tensor-parallel shard is one run a layer; layers come first, so that
+    a pipeline stage is one run. ``num_layers`` and ``num_kv_heads`` are those one rank holds.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "block_size", "head_dim"):
+            if getattr(self, name) <= 0:
+                raise LayoutError(f"layout.{name} must be positive, got {getattr(self, name)}")
+        if self.dtype not in DTYPE_NBYTES:
+            raise LayoutError(f"layout.dtype must be one of {', '.join(DTYPE_NBYTES)}, got {self.dtype!r}")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """``[num_layers, 2, num_kv_heads, block_size, head_dim]``; the 2 is K, then V."""
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def block_nbytes(self) -> int:
+        return prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def head_nbytes(self) -> int:
+        """K, or V, of one head of one layer: what no rank ever cuts."""
+        return self.block_size * self.head_dim * DTYPE_NBYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_layers} layers × {self.num_kv_heads} KV heads × {self.head_dim}, "
+            f"{self.block_size} tokens a block, {self.dtype}"
+        )
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes; two nodes can exchange blocks only when theirs are equal."""
+        text = f"{FORMAT_VERSION}:{','.join(map(str, self.shape))}:{self.dtype}"
+        return blake2b(text.encode(), digest_size=16, person=b"moonpool-layout").digest()
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueLayout:
+    """Blocks of which only this is known: of another node's model, or of no model at all."""
+
+    block_nbytes: int
+    fingerprint: bytes  # 16 bytes
+
+    def __post_init__(self) -> None:
+        if self.block_nbytes <= 0 or len(self.fingerprint) != 16:
+            raise LayoutError(
+                f"a layout of {self.block_nbytes} bytes a block and a fingerprint of "
+                f"{len(self.fingerprint)} bytes is impossible"
+            )

@@ -1,0 +1,148 @@
+"""Parts of KV blocks that ranks hold, and which bytes go where between nodes that cut them differently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moonpool.kvstore.errors import LayoutError
+
+
+class Cuttable(Protocol):
+    """Of a whole block: what says where in it a head of a layer lies. A ``KVLayout`` does."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_nbytes(self) -> int:
+        """K, or V, of one head of one layer: what no rank ever cuts."""
+        ...
+
+    @property
+    def block_nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShard:
+    """The layers and KV heads of every block that one rank holds: ``[layers, 2, heads, tokens, dim]``."""
+
+    layers: range
+    heads: range
+
+    @classmethod
+    def whole(cls, layout: Cuttable) -> BlockShard:
+        return cls(range(layout.num_layers), range(layout.num_kv_heads))
+
+    def block_nbytes(self, layout: Cuttable) -> int:
+        return 2 * len(self.layers) * len(self.heads) * layout.head_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class CutLayout:
+    """A ``Cuttable`` of blocks of which it is not known what they hold, only who holds which part."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_nbytes: int
+
+    @classmethod
+    def of(cls, block_nbytes: int, shards: Sequence[BlockShard]) -> CutLayout:
+        """Raises LayoutError when blocks of this size cannot be cut so."""
+        num_layers = max(shard.layers.stop for shard in shards)
+        num_kv_heads = max(shard.heads.stop for shard in shards)
+        num_cells = 2 * num_layers * num_kv_heads
+        if not num_cells or block_nbytes % num_cells:
+            raise LayoutError(
+                f"blocks of {block_nbytes} bytes have no {num_layers} layers of {num_kv_heads} KV heads"
+            )
+        return cls(num_layers, num_kv_heads, block_nbytes // num_cells)
+
+    @property
+    def block_nbytes(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of a block that are together on both sides; offsets are from the block's begin there."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a target reads of one source, for every block."""
+
+    source: int  # its number among the sources
+    runs: tuple[Run, ...]
+
+
+def parts(layout: Cuttable, sources: Sequence[BlockShard], target: BlockShard, place: int = 0) -> list[Part]:
+    """From which sources ``target`` gets its bytes, each byte once. ``layout``: of the whole block.
+
+    Sources that hold the same are copies of each other, of which the one is read that ``place`` falls on, so
+    that equal targets with different places spread over them.
+
+    Raises LayoutError when the sources lack something.
+    """
+    copies: dict[BlockShard, list[int]] = {}
+    for i, source in enumerate(sources):
+        copies.setdefault(source, []).append(i)
+    found: list[Part] = []
+    num_cells = 0
+    for source, numbers in copies.items():
+        layers, heads = _common(source.layers, target.layers), _common(source.heads, target.heads)
+        if layers and heads:
+            num_cells += len(layers) * len(heads)
+            runs = _runs(layout, source, target, layers, heads)
+            found.append(Part(numbers[place % len(numbers)], tuple(runs)))
+    if num_cells != len(target.layers) * len(target.heads):
+        raise LayoutError(
+            f"layers {_words(target.layers)}, KV heads {_words(target.heads)} are not held once each"
+        )
+    return found
+
+
+def canonical_runs(layout: Cuttable, shards: Sequence[BlockShard]) -> list[tuple[int, Run]]:
+    """The whole block, in the order of its bytes, as (shard, run into the whole block)."""
+    runs = [
+        (part.source, run) for part in parts(layout, shards, BlockShard.whole(layout)) for run in part.runs
+    ]
+    return sorted(runs, key=lambda entry: entry[1].target)
+
+
+def _runs(layout: Cuttable, source: BlockShard, target: BlockShard, layers: range, heads: range) -> list[Run]:
+    """The bytes of some layers and heads, what is together on both sides as one run."""
+    head = layout.head_nbytes
+    runs: list[Run] = []
+    for layer in layers:
+        for kv in range(2):
+            begins = [
+                head
+                * (((layer - side.layers.start) * 2 + kv) * len(side.heads) + heads.start - side.heads.start)
+                for side in (source, target)
+            ]
+            run = Run(begins[0], begins[1], len(heads) * head)
+            if runs and _follows(runs[-1], run):
+                run = Run(runs[-1].source, runs[-1].target, runs.pop().nbytes + run.nbytes)
+            runs.append(run)
+    return runs
+
+
+def _follows(before: Run, run: Run) -> bool:
+    return (before.source + before.nbytes, before.target + before.nbytes) == (run.source, run.target)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _words(run: range) -> str:
+    return f"{run.start} to {run.stop - 1}"

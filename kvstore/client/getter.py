@@ -1,0 +1,97 @@
+"""Objects got from the nodes: where each is looked for, and what is read from where."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from moonpool.kvstore.client.connections import StoreNodes
+from moonpool.kvstore.client.discovery import rank
+from moonpool.kvstore.client.download import Array, Want, receive
+from moonpool.kvstore.client.errors import NobodyAnswered, ObjectMissing
+from moonpool.kvstore.client.memory import LocalMemory
+from moonpool.kvstore.client.putter import ROUND_OBJECTS
+from moonpool.kvstore.client.queries import find_all
+from moonpool.kvstore.client.tenant import Tenant
+from moonpool.kvstore.remote.object_store import RemoteStore
+from moonpool.runtime.errors import NodeUnavailable
+from moonpool.transfer import TransferError
+
+log = logging.getLogger(__name__)
+
+
+class Getter:
+    """The getting half of ``StoreClient``."""
+
+    def __init__(self, nodes: StoreNodes, memory: LocalMemory, tenant: Tenant) -> None:
+        self._nodes = nodes
+        self._memory = memory
+        self._tenant = tenant
+
+    async def get(self, wants: Sequence[Want], required: bool) -> list[Array | None]:
+        """See ``StoreClient.batch_get``."""
+        received: list[Array | None] = []
+        for first in range(0, len(wants), ROUND_OBJECTS):
+            received += await self._get_round(wants[first : first + ROUND_OBJECTS], required)
+        return received
+
+    async def _get_round(self, wants: Sequence[Want], required: bool) -> list[Array | None]:
+        nodes = await self._nodes.current()
+        received: list[Array | None] = [None] * len(wants)
+        unreachable: set[str] = set()
+        # First the node where each most likely is; then, for what is not there, those that say they have it.
+        tried = [{rank(want.key, nodes)[0]} for want in wants]
+        plan: dict[str, list[int]] = {}
+        for number, (likely,) in enumerate(tried):
+            plan.setdefault(likely, []).append(number)
+        while plan:
+            missing = await self._read(nodes, plan, wants, received, unreachable)
+            plan = {}
+            if missing:
+                nodes = await self._nodes.current(doubted=True)
+                keys = [wants[number].key for number in missing]
+                found = await find_all(nodes, self._tenant.owner, keys, unreachable)
+                for number, key in zip(missing, keys, strict=True):
+                    holders = found[key].nodes if key in found else ()
+                    untried = [each for each in rank(key, holders) if each not in tried[number]]
+                    if untried:
+                        tried[number].add(untried[0])
+                        plan.setdefault(untried[0], []).append(number)
+        absent = [want.name for want, each in zip(wants, received, strict=True) if each is None]
+        if absent and unreachable >= nodes.keys():
+            raise NobodyAnswered(sorted(nodes))
+        if absent and required:
+            raise ObjectMissing(absent[0], sorted(unreachable))
+        if absent and unreachable:
+            log.warning("%d objects were not found; %s did not answer", len(absent), sorted(unreachable))
+        return received
+
+    async def _read(
+        self,
+        nodes: Mapping[str, RemoteStore],
+        plan: Mapping[str, Sequence[int]],
+        wants: Sequence[Want],
+        received: list[Array | None],
+        unreachable: set[str],
+    ) -> list[int]:
+        """Read what each node of ``plan`` has of the wants it names. Returns the wants it had not."""
+
+        async def read_from(node_id: str, numbers: Sequence[int]) -> list[Array | None]:
+            wanted = [wants[number] for number in numbers]
+            try:
+                return await receive(nodes[node_id], self._memory, self._tenant.owner, wanted)
+            except (NodeUnavailable, TransferError) as error:
+                log.info("nothing was read from %s: %s", node_id, error)
+                nodes[node_id].forget_peer()
+                unreachable.add(node_id)
+                return [None] * len(numbers)
+
+        answers = await asyncio.gather(*(read_from(*entry) for entry in plan.items()))
+        missing: list[int] = []
+        for numbers, answer in zip(plan.values(), answers, strict=True):
+            for number, each in zip(numbers, answer, strict=True):
+                received[number] = each
+                if each is None:
+                    missing.append(number)
+        return missing

@@ -1,0 +1,197 @@
+"""Objects put on the nodes: which take them, who copies them, and what happens to earlier versions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.kvstore.client.arrays import type_of
+from moonpool.kvstore.client.connections import StoreNodes
+from moonpool.kvstore.client.discovery import rank
+from moonpool.kvstore.client.errors import PutFailed, UnknownNode
+from moonpool.kvstore.client.memory import LocalMemory
+from moonpool.kvstore.client.queries import ask_all
+from moonpool.kvstore.client.tenant import Tenant
+from moonpool.kvstore.client.upload import Outgoing, send
+from moonpool.kvstore.remote.object_store import RemoteStore
+from moonpool.protos import store_pb2
+from moonpool.runtime.errors import NodeUnavailable, RemoteError
+from moonpool.transfer import TransferError
+
+# One round of a batch: enough that the calls cost nothing beside the bytes, few enough that a round is done
+# well within its deadline and its regions are far from as many as an agent can have.
+ROUND_OBJECTS = 512
+_ROUND_NBYTES = 256 << 20
+
+
+class Putter:
+    """The putting half of ``StoreClient``."""
+
+    def __init__(
+        self,
+        nodes: StoreNodes,
+        memory: LocalMemory,
+        tenant: Tenant,
+        *,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._nodes = nodes
+        self._memory = memory
+        self._tenant = tenant
+        self._now_ns = now_ns
+        self._last_version = 0
+
+    async def put(self, values: Sequence[tuple[str, Any]], copies: int, preferred: str) -> None:
+        """See ``StoreClient.put``."""
+        for round_of in _rounds(values):
+            await self._put_round(round_of, copies, preferred)
+
+    async def _put_round(self, values: Sequence[tuple[str, Any]], copies: int, preferred: str) -> None:
+        nodes = await self._nodes.current(doubted=bool(preferred))
+        if preferred and preferred not in nodes:
+            raise UnknownNode(preferred, list(nodes))
+        if copies > len(nodes):
+            nodes = await self._nodes.current(doubted=True)
+        batch: list[Outgoing] = []
+        try:
+            for name, value in values:
+                batch.append(self._outgoing(name, value))
+            first = await self._place(nodes, batch, preferred)
+        finally:
+            for outgoing in batch:
+                if outgoing.loan is not None:
+                    outgoing.loan.close()
+        infos = [outgoing.info for outgoing in batch]
+        await self._copy_all(nodes, infos, first, copies)
+        await self._forget_older(nodes, infos)
+
+    def _outgoing(self, name: str, value: Any) -> Outgoing:
+        key = self._tenant.key(name)
+        kind = type_of(value)
+        self._last_version = max(self._last_version + 1, self._now_ns())
+        info = store_pb2.ObjectInfo(
+            key=key,
+            version=self._last_version,
+            name=name,
+            nbytes=kind.nbytes,
+            dtype=kind.dtype,
+            shape=kind.shape,
+        )
+        return Outgoing(info, self._memory.borrow(value, writable=False) if kind.nbytes else None)
+
+    async def _place(
+        self, nodes: Mapping[str, RemoteStore], batch: Sequence[Outgoing], preferred: str
+    ) -> list[str]:
+        """Store each object on the first node in its order that takes it; returns which. Raises
+        ``PutFailed`` for the first that none takes, when the others are through."""
+        orders = [iter(_order(each.info.key, nodes, preferred)) for each in batch]
+        reasons: list[list[str]] = [[] for _ in batch]
+        placed = [""] * len(batch)
+        waiting = list(range(len(batch)))
+        failed: list[int] = []
+        while waiting:
+            by_node: dict[str, list[int]] = {}
+            for number in waiting:
+                node_id = next(orders[number], None)
+                if node_id is None:
+                    failed.append(number)
+                else:
+                    by_node.setdefault(node_id, []).append(number)
+            answers = await asyncio.gather(
+                *(self._send(nodes[each], [batch[n] for n in numbers]) for each, numbers in by_node.items())
+            )
+            waiting = []
+            for (node_id, numbers), answer in zip(by_node.items(), answers, strict=True):
+                for number, reason in zip(numbers, answer, strict=True):
+                    if reason:
+                        reasons[number].append(reason)
+                        waiting.append(number)
+                    else:
+                        placed[number] = node_id
+        if failed:
+            raise PutFailed(batch[failed[0]].info.name, "was not stored", reasons[failed[0]])
+        return placed
+
+    async def _send(self, node: RemoteStore, batch: Sequence[Outgoing]) -> list[str]:
+        try:
+            return await send(node, self._tenant.owner, batch)
+        except (NodeUnavailable, RemoteError, TransferError) as error:
+            node.forget_peer()
+            return [str(error)] * len(batch)
+
+    async def _copy_all(
+        self,
+        nodes: Mapping[str, RemoteStore],
+        infos: Sequence[store_pb2.ObjectInfo],
+        first: Sequence[str],
+        copies: int,
+    ) -> None:
+        if copies > 1:
+            await asyncio.gather(
+                *(
+                    self.copy(nodes, info, [holder], copies, surplus=False)
+                    for info, holder in zip(infos, first, strict=True)
+                )
+            )
+
+    async def copy(
+        self,
+        nodes: Mapping[str, RemoteStore],
+        info: store_pb2.ObjectInfo,
+        holders: Sequence[str],
+        copies: int,
+        *,
+        surplus: bool,
+    ) -> list[str]:
+        """Have other nodes read it from the first holder until ``copies`` have it. Raises ``PutFailed``."""
+        have, reasons = list(holders), []
+        source = await nodes[have[0]].kv_address()
+        request = store_pb2.CopyRequest(
+            owner=self._tenant.owner, key=info.key, version=info.version, source=source, surplus=surplus
+        )
+        for node_id in (each for each in _order(info.key, nodes) if each not in have):
+            if len(have) >= copies:
+                break
+            try:
+                await nodes[node_id].call("Copy", request)
+                have.append(node_id)
+            except (NodeUnavailable, RemoteError) as error:
+                reasons.append(str(error))
+        if len(have) < copies:
+            reasons.append(f"{len(nodes)} store nodes are ready")
+            raise PutFailed(info.name, f"is on {len(have)} nodes, {copies} were asked for", reasons)
+        return have
+
+    async def _forget_older(
+        self, nodes: Mapping[str, RemoteStore], infos: Sequence[store_pb2.ObjectInfo]
+    ) -> None:
+        """Earlier versions may be on any node; where one cannot be asked, it is offered there no more than
+        until it is put again."""
+        keys = block_keys.pack(info.key for info in infos)
+        before = min(info.version for info in infos)
+        request = store_pb2.RemoveRequest(owner=self._tenant.owner, keys=keys, before_version=before)
+        await ask_all(nodes, "Remove", request)
+
+
+def _order(key: bytes, nodes: Mapping[str, RemoteStore], preferred: str = "") -> list[str]:
+    # Stable: among the healthy, and among those that come after them, the object's own order.
+    order = sorted(rank(key, nodes), key=lambda node_id: not nodes[node_id].healthy)
+    return [preferred, *(each for each in order if each != preferred)] if preferred else order
+
+
+def _rounds(values: Sequence[tuple[str, Any]]) -> Iterable[list[tuple[str, Any]]]:
+    """Runs of values that are moved together."""
+    batch: list[tuple[str, Any]] = []
+    nbytes = 0
+    for name, value in values:
+        size = type_of(value).nbytes
+        if batch and (len(batch) == ROUND_OBJECTS or nbytes + size > _ROUND_NBYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append((name, value))
+        nbytes += size
+    if batch:
+        yield batch

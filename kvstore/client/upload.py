@@ -1,0 +1,103 @@
+"""Objects on their way to one store node: reserve, write, commit, until all of each is there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.kvstore.client.memory import Loan
+from moonpool.kvstore.remote.object_store import RemoteStore
+from moonpool.protos import store_pb2
+from moonpool.runtime.errors import MoonpoolError
+from moonpool.transfer import Span, checksum
+
+log = logging.getLogger(__name__)
+
+# Checksums of more than this are computed on a thread.
+_INLINE_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """``loan``: the object's bytes; None: it is empty."""
+
+    info: store_pb2.ObjectInfo
+    loan: Loan | None
+
+
+@dataclass(slots=True)
+class _Sent:
+    outgoing: Outgoing
+    number: int  # in the batch
+    first: int = 0  # chunk that is to be written next
+
+
+async def send(node: RemoteStore, owner: bytes, batch: Sequence[Outgoing]) -> list[str]:
+    """Store every object on ``node``; returns for each why it was refused, "" where it is there now.
+
+    Raises:
+        NodeUnavailable, RemoteError, TransferError: some may be there all the same; none is there in part.
+    """
+    steps, chunk_nbytes = await node.begin(owner, [each.info for each in batch])
+    reasons = [""] * len(batch)
+    under_way: dict[int, tuple[_Sent, store_pb2.PutStep]] = {}
+
+    def take(sent: _Sent, step: store_pb2.PutStep) -> None:
+        if step.error:
+            reasons[sent.number] = step.error
+        elif not step.done:
+            under_way[step.put_id] = (sent, step)
+
+    for number, (outgoing, step) in enumerate(zip(batch, steps, strict=True)):
+        take(_Sent(outgoing, number), step)
+    try:
+        while under_way:
+            written = await _write(node, list(under_way.values()), chunk_nbytes)
+            steps = await node.commit(written)
+            previous, under_way = under_way, {}
+            for step in steps:
+                sent, before = previous[step.put_id]
+                sent.first += len(before.chunks.offset)
+                take(sent, step)
+    except BaseException:
+        await _abort(node, list(under_way))
+        raise
+    return reasons
+
+
+async def _write(
+    node: RemoteStore, puts: Sequence[tuple[_Sent, store_pb2.PutStep]], chunk_nbytes: int
+) -> list[store_pb2.WrittenChunks]:
+    """Write what is reserved for each put; returns what to commit."""
+    spans: list[Span] = []
+    chunks: list[tuple[int, int]] = []
+    owners: list[int] = []
+    buffers: dict[int, memoryview] = {}
+    for sent, step in puts:
+        loan = sent.outgoing.loan
+        assert loan is not None, "an empty object has no chunks"
+        places = list(zip(step.chunks.region, step.chunks.offset, strict=True))
+        spans += loan.spans(chunk_nbytes)[sent.first : sent.first + len(places)]
+        chunks += places
+        owners += [step.put_id] * len(places)
+        buffers[loan.region.id] = loan.region.buffer
+
+    def hash_all() -> list[int]:
+        return [checksum(buffers[s.region][s.offset : s.offset + s.nbytes]) for s in spans]
+
+    small = sum(span.nbytes for span in spans) <= _INLINE_NBYTES
+    checksums = hash_all() if small else await asyncio.to_thread(hash_all)
+    await node.write(spans, chunks, checksums)
+    written = {step.put_id: store_pb2.WrittenChunks(put_id=step.put_id) for _, step in puts}
+    for put_id, value in zip(owners, checksums, strict=True):
+        written[put_id].checksum.append(value)
+    return list(written.values())
+
+
+async def _abort(node: RemoteStore, put_ids: Sequence[int]) -> None:
+    try:
+        await node.call("Abort", store_pb2.AbortRequest(put_id=put_ids))
+    except MoonpoolError as error:
+        log.info("puts were not taken back and will lapse: %s", error)

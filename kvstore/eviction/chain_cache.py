@@ -1,0 +1,319 @@
+"""Which blocks a tier holds, in which slots, and which one makes room: bookkeeping shared by the tiers.
+
+It holds a prefix of every chain it holds anything of, as far as it can know: blocks are evicted from the end
+of a chain, and a block that goes for another reason takes what follows it along. A chain's first blocks may
+lie in a faster tier and come later, or never.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from moonpool.kvstore.eviction.extra_copies import Surplus
+from moonpool.kvstore.eviction.policy import EvictionPolicy
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class ChainCache(Generic[Key]):
+    """Slots ``0 … capacity-1``. ``on_evicted(key, slot)`` is called before the slot is given to another
+    block, its bytes still there. ``num_spare`` slots stay free, so that the slot of an evicted block is not
+    given away at once: those free for longest go first. Cold copies in ``surplus`` are evicted before
+    anything the policy names."""
+
+    def __init__(
+        self,
+        capacity: int,
+        policy: EvictionPolicy,
+        *,
+        on_evicted: Callable[[Key, int], None] | None = None,
+        num_spare: int = 0,
+    ) -> None:
+        self.capacity = capacity
+        self.num_spare = num_spare
+        self.policy = policy
+        self.on_evicted = on_evicted
+        self.surplus: Surplus[Key] = Surplus()
+        self.num_evictions = 0
+        self.num_refusals = 0  # blocks not taken because everything is pinned
+        self.num_bypassed = 0  # blocks the policy did not think worth a place
+        self._slots: dict[Key, int] = {}
+        self._free = deque(range(capacity))
+        self._parents: dict[Key, Key] = {}
+        self._children: dict[Key, set[Key]] = {}  # held keys by the key before them, held or not
+        self._pins: dict[int, int] = {}  # by slot
+        self._doomed: set[int] = set()  # removed while pinned: their slots go free with the last pin
+        self._reserved: set[int] = set()  # taken for blocks that are not held yet
+        self._retired: set[int] = set()  # bad: what is there may stay, nothing more is put there
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._slots
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing, without the spare ones."""
+        return max(len(self._free) - self.num_spare, 0)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
+
+    def is_pinned(self, slot: int) -> bool:
+        return slot in self._pins
+
+    def keys(self) -> Iterable[Key]:
+        return self._slots.keys()
+
+    def slot_of(self, key: Key) -> int | None:
+        return self._slots.get(key)
+
+    def match(self, keys: Sequence[Key]) -> list[int]:
+        """Slots of the longest held prefix of ``keys``. Pins nothing, and counts as no use."""
+        found: list[int] = []
+        for key in keys:
+            slot = self._slots.get(key)
+            if slot is None:
+                break
+            found.append(slot)
+        return found
+
+    def use(self, keys: Sequence[Key]) -> int:
+        """A request uses this chain: tell the policy. Returns how many of its first blocks are held."""
+        num_held = end = len(self.match(keys))
+        for position in range(len(keys) - 1, num_held, -1):
+            if keys[position] in self._slots:
+                end = position + 1
+                break
+        self.policy.used(keys, end)
+        if self.surplus:
+            self.surplus.use(keys[:end])
+        return num_held
+
+    # ------------------------------------------------------------------ blocks come
+
+    def add(self, key: Key, parent: Key | None) -> int | None:
+        """A slot for a new block after ``parent`` in its chain (None: the first), making room by eviction.
+
+        None when there is none: all is pinned, or the policy keeps what it has. Then what this tier holds
+        after the block is evicted, for nobody can reach it; nothing else has changed.
+        """
+        assert key not in self._slots
+        slot = self.reserve(key, parent)
+        if slot is not None:
+            self.commit(slot, key, parent)
+        return slot
+
+    def reserve(
+        self, key: Key, parent: Key | None, *, held_elsewhere: bool = False, wanted: bool = False
+    ) -> int | None:
+        """``add`` in two steps: a slot nobody finds until ``commit``, or until ``abandon`` gives it back.
+
+        None, and what then happens, as for ``add``; but what follows a block that is ``held_elsewhere``, in
+        another tier, stays. The policy is not asked whether one that is ``wanted`` is worth a place: somebody
+        waits to use it.
+        """
+        if not self.num_free and not self._make_room(key, parent, wanted):
+            for after in () if held_elsewhere else self.after(key):
+                self._evict(after)
+            return None
+        slot = self._free.popleft()
+        self._reserved.add(slot)
+        return slot
+
+    def commit(self, slot: int, key: Key, parent: Key | None) -> int:
+        """The reserved slot holds the block now. Returns the slot that carries the key: another one where
+        the same block came in meanwhile; ``slot`` is free then."""
+        held = self._slots.get(key)
+        if held is not None:
+            self.abandon(slot)
+            return held
+        self._reserved.remove(slot)
+        self._link(key, parent, slot)
+        return slot
+
+    def _link(self, key: Key, parent: Key | None, slot: int) -> None:
+        self._slots[key] = slot
+        if parent is not None:
+            self._parents[key] = parent
+            self._children.setdefault(parent, set()).add(key)
+        self.policy.added(key)
+
+    def abandon(self, slot: int) -> None:
+        """Give a reserved slot back."""
+        self._reserved.remove(slot)
+        self._give_back(slot)
+
+    # ------------------------------------------------------------------ slots come and go
+
+    def grow(self, num_slots: int) -> None:
+        """As many more slots, after those there are."""
+        first = self.capacity
+        self.capacity += num_slots
+        self._free.extend(range(first, self.capacity))
+
+    def adopt(self, blocks: Iterable[tuple[Key, Key | None, int]]) -> None:
+        """Blocks (key, parent, slot) that lie in free slots already, the one unused for longest first."""
+        taken = set()
+        for key, parent, slot in blocks:
+            self._link(key, parent, slot)
+            taken.add(slot)
+        self._free = deque(slot for slot in self._free if slot not in taken)
+
+    def retire(self, slot: int) -> None:
+        """Use a slot never again, once it is free."""
+        self._retired.add(slot)
+        if slot in self._free:
+            self._free.remove(slot)
+
+    def _give_back(self, slot: int) -> None:
+        if slot not in self._retired:
+            self._free.append(slot)
+
+    # ------------------------------------------------------------------ room
+
+    def _make_room(self, key: Key, parent: Key | None, wanted: bool) -> bool:
+        if not wanted and not self.policy.admits(key):
+            self.num_bypassed += 1
+            return False
+        # The chain the block continues must not be eaten from its end to make room for it.
+        above = [] if parent is None else self._unpinned_above(parent)
+        self.pin(above)
+        try:
+            # The slot of a block that was evicted while somebody read it goes free later.
+            while not self.num_free:
+                if not self.evict():
+                    return False
+            return True
+        finally:
+            self.unpin(above)
+
+    def _unpinned_above(self, key: Key) -> list[int]:
+        slots: list[int] = []
+        here: Key | None = key
+        while here is not None and (slot := self._slots.get(here)) is not None and slot not in self._pins:
+            slots.append(slot)
+            here = self._parents.get(here)
+        return slots
+
+    def lineage(self, key: Key) -> list[int]:
+        """Slots of a held block and of what is held before it without a gap, the block's own first."""
+        slots: list[int] = []
+        here: Key | None = key
+        while here is not None and (slot := self._slots.get(here)) is not None:
+            slots.append(slot)
+            here = self._parents.get(here)
+        return slots
+
+    def parent_of(self, key: Key) -> Key | None:
+        """The key before a held block in its chain; None for the first."""
+        return self._parents.get(key)
+
+    def evict(self) -> bool:
+        """Evict one block. False, counted, when everything is pinned."""
+        for copy in self.surplus.cold():
+            if self._can_go(copy) and copy not in self._children:
+                self._evict(copy)
+                return True
+        key = self.policy.victim(self._can_go)
+        if key is None:
+            self.num_refusals += 1
+            return False
+        leaf: Key = key  # type: ignore[assignment]
+        while below := self._children.get(leaf):
+            leaf = next(iter(below))
+        self._evict(leaf)
+        return True
+
+    def _evict(self, key: Key) -> None:
+        if self.on_evicted is not None:
+            self.on_evicted(key, self._slots[key])
+        self.num_evictions += 1
+        self._forget(key)
+
+    def _can_go(self, key: Hashable) -> bool:
+        # Whoever pins a block pins what comes before it: after an unpinned block nothing is pinned.
+        return self._slots[key] not in self._pins  # type: ignore[index]
+
+    # ------------------------------------------------------------------ pins
+
+    def pin(self, slots: Iterable[int]) -> None:
+        """Keep the blocks in these slots (the first of a chain, from ``match``) until ``unpin``."""
+        pins = self._pins
+        for slot in slots:
+            pins[slot] = pins.get(slot, 0) + 1
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """Undo one ``pin`` of each."""
+        pins = self._pins
+        for slot in slots:
+            left = pins[slot] - 1
+            if left:
+                pins[slot] = left
+                continue
+            del pins[slot]
+            if slot in self._doomed:
+                self._doomed.discard(slot)
+                self._give_back(slot)
+
+    # ------------------------------------------------------------------ blocks go
+
+    def remove(self, key: Key) -> list[Key]:
+        """Drop a block and what follows it, without ``on_evicted``. Those pinned keep their bytes until they
+        are released, but are found no more. Returns the keys that went, the last of a chain first."""
+        if key not in self._slots:
+            return []
+        gone = [*self.after(key), key]
+        for each in gone:
+            self._forget(each)
+        return gone
+
+    def after(self, key: Key) -> list[Key]:
+        """What is held after a block, held or not, of its chain: the last first."""
+        found: list[Key] = []
+        stack = list(self._children.get(key, ()))
+        while stack:
+            child = stack.pop()
+            found.append(child)
+            stack += self._children.get(child, ())
+        return found[::-1]
+
+    def _forget(self, key: Key) -> None:
+        slot = self._slots.pop(key)
+        if slot in self._pins:
+            self._doomed.add(slot)
+        else:
+            self._give_back(slot)
+        parent = self._parents.pop(key, None)
+        if parent is not None:
+            siblings = self._children[parent]
+            siblings.discard(key)
+            if not siblings:
+                del self._children[parent]
+        self.policy.removed(key)
+        self.surplus.forget(key)
+
+    def check_integrity(self) -> None:
+        """Assert everything this class promises; costs time proportional to the tier."""
+        taken = set(self._slots.values())
+        free = set(self._free)
+        assert len(taken) == len(self._slots), "a slot holds two blocks"
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert not taken & free, "a held slot is free"
+        assert not self._doomed & (taken | free), "a doomed slot is held or free"
+        assert not self._reserved & (taken | free | self._doomed), "a reserved slot is held or free"
+        assert not self._retired & free, "a bad slot is free"
+        num_retired = len(self._retired - taken - self._doomed - self._reserved)
+        num_slots = len(taken) + len(free) + len(self._doomed) + len(self._reserved) + num_retired
+        assert num_slots == self.capacity, "a slot is lost"
+        assert self._doomed <= self._pins.keys(), "a slot nobody pins is not given back"
+        assert self._pins.keys() <= taken | self._doomed, "a free slot is pinned"
+        assert all(key in self._slots for key in self.surplus.cold()), "a copy that is not held"
+        for key, parent in self._parents.items():
+            assert key in self._slots, "a link from a block that is not held"
+            assert key in self._children[parent], "a block its parent does not know"
+        assert sum(map(len, self._children.values())) == len(self._parents), "a child without a link back"

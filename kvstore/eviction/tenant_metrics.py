@@ -1,0 +1,77 @@
+"""What each tenant has in a node's cache, for Prometheus; their number is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import REGISTRY, CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.eviction.tenant_quota import TenantQuotas
+
+# Tenants come from the conductors' file of tenants, so that nobody makes up names; there may be many.
+MOST_TENANTS = 32
+
+
+class TenantLabels:
+    """The first tenants that come are called by their names, all after them "other". Nobody in particular is
+    "none"."""
+
+    def __init__(self, most: int = MOST_TENANTS) -> None:
+        self._most = most
+        self._named: set[str] = set()
+
+    def of(self, tenant: str) -> str:
+        if not tenant:
+            return "none"
+        if tenant not in self._named:
+            if len(self._named) >= self._most:
+                return "other"
+            self._named.add(tenant)
+        return tenant
+
+
+class _TenantCollector(Collector):
+    """Reads the counts of ``TenantQuotas`` at each scrape."""
+
+    def __init__(self, quotas: TenantQuotas, labels: TenantLabels) -> None:
+        self._quotas = quotas
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily(
+            "moonpool_tenant_blocks",
+            "Blocks a tenant with cached_nbytes has in a tier, each counted in its fastest",
+            labels=["tenant", "tier"],
+        )
+        nbytes = GaugeMetricFamily(
+            "moonpool_tenant_bytes", "Bytes of moonpool_tenant_blocks", labels=["tenant", "tier"]
+        )
+        evicted = CounterMetricFamily(
+            "moonpool_tenant_evicted_blocks",
+            "Blocks of such a tenant that left the node: quota (it had too many), room (as any may)",
+            labels=["tenant", "reason"],
+        )
+        held: dict[tuple[str, str], int] = {}
+        lost: dict[tuple[str, str], int] = {}
+        for tenant, usage in self._quotas.usage().items():
+            label = self._labels.of(tenant)
+            for tier in Tier:
+                place = (label, tier.name.lower())
+                held[place] = held.get(place, 0) + usage.num_blocks[tier]
+            for reason, count in usage.num_evicted.items():
+                lost[label, reason] = lost.get((label, reason), 0) + count
+        for place, count in held.items():
+            blocks.add_metric(place, count)
+            nbytes.add_metric(place, count * self._quotas.block_nbytes)
+        for reason_of, count in lost.items():
+            evicted.add_metric(reason_of, count)
+        yield from (blocks, nbytes, evicted)
+
+
+def observe_tenants(quotas: TenantQuotas, labels: TenantLabels) -> Collector:
+    """Export what tenants have, until what is returned is unregistered."""
+    collector = _TenantCollector(quotas, labels)
+    REGISTRY.register(collector)
+    return collector

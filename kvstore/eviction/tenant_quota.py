@@ -1,0 +1,153 @@
+"""How much of one node each tenant's cached blocks may take, and which of its own go when it is too much.
+
+Bookkeeping only: whoever owns the blocks says what comes and goes, and evicts what it is told. Where the
+quotas together fit the node, no tenant with a quota can push out another's blocks, for it is trimmed first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+
+# First blocks of chains whose tenant is remembered before any of their blocks is there.
+_MOST_ROOTS = 1 << 16
+
+
+@dataclass(slots=True)
+class Usage:
+    """Of one tenant: blocks by fastest tier, and blocks that left the node by why."""
+
+    num_blocks: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    num_evicted: dict[str, int] = field(default_factory=lambda: {"quota": 0, "room": 0})
+
+
+@dataclass(slots=True)
+class _Share:
+    limit_blocks: int
+    usage: Usage = field(default_factory=Usage)
+    blocks: OrderedDict[BlockKey, None] = field(default_factory=OrderedDict)  # longest unused first
+
+
+class TenantQuotas:
+    """Blocks of tenants with a quota, in whatever tier of a node. Those of others are not looked at."""
+
+    def __init__(self, block_nbytes: int) -> None:
+        self.block_nbytes = block_nbytes
+        self._shares: dict[str, _Share] = {}
+        self._roots: OrderedDict[BlockKey, str] = OrderedDict()
+        self._owner: dict[BlockKey, str] = {}
+        self._tier: dict[BlockKey, Tier] = {}
+        self._parent: dict[BlockKey, BlockKey | None] = {}
+        self._children: dict[BlockKey, set[BlockKey]] = {}
+
+    def num_blocks(self, tenant: str) -> int:
+        share = self._shares.get(tenant)
+        return len(share.blocks) if share is not None else 0
+
+    def usage(self) -> dict[str, Usage]:
+        """By tenant, as it is now. May be called from any thread."""
+        return {tenant: share.usage for tenant, share in list(self._shares.items())}
+
+    def claim(self, tenant: str, limit_nbytes: int, chain: Sequence[BlockKey], tiers: Sequence[Tier]) -> None:
+        """A request of ``tenant`` uses ``chain``, whose first blocks the node holds in these tiers. The
+        latest limit holds; 0, or no tenant: nothing is bounded."""
+        if not tenant or not chain:
+            return
+        if not limit_nbytes:
+            self._forget_tenant(tenant)
+            return
+        share = self._shares.setdefault(tenant, _Share(0))
+        share.limit_blocks = max(limit_nbytes // self.block_nbytes, 1)
+        self._roots[chain[0]] = tenant
+        self._roots.move_to_end(chain[0])
+        if len(self._roots) > _MOST_ROOTS:
+            self._roots.popitem(last=False)
+        for i, tier in enumerate(tiers):
+            self.stored(chain[i], chain[i - 1] if i else None, tier)
+        # Of a chain, the end goes first.
+        for key in reversed(chain[: len(tiers)]):
+            if key in share.blocks:
+                share.blocks.move_to_end(key)
+
+    def stored(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
+        """The node holds a block; it is its parent's tenant's, or whose chain begins with it. Idempotent."""
+        if key in self._owner:
+            self.moved(key, tier)
+            return
+        tenant = self._roots.get(key) if parent is None else self._owner.get(parent)
+        if tenant is None or tenant not in self._shares:
+            return
+        self._owner[key] = tenant
+        self._parent[key] = parent
+        if parent is not None:
+            self._children.setdefault(parent, set()).add(key)
+        self._tier[key] = tier
+        share = self._shares[tenant]
+        share.blocks[key] = None
+        share.usage.num_blocks[tier] += 1
+
+    def moved(self, key: BlockKey, tier: Tier) -> None:
+        """Its fastest copy is in another tier now."""
+        tenant = self._owner.get(key)
+        if tenant is not None:
+            num_blocks = self._shares[tenant].usage.num_blocks
+            num_blocks[self._tier[key]] -= 1
+            num_blocks[tier] += 1
+            self._tier[key] = tier
+
+    def gone(self, key: BlockKey) -> None:
+        """No tier holds it any more, because the room was needed, or it was lost. Idempotent."""
+        self._forget(key, "room")
+
+    def _forget(self, key: BlockKey, reason: str) -> None:
+        tenant = self._owner.pop(key, None)
+        if tenant is None:
+            return
+        share = self._shares[tenant]
+        del share.blocks[key]
+        share.usage.num_blocks[self._tier.pop(key)] -= 1
+        share.usage.num_evicted[reason] += 1
+        parent = self._parent.pop(key)
+        if parent is not None and (siblings := self._children.get(parent)) is not None:
+            siblings.discard(key)
+            if not siblings:
+                del self._children[parent]
+
+    def excess(self, let_go: Callable[[BlockKey], bool]) -> list[BlockKey]:
+        """Blocks beyond their tenants' quotas: the ends of the chains that were not used for longest. Each is
+        forgotten here once ``let_go`` has agreed to it; where one must stay for now, its tenant waits.
+        """
+        victims = []
+        for share in self._shares.values():
+            while len(share.blocks) > share.limit_blocks:
+                leaf = next(iter(share.blocks))
+                while below := self._children.get(leaf):
+                    leaf = next(iter(below))
+                if not let_go(leaf):
+                    break
+                victims.append(leaf)
+                self._forget(leaf, "quota")
+        return victims
+
+    def _forget_tenant(self, tenant: str) -> None:
+        share = self._shares.get(tenant)
+        if share is not None:
+            for key in list(share.blocks):
+                self.gone(key)
+            del self._shares[tenant]
+
+    def check_integrity(self) -> None:
+        """Assert everything this class promises; costs time proportional to what is held."""
+        held = [key for share in self._shares.values() for key in share.blocks]
+        assert len(held) == len(set(held)) == len(self._owner) == len(self._parent), "a block counts twice"
+        assert self._tier.keys() == self._owner.keys(), "a block without a tier"
+        for share in self._shares.values():
+            assert sum(share.usage.num_blocks) == len(share.blocks), "tiers do not add up"
+        assert all(key in self._shares[tenant].blocks for key, tenant in self._owner.items()), "lost"
+        for parent, children in self._children.items():
+            assert children, "an empty set of children"
+            assert all(self._parent[child] == parent for child in children), "a child of another"

@@ -1,0 +1,176 @@
+"""Keeps a copy of the index equal to Redis: reads every node's log once, then follows the stream.
+
+A hole in the stream's numbers, another instance of the index, or a history that differs from the one seen
+makes it read everything again; what was known meanwhile stays in use and is replaced node by node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from moonpool.kvstore.index import metrics
+from moonpool.kvstore.index.lease_watch import LeaseWatch
+from moonpool.kvstore.index.mirror_state import IndexCopy
+from moonpool.kvstore.index.redis.kv_index import Event, KVIndex, Tip
+
+_log = logging.getLogger(__name__)
+
+# Work done in one go before the loop's other tasks get their turn.
+_SLICE_S = 0.002
+
+
+class Behind(Exception):
+    """The stream cannot be followed from where the copy stands. ``connect`` reads everything again."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class Follower:
+    """``connect`` and then ``follow``, from one task; either raises ``IndexUnavailable``."""
+
+    def __init__(
+        self,
+        index: KVIndex,
+        copy: IndexCopy,
+        *,
+        lease_ttl_s: float,
+        clock: Callable[[], float],
+        tick_s: float,
+    ) -> None:
+        self.instance = ""
+        self.seq = 0  # of the newest event applied
+        self.lag_s = 0.0
+        self.advanced = asyncio.Event()  # set whenever something was applied
+        self.suspects: set[str] = set()  # nodes to be read again at the next tick
+        self._index = index
+        self._copy = copy
+        self._ttl_s = lease_ttl_s
+        self._clock = clock
+        self._tick_s = min(tick_s, lease_ttl_s / 6)
+        self._leases = LeaseWatch(lease_ttl_s)
+        self._last: Event | None = None  # the newest event applied, to recognise the history by
+        self._cause = "start"  # why everything must be read; empty: it need not
+        self._behind: tuple[int, float] | None = None  # a number not reached yet, and when it was seen
+        self._next_tick = 0.0
+
+    def lost(self, cause: str = "") -> None:
+        """Redis does not answer, or (with a cause) everything must be read again."""
+        self._leases.lost()
+        self._cause = cause or self._cause
+
+    # ------------------------------------------------------------------ reading everything
+
+    async def connect(self) -> None:
+        """Stand where the stream can be followed from."""
+        tip = await self._index.watch()
+        cause = self._cause or await self._why_not_resume(tip)
+        if cause:
+            metrics.mirror_snapshots.labels(cause).inc()
+            await self._read_all(tip, keep_missing=cause not in ("start", "gap"))
+            self._cause = ""
+        self._next_tick = 0.0
+        self.advanced.set()
+
+    async def _why_not_resume(self, tip: Tip) -> str:
+        """Empty when the stream goes on from the event last applied; else the cause to read everything."""
+        if tip.instance != self.instance:
+            return "instance"
+        # After a fail-over the tail may be lost and its numbers given out again: compare the event itself.
+        if tip.seq < self.seq or (self._last is not None and await self._index.event(self.seq) != self._last):
+            return "history"
+        return ""
+
+    async def _read_all(self, tip: Tip, keep_missing: bool) -> None:
+        """Replace what is known, node by node. Changes made meanwhile are in the logs, in the stream, or in
+        both; applying them twice is harmless."""
+        copy, found = self._copy, set()
+        for node_id in await self._index.node_ids():
+            if await self._read_node(node_id):
+                found.add(node_id)
+        for node_id in copy.nodes.keys() - found:
+            if keep_missing:
+                # A Redis that lost its data says nothing about the nodes. They are about to register again.
+                copy.missing.setdefault(node_id, self._clock() + 2 * self._ttl_s)
+            else:
+                copy.leave(node_id, "left")
+        self.instance, self.seq, self._last = tip.instance, tip.seq, None
+
+    async def _read_node(self, node_id: str) -> bool:
+        """Replay one node's log. False: it is gone."""
+        position, epoch = 0, -1
+        while True:
+            page = await self._index.read_log(node_id, position)
+            if page is None:
+                return False
+            if page.epoch != epoch or page.base > position > 0:
+                # The first page, or the log has been cut or begun anew under our hands.
+                self._copy.join(page.record)
+                epoch, position = page.epoch, page.base
+            for batch in page.batches:
+                self._copy.change(node_id, batch)
+            position = max(position, page.base) + len(page.batches)
+            await asyncio.sleep(0)
+            if not page.batches:
+                if page.complete:
+                    self._copy.complete(node_id)
+                return True
+
+    # ------------------------------------------------------------------ following
+
+    async def follow(self) -> None:
+        """For ever. Raises ``Behind``."""
+        while True:
+            if self._clock() >= self._next_tick:
+                await self._tick()
+            wait_s = max(self._next_tick - self._clock(), 0.001)
+            events = await self._index.read_events(self.seq, count=256, block_s=wait_s)
+            started = self._clock()
+            for event in events:
+                if event.seq != self.seq + 1:
+                    raise Behind("gap", f"events {self.seq + 1} to {event.seq - 1} are gone from the stream")
+                self._copy.apply(event)
+                self.seq, self._last = event.seq, event
+                if self._clock() - started > _SLICE_S:
+                    await asyncio.sleep(0)
+                    started = self._clock()
+            if not events and self._behind is not None and self.seq < self._behind[0]:
+                raise Behind("gap", f"events up to {self._behind[0]} are gone from the stream")
+            if events:
+                metrics.mirror_events.inc(len(events))
+                self.advanced.set()
+
+    async def _tick(self) -> None:
+        """A few times a second: is it still the same index, how far behind are we, whose lease has ended?"""
+        copy, asked_s = self._copy, self._clock()
+        tip = await self._index.watch()
+        now_s = self._clock()
+        self._next_tick = now_s + self._tick_s
+        if tip.instance != self.instance:
+            raise Behind("instance", "Redis has lost the index it had")
+        if tip.seq < self.seq:
+            raise Behind("history", f"the stream ends at {tip.seq}, {self.seq} was seen")
+        if self._leases.answered(asked_s, now_s):
+            await self._drop_lapsed(tip)
+        for node_id in [name for name, until_s in copy.missing.items() if until_s <= now_s]:
+            copy.leave(node_id, "lapsed")
+        while self.suspects:
+            node_id = self.suspects.pop()
+            if not await self._read_node(node_id) and node_id in copy.nodes:
+                copy.leave(node_id, "left")
+        if self._behind is None or self.seq >= self._behind[0]:
+            self._behind = (tip.seq, now_s) if self.seq < tip.seq else None
+        self.lag_s = now_s - self._behind[1] if self._behind else 0.0
+        metrics.mirror_lag.set(self.lag_s)
+        metrics.mirror_blocks.set(copy.blocks.num_blocks)
+        metrics.mirror_nodes.set(len(copy.nodes))
+
+    async def _drop_lapsed(self, tip: Tip) -> None:
+        for node_id in tip.lapsed:
+            record = self._copy.nodes.get(node_id)
+            if record is not None and await self._index.drop(node_id, record.epoch):
+                metrics.lapsed_nodes.inc()
+                _log.warning("node %s (epoch %d) dropped: its lease ended", node_id, record.epoch)

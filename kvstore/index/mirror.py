@@ -1,0 +1,205 @@
+"""A copy of the index in this process, kept up to date by the stream of changes.
+
+While Redis is lost it keeps what it has. How it is read and followed is in
+``moonpool.kvstore.index.follower``, how it is
+checked in ``moonpool.kvstore.index.mirror_check``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.errors import IndexUnavailable
+from moonpool.kvstore.index import metrics
+from moonpool.kvstore.index.follower import Behind, Follower
+from moonpool.kvstore.index.mirror_check import MirrorCheck
+from moonpool.kvstore.index.mirror_state import IndexCopy
+from moonpool.kvstore.index.prefix_map import PrefixMap
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeRecord
+
+_log = logging.getLogger(__name__)
+
+_RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+class IndexMirror:
+    """``nodes`` and ``longest_prefix`` answer at once from memory, whether Redis is there or not.
+
+    ``longest_prefix(keys)``: how many leading blocks of the chain each node holds, in any tier; nodes with
+    none are left out.
+    """
+
+    longest_prefix: Callable[[Sequence[BlockKey]], dict[str, int]]
+
+    def __init__(
+        self,
+        index: KVIndex,
+        *,
+        lease_ttl_s: float = 3.0,
+        on_joined: Callable[[NodeRecord], None] | None = None,
+        on_left: Callable[[NodeRecord, str], None] | None = None,
+        on_heard: Callable[[NodeRecord], None] | None = None,
+        on_news: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        tick_s: float = 0.5,
+        check_interval_s: float = 10.0,
+    ) -> None:
+        """``lease_ttl_s``: the nodes' own; how long Redis must have been watched before a silent node is
+        dropped. ``tick_s``: how often the stream's end and the leases are looked at. ``check_interval_s``:
+        how often a part of the copy is compared with Redis.
+
+        ``on_joined`` is called for every new life of a node, ``on_heard`` for every later record of one,
+        ``on_left`` with the record and why; a node that comes back with a new epoch leaves first. All run on
+        the loop, after the mirror has changed. ``on_news`` gets a sentence whenever the mirror loses the
+        index, falls behind it, is found to differ from it, and when it is in step again.
+        """
+        self.connected = False
+        self._index = index
+        self.joined = on_joined or (lambda record: None)
+        self.left = on_left or (lambda record, reason: None)
+        self.heard = on_heard or (lambda record: None)
+        self._news = on_news or (lambda sentence: None)
+        self._sweep_due = asyncio.Event()
+        self._copy = IndexCopy(self, self._sweep_due.set)
+        self._follower = Follower(index, self._copy, lease_ttl_s=lease_ttl_s, clock=clock, tick_s=tick_s)
+        self._check = MirrorCheck(index, self._copy, self._follower)
+        self._check_interval_s = check_interval_s
+        # Not a method that calls a method: it is asked for every request, and takes microseconds.
+        self.longest_prefix = self._copy.blocks.longest_prefix
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def nodes(self) -> Mapping[str, NodeRecord]:
+        return self._copy.nodes
+
+    def prefix_map(self, keys: Sequence[BlockKey], among: int = -1) -> PrefixMap:
+        """``longest_prefix`` for clusters of many nodes; ``among``: a mask of their slots' flags."""
+        return self._copy.blocks.prefix_map(keys, among)
+
+    def slow_blocks(
+        self, keys: Sequence[BlockKey], prefixes: Mapping[str, int]
+    ) -> Mapping[str, tuple[int, int]]:
+        """Of each node's prefix, as ``longest_prefix`` has it: blocks in host memory and on SSD. Nodes with
+        neither are left out.
+        """
+        return self._copy.blocks.slow_blocks(keys, prefixes)
+
+    def slot_of(self, node_id: str) -> int:
+        """The node's place in masks, for as long as it lives; -1: unknown."""
+        return self._copy.blocks.slot_of(node_id)
+
+    def flag_of(self, node_id: str) -> int:
+        """The bit that stands for the node in masks; 0: unknown."""
+        return self._copy.blocks.flag_of(node_id)
+
+    def tier_of(self, node_id: str, key: BlockKey) -> Tier | None:
+        """The fastest tier in which the node holds the block; None: it does not."""
+        return self._copy.blocks.tier_of(node_id, key)
+
+    def held_by(self, node_id: str) -> dict[bytes, Tier]:
+        """Everything the node holds; nothing for an unknown node. Takes a microsecond a block."""
+        return self._copy.blocks.part_of(node_id, 0, 1) if node_id in self.nodes else {}
+
+    def num_blocks_of(self, node_id: str) -> int:
+        """Blocks the node holds; 0 for an unknown node."""
+        return self._copy.blocks.num_held(node_id) if node_id in self.nodes else 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self._copy.blocks.num_blocks
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds the mirror was behind the stream when last looked (a few times a second)."""
+        return self._follower.lag_s
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Read the index and follow it from now on. Raises ``IndexUnavailable``; nothing runs then."""
+        await self._follower.connect()
+        self._set_connected(True)
+        self._tasks = [asyncio.create_task(each) for each in (self._run(), self._sweep(), self._compare())]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self._set_connected(False)
+
+    async def caught_up(self) -> None:
+        """Wait until everything published before this call is in the mirror. Raises ``IndexUnavailable``."""
+        tip, follower = await self._index.watch(), self._follower
+        while follower.seq < tip.seq or follower.instance != tip.instance:
+            follower.advanced.clear()
+            await follower.advanced.wait()
+        while self._copy.blocks.sweep():  # noqa: ASYNC110 (it is the work)
+            await asyncio.sleep(0)
+
+    async def check(self) -> int:
+        """Compare everything with Redis now. Returns how many blocks differed; their nodes are read again.
+
+        Raises ``IndexUnavailable``.
+        """
+        return await self._check.compare(0, 1)
+
+    async def _run(self) -> None:
+        attempt = 0
+        try:
+            while True:
+                try:
+                    if not self.connected:
+                        await self._follower.connect()
+                        self._set_connected(True)
+                        self._news(
+                            f"in step with Redis again: {self.num_blocks:,} blocks of {len(self.nodes)} nodes"
+                        )
+                    attempt = 0
+                    await self._follower.follow()
+                except Behind as behind:
+                    _log.warning("index mirror reads everything again: %s", behind)
+                    self._set_connected(False, behind.cause)
+                    self._news(f"everything is read again ({behind.cause}): {behind}")
+                except IndexUnavailable as error:
+                    if self.connected:
+                        _log.warning("index mirror keeps what it has: %s", error)
+                        self._news(f"keeps what it has: {error}")
+                    self._set_connected(False)
+                    await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+                    attempt += 1
+        except Exception:
+            _log.exception("index mirror stopped; it keeps what it has")
+            self._set_connected(False)
+            raise
+
+    async def _sweep(self) -> None:
+        while True:
+            await self._sweep_due.wait()
+            if not self._copy.blocks.sweep():
+                self._sweep_due.clear()
+            await asyncio.sleep(0)
+
+    async def _compare(self) -> None:
+        while True:
+            await asyncio.sleep(self._check_interval_s)
+            if self.connected:
+                try:
+                    if num_blocks := await self._check.compare_next():
+                        self._news(f"{num_blocks:,} blocks differ from Redis: their nodes are read again")
+                except IndexUnavailable as error:
+                    _log.warning("the mirror was not compared with Redis: %s", error)
+
+    def _set_connected(self, connected: bool, cause: str = "") -> None:
+        self.connected = connected
+        metrics.mirror_connected.set(connected)
+        if not connected:
+            self._follower.lost(cause)

@@ -1,0 +1,127 @@
+"""What the index says, in memory: the nodes and who holds which block. Knows nothing of Redis."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.errors import ChangesCorrupt
+from moonpool.kvstore.index import metrics
+from moonpool.kvstore.index.block_map import BlockMap
+from moonpool.kvstore.index.redis.changes import REMOVED, decode, split
+from moonpool.kvstore.index.redis.kv_index import Event
+from moonpool.kvstore.index.redis.node_record import NodeRecord, RecordCorrupt
+
+_log = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Hears of the nodes, on the loop, after the copy has changed."""
+
+    def joined(self, record: NodeRecord) -> None:
+        """A new life of a node."""
+
+    def heard(self, record: NodeRecord) -> None:
+        """A later record of it."""
+
+    def left(self, record: NodeRecord, reason: str) -> None:
+        """A node that comes back with a new epoch leaves first."""
+
+
+class IndexCopy:
+    """Applies what was read, in order. Applying an entry twice is harmless."""
+
+    def __init__(self, listener: Listener, on_dirty: Callable[[], None]) -> None:
+        """``on_dirty`` is called when ``blocks.sweep`` has something to do."""
+        self.nodes: dict[str, NodeRecord] = {}
+        self.blocks = BlockMap()
+        # Nodes that a new instance of the index does not know (yet): until when they are kept.
+        self.missing: dict[str, float] = {}
+        self._listener = listener
+        self._on_dirty = on_dirty
+        self._watched: dict[str, set[bytes]] = {}
+
+    def apply(self, event: Event) -> None:
+        """An entry of the stream; one that cannot be read is skipped, and counted."""
+        try:
+            self._apply(event)
+        except (ChangesCorrupt, RecordCorrupt) as error:
+            metrics.mirror_corrupt_events.inc()
+            _log.error("event %d of node %s skipped: %s", event.seq, event.node_id, error)
+
+    def _apply(self, event: Event) -> None:
+        node_id = event.node_id
+        known = self.nodes.get(node_id)
+        if event.kind == b"J":
+            self.join(NodeRecord.from_json(event.data))
+        elif known is None or known.epoch != event.epoch:
+            return  # of a life that is over, or (just after everything was read) not begun yet
+        elif event.kind == b"B":
+            self.change(node_id, event.data)
+        elif event.kind == b"H":
+            self.nodes[node_id] = record = NodeRecord.from_json(event.data)
+            self._listener.heard(record)
+        elif event.kind == b"C":
+            self.complete(node_id)
+        elif event.kind == b"L":
+            self.leave(node_id, event.data.decode())
+
+    def change(self, node_id: str, changes: bytes) -> None:
+        """A batch of ``moonpool.kvstore.index.redis.changes``. Raises ``ChangesCorrupt``, having applied
+        what came before."""
+        watched = self._watched.get(node_id)
+        for op, packed in decode(changes):
+            if op == REMOVED:
+                self.blocks.remove(node_id, packed)
+            else:
+                self.blocks.store(node_id, packed, Tier(op))
+            if watched is not None:
+                watched.update(split(packed))
+
+    def complete(self, node_id: str) -> None:
+        """The node has said all it holds since it joined anew."""
+        self.blocks.complete(node_id)
+        self._on_dirty()
+
+    def join(self, record: NodeRecord) -> None:
+        """A node registered: for the first time, in a new life, or anew in the same one (its blocks
+        follow)."""
+        node_id = record.node_id
+        known = self.nodes.get(node_id)
+        if known is not None and known.epoch > record.epoch and node_id not in self.missing:
+            return
+        self.missing.pop(node_id, None)
+        self.unwatch(node_id)
+        if known is not None and known.epoch == record.epoch:
+            self.nodes[node_id] = record
+            self.blocks.begin(node_id)
+            self._listener.heard(record)
+            return
+        if known is not None:
+            self.leave(node_id, "restarted")
+        self.nodes[node_id] = record
+        self.blocks.join(node_id)
+        self._listener.joined(record)
+
+    def leave(self, node_id: str, reason: str) -> None:
+        record = self.nodes.pop(node_id)
+        self.missing.pop(node_id, None)
+        self.unwatch(node_id)
+        self.blocks.leave(node_id)
+        self._on_dirty()
+        self._listener.left(record, reason)
+
+    # ------------------------------------------------------------------ for checks
+
+    def watch(self, node_id: str) -> set[bytes]:
+        """The keys of a node that change from now on, until ``unwatch``."""
+        return self._watched.setdefault(node_id, set())
+
+    def is_watched(self, node_id: str, changed: set[bytes]) -> bool:
+        """Whether ``changed`` still is what ``watch`` gave: a node that joins anew is watched no more."""
+        return self._watched.get(node_id) is changed
+
+    def unwatch(self, node_id: str) -> None:
+        self._watched.pop(node_id, None)

@@ -1,0 +1,283 @@
+"""The global index in Redis: which node, in which life, holds which blocks.
+
+The log of a node is replayed to know what it holds; the stream tells mirrors what changes. Both are written
+in one step. Every entry belongs to a node and its epoch: when the lease lapses or a new epoch registers, all
+of them go at once with the node's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any
+
+from redis.exceptions import NoScriptError, RedisError
+
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.errors import EpochSuperseded, IndexUnavailable, NodeUnknown, StoreError
+from moonpool.kvstore.index.redis import lua_scripts as scripts
+from moonpool.kvstore.index.redis.changes import REMOVED, decode, encode, split
+from moonpool.kvstore.index.redis.node_record import NodeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One entry of the stream. kind: J joined, H heartbeat, B blocks changed, C complete, L left."""
+
+    seq: int
+    kind: bytes
+    node_id: str
+    epoch: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """Where the stream stands. Another ``instance`` is another history: nothing known of the old one
+    holds."""
+
+    instance: str
+    seq: int
+    lapsed: tuple[str, ...]  # nodes whose lease has ended and which nobody has dropped yet
+
+
+@dataclass(frozen=True, slots=True)
+class LogPage:
+    """Some batches of a node's log. ``base + len(all batches)`` only grows; a base beyond the position asked
+    for means that batches were dropped before they were read: start over."""
+
+    epoch: int
+    record: NodeRecord
+    complete: bool
+    base: int
+    batches: list[bytes]
+    seq: int  # of the last event when the page was read
+
+
+class KVIndex:
+    """Every method raises ``IndexUnavailable`` when Redis does not answer within ``timeout_s``; the call may
+    then have had its effect, or not. Repeating any of them is harmless.
+    """
+
+    def __init__(
+        self,
+        redis: Any,
+        namespace: str = "moonpool",
+        *,
+        history_nbytes: int = 32 << 20,
+        timeout_s: float = 3.0,
+    ) -> None:
+        """``redis``: a ``redis.asyncio`` Redis or RedisCluster that does not decode responses. It is not
+        closed. ``history_nbytes``: how much of the stream is kept for mirrors that fall behind."""
+        if not namespace or set(namespace) & set("{}"):
+            raise StoreError(f"index namespace must be non-empty and without braces, got {namespace!r}")
+        self.namespace = namespace
+        self._redis = redis
+        self._history = history_nbytes
+        self._timeout_s = timeout_s
+        tag = f"{{{namespace}}}"
+        self._meta, self._events = f"{tag}:meta", f"{tag}:events"
+        self._marks, self._leases = f"{tag}:marks", f"{tag}:leases"
+        self._node_prefix, self._log_prefix = f"{tag}:node:", f"{tag}:log:"
+
+    # ------------------------------------------------------------------ what a node writes
+
+    async def register(self, record: NodeRecord, ttl_s: float, *, complete: bool = True) -> int:
+        """Begin a life of a node, or begin the current one anew: the index holds none of its blocks
+        afterwards.
+
+        ``complete=False`` says that blocks it held before follow; mirrors keep what they knew of this epoch
+        until ``publish(..., complete=True)``. Returns the position its log starts at. Raises
+        ``EpochSuperseded`` when a newer epoch is registered; nothing has changed then.
+        """
+        node_id, epoch = record.node_id, record.epoch
+        keys = [*self._own(node_id), self._leases, self._events, self._meta, self._marks]
+        args = [node_id, epoch, record.to_json(), _ms(ttl_s), token_hex(8), self._history, int(complete)]
+        reply = self._checked(await self.run("register", scripts.register, keys, args), node_id, epoch)
+        return int(reply[2])
+
+    async def heartbeat(self, record: NodeRecord, ttl_s: float) -> None:
+        """Renew the lease and replace the record. Raises ``NodeUnknown``, ``EpochSuperseded``."""
+        node_id, epoch = record.node_id, record.epoch
+        keys = [self._node_prefix + node_id, self._leases, self._events, self._meta, self._marks]
+        args = [node_id, epoch, record.to_json(), _ms(ttl_s), self._history]
+        self._checked(await self.run("heartbeat", scripts.heartbeat, keys, args), node_id, epoch)
+
+    async def publish(
+        self,
+        node_id: str,
+        epoch: int,
+        stored: Iterable[tuple[BlockKey, Tier]] = (),
+        removed: Iterable[BlockKey] = (),
+        *,
+        complete: bool = False,
+    ) -> None:
+        """Say in one step that these blocks are held, in these tiers, and those are not. A key in both
+        counts as removed. Also how others repair a node's entries after a stale hit.
+
+        Raises ``NodeUnknown``, ``EpochSuperseded``; nothing has changed then.
+        """
+        gone = set(removed)
+        held = {key: tier for key, tier in stored if key not in gone}
+        await self.publish_changes(node_id, epoch, encode(held, gone), complete=complete)
+
+    async def publish_changes(
+        self,
+        node_id: str,
+        epoch: int,
+        changes: bytes,
+        *,
+        quiet: bytes = b"",
+        base: int = 0,
+        trim: int = 0,
+        complete: bool = False,
+    ) -> None:
+        """``publish`` of encoded changes. ``quiet`` replaces the ``trim`` oldest batches of the log in the
+        same step, without telling the mirrors, provided that the log still starts at ``base``."""
+        keys = [*self._own(node_id), self._events, self._meta, self._marks]
+        args = [node_id, epoch, changes, quiet, base, trim, self._history, int(complete)]
+        self._checked(await self.run("publish", scripts.publish, keys, args), node_id, epoch)
+
+    async def deregister(self, node_id: str, epoch: int, reason: str = "left") -> bool:
+        """Drop the node and all it holds. False: it was not registered in this epoch."""
+        return await self._drop(node_id, epoch, reason, only_lapsed=False)
+
+    async def drop(self, node_id: str, epoch: int, *, only_lapsed: bool = True) -> bool:
+        """Drop a node whose lease has ended (or, with ``only_lapsed=False``, any). False: nothing was
+        dropped."""
+        return await self._drop(node_id, epoch, "lapsed", only_lapsed)
+
+    async def _drop(self, node_id: str, epoch: int, reason: str, only_lapsed: bool) -> bool:
+        keys = [*self._own(node_id), self._leases, self._events, self._meta, self._marks]
+        args = [node_id, epoch, reason, int(only_lapsed), self._history]
+        reply = await self.run("drop", scripts.drop, keys, args)
+        return bool(reply[0] == b"OK")
+
+    # ------------------------------------------------------------------ what a mirror reads
+
+    async def watch(self) -> Tip:
+        keys = [self._meta, self._leases, self._events, self._marks]
+        instance, seq, lapsed = await self.run("watch", scripts.watch, keys, [token_hex(8)])
+        return Tip(instance.decode(), int(seq), tuple(name.decode() for name in lapsed))
+
+    async def node_ids(self) -> list[str]:
+        return [name.decode() for name in await self._do("ZRANGE", self._leases, 0, -1)]
+
+    async def nodes(self) -> dict[str, NodeRecord]:
+        """Every registered node's record, lapsed ones included until they are dropped."""
+        found: dict[str, NodeRecord] = {}
+        for node_id in await self.node_ids():
+            record = await self._do("HGET", self._node_prefix + node_id, "record")
+            if record is not None:
+                found[node_id] = NodeRecord.from_json(record)
+        return found
+
+    async def read_log(self, node_id: str, position: int = 0, count: int = 64) -> LogPage | None:
+        """Up to ``count`` batches of a node's log from an absolute position on; None: no such node."""
+        keys = [*self._own(node_id), self._meta]
+        reply = await self.run("read_log", scripts.read, keys, [position, count])
+        if not reply:
+            return None
+        epoch, record, complete, base, batches, seq = reply
+        return LogPage(
+            int(epoch), NodeRecord.from_json(record), complete == b"1", int(base), batches, int(seq)
+        )
+
+    async def read_events(self, after: int, count: int, block_s: float = 0.0) -> list[Event]:
+        """Events with a higher number, in order, waiting up to ``block_s`` for the first. The first one's
+        number says whether some are missing."""
+        args: list[object] = ["XREAD", "COUNT", count]
+        if block_s > 0:
+            args += ["BLOCK", _ms(block_s)]
+        reply = await self._do(*args, "STREAMS", self._events, f"{after}-0", extra_s=block_s)
+        return [_event(entry) for entry in _entries(reply)]
+
+    async def event(self, seq: int) -> Event | None:
+        reply = await self._do("XRANGE", self._events, f"{seq}-0", f"{seq}-0")
+        return _event(reply[0]) if reply else None
+
+    async def snapshot(self) -> dict[str, dict[BlockKey, Tier]]:
+        """What each node holds, by replaying every log: the long way, for checks."""
+        held: dict[str, dict[BlockKey, Tier]] = {}
+        for node_id in await self.node_ids():
+            page = await self.read_log(node_id, 0, 1 << 30)
+            if page is not None:
+                held[node_id] = replay(page.batches)
+        return held
+
+    # ------------------------------------------------------------------ plumbing
+
+    def _own(self, node_id: str) -> tuple[str, str]:
+        return self._node_prefix + node_id, self._log_prefix + node_id
+
+    @staticmethod
+    def _checked(reply: Sequence[Any], node_id: str, epoch: int) -> Sequence[Any]:
+        if reply[0] == b"SUPERSEDED":
+            raise EpochSuperseded(node_id, epoch, int(reply[1]))
+        if reply[0] == b"UNKNOWN":
+            raise NodeUnknown(node_id, epoch)
+        return reply
+
+    async def run(self, name: str, script: scripts.Script, keys: list[str], args: Sequence[object]) -> Any:
+        """One of our scripts, on keys of this namespace. ``name`` is for messages."""
+        try:
+            return await self._do("EVALSHA", script.sha, len(keys), *keys, *args, name=name)
+        except IndexUnavailable as error:
+            if not isinstance(error.__cause__, NoScriptError):
+                raise
+        return await self._do("EVAL", script.text, len(keys), *keys, *args, name=name)
+
+    async def _do(self, *command: object, name: str = "", extra_s: float = 0.0) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
+        try:
+            async with asyncio.timeout(self._timeout_s + extra_s):
+                reply = await self._redis.execute_command(*command)
+        except (RedisError, OSError, TimeoutError) as error:
+            _raise_if_cancelled(task, cancels)
+            raise IndexUnavailable(name or str(command[0]), f"{type(error).__name__}: {error}") from error
+        _raise_if_cancelled(task, cancels)
+        return reply
+
+
+def _raise_if_cancelled(task: asyncio.Task[Any], cancels: int) -> None:
+    """redis-py swallows a cancellation that comes while it connects: the task would go on for ever."""
+    if task.cancelling() > cancels:
+        raise asyncio.CancelledError
+
+
+def replay(batches: Iterable[bytes]) -> dict[BlockKey, Tier]:
+    """What a node holds after these batches of changes, in order."""
+    held: dict[BlockKey, Tier] = {}
+    for batch in batches:
+        for op, packed in decode(batch):
+            for key in split(packed):
+                if op == REMOVED:
+                    held.pop(BlockKey(key), None)
+                else:
+                    held[BlockKey(key)] = Tier(op)
+    return held
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _entries(reply: Any) -> list[Any]:
+    """The entries of the one stream in an XREAD reply: None, ``[[name, entries]]``, or in RESP3
+    ``{name: [entries]}``."""
+    if not reply:
+        return []
+    if isinstance(reply, Mapping):
+        return [entry for entries in next(iter(reply.values())) for entry in entries]
+    return list(reply[0][1])
+
+
+def _event(entry: Any) -> Event:
+    identity, fields = entry
+    seq = int(identity.split(b"-")[0])
+    return Event(seq, fields[b"k"], fields[b"n"].decode(), int(fields[b"e"]), fields[b"d"])

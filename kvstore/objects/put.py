@@ -1,0 +1,108 @@
+"""One object on its way in: room is reserved window by window, nobody sees it before its last byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonpool.kvstore.objects.chunks import PART_CHUNKS, Cut
+from moonpool.kvstore.objects.errors import BadRequest, PutBroken
+from moonpool.kvstore.store import Reservation, TieredStore
+from moonpool.protos import store_pb2
+from moonpool.transfer import checksum
+
+_WINDOW_CHUNKS = 4 * PART_CHUNKS
+
+
+def window_of(store: TieredStore) -> int:
+    """Most chunks reserved or leased at a time. Large enough that a window is worth its round trip, small
+    enough that one put or get does not take all of memory, nor empty it for what may never come."""
+    return max(min(_WINDOW_CHUNKS, store.host.stats.num_blocks // 4), 1)
+
+
+class Put:
+    """After ``reserve`` the caller fills ``places``, then calls ``commit``; and so on until ``complete``.
+
+    ``abort`` at any time gives back what is reserved.
+    """
+
+    def __init__(self, store: TieredStore, record: store_pb2.StoredObject, ttl_s: float) -> None:
+        """``record.tail_checksum`` is filled in when the last chunk is committed. ``ttl_s``: how long each
+        window may take."""
+        self.record = record
+        self.ttl_s = ttl_s
+        self.expires_s = 0.0  # kept by the shelf
+        self._store = store
+        self._window = window_of(store)
+        self._cut = Cut.of(record.info, record.chunk_nbytes)
+        self._reserved: list[Reservation] = []
+        self._first = 0  # of the chunks reserved now
+        self._next = 0  # the first chunk not yet reserved
+
+    @property
+    def complete(self) -> bool:
+        """Every chunk is committed."""
+        return not self._reserved and self._next == self._cut.num_chunks
+
+    @property
+    def places(self) -> list[int]:
+        """Where in the store's memory the reserved chunks are to be written, in bytes, in order."""
+        return [offset for reservation in self._reserved for offset in reservation.offsets]
+
+    def reserve(self) -> bool:
+        """Reserve the next window, or as much of it as there is room for. False: there is none.
+
+        Raises ``PutBroken``: somebody else writes the same version.
+        """
+        cut, self._first = self._cut, self._next
+        end = min(self._next + self._window, cut.num_chunks)
+        while self._next < end:
+            part = cut.part(self._next)
+            at = self._next - part.first
+            wanted = part.keys[at : at + end - self._next]
+            reservation = self._store.reserve(wanted, parent=part.keys[at - 1] if at else None)
+            if reservation.num_held:
+                reservation.abort()
+                raise PutBroken("another put of this very version is under way, or has just ended")
+            num_slots = len(reservation.slots)
+            if num_slots == 0:
+                reservation.abort()
+                break
+            self._reserved.append(reservation)
+            self._next += num_slots
+            if num_slots < len(wanted):
+                break
+        return self._next > self._first
+
+    def commit(self, checksums: Sequence[int]) -> None:
+        """The reserved chunks hold their bytes, whose xxh3-64 these are.
+
+        Raises ``BadRequest`` when there are not as many as chunks reserved; nothing has changed then.
+        """
+        if len(checksums) != self._next - self._first:
+            raise BadRequest(f"{self._next - self._first} chunks were reserved, {len(checksums)} committed")
+        values = list(checksums)
+        if self._next == self._cut.num_chunks and values:
+            self.record.tail_checksum = values[-1]
+            values[-1] = self._fill_tail(values[-1])
+        reserved, self._reserved = self._reserved, []
+        at = 0
+        for reservation in reserved:
+            num_slots = len(reservation.slots)
+            reservation.commit(values[at : at + num_slots])
+            at += num_slots
+
+    def _fill_tail(self, known: int) -> int:
+        """Zero what is left of the last chunk's slot; returns the checksum of the whole slot."""
+        slot = self._reserved[-1].spans[-1]
+        nbytes = self._cut.nbytes_of(self._cut.num_chunks - 1)
+        if nbytes == slot.nbytes:
+            return known
+        slot[nbytes:] = 0
+        return checksum(slot.data)
+
+    def abort(self) -> Cut:
+        """Give back what is reserved. Returns the cut whose chunks the caller removes."""
+        reserved, self._reserved = self._reserved, []
+        for reservation in reserved:
+            reservation.abort()
+        return self._cut

@@ -1,0 +1,61 @@
+"""An object read from another store node and kept here, window by window."""
+
+from __future__ import annotations
+
+from moonpool.kvstore.objects.chunks import Cut
+from moonpool.kvstore.objects.errors import PutBroken
+from moonpool.kvstore.objects.shelf import ObjectShelf
+from moonpool.kvstore.remote.object_store import RemoteStore
+from moonpool.protos import store_pb2
+from moonpool.transfer import Region, Span
+
+
+async def copy_object(
+    source: RemoteStore,
+    objects: ObjectShelf,
+    region: Region,
+    owner: bytes,
+    wanted: store_pb2.OpenObject,
+    *,
+    surplus: bool,
+    ttl_s: float,
+) -> int:
+    """Keep a copy of ``wanted`` in ``objects``, whose memory is ``region``. Returns the bytes read: 0
+    when it was here. ``ttl_s``: longest that reading one window takes.
+
+    Raises:
+        PutBroken: the source has not got it, or cuts its objects otherwise.
+        StoreFull, NodeUnavailable, RemoteError, TransferError: as the name says. Nothing of it is here.
+    """
+    (opened,), chunk_nbytes = await source.open(owner, [wanted])
+    unread = [opened]
+    put_id = 0
+    try:
+        if not opened.HasField("info"):
+            raise PutBroken(f"store node {source.node_id} has no such object")
+        if chunk_nbytes != objects.chunk_nbytes:
+            raise PutBroken(
+                f"store node {source.node_id} cuts objects into chunks of {chunk_nbytes} bytes, this one of "
+                f"{objects.chunk_nbytes}: give all the same store_node.chunk_nbytes"
+            )
+        info = store_pb2.ObjectInfo()
+        info.CopyFrom(opened.info)
+        info.surplus = surplus
+        cut = Cut.of(info, chunk_nbytes)
+        put_id, put = await objects.begin(owner, info, ttl_s)
+        first = nbytes = 0
+        while places := put.places:
+            here = [Span(region.id, offset, cut.nbytes_of(first + i)) for i, offset in enumerate(places)]
+            if not unread:
+                unread = [await source.reopen(owner, info, first)]
+            place = dict(enumerate(here, first)).__getitem__
+            checksums = await source.read(owner, unread.pop(), first, first + len(places), place)
+            await objects.commit(put_id, checksums)
+            nbytes += sum(span.nbytes for span in here)
+            first += len(places)
+        return nbytes
+    except BaseException:
+        objects.abort(put_id)
+        raise
+    finally:
+        source.let_go(unread)

@@ -1,0 +1,228 @@
+"""The objects of a store node: how they come in, how they are read, how they go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+
+from moonpool.kvstore.objects import metrics
+from moonpool.kvstore.objects.catalog import Catalogue
+from moonpool.kvstore.objects.errors import BadRequest, OverQuota, PutBroken, PutUnknown, StoreFull
+from moonpool.kvstore.objects.owner_quota import ObjectQuotas
+from moonpool.kvstore.objects.put import Put
+from moonpool.kvstore.objects.read_leases import ObjectLeases
+from moonpool.kvstore.objects.table import ObjectTable
+from moonpool.kvstore.objects.write_behind import WriteBehind
+from moonpool.kvstore.store import TieredStore
+from moonpool.protos import store_pb2
+
+log = logging.getLogger(__name__)
+
+# A copy made because an object was hot is no longer needed when nobody has read it here for so long.
+_COLD_S = 10.0
+
+
+class ObjectShelf:
+    """Objects over a ``TieredStore`` of chunks. Everything on one event loop.
+
+    An object is visible, in ``table``, from the moment its last chunk is committed. Whoever names one must
+    name its owner too.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        store: TieredStore,
+        chunk_nbytes: int,
+        *,
+        catalogue: Catalogue | None,
+        tenant_nbytes: int = 0,
+        longest_lease_s: float,
+        clock: Callable[[], float],
+        rng: Random,
+    ) -> None:
+        """``store``: not started; its ``on_change`` must call ``table.chunk_changed``. ``tenant_nbytes``:
+        most that one owner's objects take; 0: no bound. ``rng``: makes the ids of leases and puts, which must
+        not be guessed."""
+        self.chunk_nbytes = chunk_nbytes
+        self._quotas = ObjectQuotas(tenant_nbytes)
+        self.table = ObjectTable(store, chunk_nbytes, catalogue, self._quotas)
+        self._behind = WriteBehind(store)
+        self.leases = ObjectLeases(
+            store, self.table, self._behind, longest_s=longest_lease_s, clock=clock, rng=rng
+        )
+        self._node_id = node_id
+        self._store = store
+        self._longest_lease_s = longest_lease_s
+        self._clock = clock
+        self._rng = rng
+        self._puts: dict[int, Put] = {}
+
+    @property
+    def num_users(self) -> int:
+        """Puts and reads under way."""
+        return len(self._puts) + len(self.leases)
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Take up what the disk holds."""
+        await self._store.start()
+        await self.table.adopt()
+
+    async def close(self) -> None:
+        """Take back what is under way, and give the disk the time to take what only memory holds."""
+        for put_id in list(self._puts):
+            self.abort(put_id)
+        self.leases.close()
+        await self.table.settle()
+        await self._behind.done()
+        await self._store.close()
+        await self.table.close()
+
+    def sweep(self) -> None:
+        """Take back puts and leases whose time is over. Call it now and then."""
+        now_s = self._clock()
+        for put_id in [each for each, put in self._puts.items() if put.expires_s <= now_s]:
+            log.warning("a put of %r was not continued in time", self._puts[put_id].record.info.name)
+            metrics.PUTS.labels("expired").inc()
+            self.abort(put_id)
+        self.leases.sweep()
+        self._store.sweep()
+
+    # ------------------------------------------------------------------ objects come
+
+    async def begin(self, owner: bytes, info: store_pb2.ObjectInfo, ttl_s: float) -> tuple[int, Put]:
+        """Reserve the first chunks; returns the put and its id.
+
+        The id is 0 when there is nothing to write: the object is empty, or this version or a later one is
+        here. An owner that would have too much loses what it has not used for longest.
+
+        Raises ``StoreFull``, ``OverQuota``, ``BadRequest``; nothing is reserved then.
+        """
+        record = store_pb2.StoredObject(info=info, owner=owner, chunk_nbytes=self.chunk_nbytes)
+        put = Put(self._store, record, min(ttl_s, self._longest_lease_s))
+        if self._superseded(record):
+            return 0, put
+        if info.nbytes == 0:
+            self._finish(put)
+            return 0, put
+        capacity = max(tier.capacity_blocks for tier in self._store.stats.tiers)
+        if self.table.cut(record).num_chunks > capacity:
+            # Or it would drive everything else out before it turned out not to fit.
+            raise StoreFull(self._node_id, info.nbytes, capacity * self.chunk_nbytes)
+        await self._keep_quota(record)
+        try:
+            await self._reserve(put)
+        except BaseException:
+            put.abort()
+            raise
+        put_id = self._rng.getrandbits(63) | 1
+        self._puts[put_id] = put
+        return put_id, put
+
+    async def commit(self, put_id: int, checksums: Sequence[int]) -> Put:
+        """The reserved chunks are written. Reserves the next ones, or shows the object when it is complete.
+
+        Raises ``PutUnknown``, ``BadRequest``, ``StoreFull``, ``PutBroken``; after the last two nothing of
+        the put is left.
+        """
+        put = self._puts.get(put_id)
+        if put is None:
+            raise PutUnknown(put_id)
+        put.commit(checksums)
+        self._behind.add(len(checksums))
+        try:
+            if not put.complete:
+                await self._reserve(put)
+                return put
+            if not self.table.is_whole(put.record):
+                raise PutBroken(
+                    f"{put.record.info.nbytes} bytes were written, but their room was needed for others "
+                    "before the last one came: put less at a time, or raise store_node.object_nbytes"
+                )
+            del self._puts[put_id]
+            self._finish(put)
+        except BaseException:
+            self.abort(put_id)
+            raise
+        return put
+
+    def abort(self, put_id: int) -> None:
+        """Take a put back. One that is not under way is no error."""
+        put = self._puts.pop(put_id, None)
+        if put is not None:
+            self.table.discard(put.abort())
+
+    async def _reserve(self, put: Put) -> None:
+        await self._behind.room()
+        await self._drop_surplus(self.table.cut(put.record).num_chunks)
+        if not put.reserve():
+            capacity = self._store.host.stats.num_blocks
+            raise StoreFull(self._node_id, put.record.info.nbytes, capacity * self.chunk_nbytes)
+        put.expires_s = self._clock() + put.ttl_s
+
+    async def _keep_quota(self, record: store_pb2.StoredObject) -> None:
+        """Where the owner would have too much, others of its own go."""
+        owner, wanted_nbytes = record.owner, self.table.taken_nbytes(record)
+        under_way = [put.record for put in self._puts.values() if put.record.owner == owner]
+        victims = self._quotas.victims(
+            owner, record.info.key, wanted_nbytes, sum(map(self.table.taken_nbytes, under_way))
+        )
+        if victims and record.info.surplus:
+            # An extra copy is not worth what it would drive out.
+            raise OverQuota(self._quotas.nbytes(owner) + wanted_nbytes, self._quotas.limit_nbytes)
+        metrics.EVICTED_OBJECTS.labels("quota").inc(len(victims))
+        await self.remove(owner, victims)
+
+    async def _drop_surplus(self, num_wanted: int) -> None:
+        """Where room is needed, extra copies go that nobody has read lately, before anything is evicted."""
+        short = num_wanted - self._store.host.num_free
+        if short <= 0:
+            return
+        for record in self.leases.cold_surplus(_COLD_S):
+            if short <= 0:
+                break
+            metrics.EVICTED_OBJECTS.labels("surplus").inc()
+            self.table.drop(record)
+            short -= self.table.cut(record).num_chunks
+        await self.table.settle()
+
+    def _finish(self, put: Put) -> None:
+        if self._superseded(put.record):
+            self.table.discard(put.abort())  # a later version came while this one was written
+            return
+        self.table.show(put.record)
+        self.leases.touch(put.record)
+        metrics.PUTS.labels("done").inc()
+
+    def _superseded(self, record: store_pb2.StoredObject) -> bool:
+        """Whether this version or a later one is here. Raises ``BadRequest`` when it is another owner's."""
+        held = self.table.get(record.info.key)
+        if held is None:
+            return False
+        if held.owner != record.owner:
+            raise BadRequest("the object's key is not its owner's")
+        return held.info.version >= record.info.version
+
+    # ------------------------------------------------------------------ objects go
+
+    async def remove(self, owner: bytes, keys: Iterable[bytes], before_version: int = 0) -> int:
+        """Drop the owner's objects among ``keys`` (versions before ``before_version``; 0: any). Returns how
+        many went. Those who read them now read them to the end."""
+        num_removed = 0
+        for key in keys:
+            record = self.table.find(owner, key)
+            if record is not None and (not before_version or record.info.version < before_version):
+                self.table.drop(record)
+                num_removed += 1
+        if num_removed:
+            # What was removed must not be back after a crash.
+            await self.table.settle()
+        return num_removed
+
+    def check_integrity(self) -> None:
+        """Assert everything this class promises, when nothing is under way."""
+        self._store.check_integrity()
+        self.table.check_integrity(nothing_else=not self._puts)

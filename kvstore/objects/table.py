@@ -1,0 +1,165 @@
+"""Which objects there are, whose, and which chunks are theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.objects import metrics
+from moonpool.kvstore.objects.catalog import Catalogue
+from moonpool.kvstore.objects.chunks import PART_CHUNKS, Cut, Part
+from moonpool.kvstore.objects.owner_quota import ObjectQuotas
+from moonpool.kvstore.store import TieredStore
+from moonpool.protos import store_pb2
+
+log = logging.getLogger(__name__)
+
+
+class ObjectTable:
+    """An object is in it from ``show`` until ``drop``, or until one of its chunks is gone from every tier;
+    then the others go too. The catalogue, where there is one, is told."""
+
+    def __init__(
+        self, store: TieredStore, chunk_nbytes: int, catalogue: Catalogue | None, quotas: ObjectQuotas
+    ) -> None:
+        """``store``'s ``on_change`` must call ``chunk_changed``. ``quotas`` hears what comes and goes."""
+        self._quotas = quotas
+        self._store = store
+        self._chunk_nbytes = chunk_nbytes
+        self._catalogue = catalogue
+        self._objects: dict[bytes, store_pb2.StoredObject] = {}
+        self._object_of: dict[BlockKey, bytes] = {}  # by chunk
+        self._parts: dict[bytes, list[Part]] = {}  # of each object: making keys costs more than using them
+        self._removals: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def __iter__(self) -> Iterator[store_pb2.StoredObject]:
+        return iter(self._objects.values())
+
+    def get(self, key: bytes) -> store_pb2.StoredObject | None:
+        return self._objects.get(key)
+
+    def find(self, owner: bytes, key: bytes) -> store_pb2.StoredObject | None:
+        """The object, to its owner. Pins nothing and counts as no use."""
+        record = self._objects.get(key)
+        return record if record is not None and record.owner == owner else None
+
+    def cut(self, record: store_pb2.StoredObject) -> Cut:
+        return Cut.of(record.info, self._chunk_nbytes)
+
+    def taken_nbytes(self, record: store_pb2.StoredObject) -> int:
+        """What it takes of the store: whole chunks."""
+        return self.cut(record).num_chunks * self._chunk_nbytes
+
+    def part(self, record: store_pb2.StoredObject, chunk: int) -> Part:
+        """The part of an object in the table that ``chunk`` is in."""
+        return self._parts[record.info.key][chunk // PART_CHUNKS]
+
+    def is_whole(self, record: store_pb2.StoredObject) -> bool:
+        """Whether the store holds every chunk."""
+        parts = self.cut(record).parts()
+        return all(len(self._store.match(part.keys)) == len(part.keys) for part in parts)
+
+    # ------------------------------------------------------------------ coming and going
+
+    async def adopt(self) -> None:
+        """Take up what the catalogue names and the disk has every chunk of. Other chunks are dropped."""
+        if self._catalogue is None:
+            return
+        for record in self._catalogue.objects.values():
+            if record.chunk_nbytes == self._chunk_nbytes and self.is_whole(record):
+                self._index(record)
+            else:
+                self._catalogue.forget(record.info.key)
+        orphans = [key for key, _ in self._store.held() if key not in self._object_of]
+        await self._store.remove(orphans)
+        log.info(
+            "%d of %d objects are back; %d chunks that belong to none were dropped",
+            len(self._objects),
+            len(self._catalogue.objects),
+            len(orphans),
+        )
+
+    def show(self, record: store_pb2.StoredObject) -> None:
+        """Every chunk is there: from now on the object is, in place of the version before it."""
+        before = self._objects.get(record.info.key)
+        if before is not None:
+            self._forget(before)
+        self._index(record)
+        if self._catalogue is not None:
+            self._catalogue.remember(record)
+
+    def drop(self, record: store_pb2.StoredObject) -> None:
+        """It is not found any more. Those who read it now read it to the end."""
+        self._forget(record)
+        if self._catalogue is not None:
+            self._catalogue.forget(record.info.key)
+
+    def used(self, record: store_pb2.StoredObject) -> None:
+        """Somebody reads an object of the table."""
+        self._quotas.used(record.owner, record.info.key)
+
+    def discard(self, cut: Cut) -> None:
+        """Remove the chunks of what nobody finds. Returns at once; see ``settle``."""
+
+        async def discard() -> None:
+            for part in cut.parts():
+                await self._store.remove(part.keys)
+
+        removal = asyncio.create_task(discard())
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+
+    def chunk_changed(self, key: BlockKey, tier: Tier | None) -> None:
+        """The store's ``on_change``."""
+        if tier is None and (object_key := self._object_of.get(key)) is not None:
+            # The store is in the middle of something: what is left of the object goes after that.
+            asyncio.get_running_loop().call_soon(self._lost, object_key, key)
+
+    async def settle(self) -> None:
+        """Until what was dropped is gone from the disk too, and the catalogue says so."""
+        if self._removals:
+            await asyncio.gather(*self._removals)
+        if self._catalogue is not None:
+            await self._catalogue.flush()
+
+    async def close(self) -> None:
+        """After ``settle``; the store is closed by its owner."""
+        if self._catalogue is not None:
+            await self._catalogue.close()
+
+    def _index(self, record: store_pb2.StoredObject) -> None:
+        key = record.info.key
+        self._objects[key] = record
+        self._quotas.shown(record.owner, key, self.taken_nbytes(record))
+        self._parts[key] = list(self.cut(record).parts())
+        for part in self._parts[key]:
+            for chunk in part.keys:
+                self._object_of[chunk] = key
+
+    def _forget(self, record: store_pb2.StoredObject) -> None:
+        del self._objects[record.info.key]
+        self._quotas.gone(record.owner, record.info.key)
+        for part in self._parts.pop(record.info.key):
+            for chunk in part.keys:
+                del self._object_of[chunk]
+        self.discard(self.cut(record))
+
+    def _lost(self, key: bytes, chunk: BlockKey) -> None:
+        """A chunk of an object is gone from every tier: it was evicted, or found damaged."""
+        record = self._objects.get(key)
+        if record is not None and self._object_of.get(chunk) == key and not self._store.match([chunk]):
+            metrics.EVICTED_OBJECTS.labels("room").inc()
+            self.drop(record)
+
+    def check_integrity(self, *, nothing_else: bool) -> None:
+        """Every object is whole; with ``nothing_else`` the store holds no other chunk. Costs time
+        proportional to the tier."""
+        assert all(map(self.is_whole, self._objects.values())), "an object lacks chunks"
+        if nothing_else and not self._removals:
+            assert {key for key, _ in self._store.held()} <= self._object_of.keys(), "a chunk of no object"

@@ -1,0 +1,223 @@
+"""The objects of a store node, read and written from another process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from moonpool.kvstore.errors import StoreError
+from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2, store_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.errors import NodeUnavailable, RemoteError
+from moonpool.transfer import AgentDescriptor, Peer, Span, TransferAgent
+
+log = logging.getLogger(__name__)
+
+# Leases that were read are given back with the next call that opens some, or after this time: a call of its
+# own for each read costs both sides as much as a small read.
+_CLOSE_AFTER_S = 0.02
+
+
+class SourceBusy(StoreError):
+    """The node has the object, and no memory free now to read it from."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, node_id: str, name: str) -> None:
+        super().__init__(f"store node {node_id} has no memory free to read {name!r} from; try again later")
+
+
+class ObjectGone(StoreError):
+    """The object went away while it was being read, or another version took its place."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, node_id: str, name: str) -> None:
+        super().__init__(f"store node {node_id} no longer has {name!r} as it was when reading began")
+
+
+class RemoteStore:
+    """One store node. ``async with RemoteStore(...)``, or ``close`` it.
+
+    Calls raise ``NodeUnavailable`` and ``RemoteError``, those that move bytes ``TransferError`` too.
+    """
+
+    def __init__(self, node_id: str, address: str, agent: TransferAgent, *, deadline_s: float) -> None:
+        """``address``: host:port of its gRPC server. ``deadline_s``: longest that a call or a batch of
+        transfers may take."""
+        self.node_id = node_id
+        self.address = address
+        self.healthy = True  # as the index had it last
+        self._agent = agent
+        self._deadline_s = deadline_s
+        self._channel = rpc.channel(address)
+        self._stub = store_pb2_grpc.StoreStub(self._channel)
+        self._node = node_pb2_grpc.NodeStub(self._channel)
+        self._kv: node_pb2.KvAddress | None = None
+        self._done: list[int] = []  # leases to give back
+        self._closing: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Give back the leases that are left, if the node answers soon, and end the connection."""
+        closing = self._closing
+        if closing is not None:
+            await asyncio.wait((closing,), timeout=1.0)
+            closing.cancel()
+        await self._channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ------------------------------------------------------------------ the node
+
+    async def call(self, method: str, request: Any) -> Any:
+        """One call of ``protos.Store``."""
+        with rpc.calling(self.node_id):
+            return await getattr(self._stub, method)(request, timeout=self._deadline_s)
+
+    def verify(self) -> Any:
+        """The stream of ``VerifyProgress``; iterate it inside ``rpc.calling``. It may take minutes."""
+        return self._stub.Verify(store_pb2.VerifyRequest())
+
+    async def kv_address(self) -> node_pb2.KvAddress:
+        """Where its memory can be read, as it was when first asked, or after ``forget_peer``."""
+        if self._kv is None:
+            with rpc.calling(self.node_id):
+                status = await self._node.Status(node_pb2.StatusRequest(), timeout=self._deadline_s)
+            self._kv = status.kv
+        return self._kv
+
+    async def peer(self) -> Peer:
+        """The node's transfer agent, connected."""
+        return await self._agent.connect(AgentDescriptor.unpack((await self.kv_address()).agent))
+
+    def forget_peer(self) -> None:
+        """The node may have been started again: ask anew where its memory is."""
+        self._kv = None
+
+    # ------------------------------------------------------------------ reading
+
+    async def open(
+        self, owner: bytes, wanted: Sequence[store_pb2.OpenObject]
+    ) -> tuple[list[store_pb2.OpenedObject], int]:
+        """Pin the first chunks of each object. Returns what was pinned, and how long a chunk is.
+
+        Everything opened must be handed to ``let_go``; what is not, lapses.
+        """
+        done, self._done = self._done, []
+        request = store_pb2.OpenRequest(
+            owner=owner, objects=wanted, ttl_s=2 * self._deadline_s, close_lease_id=done
+        )
+        reply: store_pb2.OpenReply = await self.call("Open", request)
+        return list(reply.objects), reply.chunk_nbytes
+
+    def let_go(self, opened: Sequence[store_pb2.OpenedObject]) -> None:
+        """The chunks have been read. Returns at once; the node hears of it with the next call, or soon."""
+        self._done += [lease_id for each in opened for lease_id in each.lease_id]
+        if self._done and self._closing is None:
+            self._closing = asyncio.create_task(self._close_leases())
+
+    async def _close_leases(self) -> None:
+        try:
+            await asyncio.sleep(_CLOSE_AFTER_S)
+            done, self._done = self._done, []
+            if done:
+                await self.call("Close", store_pb2.CloseRequest(lease_id=done))
+        except (NodeUnavailable, RemoteError) as error:
+            log.info("a lease was not given back and will lapse: %s", error)
+        finally:
+            self._closing = None
+
+    async def read(
+        self,
+        owner: bytes,
+        opened: store_pb2.OpenedObject,
+        first: int,
+        end: int,
+        place: Callable[[int], Span],
+    ) -> list[int]:
+        """Read chunks ``first … end - 1`` into ``place(chunk)``, spans of ours; returns their checksums.
+        ``opened`` starts at ``first``; what it lacks is opened while the part before is read. It is let go
+        of in any case.
+
+        Raises:
+            SourceBusy, ObjectGone: of the node. TransferError: ChecksumMismatch among others.
+        After an error the bytes of the spans are undefined.
+        """
+        info, at = opened.info, first
+        following: asyncio.Task[store_pb2.OpenedObject] | None = None
+        checksums: list[int] = []
+        try:
+            while True:
+                count = min(len(opened.chunks.offset), end - at)
+                if count == 0:
+                    raise SourceBusy(self.node_id, info.name)
+                if at + count < end:
+                    following = asyncio.create_task(self.reopen(owner, info, at + count))
+                await self.fetch([place(chunk) for chunk in range(at, at + count)], [opened])
+                checksums += opened.chunks.checksum[:count]
+                at += count
+                if following is None:
+                    return checksums
+                self.let_go([opened])
+                opened, following = await following, None
+        finally:
+            self.let_go([opened])
+            if following is not None:
+                following.cancel()
+
+    async def fetch(self, ours: Sequence[Span], opened: Sequence[store_pb2.OpenedObject]) -> None:
+        """Read opened chunks, one object's after the other's, into our spans, in one batch. What an object
+        has beyond ``ours`` is left. Raises as ``read``."""
+        regions = [region for each in opened for region in each.chunks.region]
+        offsets = [offset for each in opened for offset in each.chunks.offset]
+        checksums = [value for each in opened for value in each.chunks.checksum][: len(ours)]
+        theirs = [
+            Span(region, offset, span.nbytes)
+            for region, offset, span in zip(regions, offsets, ours, strict=False)
+        ]
+        peer = await self.peer()
+        await peer.read(ours, theirs, deadline_s=self._deadline_s, checksums=checksums)
+
+    async def reopen(self, owner: bytes, info: store_pb2.ObjectInfo, first: int) -> store_pb2.OpenedObject:
+        """``open`` the same version of one object again, from chunk ``first`` on. Raises ``ObjectGone``."""
+        wanted = store_pb2.OpenObject(key=info.key, version=info.version, first_chunk=first)
+        (opened,), _ = await self.open(owner, [wanted])
+        if not opened.HasField("info"):
+            raise ObjectGone(self.node_id, info.name)
+        return opened
+
+    # ------------------------------------------------------------------ writing
+
+    async def begin(
+        self, owner: bytes, objects: Sequence[store_pb2.ObjectInfo]
+    ) -> tuple[list[store_pb2.PutStep], int]:
+        """Reserve room for the first chunks of each. Returns the steps, and how long a chunk is."""
+        request = store_pb2.BeginRequest(owner=owner, objects=objects, ttl_s=2 * self._deadline_s)
+        reply: store_pb2.PutReply = await self.call("Begin", request)
+        return list(reply.steps), reply.chunk_nbytes
+
+    async def commit(self, written: Sequence[store_pb2.WrittenChunks]) -> list[store_pb2.PutStep]:
+        reply: store_pb2.PutReply = await self.call("Commit", store_pb2.CommitRequest(written=written))
+        return list(reply.steps)
+
+    async def write(
+        self,
+        ours: Sequence[Span],
+        chunks: Sequence[tuple[int, int]],
+        checksums: Sequence[int],
+    ) -> None:
+        """Write our spans to the node's ``(region, offset)`` of reserved chunks."""
+        theirs = [
+            Span(region, offset, span.nbytes) for span, (region, offset) in zip(ours, chunks, strict=True)
+        ]
+        peer = await self.peer()
+        await peer.write(ours, theirs, deadline_s=self._deadline_s, checksums=checksums)

@@ -1,0 +1,72 @@
+"""Blocks of another node, held there for as long as we read them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc.aio
+
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
+from moonpool.runtime.errors import NodeUnavailable, RemoteError
+
+log = logging.getLogger(__name__)
+
+
+class RemoteLeases:
+    """Leases at other nodes, and the one channel to each of them. Close it with the node it serves."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """``deadline_s``: longest a call may take; what is held there lapses after twice as long."""
+        self._deadline_s = deadline_s
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """End every connection. Leases not yet given back lapse."""
+        for release in self._releases:
+            release.cancel()
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close(None)
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The one channel to a node's gRPC server; it reconnects by itself."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = rpc.channel(address)
+        return channel
+
+    @asynccontextmanager
+    async def hold(
+        self, source: node_pb2.KvAddress, wanted: Sequence[BlockKey]
+    ) -> AsyncIterator[node_pb2.BlockSpans]:
+        """The longest prefix of ``wanted`` that ``source`` holds, kept there inside the block.
+
+        Raises:
+            NodeUnavailable, RemoteError: nothing is held there, or what is lapses.
+        """
+        stub = node_pb2_grpc.NodeStub(self.channel(source.rpc_address))
+        request = node_pb2.LeaseRequest(keys=block_keys.pack(wanted), ttl_s=2 * self._deadline_s)
+        with rpc.calling(source.node_id):
+            reply = await stub.Lease(request, timeout=self._deadline_s, metadata=rpc.request_metadata())
+        try:
+            yield reply.blocks
+        finally:
+            if reply.lease_id:
+                # Nobody waits for it: a release that is lost ends with the lease.
+                release = asyncio.create_task(self._release(stub, source.node_id, reply.lease_id))
+                self._releases.add(release)
+                release.add_done_callback(self._releases.discard)
+
+    async def _release(self, stub: node_pb2_grpc.NodeAsyncStub, node_id: str, lease_id: int) -> None:
+        try:
+            with rpc.calling(node_id):
+                await stub.Release(node_pb2.ReleaseRequest(lease_id=lease_id), timeout=self._deadline_s)
+        except (NodeUnavailable, RemoteError) as error:
+            log.info("a lease was not given back and will lapse: %s", error)

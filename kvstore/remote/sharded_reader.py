@@ -1,0 +1,147 @@
+"""Blocks between two nodes whose ranks hold them in parts: every rank reads what it needs where that lies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moonpool.kvstore.blocks.shards import BlockShard, Cuttable, parts
+from moonpool.kvstore.remote.rank_reader import AgentReader, RankRead, RankReader
+from moonpool.protos import node_pb2
+from moonpool.transfer import ChecksumMismatch, JointRead, TransferReport
+
+
+@dataclass(frozen=True, slots=True)
+class RankTarget:
+    """A rank of this node: what it holds, and who reads for it."""
+
+    shard: BlockShard
+    reader: RankReader
+
+
+class ShardedReader:
+    """``layout``: of whole blocks; ``hash_blocks``: the checksums of blocks here, as they are now."""
+
+    def __init__(
+        self,
+        layout: Cuttable,
+        targets: Sequence[RankTarget],
+        hash_blocks: Callable[[Sequence[int]], Awaitable[list[int]]],
+    ) -> None:
+        self._layout = layout
+        self._targets = list(targets)
+        self._hash_blocks = hash_blocks
+
+    async def read(
+        self,
+        source: node_pb2.KvAddress,
+        regions: Sequence[int],
+        offsets: Sequence[int],
+        block_ids: Sequence[int],
+        *,
+        deadline_s: float,
+        checksums: Sequence[int] = (),
+    ) -> TransferReport:
+        """Fill this node's ``block_ids`` with the blocks of ``source`` named as whole ones by region and
+        offset; those of the first ones are compared with ``checksums``.
+
+        Raises TransferError, when nothing reads any more; the blocks' bytes are undefined then.
+        """
+        began_s = time.monotonic()
+        reads = self._reads(source, regions, offsets, block_ids, deadline_s)
+        alone = self._targets[0].reader if len(self._targets) == 1 else None
+        joint: JointRead | None = None
+        if isinstance(alone, AgentReader) and len(checksums) == len(block_ids):
+            # Whole blocks can be verified while they are copied, though no one read brings a whole one.
+            nbytes = self._layout.block_nbytes
+            joint = alone.joint([block * nbytes for block in block_ids], nbytes, checksums, len(reads))
+            calls = [alone.read(read, joint) for _, read in reads]
+        else:
+            calls = [target.reader.read(read) for target, read in reads]
+        transports = await _all_of(calls)
+        if joint is None or not joint.verified:
+            await self._verify(block_ids, checksums)
+        nbytes = sum(len(read.source_begins) * sum(n for _, _, n in read.runs) for _, read in reads)
+        return TransferReport(nbytes, time.monotonic() - began_s, "+".join(sorted(set(transports))))
+
+    async def _verify(self, block_ids: Sequence[int], checksums: Sequence[int]) -> None:
+        """What came in parts is known as a whole only now. Raises ChecksumMismatch."""
+        found = await self._hash_blocks(block_ids[: len(checksums)])
+        for i, (expected, value) in enumerate(zip(checksums, found, strict=True)):
+            if value != expected:
+                raise ChecksumMismatch(i, expected, value)
+
+    def _reads(
+        self,
+        source: node_pb2.KvAddress,
+        regions: Sequence[int],
+        offsets: Sequence[int],
+        block_ids: Sequence[int],
+        deadline_s: float,
+    ) -> list[tuple[RankTarget, RankRead]]:
+        """One for each (target, source rank) that have bytes in common."""
+        layout = self._layout
+        pool = source.ranks[0].region if source.ranks else None
+        in_parts = [i for i, region in enumerate(regions) if region == pool]
+        elsewhere: dict[int, list[int]] = {}
+        for i, region in enumerate(regions):
+            if region != pool:
+                elsewhere.setdefault(region, []).append(i)
+        reads: list[tuple[RankTarget, RankRead]] = []
+
+        def add(which: list[int], agents: list[bytes], owned: list[int], shards: list[BlockShard]) -> None:
+            whole = layout.block_nbytes  # asked for once, not once a block
+            for place, target in enumerate(self._targets):
+                own = target.shard.block_nbytes(layout)
+                into = [block_ids[i] * own for i in which]
+                for part in parts(layout, shards, target.shard, place):
+                    size = shards[part.source].block_nbytes(layout)
+                    runs = [(run.source, run.target, run.nbytes) for run in part.runs]
+                    # The pool's are named as if they were whole; all others are.
+                    begins = [offsets[i] * size // whole for i in which]
+                    agent, region = agents[part.source], owned[part.source]
+                    reads.append((target, RankRead(agent, region, begins, into, runs, deadline_s)))
+
+        if in_parts:
+            add(
+                in_parts,
+                [rank.agent for rank in source.ranks],
+                [rank.region for rank in source.ranks],
+                [shard_of(rank) for rank in source.ranks],
+            )
+        for region, which in elsewhere.items():
+            add(which, [source.agent], [region], [BlockShard.whole(layout)])
+        return reads
+
+
+async def _all_of(calls: Sequence[Coroutine[Any, Any, str]]) -> list[str]:
+    """Run them together; when one fails, or the wait is cancelled, all have ended before that is told."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
+
+
+def shard_of(rank: node_pb2.RankMemory) -> BlockShard:
+    return BlockShard(
+        range(rank.first_layer, rank.first_layer + rank.num_layers),
+        range(rank.first_head, rank.first_head + rank.num_heads),
+    )
+
+
+def rank_memory(shard: BlockShard, agent: bytes, region: int) -> node_pb2.RankMemory:
+    return node_pb2.RankMemory(
+        agent=agent,
+        region=region,
+        first_layer=shard.layers.start,
+        num_layers=len(shard.layers),
+        first_head=shard.heads.start,
+        num_heads=len(shard.heads),
+    )

@@ -1,0 +1,105 @@
+"""The tiers of a store node's two shelves, made from its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import BlockFormat, OpaqueLayout
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.store import TieredStore
+from moonpool.kvstore.tiers.ssd import SsdTier
+from moonpool.runtime.config.options import Config, StoreOptions
+from moonpool.transfer import Region
+
+OnChange = Callable[[BlockKey, Tier | None], None]
+
+# Chunks of objects are blocks of this kind; another order of bytes in them needs another name.
+_CHUNK_FORMAT = b"moonpool-chunk-1".ljust(16, b"\0")
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfMaker:
+    """``directory``: of this node, below ``store.ssd.path``; None: there is no disk tier."""
+
+    config: Config
+    directory: Path | None
+
+    @classmethod
+    def of(cls, config: Config, node_id: str) -> ShelfMaker:
+        path = config.store.ssd.path
+        return cls(config, Path(path) / node_id if path else None)
+
+    async def kv(self, layout: OpaqueLayout, region: Region, on_change: OnChange) -> TieredStore:
+        """Of KV blocks of one shape. Each shape has a folder, so that none is read as another."""
+        options = self.config.store
+        return await _make(layout, options, region, on_change, self._folder(kv_folder(layout)))
+
+    async def objects(self, region: Region, on_change: OnChange) -> TieredStore:
+        """Of the chunks of objects: what was used last stays longest, and everything goes to disk at once."""
+        own = self.config.store_node
+        options = self.config.store
+        options = replace(
+            options,
+            write_policy="write-through",
+            host=replace(options.host, capacity_nbytes=own.object_nbytes, policy="lru"),
+            ssd=replace(
+                options.ssd, capacity_nbytes=max(own.object_ssd_nbytes, own.chunk_nbytes), policy="lru"
+            ),
+        )
+        layout = OpaqueLayout(own.chunk_nbytes, _CHUNK_FORMAT)
+        folder = self._folder(f"objects-{own.chunk_nbytes}") if own.object_ssd_nbytes else None
+        return await _make(layout, options, region, on_change, folder)
+
+    @property
+    def catalogue(self) -> Path | None:
+        """Where the names of the objects on disk are kept."""
+        own = self.config.store_node
+        return self._folder(f"catalogue-{own.chunk_nbytes}") if own.object_ssd_nbytes else None
+
+    def kept_layout(self) -> OpaqueLayout | None:
+        """The shape of the KV blocks on disk; of several, the one written last. None: there are none."""
+        if self.directory is None:
+            return None
+        found = [
+            (folder.stat().st_mtime_ns, layout)
+            for folder in self.directory.glob("kv-*")
+            if (layout := _layout_of(folder.name)) is not None
+        ]
+        return max(found, key=lambda pair: pair[0])[1] if found else None
+
+    def _folder(self, name: str) -> Path | None:
+        return None if self.directory is None else self.directory / name
+
+
+async def _make(
+    layout: BlockFormat, options: StoreOptions, region: Region, on_change: OnChange, folder: Path | None
+) -> TieredStore:
+    ssd = None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        ssd = await SsdTier.open(
+            folder,
+            layout,
+            capacity_nbytes=options.ssd.capacity_nbytes,
+            threads=options.ssd.io_threads,
+            policy=options.ssd.policy,
+            max_queued_nbytes=options.ssd.queue_nbytes,
+            io_deadline_s=options.ssd.deadline_s,
+        )
+    return TieredStore(layout, options, region.array, ssd=ssd, on_change=on_change)
+
+
+def kv_folder(layout: OpaqueLayout) -> str:
+    return f"kv-{layout.block_nbytes}-{layout.fingerprint.hex()}"
+
+
+def _layout_of(folder: str) -> OpaqueLayout | None:
+    """The reverse of ``kv_folder``; None for any other name."""
+    try:
+        _, nbytes, fingerprint = folder.split("-")
+        return OpaqueLayout(int(nbytes), bytes.fromhex(fingerprint))
+    except ValueError:
+        return None

@@ -1,0 +1,73 @@
+"""Blocks copied in memory, each checked against its checksum; large batches on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from moonpool.kvstore.tiers.protocols import Bytes
+
+Result = TypeVar("Result")
+
+# Up to here the copy takes about half a millisecond, and a thread that is woken on a busy machine more.
+_INLINE_NBYTES = 4 << 20
+
+
+class Copier:
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="moonpool-copy")
+
+    async def copy(
+        self, sources: Sequence[Bytes], destinations: Sequence[Bytes], checksums: Sequence[int]
+    ) -> int | None:
+        """Copy each source; returns the first whose bytes do not match their checksum, or None.
+
+        Those before it are complete and verified. Cancelled, it first lets the copy end: nothing is written
+        to ``destinations`` after it has returned or raised.
+        """
+        return await self._run(sources, lambda: _copy(sources, destinations, checksums))
+
+    async def take(self, sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> list[int]:
+        """Copy each source; returns the checksums of what was copied. Cancelled, as ``copy``."""
+        return await self._run(sources, lambda: _take(sources, destinations))
+
+    async def _run(self, sources: Sequence[Bytes], work: Callable[[], Result]) -> Result:
+        if sum(source.nbytes for source in sources) <= _INLINE_NBYTES:
+            return work()
+        return await self.run(work)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """On a thread. Cancelled, it first lets it end."""
+        copying = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            await asyncio.wait((copying,))
+            raise
+
+    async def close(self) -> None:
+        """When what runs has ended. The loop goes on meanwhile: some of it may need the loop to end."""
+        await asyncio.to_thread(self._threads.shutdown)
+
+
+def _copy(sources: Sequence[Bytes], destinations: Sequence[Bytes], checksums: Sequence[int]) -> int | None:
+    for i, source in enumerate(sources):
+        destination = destinations[i]
+        np.copyto(destination, source)
+        # Of the copy, which is in the cache: it tells a source gone bad and a copy gone wrong alike.
+        if xxh3_64_intdigest(destination.data) != checksums[i]:
+            return i
+    return None
+
+
+def _take(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> list[int]:
+    checksums = []
+    for source, destination in zip(sources, destinations, strict=True):
+        np.copyto(destination, source)
+        checksums.append(xxh3_64_intdigest(destination.data))
+    return checksums

@@ -1,0 +1,110 @@
+"""Blocks on their way from disk to host memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.tiers import metrics
+from moonpool.kvstore.tiers.bandwidth import Rate
+from moonpool.kvstore.tiers.host import HostTier
+from moonpool.kvstore.tiers.protocols import Bytes, DiskTier
+
+
+@dataclass(frozen=True, slots=True)
+class Loose:
+    """A block that was read from disk and found no place in host memory."""
+
+    bytes: Bytes
+    checksum: int
+
+
+class Promoter:
+    """Reads each block once, however many ask for it meanwhile."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        disk: DiskTier,
+        is_held: Callable[[BlockKey], bool],
+        on_kept: Callable[[BlockKey], None],
+        rate: Rate,
+        clock: Callable[[], float],
+    ) -> None:
+        """``on_kept(key)``: host memory holds the block now, too."""
+        self._host = host
+        self._disk = disk
+        self._is_held = is_held
+        self._on_kept = on_kept
+        self._rate = rate
+        self._clock = clock
+        self._under_way: dict[BlockKey, asyncio.Task[dict[BlockKey, Loose]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    async def promote(self, keys: Sequence[BlockKey], *, ahead: bool = False) -> dict[BlockKey, Loose]:
+        """Bring blocks to host memory, a run of one chain; ``ahead`` of a use that is certain.
+
+        Those that found no place there come back in arrays of their own. Those that could not be read are in
+        neither. Cancelled, the read goes on for whoever asks next.
+        """
+        mine = [key for key in keys if key not in self._under_way and key not in self._host]
+        if mine:
+            task = asyncio.create_task(self._read(mine, ahead), name="promote")
+            self._under_way.update(dict.fromkeys(mine, task))
+        tasks = {self._under_way[key] for key in keys if key in self._under_way}
+        if tasks:
+            await asyncio.wait(tasks)
+        loose: dict[BlockKey, Loose] = {}
+        for done in tasks:
+            loose |= done.result()
+        return loose
+
+    async def close(self) -> None:
+        if tasks := set(self._under_way.values()):
+            await asyncio.wait(tasks)
+
+    async def _read(self, keys: list[BlockKey], ahead: bool) -> dict[BlockKey, Loose]:
+        try:
+            return await self._read_into_host([key for key in keys if key in self._disk], ahead)
+        finally:
+            for key in keys:
+                del self._under_way[key]
+
+    async def _read_into_host(self, keys: list[BlockKey], ahead: bool) -> dict[BlockKey, Loose]:
+        host, disk = self._host, self._disk
+        parents = [disk.parent_of(key) for key in keys]
+        checksums = [disk.checksum_of(key) for key in keys]
+        slots = [
+            host.reserve(key, parent, held_elsewhere=True, wanted=ahead)
+            for key, parent in zip(keys, parents, strict=True)
+        ]
+        nbytes = host.layout.block_nbytes
+        destinations = [np.empty(nbytes, np.uint8) if slot is None else host.bytes_of(slot) for slot in slots]
+        began_s = self._clock()
+        filled = [False] * len(keys)
+        loose: dict[BlockKey, Loose] = {}
+        try:
+            filled = await disk.get(keys, [destination.data for destination in destinations])
+        finally:
+            for i, slot in enumerate(slots):
+                parent = parents[i]
+                reachable = parent is None or self._is_held(parent)
+                if slot is None:
+                    if filled[i]:
+                        loose[keys[i]] = Loose(destinations[i], checksums[i])
+                elif filled[i] and reachable:
+                    host.commit(slot, keys[i], parent, checksums[i])
+                    self._on_kept(keys[i])
+                else:
+                    host.abandon(slot)
+        seconds = self._clock() - began_s
+        self._rate.observe(sum(filled) * nbytes, seconds)
+        metrics.SECONDS.labels("ssd", "load").observe(seconds)
+        metrics.PROMOTED_BLOCKS.inc(sum(filled))
+        return loose

@@ -1,0 +1,160 @@
+"""The index on disk: LMDB, from block key to record, and how many segments there are.
+
+One thread at a time. It is read whole when a tier is opened, in a process of its own (``scan``), and only
+written after that.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import lmdb
+
+from moonpool.kvstore.blocks.keys import KEY_NBYTES
+from moonpool.kvstore.errors import StoreError
+from moonpool.kvstore.tiers.ssd.files import index_scan as scan_child
+from moonpool.kvstore.tiers.ssd.files.record import BlockRecord, StaleRecord, encode, sequence_of
+
+_SEGMENTS = b"segments"
+# Address space, and file, for each block: LMDB writes changed pages anew before it frees the old ones.
+_ENTRY_NBYTES = 512
+_SLACK_NBYTES = 2 << 20
+_MAP_SLACK_NBYTES = 64 << 20
+
+
+class IndexWriteFailed(StoreError):
+    """A change of the index is not on disk, or only perhaps where the disk failed in its midst."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"the index {path} could not be written: {reason}")
+
+
+class IndexDamaged(StoreError):
+    """The index cannot be read."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"the index {path} is damaged: {reason}")
+
+
+class BlockIndex:
+    def __init__(self, directory: Path, max_blocks: int) -> None:
+        """Make or open ``directory``. An existing one is read by ``scan`` first."""
+        self._directory = directory
+        self._max_blocks = max_blocks
+        self._env: lmdb.Environment | None = None
+        self._reserve(self._opened())
+
+    @property
+    def path(self) -> Path:
+        return self._directory / "data.mdb"
+
+    def _opened(self) -> lmdb.Environment:
+        if self._env is None:
+            try:
+                self._env = lmdb.open(
+                    str(self._directory),
+                    map_size=self._max_blocks * 2 * _ENTRY_NBYTES + _MAP_SLACK_NBYTES,
+                    max_dbs=0,
+                    lock=False,  # the tier's own lock keeps others away, and one thread writes
+                    readahead=False,
+                )
+            except (lmdb.Error, OSError) as error:
+                raise IndexWriteFailed(self._directory, str(error)) from error
+        return self._env
+
+    def _reserve(self, env: lmdb.Environment) -> None:
+        """Take the file's place on the disk, so that blocks can still be dropped when it is full."""
+        nbytes = self._max_blocks * _ENTRY_NBYTES // 2 + _SLACK_NBYTES
+        fd = os.open(self.path, os.O_RDWR)
+        try:
+            if os.fstat(fd).st_size < nbytes:
+                os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            self.close()
+            raise IndexWriteFailed(self.path, f"{error}; it needs {nbytes} bytes") from error
+        finally:
+            os.close(fd)
+
+    def apply(
+        self,
+        *,
+        gone: Iterable[StaleRecord] = (),
+        stored: Iterable[BlockRecord] = (),
+        num_segments: int | None = None,
+    ) -> None:
+        """One durable transaction. ``gone``: where there is a later record of the block, that is left.
+
+        Raises:
+            IndexWriteFailed: nothing of it is there, or, after a failed sync, perhaps all.
+        """
+        env = self._opened()
+        try:
+            with env.begin(write=True) as transaction:
+                for stale in gone:
+                    value = transaction.get(stale.key)
+                    if value is not None and sequence_of(value) == stale.sequence:
+                        transaction.delete(stale.key)
+                for record in stored:
+                    transaction.put(record.key, encode(record))
+                if num_segments is not None:
+                    transaction.put(_SEGMENTS, struct.pack("<Q", num_segments))
+        except lmdb.Error as error:
+            # After some errors LMDB takes nothing more until it is opened anew.
+            self.close()
+            raise IndexWriteFailed(self.path, str(error)) from error
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Delete whatever is under these keys, durably. Raises ``IndexWriteFailed``."""
+        try:
+            with self._opened().begin(write=True) as transaction:
+                for key in keys:
+                    transaction.delete(key)
+        except lmdb.Error as error:
+            self.close()
+            raise IndexWriteFailed(self.path, str(error)) from error
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+
+def scan(directory: Path) -> tuple[int, list[tuple[bytes, bytes]]]:
+    """(number of segments, [(key, encoded record), …]) of the index in ``directory``.
+
+    LMDB maps its file: a damaged one ends the process that reads it (SIGBUS, SIGSEGV, an assertion). So a
+    child reads it, every page of it, and this process opens it only when that went well.
+
+    Raises:
+        IndexDamaged: it did not.
+    """
+    command = [sys.executable, "-P", str(Path(scan_child.__file__)), str(directory)]
+    child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if child.returncode != 0:
+        lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        raise IndexDamaged(directory, f"reading it ended with {child.returncode}: {lines[-1]}")
+    num_segments = 0
+    entries = []
+    for key, value in _split(child.stdout):
+        if key == _SEGMENTS and len(value) == 8:
+            num_segments = struct.unpack("<Q", value)[0]
+        else:
+            entries.append((key, value))
+    return num_segments, entries
+
+
+def _split(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    at = 0
+    while at < len(data):
+        key_nbytes, value_nbytes = scan_child.LENGTHS.unpack_from(data, at)
+        at += scan_child.LENGTHS.size
+        yield data[at : at + key_nbytes], data[at + key_nbytes : at + key_nbytes + value_nbytes]
+        at += key_nbytes + value_nbytes
+
+
+assert len(_SEGMENTS) != KEY_NBYTES

@@ -1,0 +1,196 @@
+"""The disk under a tier: its threads, what is on its way, and whether it still answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from moonpool.kvstore.tiers.ssd.files.block_index import IndexWriteFailed
+from moonpool.kvstore.tiers.ssd.files.record import StaleRecord
+from moonpool.kvstore.tiers.ssd.files.segments import CALL_NBYTES
+from moonpool.kvstore.tiers.ssd.files.startup import OpenDirectory
+from moonpool.kvstore.tiers.ssd.jobs.batch import Batch
+from moonpool.kvstore.tiers.ssd.jobs.byte_budget import ByteBudget
+from moonpool.kvstore.tiers.ssd.jobs.read import Reading, WantedBlock
+from moonpool.kvstore.tiers.ssd.jobs.threads import IoThreads
+from moonpool.kvstore.tiers.ssd.jobs.write import NewBlock, Writing
+
+log = logging.getLogger(__name__)
+
+
+class Disk:
+    """Everything here returns when the disk has answered, or when one of its calls has taken longer than
+    ``deadline_s``: then all under way is given up, and nothing is begun until that call comes back.
+    """
+
+    def __init__(
+        self,
+        opened: OpenDirectory,
+        *,
+        depth: int,
+        max_queued_nbytes: int,
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.segments = opened.segments
+        self.directory: Path = opened.segments.directory
+        self.is_stalled = False
+        self.num_stalls = 0
+        self._opened = opened
+        self._index = opened.index
+        self._deadline_s = deadline_s
+        shape = opened.segments.shape
+        self._max_run = max(CALL_NBYTES // shape.slot_nbytes, 1)
+        self._data = IoThreads("ssd", depth, self._max_run * shape.slot_nbytes, clock)
+        self._commits = IoThreads("ssd-index", 1, 0, clock)
+        self._reads = ByteBudget(max_queued_nbytes)
+        self._writes = ByteBudget(max_queued_nbytes)
+        self._under_way: set[Batch] = set()
+        self._idle = asyncio.Event()
+        self._watcher: asyncio.TimerHandle | None = None
+
+    @property
+    def queued_nbytes(self) -> int:
+        return self._reads.used_nbytes + self._writes.used_nbytes
+
+    # ------------------------------------------------------------------ work
+
+    async def read(self, wanted: Sequence[WantedBlock], on_done: Callable[[], None]) -> None:
+        """Read and verify; outcomes are in ``wanted``, and none where it was given up or not begun.
+
+        ``on_done`` is called, once, when no thread works on it any more: before this returns, unless it was
+        given up.
+        """
+        nbytes = len(wanted) * self.segments.shape.slot_nbytes
+        begun = taken = False
+        try:
+            taken = not self.is_stalled and await self._reads.take(nbytes)
+            if taken:
+                reading = Reading(wanted, self.segments, self._max_run, on_done)
+                self._watch_over(reading.batch)
+                begun = True
+                reading.begin(self._data)
+                await reading.batch.wait()
+        finally:
+            if taken:
+                self._reads.give(nbytes)
+            if not begun:
+                on_done()
+
+    async def take_write(self, num_blocks: int) -> bool:
+        """Wait until so many blocks may be under way to the disk. False: it stalls. Else ``give_write``."""
+        return not self.is_stalled and await self._writes.take(num_blocks * self.segments.shape.slot_nbytes)
+
+    def give_write(self, num_blocks: int) -> None:
+        self._writes.give(num_blocks * self.segments.shape.slot_nbytes)
+
+    def write(
+        self,
+        blocks: Sequence[NewBlock],
+        after: Iterable[Writing],
+        stale: Sequence[StaleRecord],
+        also_gone: Sequence[StaleRecord],
+        on_done: Callable[[Writing], None],
+    ) -> Writing:
+        """Begin to write; wait for the ``batch`` of what is returned: then the blocks are stored or failed,
+        or given up. ``after``: what is under way and has to be stored before. ``on_done`` is called, once,
+        when no thread works on it any more."""
+        writing = Writing(blocks, stale, also_gone, self.segments, self._index, self._max_run, on_done)
+        self._watch_over(writing.batch)
+        writing.begin(self._data, self._commits, after)
+        return writing
+
+    async def forget(self, gone: Sequence[StaleRecord], on_done: Callable[[], None]) -> bool:
+        """Delete records, durably. False: given up, or failed, which is logged. ``on_done`` is called when
+        they are gone."""
+
+        def work() -> None:
+            try:
+                self._index.apply(gone=gone)
+                done.append(True)
+            except IndexWriteFailed as error:
+                log.error("%s", error)
+
+        done: list[bool] = []
+        batch = Batch(lambda: on_done() if done else None)
+        return await self._commit(batch, work) and bool(done)
+
+    async def grow(self, on_done: Callable[[OSError | IndexWriteFailed | None], None]) -> None:
+        """Make one more segment. ``on_done`` is told why not, or None."""
+
+        def work() -> None:
+            try:
+                self.segments.grow()
+            except OSError as error:
+                errors.append(error)
+                return
+            try:
+                self._index.apply(num_segments=self.segments.num_segments)
+            except IndexWriteFailed as error:
+                self.segments.undo_grow()
+                errors.append(error)
+
+        errors: list[OSError | IndexWriteFailed] = []
+        await self._commit(Batch(lambda: on_done(errors[0] if errors else None)), work)
+
+    async def _commit(self, batch: Batch, work: Callable[[], None]) -> bool:
+        self._watch_over(batch)
+        batch.add_jobs(1)
+        self._commits.submit(batch.job(f"writing {self._index.path}", work))
+        return await batch.wait()
+
+    # ------------------------------------------------------------------ does it answer?
+
+    def _watch_over(self, batch: Batch) -> None:
+        self._under_way.add(batch)
+        self._idle.clear()
+        batch.when_done(lambda: self._done(batch))
+        if self._watcher is None:
+            self._watch_later()
+
+    def _done(self, batch: Batch) -> None:
+        self._under_way.discard(batch)
+        if not self._under_way:
+            self._idle.set()
+
+    def _watch_later(self) -> None:
+        self._watcher = asyncio.get_running_loop().call_later(self._deadline_s / 4, self._watch)
+
+    def _watch(self) -> None:
+        self._watcher = None
+        held_s, about = max(self._data.longest(), self._commits.longest())
+        if held_s > self._deadline_s:
+            if not self.is_stalled:
+                self.is_stalled = True
+                self.num_stalls += 1
+                message = "%s: no answer for %.1f s (%s); its blocks are misses until there is one"
+                log.error(message, self.directory, held_s, about)
+            for batch in self._under_way:
+                batch.abandon()
+            self._reads.refuse_waiting()
+            self._writes.refuse_waiting()
+        elif self.is_stalled:
+            self.is_stalled = False
+            log.warning("%s answers again", self.directory)
+        if self._under_way or self.is_stalled:
+            self._watch_later()
+
+    # ------------------------------------------------------------------ end
+
+    async def close(self) -> None:
+        """Let end what is under way. What hangs in the disk is left to it, and the directory stays locked
+        until this process ends: nobody else may write where a late call still can."""
+        while self._under_way and not self.is_stalled:
+            try:
+                await asyncio.wait_for(self._idle.wait(), self._deadline_s / 4)
+            except TimeoutError:
+                continue
+        if self._watcher is not None:
+            self._watcher.cancel()
+        ended = [await asyncio.to_thread(t.close, self._deadline_s) for t in (self._data, self._commits)]
+        if all(ended):
+            self._opened.close()
+        else:
+            log.error("%s is closed while a call to its disk hangs; it stays locked", self.directory)

@@ -1,0 +1,107 @@
+"""Blocks on their way from the disk to a caller's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.tiers.ssd.files.segments import CALL_NBYTES, Segments
+from moonpool.kvstore.tiers.ssd.jobs.batch import Batch, Share, runs
+from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes, IoThreads, Worker
+
+
+@dataclass(slots=True, eq=False)
+class WantedBlock:
+    key: BlockKey
+    slot: int
+    checksum: int
+    destination: Bytes | None  # None: only to be verified
+    outcome: Literal["", "intact", "corrupt", "unreadable"] = ""  # "": not read
+    error: OSError | None = None
+
+
+class Reading:
+    """Each block is read into a thread's own memory, verified there, and copied out: the caller's memory
+    has verified bytes or is untouched, and a read that comes back after the caller left touches nothing."""
+
+    def __init__(
+        self,
+        wanted: Sequence[WantedBlock],
+        segments: Segments,
+        max_run: int,
+        on_done: Callable[[], None],
+    ) -> None:
+        """``max_run``: blocks read in one call at most."""
+        self.wanted = wanted
+        self._segments = segments
+        self._block_nbytes = segments.shape.block_nbytes
+        slots = [block.slot for block in wanted]
+        per_segment = segments.shape.slots_per_segment
+        self._runs = [[wanted[i] for i in run] for run in runs(slots, per_segment, max_run)]
+        self.batch = Batch(on_done)
+
+    def begin(self, threads: IoThreads) -> None:
+        shared = iter(self._runs)
+        shares = min(threads.num_threads, len(self._runs))
+        self.batch.add_jobs(shares)
+        for _ in range(shares):
+            threads.submit(Share(self.batch, shared, self._read, self._name), urgent=True)
+
+    def _name(self, run: Sequence[WantedBlock]) -> str:
+        path, offset = self._segments.where(run[0].slot)
+        return f"reading {path} at {offset}"
+
+    def _read(self, run: Sequence[WantedBlock], worker: Worker) -> None:
+        if self.batch.abandoned:
+            return
+        try:
+            checksums = self._fetch(run, worker)
+        except OSError as error:
+            if len(run) > 1:
+                # Which of them cannot be read?
+                for block in run:
+                    self._read([block], worker)
+                return
+            run[0].outcome, run[0].error = "unreadable", error
+            return
+        slot_nbytes = self._segments.shape.slot_nbytes
+        for position, (block, checksum) in enumerate(zip(run, checksums, strict=True)):
+            first = position * slot_nbytes
+            if checksum != block.checksum:
+                block.outcome = "corrupt"
+            else:
+                self._deliver(block, worker.buffer[first : first + self._block_nbytes])
+
+    def _fetch(self, run: Sequence[WantedBlock], worker: Worker) -> list[int]:
+        """Read the run's slots to the thread's memory. Returns the checksums of what was found."""
+        slot_nbytes = self._segments.shape.slot_nbytes
+        if len(run) == 1:
+            return [self._fetch_in_pieces(run[0].slot, worker)]
+        with worker.calling():
+            self._segments.read(run[0].slot, worker.buffer[: len(run) * slot_nbytes].data)
+        blocks = worker.buffer[: len(run) * slot_nbytes].reshape(len(run), slot_nbytes)
+        return [xxh3_64_intdigest(block[: self._block_nbytes].data) for block in blocks]
+
+    def _fetch_in_pieces(self, slot: int, worker: Worker) -> int:
+        """Each piece is checksummed while it is in the cache, and another thread's read is under way."""
+        digest = xxh3_64()
+        slot_nbytes = self._segments.shape.slot_nbytes
+        for at in range(0, slot_nbytes, CALL_NBYTES):
+            last = min(at + CALL_NBYTES, slot_nbytes)
+            with worker.calling():
+                self._segments.read(slot, worker.buffer[at:last].data, at)
+            digest.update(worker.buffer[at : min(last, self._block_nbytes)].data)
+        return digest.intdigest()
+
+    def _deliver(self, block: WantedBlock, found: Bytes) -> None:
+        if block.destination is None:
+            block.outcome = "intact"
+        elif self.batch.begin_touching():
+            np.copyto(block.destination, found)
+            block.outcome = "intact"
+            self.batch.end_touching()

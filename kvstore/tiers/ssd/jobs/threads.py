@@ -1,0 +1,135 @@
+"""Threads that do a tier's I/O, and for how long each has been at it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.transfer.memory.allocation import HUGE_PAGE_NBYTES, allocate
+
+log = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Job(Protocol):
+    """Some system calls. ``about`` says where the present one is, for the log, should it not come back."""
+
+    @property
+    def about(self) -> str: ...
+
+    def run(self, worker: Worker) -> None:
+        """What it raises is a bug, and logged."""
+
+
+class Worker:
+    """A thread, as its jobs see it."""
+
+    def __init__(self, buffer: Bytes, depth: threading.Semaphore, clock: Callable[[], float]) -> None:
+        self.buffer = buffer  # its own, page-aligned, in huge pages
+        self.job: Job | None = None
+        self._depth = depth
+        self._clock = clock
+        self._since_s: float | None = None
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around every call to the disk: waits until one more may be under way, and counts its time."""
+        with self._depth:
+            self._since_s = self._clock()
+            try:
+                yield
+            finally:
+                self._since_s = None
+
+    @property
+    def in_call_s(self) -> float:
+        """For how long its present call to the disk has lasted; 0: it is in none."""
+        since_s = self._since_s
+        return 0.0 if since_s is None else self._clock() - since_s
+
+
+class IoThreads:
+    """Jobs wait in two queues: those somebody's request waits for go first.
+
+    ``depth`` calls are under way at a time. There is one thread more than that, so that while one copies or
+    checks its block the disk has no less to do.
+    The threads are daemons: one that hangs in a system call cannot keep the process from ending.
+    """
+
+    def __init__(self, name: str, depth: int, buffer_nbytes: int, clock: Callable[[], float]) -> None:
+        """``buffer_nbytes`` of each thread; 0: its jobs do nothing but call the disk."""
+        self._clock = clock
+        self._urgent: deque[Job] = deque()
+        self._other: deque[Job] = deque()
+        self._ready = threading.Condition()
+        self._closed = False
+        # Huge pages: a disk's DMA into 1 MiB of scattered small pages reaches a third of its speed.
+        nbytes = max(buffer_nbytes, HUGE_PAGE_NBYTES) if buffer_nbytes else 0
+        calls = threading.Semaphore(depth)
+        buffers = (
+            allocate(nbytes, name, "anonymous").array if nbytes else np.empty(0, np.uint8)
+            for _ in range(depth + 1 if nbytes else depth)
+        )
+        self._workers = [Worker(buffer, calls, clock) for buffer in buffers]
+        self._threads = [
+            threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+            for worker in self._workers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job, *, urgent: bool = False) -> None:
+        with self._ready:
+            (self._urgent if urgent else self._other).append(job)
+            self._ready.notify()
+
+    @property
+    def num_threads(self) -> int:
+        return len(self._threads)
+
+    def longest(self) -> tuple[float, str]:
+        """For how long the oldest call has been under way, in seconds, and what it is about; (0, "") if
+        there is none."""
+        oldest = (0.0, "")
+        for worker in self._workers:
+            job, in_call_s = worker.job, worker.in_call_s
+            if job is not None and in_call_s > oldest[0]:
+                oldest = (in_call_s, job.about)
+        return oldest
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads once the queues are empty. False: one still hangs in a system call."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify_all()
+        deadline = self._clock() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - self._clock(), 0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self, worker: Worker) -> None:
+        while (job := self._next()) is not None:
+            worker.job = job
+            try:
+                job.run(worker)
+            except Exception:
+                # A defect: disk errors are the job's own. Who waits has been told, because a job ends its
+                # batch whatever happens; without this thread the jobs behind it would wait for ever.
+                log.exception("a job failed in a way it should not: %s", job.about)
+            worker.job = None
+
+    def _next(self) -> Job | None:
+        with self._ready:
+            while not self._urgent and not self._other:
+                if self._closed:
+                    return None
+                self._ready.wait()
+            return (self._urgent or self._other).popleft()

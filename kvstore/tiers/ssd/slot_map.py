@@ -1,0 +1,250 @@
+"""Which block lies in which slot, and what the index on disk still says otherwise. No I/O; one thread."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from array import array
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.eviction import make_policy
+from moonpool.kvstore.eviction.chain_cache import ChainCache
+from moonpool.kvstore.eviction.savings import SavedSeconds
+from moonpool.kvstore.tiers.ssd.counters import SsdTierStats
+from moonpool.kvstore.tiers.ssd.files.record import StaleRecord
+from moonpool.kvstore.tiers.ssd.files.recovery import Readopted
+from moonpool.kvstore.tiers.ssd.files.segments import Segments
+from moonpool.kvstore.tiers.ssd.jobs.read import WantedBlock
+from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes
+from moonpool.kvstore.tiers.ssd.jobs.write import NewBlock, Writing
+
+log = logging.getLogger(__name__)
+
+# Slots kept free, as a part of all, and at most: with as many as a batch writes, the records of what was
+# evicted go in the same transaction that brings the new ones, instead of in one before.
+_SPARE = 16
+_MAX_SPARE = 64
+# Errors that do not speak against the place on the disk.
+_NOT_THE_SLOT = (errno.ENOSPC, errno.EDQUOT, errno.ENODATA)
+
+OnDropped = Callable[[Sequence[BlockKey], str], None]
+
+
+class Catalog:
+    """A block is held once it is durable. Of every chain it holds anything of, it holds the first blocks."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        found: Readopted,
+        policy: str,
+        saved_s: SavedSeconds | None,
+        on_dropped: OnDropped | None,
+    ) -> None:
+        num_spare = min(segments.max_slots // _SPARE, _MAX_SPARE)
+        self.cache: ChainCache[BlockKey] = ChainCache(
+            0,
+            make_policy(policy, segments.max_slots - num_spare, saved_s),
+            on_evicted=self._evicted,
+            num_spare=num_spare,
+        )
+        self.counts = SsdTierStats(
+            num_adopted=len(found.blocks), num_orphans=found.num_orphans, num_lost=found.num_lost
+        )
+        self._segments = segments
+        self.on_dropped = on_dropped
+        self._checksums = array("Q")
+        self._sequences = array("Q")  # of the record of what a slot holds
+        self._sequence = found.next_sequence
+        # Slots whose record on disk names a block that is not held there: it goes before they are written.
+        self._stale: dict[int, StaleRecord] = {}
+        self.grow()
+        self.cache.adopt((block.key, block.parent, block.slot) for block in found.blocks)
+        for block in found.blocks:
+            self._checksums[block.slot] = block.checksum
+            self._sequences[block.slot] = block.sequence
+
+    def grow(self) -> None:
+        """Take the segments' new slots into use."""
+        more = self._segments.num_slots - self.cache.capacity
+        self.cache.grow(more)
+        self._checksums.frombytes(bytes(8 * more))
+        self._sequences.frombytes(bytes(8 * more))
+
+    def checksum_of(self, slot: int) -> int:
+        return self._checksums[slot]
+
+    # ------------------------------------------------------------------ blocks come
+
+    def reserve(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[Bytes],
+        parents: Sequence[BlockKey | None],
+        checksums: Sequence[int | None],
+        coming: Container[BlockKey],
+    ) -> list[NewBlock]:
+        """Slots for those that are not held, making room by eviction; nobody finds them until ``stored``.
+        ``coming``: blocks reserved before and not stored yet."""
+        cache, taken = self.cache, dict[BlockKey, NewBlock]()
+        above = self._held_above(parents) if len(keys) > cache.num_free else []
+        # The chains that these blocks continue must not be eaten from their ends to make room for them.
+        cache.pin(above)
+        for key, source, parent, checksum in zip(keys, sources, parents, checksums, strict=True):
+            if key in cache or key in taken:
+                continue
+            if parent is not None and not (parent in cache or parent in taken or parent in coming):
+                self.counts.num_unparented += 1
+                continue
+            slot = cache.reserve(key, parent)
+            if slot is not None:
+                taken[key] = NewBlock(self._sequence, key, parent, slot, source, checksum)
+                self._sequence += 1
+        cache.unpin(above)
+        return list(taken.values())
+
+    def _held_above(self, parents: Iterable[BlockKey | None]) -> list[int]:
+        """Slots of these blocks and of all before them in their chains, each once."""
+        slots: dict[int, None] = {}
+        for parent in parents:
+            here = parent
+            while here is not None and (slot := self.cache.slot_of(here)) is not None and slot not in slots:
+                slots[slot] = None
+                here = self.cache.parent_of(here)
+        return list(slots)
+
+    def stored(self, writing: Writing) -> None:
+        """The end of a write: what is durable is held, the other slots are free again."""
+        if writing.is_invalidated:
+            self.forgotten(writing.stale)
+        if writing.is_committed:
+            self.forgotten(writing.also_gone)
+        if writing.error is not None:
+            self.counts.num_write_errors += 1
+            log.error("%d blocks were not stored in %s: %s", len(writing.blocks), self._where, writing.error)
+        for block in writing.blocks:
+            if block.error is not None:
+                self._write_failed(block)
+            if block.is_stored and (block.parent is None or block.parent in self.cache):
+                self._checksums[block.slot] = block.checksum or 0
+                self._sequences[block.slot] = block.sequence
+                self.cache.commit(block.slot, block.key, block.parent)
+                self.counts.num_stored += 1
+                self.counts.written_nbytes += self._segments.shape.block_nbytes
+                continue
+            if block.is_written:
+                # Its record is on disk, or may be: after an error nobody knows.
+                self._stale[block.slot] = StaleRecord(block.key, block.slot, block.sequence)
+            elif block.error is None and writing.error is None:
+                self.counts.num_given_up += 1
+            self.cache.abandon(block.slot)
+
+    def _write_failed(self, block: NewBlock) -> None:
+        path, offset = self._segments.where(block.slot)
+        self.counts.num_write_errors += 1
+        log.error("%s at %d: a block could not be written: %s", path, offset, block.error)
+        self._retire(block.slot, block.error)
+
+    # ------------------------------------------------------------------ blocks are read
+
+    def wanted(self, keys: Sequence[BlockKey], into: Sequence[Bytes | None]) -> list[WantedBlock | None]:
+        """What to read for each key; None: it is not held. Pins the slots; ``read`` releases them."""
+        found: list[WantedBlock | None] = []
+        for key, destination in zip(keys, into, strict=True):
+            slot = self.cache.slot_of(key)
+            if slot is None:
+                found.append(None)
+            else:
+                found.append(WantedBlock(key, slot, self._checksums[slot], destination))
+        self.cache.pin(block.slot for block in found if block is not None)
+        return found
+
+    def read(self, blocks: Sequence[WantedBlock]) -> bool:
+        """The end of a read. Returns whether blocks were dropped because they cannot be used."""
+        self.cache.unpin(block.slot for block in blocks)
+        self.counts.num_given_up += sum(not block.outcome for block in blocks)
+        num_before = len(self.cache)
+        for block in blocks:
+            if block.outcome in ("corrupt", "unreadable") and self.cache.slot_of(block.key) == block.slot:
+                self._read_failed(block)
+        return len(self.cache) < num_before
+
+    def _read_failed(self, block: WantedBlock) -> None:
+        path, offset = self._segments.where(block.slot)
+        if block.error is None:
+            self.counts.num_corrupt += 1
+            log.error(
+                "%s at %d: the bytes of block %s are not those that were stored",
+                path,
+                offset,
+                block.key.hex(),
+            )
+        else:
+            self.counts.num_read_errors += 1
+            log.error("%s at %d: block %s cannot be read: %s", path, offset, block.key.hex(), block.error)
+            self._retire(block.slot, block.error)
+        gone = self.remove([block.key])
+        if self.on_dropped is not None:
+            self.on_dropped(gone, "corrupt" if block.error is None else "unreadable")
+
+    # ------------------------------------------------------------------ blocks go
+
+    def remove(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Hold these and what follows them no more. Returns what went, the last of a chain first."""
+        gone: list[BlockKey] = []
+        for key in keys:
+            if key in self.cache:
+                for each in (*self.cache.after(key), key):
+                    slot = self.cache.slot_of(each)
+                    assert slot is not None
+                    self._stale[slot] = StaleRecord(each, slot, self._sequences[slot])
+                gone += self.cache.remove(key)
+        return gone
+
+    def evict(self, num_blocks: int) -> list[BlockKey]:
+        """Evict so many, or until all that is left is pinned. Returns what went."""
+        gone: list[BlockKey] = []
+        on_dropped, self.on_dropped = self.on_dropped, lambda keys, reason: gone.extend(keys)
+        try:
+            while len(gone) < num_blocks and len(self.cache) and self.cache.evict():
+                continue
+        finally:
+            self.on_dropped = on_dropped
+        return gone
+
+    def _evicted(self, key: BlockKey, slot: int) -> None:
+        self._stale[slot] = StaleRecord(key, slot, self._sequences[slot])
+        if self.on_dropped is not None:
+            self.on_dropped([key], "evicted")
+
+    def _retire(self, slot: int, error: OSError | None) -> None:
+        if error is not None and error.errno not in _NOT_THE_SLOT:
+            self.cache.retire(slot)
+
+    # ------------------------------------------------------------------ the index on disk
+
+    def stale(self, slots: Collection[int] = ()) -> tuple[list[StaleRecord], list[StaleRecord]]:
+        """Records on disk that say what does not hold: those of ``slots``, and all others."""
+        theirs = [self._stale[slot] for slot in slots if slot in self._stale]
+        others = [record for slot, record in self._stale.items() if slot not in slots]
+        return theirs, others
+
+    def forgotten(self, records: Iterable[StaleRecord]) -> None:
+        """These records are gone from the disk."""
+        for record in records:
+            if self._stale.get(record.slot) == record:
+                del self._stale[record.slot]
+
+    @property
+    def _where(self) -> str:
+        return str(self._segments.directory)
+
+    def check_integrity(self) -> None:
+        """Assert everything this class promises; costs time proportional to the tier."""
+        self.cache.check_integrity()
+        assert len(self._checksums) == self.cache.capacity == self._segments.num_slots
+        for key in self.cache.keys():  # noqa: SIM118 - it is no dict
+            parent = self.cache.parent_of(key)
+            assert parent is None or parent in self.cache, "a block without the one before it"
+            assert self.cache.slot_of(key) not in self._stale, "a held block whose record is to go"

@@ -1,0 +1,279 @@
+"""The tier of blocks on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import numpy as np
+
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.blocks.layout import BlockFormat
+from moonpool.kvstore.errors import LayoutError
+from moonpool.kvstore.eviction import make_policy
+from moonpool.kvstore.eviction.savings import SavedSeconds
+from moonpool.kvstore.tiers.ssd.counters import SsdTierStats
+from moonpool.kvstore.tiers.ssd.files.directory import TierFormat
+from moonpool.kvstore.tiers.ssd.files.startup import open_directory
+from moonpool.kvstore.tiers.ssd.gc_pause import uncollected
+from moonpool.kvstore.tiers.ssd.jobs.disk import Disk
+from moonpool.kvstore.tiers.ssd.jobs.read import WantedBlock
+from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes
+from moonpool.kvstore.tiers.ssd.slot_map import Catalog, OnDropped
+from moonpool.kvstore.tiers.ssd.writer import Incoming
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+# Segment files are kept open: a large tier has larger ones, not thousands.
+_MIN_SEGMENT_NBYTES = 256 << 20
+_MAX_SEGMENTS = 64
+
+
+class SsdTier:
+    """Blocks in slots on disk. Everything is called on one event loop; only ``async`` methods touch the disk.
+
+    Of every chain it holds anything of, it holds the first blocks, also after a crash. Trouble with the disk
+    is counted and logged and makes a miss, never an error: a caller does without the block, or computes it.
+    """
+
+    def __init__(self, layout: BlockFormat, catalog: Catalog, disk: Disk, clock: Callable[[], float]) -> None:
+        """For ``open``."""
+        self.layout = layout
+        self._catalog = catalog
+        self._cache = catalog.cache
+        self._disk = disk
+        self._clock = clock
+        self._incoming = Incoming(catalog, disk, clock)
+        self._cleaning: set[asyncio.Task[bool]] = set()
+
+    @classmethod
+    async def open(
+        cls,
+        directory: Path,
+        layout: BlockFormat,
+        *,
+        capacity_nbytes: int,
+        segment_nbytes: int | None = None,
+        threads: int = 2,
+        policy: str = "lru",
+        saved_s: SavedSeconds | None = None,
+        max_queued_nbytes: int = 256 << 20,
+        io_deadline_s: float = 1.0,
+        on_mismatch: Literal["refuse", "set-aside"] = "refuse",
+        on_dropped: OnDropped | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> SsdTier:
+        """Open or make the tier in ``directory``; what it held before is held again.
+
+        ``on_dropped(keys, reason)`` hears of blocks that go by themselves: "evicted", "corrupt" or
+        "unreadable". ``on_mismatch``: what to do with blocks of another layout or version.
+        ``io_deadline_s``: the disk has stalled when one call takes longer. ``saved_s``: what hits are worth
+        to the policy.
+
+        Raises:
+            SsdDirectoryInUse, SsdFormatMismatch, SsdUnusable, LayoutError, StoreError (an unknown policy):
+                nothing is open. A damaged index is no error: it is set aside and the tier starts empty.
+        """
+        started_s = clock()
+        make_policy(policy, 1)  # an unknown name is refused before anything is touched
+        segment = segment_nbytes or max(_MIN_SEGMENT_NBYTES, -(-capacity_nbytes // _MAX_SEGMENTS))
+        wanted = TierFormat(layout.fingerprint.hex(), layout.block_nbytes, segment)
+        with uncollected():
+            opened = await asyncio.to_thread(open_directory, directory, wanted, capacity_nbytes, on_mismatch)
+            found = opened.found
+            catalog = await asyncio.to_thread(Catalog, opened.segments, found, policy, saved_s, on_dropped)
+        disk = Disk(
+            opened,
+            depth=threads,
+            max_queued_nbytes=max_queued_nbytes,
+            deadline_s=io_deadline_s,
+            clock=clock,
+        )
+        catalog.counts.open_s = clock() - started_s
+        return cls(layout, catalog, disk, clock)
+
+    async def __aenter__(self) -> SsdTier:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Let end what is under way, and give the directory free. What is held stays on disk."""
+        await self._clean()
+        await self._disk.close()
+
+    @property
+    def on_dropped(self) -> OnDropped | None:
+        """Hears of blocks that go by themselves."""
+        return self._catalog.on_dropped
+
+    @on_dropped.setter
+    def on_dropped(self, call: OnDropped | None) -> None:
+        self._catalog.on_dropped = call
+
+    # ------------------------------------------------------------------ what is here
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._cache
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def keys(self) -> list[BlockKey]:
+        """Every block held, each after the one before it in its chain."""
+        return list(self._cache.keys())
+
+    def parent_of(self, key: BlockKey) -> BlockKey | None:
+        """The key before a held block in its chain; None: it is the first."""
+        return self._cache.parent_of(key)
+
+    def slot_of(self, key: BlockKey) -> int | None:
+        return self._cache.slot_of(key)
+
+    def checksum_of(self, key: BlockKey) -> int:
+        """xxh3-64 of a held block's bytes as they were put."""
+        slot = self._cache.slot_of(key)
+        assert slot is not None
+        return self._catalog.checksum_of(slot)
+
+    def match(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Slots of the longest run of ``keys`` held from the first on. Pins nothing, counts as no use."""
+        return self._cache.match(keys)
+
+    @property
+    def is_stalled(self) -> bool:
+        """The disk does not answer: everything is a miss until it does."""
+        return self._disk.is_stalled
+
+    @property
+    def stats(self) -> SsdTierStats:
+        """A copy."""
+        cache, disk = self._cache, self._disk
+        return replace(
+            self._catalog.counts,
+            num_blocks=cache.capacity,
+            num_held=len(cache),
+            num_pinned=cache.num_pinned,
+            queued_nbytes=disk.queued_nbytes,
+            is_stalled=disk.is_stalled,
+            is_direct=disk.segments.direct,
+            num_evictions=cache.num_evictions,
+            num_refusals=cache.num_refusals,
+            num_bypassed=cache.num_bypassed,
+            num_stalls=disk.num_stalls,
+        )
+
+    # ------------------------------------------------------------------ use
+
+    def use(self, keys: Sequence[BlockKey]) -> int:
+        """A request uses this chain: what is held of it stays longer. Returns how many blocks are held."""
+        return self._cache.use(keys)
+
+    def pin(self, slots: Iterable[int]) -> None:
+        """Keep the blocks of these slots, the first of a chain as ``match`` gives them, until ``release``."""
+        self._cache.pin(slots)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Undo one ``pin`` of each."""
+        self._cache.unpin(slots)
+
+    async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Buffer | Bytes]) -> list[bool]:
+        """Read blocks, each into ``destinations[i]`` (``block_nbytes``, writable), verified.
+
+        False is a miss: not held, corrupt or unreadable (then it and what follows it is dropped), or the disk
+        stalls. Its destination is as it was and is never written later, also after a cancellation.
+        """
+        started_s = self._clock()
+        hits = await self._read(keys, [self._bytes(destination) for destination in destinations])
+        counts, num_hits = self._catalog.counts, sum(hits)
+        counts.num_hits += num_hits
+        counts.num_misses += len(hits) - num_hits
+        counts.read_nbytes += num_hits * self.layout.block_nbytes
+        counts.read_s += self._clock() - started_s
+        return hits
+
+    async def verify(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Read blocks and check them, as ``get`` does, without giving their bytes to anybody."""
+        return await self._read(keys, [None] * len(keys))
+
+    async def _read(self, keys: Sequence[BlockKey], into: Sequence[Bytes | None]) -> list[bool]:
+        wanted = self._catalog.wanted(keys, into)
+        held = [block for block in wanted if block is not None]
+        if held:
+            await self._disk.read(held, lambda: self._read_ended(held))
+        return [block is not None and block.outcome == "intact" for block in wanted]
+
+    def _read_ended(self, blocks: Sequence[WantedBlock]) -> None:
+        if self._catalog.read(blocks):
+            # Else they would be found again, as bad as they are, when the tier is opened next.
+            task = asyncio.get_running_loop().create_task(self._clean())
+            self._cleaning.add(task)
+            task.add_done_callback(self._cleaning.discard)
+
+    # ------------------------------------------------------------------ change
+
+    async def put(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[Buffer | Bytes],
+        *,
+        parents: Sequence[BlockKey | None],
+        checksums: Sequence[int | None] | None = None,
+    ) -> list[bool]:
+        """Store blocks, in one batch. True for each that is held, and durable, when this returns.
+
+        ``sources[i]`` (``block_nbytes``) must not change meanwhile. ``parents[i]`` is the key before it in
+        its chain, held here, being put, or earlier in the batch, or None: a block without it is not taken.
+        ``checksums`` (xxh3-64) spare computing them; None: not known. Not taken are blocks as well that the
+        policy thinks not worth a place, or for which there is none: all pinned, disk full, a write error, a
+        stalled disk. Waits while as many bytes are on their way as may be. A put that is cancelled may or may
+        not have happened.
+        """
+        started_s = self._clock()
+        num_new = sum(key not in self._cache for key in keys)
+        if num_new:
+            if await self._disk.take_write(num_new):
+                try:
+                    blocks = [self._bytes(source) for source in sources]
+                    await self._incoming.put(keys, blocks, parents, checksums or [None] * len(keys))
+                finally:
+                    self._disk.give_write(num_new)
+            else:
+                self._catalog.counts.num_given_up += num_new
+        self._catalog.counts.write_s += self._clock() - started_s
+        return [key in self._cache for key in keys]
+
+    async def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Drop blocks and what follows them; durable when it returns (or, while the disk stalls, when it
+        answers again). Returns the keys that went, the last of a chain first."""
+        gone = self._catalog.remove(keys)
+        await self._clean()
+        return gone
+
+    async def evict(self, num_blocks: int) -> list[BlockKey]:
+        """Drop so many of the blocks worth least, fewer where the rest is pinned. Returns them."""
+        gone = self._catalog.evict(num_blocks)
+        await self._clean()
+        return gone
+
+    async def _clean(self) -> bool:
+        """Delete from the index on disk what is held no more."""
+        _, stale = self._catalog.stale()
+        if not stale or self._disk.is_stalled:
+            return not stale
+        return await self._disk.forget(stale, lambda: self._catalog.forgotten(stale))
+
+    def _bytes(self, buffer: Buffer | Bytes) -> Bytes:
+        block: Bytes = np.frombuffer(cast("Bytes", buffer), dtype=np.uint8)  # any buffer will do
+        if block.nbytes != self.layout.block_nbytes:
+            raise LayoutError(f"a block has {self.layout.block_nbytes} bytes, got {block.nbytes}")
+        return block
+
+    def check_integrity(self) -> None:
+        self._catalog.check_integrity()

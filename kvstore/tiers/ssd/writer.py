@@ -1,0 +1,81 @@
+"""Blocks that are being put on the disk, and the segments made for them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable, Sequence
+
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.tiers.ssd.files.block_index import IndexWriteFailed
+from moonpool.kvstore.tiers.ssd.jobs.disk import Disk
+from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes
+from moonpool.kvstore.tiers.ssd.jobs.write import Writing
+from moonpool.kvstore.tiers.ssd.slot_map import Catalog
+
+log = logging.getLogger(__name__)
+
+# A disk that had no room for another segment is asked again after this long, not at every block.
+_ROOM_RETRY_S = 30.0
+
+
+class Incoming:
+    """Many puts may be under way at once. A block that several bring is written once; one that continues
+    what another brings is stored after that."""
+
+    def __init__(self, catalog: Catalog, disk: Disk, clock: Callable[[], float]) -> None:
+        self._catalog = catalog
+        self._disk = disk
+        self._clock = clock
+        self._being_written: dict[BlockKey, Writing] = {}
+        self._growing = asyncio.Lock()
+        self._grow_from_s = -_ROOM_RETRY_S
+
+    async def put(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[Bytes],
+        parents: Sequence[BlockKey | None],
+        checksums: Sequence[int | None],
+    ) -> None:
+        """Returns when what the catalog takes of them is stored, has failed, or was given up."""
+        await self._grow(sum(key not in self._catalog.cache for key in keys))
+        while others := [self._being_written[key] for key in keys if key in self._being_written]:
+            await others[0].batch.ended.wait()
+        blocks = self._catalog.reserve(keys, sources, parents, checksums, self._being_written)
+        if not blocks:
+            return
+        stale, also_gone = self._catalog.stale({block.slot for block in blocks})
+        before = {self._being_written[parent] for parent in parents if parent in self._being_written}
+
+        def on_done(writing: Writing) -> None:
+            for block in blocks:
+                del self._being_written[block.key]
+            self._catalog.stored(writing)
+
+        writing = self._disk.write(blocks, before, stale, also_gone, on_done)
+        self._being_written.update((block.key, writing) for block in blocks)
+        await writing.batch.wait()
+
+    async def _grow(self, num_blocks: int) -> None:
+        """Make segments until so many blocks find room without evicting others, or there are no more."""
+        segments = self._disk.segments
+        async with self._growing:
+            while (
+                self._catalog.cache.num_free < num_blocks
+                and segments.num_segments < segments.max_segments
+                and self._clock() >= self._grow_from_s
+                and not self._disk.is_stalled
+            ):
+                await self._disk.grow(self._grown)
+
+    def _grown(self, error: OSError | IndexWriteFailed | None) -> None:
+        self._catalog.grow()
+        if error is not None:
+            self._grow_from_s = self._clock() + _ROOM_RETRY_S
+            self._catalog.counts.num_no_space += 1
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            what = "no room for another segment" if full else "cannot make another segment"
+            message = "%s: %s (%s); blocks are evicted to make room in the %d there are"
+            log.error(message, self._disk.directory, what, error, self._disk.segments.num_segments)

@@ -1,0 +1,200 @@
+"""``moonpool index``: is the index right, and engines that are not ours in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from moonpool.client import Client
+from moonpool.conductor.fleet.served_model import ServedModel
+from moonpool.kvstore.blocks.keys import root_key
+from moonpool.kvstore.events.external_engine import ExternalNode
+from moonpool.kvstore.events.subscriber import EndpointInvalid, EventSource
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex, replay
+from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
+from moonpool.kvstore.index.verification import AskMirror, Held, NodeFinding, repair, verify
+from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import ConfigError
+
+# Into a file or a pipe, tables are as wide as they need.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+@click.group()
+def index() -> None:
+    """The index of KV blocks: verify it, follow engines that are not ours."""
+
+
+def _redis_options(command: Any) -> Any:
+    command = click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set one option.")(
+        command
+    )
+    command = click.option(
+        "--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="TOML file of options."
+    )(command)
+    return click.option("--redis", metavar="URL", help="The index's Redis (index.redis_url).")(command)
+
+
+def _config(file: Path | None, sets: Sequence[str], redis: str | None) -> Config:
+    config = load_config(file, [*sets, *([f"index.redis_url={redis}"] if redis else [])])
+    if not config.index.redis_url:
+        raise ConfigError("say where the index is: --redis redis://HOST:PORT", "index.redis_url")
+    return config
+
+
+@index.command("verify")
+@click.option("--url", multiple=True, envvar="MOONPOOL_URL", help="Compare this conductor's mirror too.")
+@click.option("--repair", "mend", is_flag=True, help="Publish what is true where something differs.")
+@_redis_options
+def verify_command(
+    url: Sequence[str], mend: bool, redis: str | None, file: Path | None, sets: Sequence[str]
+) -> None:
+    """Compare the index in Redis with what nodes hold, and conductors' mirrors with the index.
+
+    Exit code 1: something differs (or, with --repair, differed), or a node could not be asked.
+    """
+    sys.exit(asyncio.run(_verify(_config(file, sets, redis), url, mend)))
+
+
+async def _verify(config: Config, urls: Sequence[str], mend: bool) -> int:
+    redis = connect(config.index.redis_url)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(redis.aclose)
+        kv_index = KVIndex(redis, config.index.namespace)
+        mirrors: dict[str, AskMirror] = {}
+        for each in urls:
+            client = await stack.enter_async_context(Client(each))
+            mirrors[f"mirror of {each}"] = _mirror_of(client)
+        findings = await verify(kv_index, mirrors)
+        _show(findings)
+        if not findings:
+            console.print(f"no node is in the index {config.index.namespace} at {config.index.redis_url}")
+        differs = any(any(finding.differences) for finding in findings)
+        if differs and mend:
+            console.print(f"put right: {await repair(kv_index, findings):,} entries")
+        elif differs:
+            console.print("put it right with: moonpool index verify --repair")
+    unasked = any(finding.unasked and finding.record.role != EXTERNAL_ROLE for finding in findings)
+    return int(differs or unasked)
+
+
+def _mirror_of(client: Client) -> AskMirror:
+    async def held(node_id: str) -> Held:
+        return replay([await client.index_blocks(node_id)])
+
+    return held
+
+
+def _show(findings: Sequence[NodeFinding]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("node", "role", "compared"):
+        table.add_column(name)
+    for name in ("blocks", "missing", "wrong tier", "stale"):
+        table.add_column(name, justify="right")
+    for finding in findings:
+        record = finding.record
+        if finding.unasked:
+            table.add_row(
+                record.node_id, record.role, f"not asked: {finding.unasked}", str(finding.num_blocks)
+            )
+        for each in finding.differences:
+            table.add_row(
+                record.node_id,
+                record.role,
+                each.subject,
+                str(finding.num_blocks),
+                *(str(len(part)) for part in (each.missing, each.wrong, each.stale)),
+                style="red" if each else "",
+            )
+    console.print(table)
+
+
+@index.command("follow")
+@click.option("--zmq", "endpoint", required=True, metavar="ADDRESS", help="Its KV events: tcp://HOST:5557.")
+@click.option("--replay", default="", metavar="ADDRESS", help="Its replay socket: tcp://HOST:5558.")
+@click.option("--topic", default="", metavar="TEXT", help="Only this topic (kv@POD@MODEL).")
+@click.option("--node", required=True, metavar="NAME", help="What it is called in the index.")
+@_redis_options
+def follow_command(
+    endpoint: str,
+    replay: str,
+    topic: str,
+    node: str,
+    redis: str | None,
+    file: Path | None,
+    sets: Sequence[str],
+) -> None:
+    """Keep the blocks of an engine that is not ours (vLLM, SGLang) in the index, by its KV events.
+
+    Start the engine with --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq",
+    "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'. It must serve the model of this
+    configuration (model.path), and a node of ours must be in the index: the same tokens are then found on
+    both.
+    """
+    config = _config(file, sets, redis)
+    try:
+        asyncio.run(_follow(config, endpoint, replay, topic, node))
+    except EndpointInvalid as error:
+        raise click.UsageError(str(error)) from error
+
+
+async def _follow(config: Config, endpoint: str, replay_endpoint: str, topic: str, name: str) -> None:
+    source = EventSource(endpoint, replay_endpoint, topic=topic)
+    redis = connect(config.index.redis_url)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(source.close)
+        stack.push_async_callback(redis.aclose)
+        kv_index = KVIndex(redis, config.index.namespace)
+        like = await _one_of_ours(kv_index, config)
+        layouts = _layouts(config)
+        record = NodeRecord(name, time.time_ns(), EXTERNAL_ROLE, model=like.model)
+        follower = ExternalNode(
+            kv_index,
+            record,
+            config.index,
+            block_size=config.engine.block_size,
+            root_of=lambda adapter: root_key(
+                model=like.model.encode(), layout=layouts[like.layout], adapter=adapter
+            ),
+        )
+        await follower.publisher.start()
+        stack.push_async_callback(follower.publisher.close)
+        console.print(f"following {endpoint} as {name}; Ctrl-C ends it, and takes it out of the index")
+        task = asyncio.create_task(follower.follow(source.batches()))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _layouts(config: Config) -> dict[str, Any]:
+    model = ServedModel.from_checkpoint(
+        config.model.directory, block_size=config.engine.block_size, name=config.model.served_name
+    )
+    return model.layouts()
+
+
+async def _one_of_ours(kv_index: KVIndex, config: Config) -> NodeRecord:
+    """A node that serves this configuration's model: it says by which revision and dtype blocks are named."""
+    layouts = _layouts(config)
+    for record in (await kv_index.nodes()).values():
+        if record.model and record.layout in layouts:
+            return record
+    raise ConfigError(
+        f"no node in the index serves {config.model.served_name} with blocks of {config.engine.block_size} "
+        "tokens: start one, or set model.path and engine.block_size as it has them",
+        "model.path",
+    )

@@ -1,0 +1,210 @@
+"""What `moonpool doctor` looks at on this machine. Each check only looks, and takes milliseconds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from moonpool.doctor.finding import Finding
+from moonpool.errors import LocalClusterError
+from moonpool.local.node_configs import pools_nbytes
+from moonpool.local.preflight import check_memory, check_model
+from moonpool.local.redis_server import find_redis
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.health.gpu import nvml_report
+from moonpool.runtime.health.monitor import HealthMonitor
+from moonpool.runtime.service.child import tied_command
+
+
+def check_machine(config: Config) -> Iterator[Finding]:
+    """Findings in the order of ``CHECKS``, each as soon as it is known."""
+    for check in CHECKS:
+        yield check(config)
+
+
+def python(config: Config) -> Finding:
+    return Finding("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def torch(config: Config) -> Finding:
+    try:
+        return Finding("torch", "ok", version("torch"))
+    except PackageNotFoundError:
+        return Finding("torch", "missing", "not installed", "run `make env`")
+
+
+def compiler(config: Config) -> Finding:
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        return Finding(
+            "compiler", "slow", "no C++ compiler", "Debian, Ubuntu: apt install g++; then `make env`"
+        )
+    return Finding("compiler", "ok", found)
+
+
+def redis(config: Config) -> Finding:
+    if config.index.redis_url:
+        return Finding("redis", "ok", f"{config.index.redis_url}, as configured")
+    try:
+        binary = find_redis()
+    except LocalClusterError as error:
+        return Finding("redis", "missing", "no server binary", str(error))
+    return Finding("redis", "ok", f"{binary.path}, from {binary.origin}")
+
+
+def model(config: Config) -> Finding:
+    try:
+        check_model(config.model.directory)
+    except LocalClusterError as error:
+        return Finding("model", "missing", str(config.model.directory), str(error))
+    nbytes = sum(file.stat().st_size for file in config.model.directory.glob("*.safetensors"))
+    return Finding("model", "ok", f"{config.model.directory}, {nbytes / 2**20:.0f} MiB of weights")
+
+
+def memory(config: Config) -> Finding:
+    free = f"{psutil.virtual_memory().available / 2**30:.1f} GiB free"
+    try:
+        check_memory(config)
+    except LocalClusterError as error:
+        return Finding("memory", "missing", free, str(error))
+    return Finding("memory", "ok", free)
+
+
+def shared_memory(config: Config) -> Finding:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except FileNotFoundError:
+        return Finding("/dev/shm", "slow", "absent", "mount a tmpfs there")
+    needed = pools_nbytes(config)
+    fact = f"{free / 2**30:.1f} GiB free"
+    if free < needed:
+        advice = f"the nodes' pools want {needed / 2**30:.1f} GiB; in a container: --shm-size"
+        return Finding("/dev/shm", "slow", fact, advice)
+    return Finding("/dev/shm", "ok", fact)
+
+
+# Reads one byte of its parent, as one node reads another's pool.
+_READ_PARENT = """
+import ctypes, sys
+class Vector(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+byte = ctypes.create_string_buffer(1)
+here, there = Vector(ctypes.addressof(byte), 1), Vector(int(sys.argv[2]), 1)
+here, there, pid = ctypes.byref(here), ctypes.byref(there), int(sys.argv[1])
+sys.exit(0 if ctypes.CDLL(None).process_vm_readv(pid, here, 1, there, 1, 0) == 1 else 3)
+"""
+
+
+def peer_memory(config: Config) -> Finding:
+    what = "process_vm_readv"
+    if sys.platform != "linux":
+        return Finding(
+            what, "slow", "not on this system", "same-host transfers go through mapped memory or TCP"
+        )
+    byte = ctypes.create_string_buffer(b"x")
+    command = [sys.executable, "-I", "-S", "-c", _READ_PARENT, str(os.getpid()), str(ctypes.addressof(byte))]
+    done = subprocess.run(tied_command(command), check=False, capture_output=True, timeout=10)
+    if done.returncode == 0:
+        return Finding(what, "ok", "a process may read another's memory")
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    fact = f"forbidden (ptrace_scope {scope.read_text().strip()})" if scope.exists() else "forbidden"
+    advice = (
+        "for fast same-host transfers: sysctl kernel.yama.ptrace_scope=0; a container: --cap-add SYS_PTRACE"
+    )
+    return Finding(what, "slow", fact, advice)
+
+
+def host_health(config: Config) -> Finding:
+    """What would make a node here unhealthy (health.*), if it lasted; the GPUs' part needs NVML."""
+    path = config.store.ssd.path
+    # A directory that is not there yet is the node's to make.
+    limits = replace(config.health, bad_readings=1)
+    monitor = HealthMonitor(limits, disk=path if path and Path(path).is_dir() else "")
+    monitor.read()
+    monitor.close()
+    now, reasons = monitor.judgement.latest, monitor.judgement.reasons
+    assert now is not None
+    if reasons:
+        advice = "docs/troubleshooting.md, “A node is unhealthy”, says what to do about each"
+        return Finding("host health", "slow", "; ".join(reasons), advice)
+    disk = f", a page is durable in {1e3 * now.disk.write_s:.1f} ms" if now.disk else ""
+    return Finding("host health", "ok", f"within health.*{disk}; GPUs: {nvml_report()}")
+
+
+def open_files(config: Config) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4096:
+        return Finding("open files", "slow", f"at most {soft} of {hard}", "ulimit -n 65536 before starting")
+    return Finding("open files", "ok", f"at most {soft}")
+
+
+def huge_pages(config: Config) -> Finding:
+    switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not switch.exists():
+        return Finding(
+            "huge pages", "slow", "not offered by this kernel", "large pools are touched and copied slower"
+        )
+    chosen = switch.read_text().split("[")[1].split("]")[0]
+    if chosen == "never":
+        return Finding("huge pages", "slow", chosen, f"echo madvise > {switch}")
+    return Finding("huge pages", "ok", chosen)
+
+
+def threads(config: Config) -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    nodes = config.cluster.prefill + config.cluster.decode
+    wanted = nodes * config.engine.threads
+    fact = f"{cores} cores for {nodes} nodes of {config.engine.threads} compute threads"
+    if wanted > 2 * cores:
+        advice = "the nodes take turns: fewer of them (--prefill 1 --decode 1) or engine.threads=1"
+        return Finding("cores", "slow", fact, advice)
+    return Finding("cores", "ok", fact)
+
+
+def clock(config: Config) -> Finding:
+    # struct timex begins with `modes`; all zero asks, and 5 (TIME_ERROR) means not synchronised.
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) if sys.platform == "linux" else 0
+    if state == 5:
+        advice = (
+            "deadlines between machines compare wall clocks: run NTP (chrony) before adding other machines"
+        )
+        return Finding("clock", "slow", "not synchronised", advice)
+    return Finding("clock", "ok", "synchronised")
+
+
+def disk(config: Config) -> Finding:
+    directory = tempfile.gettempdir()
+    free = shutil.disk_usage(directory).free
+    fact = f"{free / 2**30:.1f} GiB free in {directory}"
+    if free < 64 << 20:
+        return Finding("disk", "missing", fact, "logs and the socket go there: make room, or set TMPDIR")
+    return Finding("disk", "ok", fact)
+
+
+CHECKS: tuple[Callable[[Config], Finding], ...] = (
+    python,
+    torch,
+    compiler,
+    redis,
+    model,
+    memory,
+    shared_memory,
+    peer_memory,
+    host_health,
+    open_files,
+    huge_pages,
+    threads,
+    clock,
+    disk,
+)

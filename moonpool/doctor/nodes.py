@@ -1,0 +1,50 @@
+"""Whether there are nodes to serve, and why those that do not serve do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moonpool.commands.status import state_of
+from moonpool.doctor.evidence import Evidence
+from moonpool.doctor.finding import Finding
+
+_SERVING = ("ready", "unhealthy", "partial")
+_ADVICE = {
+    "partial": "the other replicas start again by themselves; if that lasts, its log says why they end",
+    "starting": "it loads; see its log if that lasts",
+    "draining": "it ends what it has and goes",
+    "unreachable": "can the conductor's host reach it? See its log, and node.host",
+}
+
+
+def check_nodes(evidence: Evidence) -> Iterator[Finding]:
+    nodes = evidence.nodes
+    for role in ("prefill", "decode"):
+        serving = [node["state"] for node in nodes if node["role"] == role and node["state"] in _SERVING]
+        if not serving:
+            yield Finding(f"{role} nodes", "missing", "none is ready", f"start one: moonpool {role}-node")
+        elif set(serving) == {"unhealthy"}:
+            yield Finding(
+                f"{role} nodes", "wrong", "every one is unhealthy: they serve all the same", "see each below"
+            )
+    for node in nodes:
+        yield _node(node)
+
+
+def _node(node: Mapping[str, Any]) -> Finding:
+    name, state = node["node_id"], node["state"]
+    fact = f"{node['role']} on {node['host']}, {state_of(dict(node))}"
+    if state == "ready":
+        return Finding(name, "ok", fact)
+    if state == "unhealthy":
+        return Finding(
+            name,
+            "wrong",
+            f"{fact}: {'; '.join(node['reasons'])}",
+            "nothing new is placed on it while others serve; mend the host, or move the limit (health.*)",
+        )
+    if state == "incompatible":
+        advice = "the same model.path, model.dtype and engine.block_size on all; or another index.namespace"
+        return Finding(name, "wrong", f"{fact}: {node['incompatible']}", advice)
+    return Finding(name, "slow", fact, _ADVICE.get(state, "see its log"))

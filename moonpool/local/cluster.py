@@ -1,0 +1,236 @@
+"""A whole cluster on this machine: Redis, a conductor and its nodes as processes that we start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from moonpool.client import Client
+from moonpool.errors import ApiError
+from moonpool.local.gpu_split import gpu_options
+from moonpool.local.node_configs import node_configs
+from moonpool.local.preflight import check_before_start
+from moonpool.local.redis_server import RedisServer
+from moonpool.runtime.config.loading import to_toml
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import ChildFailed
+from moonpool.runtime.machine.gpus import computes_on_gpus
+from moonpool.runtime.service.child import Child
+
+READY_TIMEOUT_S = 120.0  # a large checkpoint takes a while to load
+JOIN_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0
+RESTARTS = 3  # of one child; after that something is wrong that a restart does not mend
+
+
+def _short_directory() -> Path:
+    """A fresh one for us alone, with room for a Unix socket's name under the 107 bytes its path may have."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="moonpool-", dir=base if len(os.fsencode(base)) < 70 else "/tmp"))
+
+
+class LocalCluster:
+    """``async with LocalCluster(config) as cluster``: serving at ``cluster.url`` inside, all gone after.
+
+    ``children`` are by name: redis (unless ``index.redis_url`` names one), conductor, prefill-0, decode-0, …
+    ``report`` gets a sentence for each thing that happens; ``loaded`` (a child's name, bytes, of bytes) is
+    called while weights are loaded. With ``restart`` a node or Redis that dies is
+    started again. Every child is killed by the kernel when this process ends, however it ends; its output is
+    in ``directory / NAME.log``. A directory we made is removed, unless something failed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        directory: Path | None = None,
+        restart: bool = False,
+        report: Callable[[str], None] = lambda sentence: None,
+        loaded: Callable[[str, int, int], None] = lambda name, nbytes_done, nbytes_total: None,
+    ) -> None:
+        self.config = config
+        self.directory = directory or Path()  # chosen in start
+        self.redis: RedisServer | None = None
+        self.children: dict[str, Child] = {}
+        self._remove_directory = directory is None
+        self._restart = restart
+        self._report = report
+        self._loaded = loaded
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def url(self) -> str:
+        """Of the API."""
+        return str(self.children["conductor"].ready["url"])
+
+    @property
+    def nodes(self) -> list[Child]:
+        return [
+            child
+            for name, child in self.children.items()
+            if name.startswith(("prefill-", "decode-", "store-"))
+        ]
+
+    async def start(self) -> None:
+        """Start everything; returns when the conductor serves and sees every node.
+
+        Raises:
+            MoonpoolError: with what to do about it. Whatever had been started has been stopped.
+        """
+        await check_before_start(self.config)
+        if self._remove_directory:
+            self.directory = _short_directory()
+        try:
+            await self._start_redis()
+            self._create_children()
+            speakers = [child for name, child in self.children.items() if name != "redis"]
+            async with asyncio.TaskGroup() as group:
+                for child in speakers:
+                    group.create_task(self._start_child(child))
+            await self._wait_joined()
+        except BaseException as error:
+            self._remove_directory &= not isinstance(error, Exception)
+            await self.stop()
+            # What happened to one child is the news; that the others were stopped for it is not.
+            raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
+        for name in self.children:
+            self._watchers[name] = asyncio.create_task(self._watch(name))
+
+    async def wait_broken(self) -> None:
+        """Until the conductor has ended by itself; raises its ``ChildFailed``."""
+        await asyncio.shield(self._broken)
+
+    async def stop(self) -> None:
+        """Stop all, the conductor first, so that it does not see its nodes leave. Idempotent."""
+        for watcher in self._watchers.values():
+            watcher.cancel()
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+        for group in ([self.children["conductor"]] if "conductor" in self.children else [], self.nodes):
+            await asyncio.gather(*(child.stop(STOP_TIMEOUT_S) for child in group))
+        if self.redis is not None:
+            await self.redis.stop()
+        if self._remove_directory:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    async def restart(self, name: str) -> None:
+        """Start a child that has ended again; returns when it is ready."""
+        if name == "redis" and self.redis is not None:
+            await self.redis.start()
+        else:
+            await self._start_child(self.children[name])
+        if watcher := self._watchers.get(name):
+            watcher.cancel()
+        self._watchers[name] = asyncio.create_task(self._watch(name))
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove_directory &= not isinstance(error, Exception)
+        await self.stop()
+
+    async def _start_redis(self) -> None:
+        if self.config.index.redis_url:
+            return
+        self.redis = RedisServer(self.directory)
+        self.children["redis"] = self.redis.child
+        await self.redis.start()
+        self._report(f"redis from {self.redis.binary.origin}: {self.redis.url}")
+        self.config = replace(self.config, index=replace(self.config.index, redis_url=self.redis.url))
+
+    def _create_children(self) -> None:
+        # A file rather than arguments: a secret among the options must not show in the process list.
+        file = self.directory / "cluster.toml"
+        file.touch(mode=0o600)
+        file.write_text(to_toml(self.config), encoding="utf-8")
+        environment = {
+            # Idle OpenMP threads that spin take the cores from the other processes of this machine.
+            "OMP_NUM_THREADS": str(self.config.engine.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+
+        def create(name: str, module: str, *options: str) -> None:
+            command = [sys.executable, "-m", module, "--config", str(file)]
+            for option in options:
+                command += ["--set", option]
+            log = self.directory / f"{name}.log"
+            loaded = partial(self._loaded, name)
+            self.children[name] = Child(
+                name, command, log, environment=environment, speaks=True, on_loaded=loaded
+            )
+
+        create("conductor", "moonpool.conductor")
+        counts = self.config.cluster
+        roles: tuple[tuple[str, str, int, tuple[str, ...]], ...] = (
+            ("prefill", "moonpool.prefill_node", counts.prefill, counts.prefill_options),
+            ("decode", "moonpool.decode_node", counts.decode, counts.decode_options),
+            ("store", "moonpool.kvstore.store_node", counts.store, ()),
+        )
+        where = iter(gpu_options(node_configs(self.config), computes_on_gpus(self.config)))
+        for role, module, count, options in roles:
+            for number in range(count):
+                name = f"{role}-{number}"
+                gpu = () if role == "store" else next(where)
+                create(name, module, *gpu, *options, f"node.id={name}", "node.port=0", "node.metrics_port=0")
+
+    async def _start_child(self, child: Child) -> None:
+        began_s = asyncio.get_running_loop().time()
+        await child.start()
+        await child.wait_ready(READY_TIMEOUT_S)
+        self._report(f"{child.name} is ready after {asyncio.get_running_loop().time() - began_s:.1f} s")
+
+    async def _wait_joined(self) -> None:
+        """Until the conductor sees every node ready."""
+        missing = expected = {child.name for child in self.nodes}
+        try:
+            async with asyncio.timeout(JOIN_TIMEOUT_S), Client(self.url) as client:
+                while missing := expected - await self._seen(client):
+                    for child in self.children.values():
+                        if child.returncode is not None:
+                            raise child.failure(f"ended with code {child.returncode}")
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise self.children["conductor"].failure(
+                f"did not see {', '.join(sorted(missing))} within {JOIN_TIMEOUT_S:.0f} s"
+            ) from None
+
+    async def _seen(self, client: Client) -> set[str]:
+        try:
+            cluster = await client.cluster()
+        except ApiError:
+            return set()  # it may not answer before it has looked at the index
+        return {node["node_id"] for node in cluster["nodes"] if node["state"] in ("ready", "unhealthy")}
+
+    async def _watch(self, name: str) -> None:
+        """Report a child's end, and start it again where that is asked for and may help."""
+        child = self.children[name]
+        for restarts_left in range(RESTARTS if self._restart and name != "conductor" else 0, -1, -1):
+            code = await child.wait()
+            self._remove_directory = False
+            failure = child.failure(f"ended with code {code}")
+            if not restarts_left:
+                break
+            self._report(f"{name} ended with code {code}: starting it again ({child.log})")
+            try:
+                await (self.redis.start() if name == "redis" and self.redis else self._start_child(child))
+            except ChildFailed as error:
+                failure = error
+                break
+        self._report(str(failure))
+        # Without a node, even without Redis, the rest serves on; without the conductor nothing does.
+        if name == "conductor":
+            self._broken.set_exception(failure)
+            self._broken.exception()  # seen: wait_broken need not be called

@@ -1,0 +1,82 @@
+"""What can be known to fail before the first process is started, said in a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import socket
+from pathlib import Path
+
+import psutil
+from redis.exceptions import RedisError
+
+from moonpool.errors import IndexUnreachable, ModelMissing, TooLittleMemory
+from moonpool.kvstore.errors import StoreError
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.local.node_configs import pools_nbytes
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import PortInUse
+from moonpool.runtime.machine.gpus import computes_on_gpus
+
+_REDIS_S = 5.0
+
+
+async def check_before_start(config: Config) -> None:
+    """Raises the ``MoonpoolError`` of the first thing that would keep a local cluster from starting."""
+    check_model(config.model.directory)
+    check_port(config.conductor.host, config.conductor.port)
+    check_memory(config)
+    if config.index.redis_url:
+        await check_redis(config.index.redis_url)
+
+
+def check_model(directory: Path) -> None:
+    """Raises ``ModelMissing``: no such directory, or not a checkpoint."""
+    if not directory.is_dir():
+        raise ModelMissing(directory, "is not a directory")
+    for name in ("config.json", "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise ModelMissing(directory, f"has no {name}")
+    try:
+        json.loads((directory / "config.json").read_bytes())
+    except ValueError as error:
+        raise ModelMissing(directory, f"has a config.json that is not JSON ({error})") from error
+    if not any(directory.glob("*.safetensors")):
+        raise ModelMissing(directory, "has no *.safetensors")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ``PortInUse``. Port 0, a free one, is never in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUse(host, port, "one with --port") from error
+            raise
+
+
+def check_memory(config: Config) -> None:
+    """Raises ``TooLittleMemory``: the pools of all nodes are more than what is free."""
+    lent = config.store.host.capacity_nbytes + config.store_node.object_nbytes
+    pools = 0 if computes_on_gpus(config) else pools_nbytes(config)
+    needed = pools + config.cluster.store * lent
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise TooLittleMemory(needed, available)
+
+
+async def check_redis(url: str) -> None:
+    """Raises ``IndexUnreachable``."""
+    try:
+        client = connect(url)
+        try:
+            async with asyncio.timeout(_REDIS_S):
+                await client.ping()
+        finally:
+            await client.aclose()
+    except (StoreError, RedisError, OSError, ValueError) as error:
+        raise IndexUnreachable(url, str(error) or f"no answer in {_REDIS_S:g} s") from error

@@ -1,0 +1,99 @@
+"""``moonpool up``: a cluster on this machine, a first conversation with it, then serving until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+from rich.console import Console
+from rich.markup import escape
+
+from moonpool.client import Client
+from moonpool.errors import ApiError
+from moonpool.local.cluster import LocalCluster
+from moonpool.local.conversation import hold_conversation, turns_table
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.service.progress_bars import LoadBars
+
+
+async def up(config: Config, console: Console, *, once: bool) -> int:
+    """Run the cluster; returns the exit code. ``once``: stop after the conversation.
+
+    Ctrl-C or SIGTERM stops every process in order, a second one at once.
+
+    Raises:
+        MoonpoolError: something did not start, the conversation failed, or the conductor died.
+    """
+    began_s = time.perf_counter()
+
+    def report(sentence: str) -> None:
+        elapsed = f"[dim]{time.perf_counter() - began_s:6.1f} s[/]"
+        console.print(f"{elapsed}  {escape(sentence)}", highlight=False, soft_wrap=True)
+
+    task = asyncio.current_task()
+    assert task is not None
+    serving = False
+
+    def interrupt() -> None:
+        if task.cancelling():
+            os._exit(130)  # the kernel ends the children with us
+        console.print()
+        report("stopping (once more: at once)")
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, interrupt)
+
+    counts = config.cluster
+    nodes = f"{counts.prefill} prefill and {counts.decode} decode nodes"
+    if counts.store:
+        nodes = f"{counts.prefill} prefill, {counts.decode} decode and {counts.store} store nodes"
+    report(f"starting a conductor, {nodes} with {config.model.directory}")
+    bars = LoadBars(console)
+    try:
+        async with LocalCluster(config, restart=not once, report=report, loaded=bars.update) as cluster:
+            bars.close()
+            report("ready\n")
+            async with Client(cluster.url) as client:
+                try:
+                    turns = await hold_conversation(client, console)
+                except ApiError:
+                    console.print()
+                    report(f"the conversation failed; the logs are in {cluster.directory}")
+                    raise
+            console.print()
+            console.print(turns_table(turns))
+            console.print()
+            if once:
+                return 0
+            _say_where(cluster, console)
+            serving = True
+            await cluster.wait_broken()
+    except asyncio.CancelledError:
+        report("stopped")
+        return 0 if serving else 130
+    finally:
+        bars.close()
+    return 0
+
+
+def _say_where(cluster: LocalCluster, console: Console) -> None:
+    url = cluster.url
+    lines = [
+        ("API", f"{url}/v1"),
+        ("dashboard", f"{url}/"),
+        ("metrics", f"{url}/metrics"),
+        *((child.name, child.ready["metrics_url"]) for child in cluster.nodes),
+        ("logs", str(cluster.directory)),
+    ]
+    for name, where in lines:
+        console.out(f"  {name:<11}{where}", highlight=False)
+    console.print()
+    console.out(
+        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        '    -d \'{"messages": [{"role": "user", "content": "Who was Solomon?"}], "stream": true}\'',
+        highlight=False,
+    )
+    console.print("\nServing. Ctrl-C stops everything; `moonpool top` and `moonpool chat` talk to it.")

@@ -1,0 +1,240 @@
+"""A TOML file and ``--set key=value`` become one frozen ``Config``; what they do not know, they refuse."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import ConfigError
+
+# Stands for what nobody is shown.
+HIDDEN = "•••"
+_STDIN = Path("-")
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRow:
+    """What ``moonpool config --explain`` says about one option."""
+
+    key: str
+    default: Any
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One value somebody wrote. ``where`` is for messages; ``text``: it came as text and may be converted."""
+
+    value: Any
+    where: str
+    text: bool
+
+
+def explain() -> list[OptionRow]:
+    """Every option with its default, unit and meaning, in the order of
+    ``moonpool.runtime.config.options``."""
+    default = Config()
+    return [
+        OptionRow(key, _get(default, key), field.metadata["unit"], field.metadata["meaning"])
+        for key, (field, _) in _options().items()
+    ]
+
+
+def load_config(file: Path | None = None, sets: Sequence[str] = ()) -> Config:
+    """Defaults, then ``file`` (``-``: stdin), then each ``section.key=value`` of ``sets``, later ones
+    winning. ``section.key=@file`` takes the value from a file.
+
+    Raises:
+        ConfigError: unknown key, wrong type, impossible value, unreadable file; names the key, where it was
+            written and, for an unknown key, the nearest valid name.
+    """
+    given = dict(_read_toml(file)) if file is not None else {}
+    return _configure({}, given | _read_sets(sets))
+
+
+def override(config: Config, sets: Sequence[str]) -> Config:
+    """``config`` with each ``section.key=value`` of ``sets`` besides. Raises ConfigError, as above."""
+    return _configure({key: _get(config, key) for key in _options()}, _read_sets(sets))
+
+
+def _read_sets(sets: Sequence[str]) -> dict[str, _Given]:
+    given = {}
+    for item in sets:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item}: write it as section.key=value", item)
+        given[key.strip()] = _Given(_text(text.strip(), item), f"--set {item}", text=True)
+    return given
+
+
+def _configure(before: Mapping[str, Any], given: Mapping[str, _Given]) -> Config:
+    for key in given:
+        if key not in _options():
+            raise _unknown(key, given[key].where)
+    values = {**before, **{key: _convert(key, one) for key, one in given.items()}}
+    try:
+        config: Config = _construct(Config, "", values)
+        return config
+    except ConfigError as error:
+        # A section checks itself and does not know who wrote the value.
+        where = f"{given[error.key].where}: " if error.key in given else ""
+        raise ConfigError(f"{where}{error}", error.key) from None
+
+
+def _text(text: str, item: str) -> str:
+    """What was given, or what stands in the file it names: a secret on a command line is for all to see."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--set {item}: the file cannot be read: {error}", item) from error
+
+
+def to_toml(config: Config) -> str:
+    """The options of ``config`` that differ from the defaults, as TOML that ``load_config`` reads back."""
+    default = Config()
+    rows = ((key, _get(config, key)) for key in _options() if _get(config, key) != _get(default, key))
+    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in rows)
+
+
+def shown_options(config: Config) -> list[dict[str, Any]]:
+    """Every option as it is, for people: secrets and what stands in URLs for them are not told."""
+    default = Config()
+    rows = []
+    for key, (field, _) in _options().items():
+        value = _get(config, key)
+        changed = value != _get(default, key)
+        if field.metadata["secret"] and value:
+            value = HIDDEN
+        elif isinstance(value, str | tuple):
+            value = _without_secrets(value)
+        rows.append({"key": key, "value": value, "changed": changed, "unit": field.metadata["unit"]})
+    return rows
+
+
+def _without_secrets(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(value, tuple):
+        # Options of some nodes alone: each is a key=value, and the key may be a secret one.
+        return tuple(_shown_item(item) for item in value)
+    value = re.sub(r"(://)[^@/]*@", rf"\1{HIDDEN}@", value)
+    return re.sub(r"(?i)([?&;][^=&;]*(?:password|secret|token|key)[^=&;]*=)[^&;]*", rf"\1{HIDDEN}", value)
+
+
+def _shown_item(item: str) -> str:
+    key, equals, _ = item.partition("=")
+    known = _options().get(key.strip())
+    if equals and known is not None and known[0].metadata["secret"]:
+        return f"{key}={HIDDEN}"
+    return str(_without_secrets(item))
+
+
+@cache
+def _options() -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (dataclass field, type)."""
+
+    def walk(cls: Any, prefix: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+        hints = get_type_hints(cls)
+        for field in fields(cls):
+            kind = hints[field.name]
+            if is_dataclass(kind):
+                yield from walk(kind, f"{prefix}{field.name}.")
+            else:
+                yield f"{prefix}{field.name}", (field, kind)
+
+    return dict(walk(Config, ""))
+
+
+def _get(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _construct(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(cls)
+    arguments = {}
+    for field in fields(cls):
+        key = f"{prefix}{field.name}"
+        if is_dataclass(hints[field.name]):
+            arguments[field.name] = _construct(hints[field.name], f"{key}.", values)
+        elif key in values:
+            arguments[field.name] = values[key]
+    return cls(**arguments)
+
+
+def _convert(key: str, given: _Given) -> Any:
+    field, kind = _options()[key]
+    value = given.value
+    is_tuple = kind == tuple[str, ...]
+    try:
+        if field.metadata["unit"] == "bytes" and isinstance(value, str):
+            return int(TypeAdapter(ByteSize).validate_python(value))
+        if is_tuple and given.text:
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        if is_tuple and isinstance(value, list):
+            value = tuple(value)
+        # Types in a file are taken at their word; on the command line all is text, and text is read.
+        return TypeAdapter(kind).validate_python(value, strict=not given.text)
+    except ValidationError:
+        wanted = "a list of texts" if is_tuple else _TYPE_NAMES[kind]
+        if field.metadata["unit"] == "bytes":
+            wanted = 'a number of bytes, such as 4194304 or "4MiB"'
+        raise ConfigError(
+            f"{given.where}: {key} must be {wanted} ({field.metadata['unit']}), got {given.value!r}", key
+        ) from None
+
+
+def _read_toml(file: Path) -> Iterator[tuple[str, _Given]]:
+    try:
+        text = sys.stdin.read() if file == _STDIN else file.read_text(encoding="utf-8")
+        tree = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+
+    def walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, _Given]]:
+        for name, value in table.items():
+            key = f"{prefix}{name}"
+            if isinstance(value, dict):
+                yield from walk(value, f"{key}.")
+            else:
+                yield key, _Given(value, f"{file}:{_line_of(text, name)}", text=False)
+
+    return walk(tree, "")
+
+
+def _line_of(text: str, name: str) -> int:
+    """The line that first assigns ``name``; 1 when it is written in a way not worth parsing for a message."""
+    found = re.search(rf"^.*\b{re.escape(name)}[\"']?\s*=", text, re.MULTILINE)
+    return text.count("\n", 0, found.start()) + 1 if found else 1
+
+
+def _unknown(key: str, where: str) -> ConfigError:
+    known = list(_options())
+    sections = {name.rpartition(".")[0] for name in known}
+    if key in sections:
+        inside = ", ".join(name for name in known if name.startswith(f"{key}."))
+        return ConfigError(f"{where}: {key} is a section; set one of {inside}", key)
+    # The last part decides what was meant when the section is wrong or left out.
+    last = key.rpartition(".")[2]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75) or [
+        name for name in known if name.rpartition(".")[2] == last
+    ]
+    close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return ConfigError(f"{where}: unknown option {key}; the nearest is {close[0]}", key)

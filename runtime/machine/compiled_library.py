@@ -1,0 +1,137 @@
+"""C++ that is compiled once on the machine that runs it.
+
+A library lies in the user's cache directory under a name made of its sources, the compiler, its flags and the
+processor, so that a new version, compiler or machine gets its own and nothing stale is ever loaded. It needs
+g++ or clang++ and nothing of Python.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.machine.processor import processor_name
+
+log = logging.getLogger(__name__)
+
+
+class BuildFailed(MoonpoolError):
+    """A library could not be compiled. What stands in for it is used; nothing else is affected."""
+
+    def __init__(self, library: CompiledLibrary, reason: str) -> None:
+        super().__init__(f"{library.title} could not be compiled ({reason}); {library.instead}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    path: str
+
+    def identity(self) -> str:
+        """Changes when the compiler is replaced."""
+        file = Path(self.path).resolve()
+        facts = file.stat()
+        return f"{file}:{facts.st_size}:{facts.st_mtime_ns}"
+
+
+def find_compiler() -> Compiler | None:
+    """$CXX, else the first of g++, clang++, c++ on PATH."""
+    for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return Compiler(path)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledLibrary:
+    """All *.cpp of ``folder`` in one shared library. title, instead: for the sentence that says it failed."""
+
+    name: str
+    title: str
+    instead: str
+    folder: Path
+    flags: tuple[str, ...]
+
+    def _flags(self) -> list[str]:
+        """Ours, then $CXXFLAGS, which may ask for others."""
+        return [*self.flags, *os.environ.get("CXXFLAGS", "").split()]
+
+    def path(self, compiler: Compiler) -> Path:
+        """The file that this compiler makes of these sources on this machine: under $XDG_CACHE_HOME/moonpool,
+        by default ~/.cache/moonpool.
+        """
+        digest = hashlib.sha256()
+        for file in sorted([*self.folder.glob("*.h"), *self.folder.glob("*.cpp")]):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+        for fact in (compiler.identity(), processor_name(), " ".join(self._flags())):
+            digest.update(fact.encode() + b"\0")
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        return Path(base) / "moonpool" / self.name / f"{self.name}-{digest.hexdigest()[:20]}.so"
+
+    def build(self) -> Path:
+        """The library's path, compiled now if it is not there yet. Safe to call from many processes at once:
+        one compiles, the others wait for it.
+
+        Raises:
+            BuildFailed: no compiler, a compile error, or nowhere to write. Nothing half-made is left behind.
+        """
+        compiler = find_compiler()
+        if compiler is None:
+            raise BuildFailed(self, "no C++ compiler found; install g++, e.g. `apt install g++`")
+        target = self.path(compiler)
+        if target.exists():
+            return target
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open(target.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not target.exists():
+                    log.info("compiling %s for this machine, once", self.title)
+                    self._compile(compiler, target)
+        except OSError as error:
+            raise BuildFailed(self, f"cannot write {target.parent}: {error.strerror}") from error
+        return target
+
+    def _compile(self, compiler: Compiler, target: Path) -> None:
+        """Compile beside the target and rename, so that a reader sees a whole library or none."""
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            objects = {file: Path(scratch) / f"{file.stem}.o" for file in sorted(self.folder.glob("*.cpp"))}
+            commands = [
+                [compiler.path, *self._flags(), "-c", str(file), "-o", str(made)]
+                for file, made in objects.items()
+            ]
+            with ThreadPoolExecutor(max_workers=min(len(commands), os.cpu_count() or 1)) as workers:
+                list(workers.map(self._run, commands))
+            linked = Path(scratch) / "linked.so"
+            self._run([compiler.path, "-shared", "-o", str(linked), *map(str, objects.values())])
+            os.rename(linked, target)
+
+    def _run(self, command: list[str]) -> None:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            reason = lines[0] if lines else f"exit {done.returncode}"
+            raise BuildFailed(self, f"{command[0]} failed: {reason}")
+
+    def build_aloud(self) -> int:
+        """For the command line: build it, say so, and return the exit code."""
+        begin = time.perf_counter()
+        try:
+            path = self.build()
+        except BuildFailed as error:
+            print(f"{self.name}: {error}", file=sys.stderr)
+            return 1
+        print(f"{self.name}: {path} ({time.perf_counter() - begin:.1f} s)")
+        return 0

@@ -1,0 +1,157 @@
+"""The one shape in which every benchmark reports: as a table for people, as JSON for programs.
+
+``moonpool bench X --json FILE`` writes::
+
+    {
+      "environment": {
+        "machine":  "AMD EPYC, 2 cores, 23 GiB, Linux 6.1",
+        "versions": {"python": "3.11.2", "torch": "2.13.0+cpu"},   # of what was measured
+        "commit":   "57d2b2a",            # "+" behind it: with uncommitted changes; "" outside a checkout
+        "date":     "2026-11-21T03:00:00+00:00"
+      },
+      "rows": [
+        {
+          "case":   "8 concurrent, 128 + 128 tokens",   # what was done
+          "metric": "throughput",                       # what was measured; unique within its case (and peer)
+          "value":  4012.5,                             # in "unit"; a median unless the case says otherwise
+          "unit":   "tokens/s",
+          "p50": 4012.5, "p95": 4090.0, "p99": 4100.0,  # optional, of the same measurement
+          "limit": "at least",                          # optional: "at least" or "at most", and
+          "limit_value": 4000.0,                        #   its bound for "ratio" or, without one, "value"
+          "ratio": 2.1,                                 # optional: value / peer_value, of the same run
+          "peer": "transformers",                       # optional: who else did the same
+          "peer_value": 1910.0
+        }
+      ]
+    }
+
+All numbers are finite floats. ``limit`` and ``limit_value`` come together, as do ``peer`` and ``peer_value``;
+``ratio`` needs a peer. ``moonpool.runtime.reports.schema`` checks it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moonpool.runtime.machine.description import commit_here, describe_machine, versions_of
+from moonpool.runtime.reports.schema import validate
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    machine: str
+    versions: Mapping[str, str]
+    commit: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    case: str
+    metric: str
+    value: float
+    unit: str
+    p50: float | None = None
+    p99: float | None = None
+    limit: str | None = None
+    limit_value: float | None = None
+    ratio: float | None = None
+    peer: str | None = None
+    peer_value: float | None = None
+    p95: float | None = None
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the limit holds; None where there is none."""
+        if self.limit is None or self.limit_value is None:
+            return None
+        measured = self.value if self.ratio is None else self.ratio
+        return measured >= self.limit_value if self.limit == "at least" else measured <= self.limit_value
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    environment: Environment
+    rows: Sequence[Row]
+
+    def as_json(self) -> dict[str, Any]:
+        """The shape above; what is None is left out."""
+        environment = asdict(self.environment)
+        environment["versions"] = dict(self.environment.versions)
+        rows = [{k: v for k, v in asdict(row).items() if v is not None} for row in self.rows]
+        return {"environment": environment, "rows": rows}
+
+
+def versus(row: Row, peer: str, peer_value: float) -> Row:
+    """``row`` with a peer's figure of the same measurement beside it, and their ratio."""
+    values = {field.name: getattr(row, field.name) for field in fields(Row)}
+    return Row(**{**values, "peer": peer, "peer_value": peer_value, "ratio": row.value / peer_value})
+
+
+def measure_environment(packages: Iterable[str], now: Callable[[], datetime] | None = None) -> Environment:
+    """This machine, now. ``packages``: the distributions whose versions matter; absent ones are left out."""
+    date = now() if now is not None else datetime.now(UTC)
+    return Environment(
+        describe_machine(), versions_of(packages), commit_here(), date.isoformat(timespec="seconds")
+    )
+
+
+def write(report: Report, path: Path) -> None:
+    """Check ``report`` and write it as JSON. Nothing is written when it is invalid."""
+    content = report.as_json()
+    validate(content)
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def number(value: float | None) -> str:
+    """A figure as a person reads it: four digits at most, nothing for None."""
+    if value is None:
+        return ""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Print the rows case by case; columns without a figure are left out."""
+    # Into a file or a pipe, the table is as wide as it needs.
+    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    columns: dict[str, Callable[[Row], str]] = {
+        "": lambda row: "  " + row.metric,
+        "value": lambda row: number(row.value),
+        "unit": lambda row: row.unit,
+        "p50": lambda row: number(row.p50) if row.p50 != row.value else "",
+        "p95": lambda row: number(row.p95),
+        "p99": lambda row: number(row.p99),
+        "against": lambda row: f"{row.peer} {number(row.peer_value)}" if row.peer else "",
+        "ratio": lambda row: number(row.ratio),
+        "limit": _limit,
+    }
+    shown = {name: cell for name, cell in columns.items() if any(cell(row) for row in report.rows)}
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in shown:
+        table.add_column(name, justify="right" if name in ("value", "p50", "p95", "p99", "ratio") else "left")
+    case = None
+    for row in report.rows:
+        if row.case != case:
+            case = row.case
+            table.add_row(f"[bold]{case}[/]")
+        table.add_row(*(cell(row) for cell in shown.values()))
+    console.print(table)
+    console.print(f"{report.environment.machine}; commit {report.environment.commit}", style="dim")
+
+
+def _limit(row: Row) -> str:
+    if row.limit is None:
+        return ""
+    verdict = "[green]reached[/]" if row.reached else "[red]missed[/]"
+    return f"{row.limit} {number(row.limit_value)} {verdict}"

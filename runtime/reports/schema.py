@@ -1,0 +1,80 @@
+"""Whether a file is what ``moonpool bench … --json`` writes: the shape that
+``moonpool.runtime.reports.report`` documents."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from moonpool.runtime.errors import MoonpoolError
+
+LIMITS = ("at least", "at most")
+
+
+class ReportInvalid(MoonpoolError):
+    """A report does not have the shape. ``where`` names the place, such as ``rows[3].ratio``."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(f"{where} {what}")
+        self.where = where
+        self.what = what
+
+
+def validate(content: Any) -> None:
+    """Check that ``content``, as parsed from JSON, has the shape that ``moonpool.runtime.reports.report``
+    documents.
+
+    Raises:
+        ReportInvalid: naming the first place that is wrong.
+    """
+    _keys("report", content, {"environment": dict, "rows": list}, {})
+    environment = {"machine": str, "versions": dict, "commit": str, "date": str}
+    _keys("environment", content["environment"], environment, {})
+    for name, version in content["environment"]["versions"].items():
+        _require(isinstance(version, str), f"environment.versions.{name}", "must be a text")
+    try:
+        datetime.fromisoformat(content["environment"]["date"])
+    except ValueError as error:
+        raise ReportInvalid("environment.date", f"must be an ISO 8601 date: {error}") from error
+    seen: set[tuple[str, str, str | None]] = set()
+    for number, row in enumerate(content["rows"]):
+        where = f"rows[{number}]"
+        _validate_row(where, row)
+        name = (row["case"], row["metric"], row.get("peer"))
+        _require(name not in seen, where, f"repeats {name[1]!r} of {name[0]!r}")
+        seen.add(name)
+
+
+def _validate_row(where: str, row: Any) -> None:
+    needed = {"case": str, "metric": str, "value": float, "unit": str}
+    optional = {"p50": float, "p95": float, "p99": float, "limit": str, "limit_value": float}
+    optional |= {"ratio": float, "peer": str, "peer_value": float}
+    _keys(where, row, needed, optional)
+    for one, other in (("limit", "limit_value"), ("peer", "peer_value")):
+        _require((one in row) == (other in row), where, f"must have both {one} and {other}, or neither")
+    _require("ratio" not in row or "peer" in row, f"{where}.ratio", "needs a peer")
+    _require(row.get("limit", LIMITS[0]) in LIMITS, f"{where}.limit", f"must be one of {', '.join(LIMITS)}")
+
+
+def _keys(where: str, content: Any, needed: Mapping[str, type], optional: Mapping[str, type]) -> None:
+    _require(isinstance(content, dict), where, "must be an object")
+    for key in needed:
+        _require(key in content, f"{where}.{key}", "is missing")
+    known = {**needed, **optional}
+    for key, value in content.items():
+        place = f"{where}.{key}"
+        _require(key in known, place, f"is unknown; known are {', '.join(known)}")
+        if known[key] is float:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            # Compared rather than asked with isfinite, which has no answer for whole numbers beyond a float.
+            finite = number and abs(value) <= sys.float_info.max
+            _require(finite, place, f"must be a finite number, got {value!r}")
+        else:
+            _require(isinstance(value, known[key]), place, f"must be a {known[key].__name__}")
+
+
+def _require(condition: bool, where: str, what: str) -> None:
+    if not condition:
+        raise ReportInvalid(where, what)

@@ -1,0 +1,135 @@
+"""A daemon's life: options, logs, the ready line its parent waits for, signals, exit code."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import uvloop
+from prometheus_client import disable_created_metrics
+
+from moonpool.runtime.config.loading import load_config
+from moonpool.runtime.config.options import Config
+from moonpool.runtime.errors import ConfigError, MoonpoolError
+from moonpool.runtime.observing.log import setup_logging
+from moonpool.runtime.observing.tracing import setup_tracing
+from moonpool.runtime.service.child import BEAT_S, HEARS_LOADING
+from moonpool.runtime.service.heartbeat import Heart
+
+log = logging.getLogger(__name__)
+
+# The event loop must get the interpreter back quickly from the thread that runs tensor work between two calls
+# that release the lock; the default is ten times this.
+SWITCH_INTERVAL_S = 0.0005
+
+
+class ServiceContext:
+    """What a daemon's main function gets besides its configuration. ``arguments``: of its command line."""
+
+    def __init__(self, role: str, arguments: argparse.Namespace | None = None) -> None:
+        self.role = role
+        self.arguments = arguments or argparse.Namespace()
+        self._lock = threading.Lock()
+        self.draining = asyncio.Event()  # set by the first SIGTERM or SIGINT: finish what runs, then return
+
+    def ready(self, **facts: object) -> None:
+        """Tell whoever started us that we serve: one JSON line on stdout, with where to reach us."""
+        self._tell({"ready": True, "role": self.role, "pid": os.getpid(), **facts})
+
+    def drains(self) -> None:
+        """Tell whoever started us that somebody else than they asked us to drain."""
+        self._tell({"draining": True})
+
+    def loaded(self, nbytes_done: int, nbytes_total: int) -> None:
+        """Tell how far we are with what we load before we are ready; from any thread. A ``Child``'s parent
+        that asked hears it, nobody else: who reads our stdout otherwise finds the ready line first."""
+        if os.environ.get(HEARS_LOADING):
+            self._tell({"loaded": [nbytes_done, nbytes_total]})
+
+    def beat(self) -> None:
+        """Tell whoever started us that we run; from any thread."""
+        self._tell({"beat": 1})
+
+    def _tell(self, message: dict[str, object]) -> None:
+        with self._lock:
+            sys.stdout.write(json.dumps(message) + "\n")
+            sys.stdout.flush()
+
+
+ServiceMain = Callable[[Config, ServiceContext], Awaitable[None]]
+
+
+def run_service(
+    main: ServiceMain,
+    argv: Sequence[str] | None = None,
+    *,
+    role: str,
+    parser: argparse.ArgumentParser | None = None,
+) -> int:
+    """Run ``main`` to its end and return the exit code: 0 done, 1 failed, 2 wrong configuration.
+
+    The first SIGTERM or SIGINT sets ``context.draining``, the second cancels ``main``, the third ends the
+    process. SIGUSR1 prints every thread's stack on stderr. ``parser``: of arguments of this role alone.
+    """
+    parser = parser or argparse.ArgumentParser(prog=f"moonpool {role}", allow_abbrev=False)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options; -: stdin")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
+    arguments = parser.parse_args(argv)
+    try:
+        config = load_config(arguments.config, arguments.set)
+    except ConfigError as error:
+        print(f"moonpool {role}: {error}", file=sys.stderr)
+        return 2
+    # A time of creation beside each counter would nearly double a scrape, and nobody reads it.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    setup_logging(config.log, config.node.id or role)
+    end_tracing = setup_tracing(config.tracing, config.node.id or role)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    context = ServiceContext(role, arguments)
+    beat_s = os.environ.get(BEAT_S)
+    heart = Heart(context.beat, float(beat_s)) if beat_s else None
+    try:
+        uvloop.run(_supervise(main, config, context))
+    except MoonpoolError as error:
+        log.error("%s", error)
+        return 2 if isinstance(error, ConfigError) else 1
+    except asyncio.CancelledError:
+        log.warning("stopped before it was drained")
+        return 1
+    finally:
+        end_tracing()
+        if heart is not None:
+            heart.stop()  # a thread that writes while the interpreter ends would abort it
+    return 0
+
+
+async def _supervise(main: ServiceMain, config: Config, context: ServiceContext) -> None:
+    task = asyncio.ensure_future(main(config, context))
+    signals_seen = 0
+
+    def on_signal(name: str) -> None:
+        nonlocal signals_seen
+        signals_seen += 1
+        log.info("%s: %s", name, ("draining", "stopping", "ending")[min(signals_seen, 3) - 1])
+        if signals_seen == 1:
+            context.draining.set()
+        elif signals_seen == 2:
+            task.cancel()
+        else:
+            os._exit(1)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number.name)
+    await task

@@ -1,0 +1,190 @@
+"""Which cluster serves most within the SLOs: prefill and decode nodes of some size, or plain replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.runtime.errors import ConfigError
+from moonpool.simulator.inputs.hardware import Accelerator, Hardware, ModelShape, tensor_parallel
+from moonpool.simulator.inputs.scenario import Scenario
+from moonpool.simulator.inputs.trace import TraceRequest, at_speed
+from moonpool.simulator.outcome import Outcome
+from moonpool.simulator.simulation import Simulation
+
+# A cluster serves a load when so many of its requests are within the SLOs.
+EFFECTIVE = 0.9
+# Speeds are found to a factor of 1.5 and then halved so often: to 5 %.
+_GROWTH, _HALVINGS, _MOST_GROWTHS = 1.5, 3, 10
+# Ratios this far from the one that balances the stages' work are not looked at.
+_FAR = 2.0
+# Tokens a step of a replica may take: fewer keep its decode steps short, more make prefills fast.
+_REPLICA_CHUNKS = (256, 512, 1024)
+# Disaggregation is worth its second kind of node from here on.
+PAYS = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One cluster. ``num_both`` replicas, and nothing else, or nodes of both roles."""
+
+    parallel: int  # GPUs a node
+    num_prefill: int
+    num_decode: int
+    num_both: int
+    hardware: Hardware
+
+    @property
+    def num_gpus(self) -> int:
+        return self.parallel * (self.num_prefill + self.num_decode + self.num_both)
+
+    @property
+    def name(self) -> str:
+        if self.num_both:
+            return f"{self.num_both} replicas, chunks of {self.hardware.chunk_tokens}"
+        return f"{self.num_prefill} prefill + {self.num_decode} decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a candidate can do: ``outcome`` is at ``speed`` × the trace's, the fastest where it still serves.
+    ``speed`` 0: it keeps the SLOs at no load; ``outcome`` then is of the slowest that was tried."""
+
+    candidate: Candidate
+    speed: float
+    outcome: Outcome
+
+    @property
+    def goodput_per_gpu(self) -> float:
+        """Requests within the SLOs, a second and GPU; 0 where it does not serve."""
+        return self.outcome.goodput / self.candidate.num_gpus if self.speed else 0.0
+
+
+def check_slo(
+    gpu: Accelerator, model: ModelShape, parallel: Sequence[int], requests: Sequence[TraceRequest], slo: Slo
+) -> None:
+    """Refuse what even an idle node of the best kind cannot keep for nine of ten requests.
+
+    Raises:
+        ConfigError: naming the option, and what would be possible.
+    """
+    kinds = [hardware.profile for hardware in _kinds(gpu, model, parallel)]
+    prompts = [request.input_tokens for request in requests]
+    # Cached prefixes make it less: nothing is refused that a cache could save.
+    least_s = min(kind.prefill_s(1, 0) for kind in kinds)
+    if slo.ttft_s < least_s:
+        raise ConfigError(
+            f"--slo-ttft {slo.ttft_s:g} is impossible: one step takes {least_s:.3g} s on the fastest node",
+            key="slo_ttft",
+        )
+    context = int(np.quantile(prompts, 1 - EFFECTIVE))
+    least_s = min(kind.step_s(1, context) for kind in kinds)
+    if slo.tbt_s < least_s:
+        raise ConfigError(
+            f"--slo-tbt {slo.tbt_s:g} is impossible: alone on the fastest node a token takes {least_s:.3g} s",
+            key="slo_tbt",
+        )
+
+
+def candidates(
+    gpu: Accelerator,
+    model: ModelShape,
+    num_gpus: int,
+    parallel: Sequence[int],
+    requests: Sequence[TraceRequest],
+) -> list[Candidate]:
+    """Clusters of ``num_gpus`` GPUs worth looking at; nodes of each kind that the weights fit.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found: list[Candidate] = []
+    for hardware in _kinds(gpu, model, parallel):
+        size = hardware.num_gpus
+        num_nodes = num_gpus // size
+        for chunk in _REPLICA_CHUNKS if num_nodes else ():
+            found.append(Candidate(size, 0, 0, num_nodes, replace(hardware, chunk_tokens=chunk)))
+        found += [
+            Candidate(size, prefill, num_nodes - prefill, 0, replace(hardware, chunk_tokens=8192))
+            for prefill in _balanced(hardware, num_nodes, requests)
+        ]
+    if not found:
+        raise ConfigError(f"{num_gpus} GPUs are too few for {model.name} on {gpu.name}", key="gpus")
+    return found
+
+
+def _kinds(gpu: Accelerator, model: ModelShape, parallel: Sequence[int]) -> Iterator[Hardware]:
+    for size in parallel:
+        try:
+            yield tensor_parallel(gpu, model, size)
+        except ConfigError:
+            continue  # the weights do not fit
+
+
+def _balanced(hardware: Hardware, num_nodes: int, requests: Sequence[TraceRequest]) -> list[int]:
+    """Counts of prefill nodes near the one at which both stages are as busy."""
+    profile = hardware.profile
+    prefill_s = float(np.mean([profile.prefill_s(r.input_tokens, 0) for r in requests]))
+    # A decode step of a batch of 32 is shared by 32.
+    context = float(np.mean([r.input_tokens for r in requests]))
+    token_s = profile.step_s(32, int(32 * context)) / 32
+    decode_s = token_s * float(np.mean([r.output_tokens for r in requests]))
+    counts = []
+    for prefill in range(1, num_nodes):
+        odds = prefill / (num_nodes - prefill) * decode_s / prefill_s
+        # A cache halves prefill's work at best, batches differ: what is near is kept, and the extremes too.
+        if 1 / (2 * _FAR) <= odds <= _FAR or num_nodes <= 4:
+            counts.append(prefill)
+    if len(counts) > 5:
+        counts = [counts[round(i * (len(counts) - 1) / 4)] for i in range(5)]
+    return counts or ([num_nodes - 1] if num_nodes > 1 else [])
+
+
+def judge(
+    candidate: Candidate, requests: Sequence[TraceRequest], slo: Slo, say: Callable[[str], None]
+) -> Verdict:
+    """The highest speed at which the candidate serves, by simulating."""
+
+    def run(speed: float) -> Outcome:
+        say(f"{candidate.name} of {candidate.parallel} GPUs at {speed:.2f}× the speed")
+        return Simulation(_scenario(candidate, slo), at_speed(requests, speed)).run()
+
+    speed, best, good = 1.0, 0.0, None
+    outcome = run(speed)
+    growth = _GROWTH if outcome.effective_ratio >= EFFECTIVE else 1 / _GROWTH
+    slowest, bad_speed = outcome, speed
+    for _ in range(_MOST_GROWTHS):
+        serves = outcome.effective_ratio >= EFFECTIVE
+        if serves:
+            best, good = speed, outcome
+        else:
+            bad_speed, slowest = speed, outcome
+        if serves != (growth > 1):
+            break
+        speed *= growth
+        outcome = run(speed)
+    if good is None:
+        return Verdict(candidate, 0.0, slowest)
+    for _ in range(_HALVINGS if bad_speed > best else 0):
+        middle = (best + bad_speed) / 2
+        outcome = run(middle)
+        if outcome.effective_ratio >= EFFECTIVE:
+            best, good = middle, outcome
+        else:
+            bad_speed = middle
+    return Verdict(candidate, best, good)
+
+
+def _scenario(candidate: Candidate, slo: Slo) -> Scenario:
+    return Scenario(
+        hardware=candidate.hardware,
+        num_prefill=candidate.num_prefill,
+        num_decode=candidate.num_decode,
+        num_both=candidate.num_both,
+        # Replicas behind a router that knows their caches; nothing moves between them.
+        policy="local-cache" if candidate.num_both else "goodput",
+        slo=slo,
+    )

@@ -1,0 +1,92 @@
+"""Copies of hot prefixes in the simulated cluster, as the conductor's own plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moonpool.conductor.placing.estimates import longest_blocks
+from moonpool.conductor.placing.placement import Placement
+from moonpool.conductor.replication.copy_plan import Copy, Shape, plan_release, plan_replication
+from moonpool.conductor.replication.heat import Heat
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.simulator.cluster.clock import Clock
+from moonpool.simulator.cluster.membership import Cluster
+from moonpool.simulator.cluster.memory import Hold
+
+# As the live one's.
+_PERIOD_S = 1.0
+
+
+class Replicas:
+    """What ``conductor.Replicator`` does, in virtual time. Looks once a second while ``goes_on()``."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        clock: Clock,
+        *,
+        nbytes_per_s: float,
+        block_tokens: int,
+        goes_on: Callable[[], bool],
+    ) -> None:
+        """``nbytes_per_s``: for all copies together; 0: none are made."""
+        self.num_made = 0
+        self.num_let_go = 0
+        self._cluster = cluster
+        self._clock = clock
+        self._nbytes_per_s = nbytes_per_s
+        self._shape = Shape(block_tokens, cluster.block_nbytes)
+        self._goes_on = goes_on
+        self._heat = Heat()
+        self._made: list[Copy] = []
+        if nbytes_per_s:
+            clock.at(clock.now_s + _PERIOD_S, self._round)
+
+    def note(self, keys: Sequence[bytes], placement: Placement) -> None:
+        """A request was placed."""
+        if self._nbytes_per_s:
+            chain = self._chain(keys)
+            held = longest_blocks(self._cluster.holders(chain))
+            self._heat.touch(chain[:held], self._clock.now_s, placement.prefill.compute_s)
+
+    def _chain(self, keys: Sequence[bytes]) -> list[BlockKey]:
+        return [BlockKey(key) for key in keys]
+
+    def _round(self) -> None:
+        cluster, now_s = self._cluster, self._clock.now_s
+        for copy in plan_release(self._heat, self._made, cluster.holders, cluster.prefill, now_s=now_s):
+            self._made.remove(copy)
+            if (node := cluster.nodes.get(copy.target)) is not None:
+                self.num_let_go += bool(node.memory.let_go(copy.keys, copy.num_blocks))
+        budget_nbytes = self._nbytes_per_s * _PERIOD_S
+        for copy in plan_replication(
+            self._heat,
+            cluster.holders,
+            cluster.prefill,
+            cluster.links,
+            self._shape,
+            budget_nbytes=budget_nbytes,
+            now_s=now_s,
+        ):
+            self._copy(copy)
+        if self._goes_on():
+            self._clock.at(now_s + _PERIOD_S, self._round)
+
+    def _copy(self, copy: Copy) -> None:
+        source, target = self._cluster.nodes[copy.source], self._cluster.nodes[copy.target]
+        held = Hold()
+        source.memory.pin(held, copy.keys)
+
+        def copied() -> None:
+            if source.alive:
+                source.memory.release(held)
+                source.freed()
+            if target.alive:
+                arrived = Hold()
+                target.memory.bring(arrived, copy.keys)
+                target.memory.release(arrived)
+                self._made.append(copy)
+                self.num_made += 1
+
+        self._cluster.links.begin(copy.source, copy.target, copy.nbytes, self._clock.now_s)
+        self._cluster.network.start(copy.source, copy.target, copy.nbytes, copied)

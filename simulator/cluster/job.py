@@ -1,0 +1,73 @@
+"""One request on its way through the simulated cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.simulator.cluster.memory import Hold
+from moonpool.simulator.inputs.trace import TraceRequest
+
+if TYPE_CHECKING:
+    from moonpool.simulator.cluster.network import Flow
+    from moonpool.simulator.cluster.node import Node
+
+
+@dataclass(slots=True)
+class CacheUse:
+    """Prompt tokens of one request by where their KV came from."""
+
+    pool: int = 0
+    host: int = 0
+    ssd: int = 0
+    peer: int = 0
+    computed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """``keys``: of the prompt's full blocks. Attempts are counted: what an earlier one set off is void."""
+
+    number: int
+    request: TraceRequest
+    keys: list[bytes]
+    attempt: int = 0
+    prefill: Node | None = None
+    decode: Node | None = None
+    use: CacheUse = field(default_factory=CacheUse)
+    slow: tuple[int, int] = (0, 0)  # blocks that this attempt loads from host and SSD
+    fetched_blocks: int = 0
+    hold: Hold = field(default_factory=Hold)  # at the prefill node
+    decode_hold: Hold | None = None
+    flow: Flow | None = None
+    computing: bool = False  # its latest prefill has not ended
+    computing_s: float = 0.0  # when that began
+    since_s: float = 0.0  # when its latest token was there
+    first_token_s: float = -1.0
+    done_s: float = -1.0
+    rejected: str = ""  # stage
+    num_produced: int = 0
+    gaps_s: list[npt.NDArray[np.float64]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """What an attempt that starts now has to have in place: the prompt and all tokens produced."""
+        return self.request.input_tokens + self.num_produced
+
+    @property
+    def remaining(self) -> int:
+        return self.request.output_tokens - self.num_produced
+
+    def add_tokens(self, gaps_s: npt.NDArray[np.float64]) -> None:
+        """Tokens were produced, each so long after the one before."""
+        if len(gaps_s):
+            self.gaps_s.append(gaps_s)
+            self.num_produced += len(gaps_s)
+            self.since_s += float(gaps_s.sum())
+
+    @property
+    def ended(self) -> bool:
+        return self.done_s >= 0

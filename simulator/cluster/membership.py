@@ -1,0 +1,152 @@
+"""The simulated cluster: its nodes as they come and go, and what placement sees of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from moonpool.conductor.admission.rejection import DecodeOutlook
+from moonpool.conductor.costs.links import LinkModel
+from moonpool.conductor.placing.cluster_view import ClusterView
+from moonpool.conductor.placing.node_table import Fleet
+from moonpool.kvstore.blocks.keys import KEY_NBYTES
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.index.block_map import BlockMap
+from moonpool.simulator.cluster.clock import Clock
+from moonpool.simulator.cluster.job import Job
+from moonpool.simulator.cluster.network import Network
+from moonpool.simulator.cluster.node import Node, OnJob
+from moonpool.simulator.inputs.scenario import Scenario
+from moonpool.simulator.inputs.trace import TraceRequest
+
+
+class Cluster:
+    """``nodes`` by id; a node of both roles is in the fleet ``prefill``. ``parents``: of every key the one
+    before it, filled by ``keys_of``."""
+
+    def __init__(self, scenario: Scenario, clock: Clock, *, on_prefilled: OnJob, on_decoded: OnJob) -> None:
+        hardware = scenario.hardware
+        decode_hardware = scenario.decode_hardware or hardware
+        rate = min(hardware.network_nbytes_per_s, decode_hardware.network_nbytes_per_s)
+        self.network = Network(clock, nbytes_per_s=rate, latency_s=hardware.network_latency_s)
+        # Nothing is slower the first time here.
+        self.links = LinkModel(latency_s=hardware.network_latency_s, nbytes_per_s=rate, connect_s=0.0)
+        self.block_nbytes = scenario.block_tokens * hardware.kv_token_nbytes
+        self.nodes: dict[str, Node] = {}
+        self.former: list[Node] = []  # that failed
+        self.prefill = Fleet()
+        self.decode = Fleet()
+        self._scenario = scenario
+        self._clock = clock
+        self._index = BlockMap()
+        self._hardware = {"prefill": hardware, "decode": decode_hardware, "both": hardware}
+        self._on_prefilled = on_prefilled
+        self._on_decoded = on_decoded
+        self._numbers = {"prefill": 0, "decode": 0, "both": 0}
+        self._names: dict[int, bytes] = {}
+        self._parents: dict[bytes, bytes] = {}
+        self._rng = random.Random(scenario.seed)
+        self._turn = 0
+        counts = {"prefill": scenario.num_prefill, "decode": scenario.num_decode, "both": scenario.num_both}
+        for role, count in counts.items():
+            for _ in range(count):
+                self.join(role)
+
+    def keys_of(self, request: TraceRequest) -> list[bytes]:
+        """Of its full blocks: one that is not full has no key."""
+        names, keys = self._names, list[bytes]()
+        for block_id in request.block_ids[: request.input_tokens // self._scenario.block_tokens]:
+            key = names.get(block_id)
+            if key is None:
+                key = names[block_id] = block_id.to_bytes(KEY_NBYTES, "little")
+                if keys:
+                    self._parents[key] = keys[-1]
+            keys.append(key)
+        return keys
+
+    # ------------------------------------------------------------------ nodes come and go
+
+    def join(self, role: str) -> None:
+        """An empty node."""
+        number = self._numbers[role]
+        self._numbers[role] += 1
+        node = Node(
+            f"{role}-{number}",
+            self._hardware[role],
+            self._scenario,
+            self._clock,
+            self._index,
+            self._parents,
+            on_prefilled=self._on_prefilled,
+            on_decoded=self._on_decoded,
+        )
+        self.nodes[node.node_id] = node
+        fleet = self._fleet(role)
+        fleet.add(node.view)
+        # A newcomer starts at the fewest of its peers, not at zero, so that it is not given everything.
+        node.view.num_placed = min((view.num_placed for view in fleet if view is not node.view), default=0)
+
+    def fail(self, role: str, number: int) -> Node | None:
+        """A node is gone with all it holds; its jobs are the caller's to place. None: it is not there."""
+        node = self.nodes.pop(f"{role}-{number}", None)
+        if node is not None:
+            self.former.append(node)
+            node.stop()
+            self._index.leave(node.node_id)
+            self._index.sweep(1 << 30)
+            self._fleet(role).remove(node.view)
+        return node
+
+    def _fleet(self, role: str) -> Fleet:
+        return self.decode if role == "decode" else self.prefill
+
+    # ------------------------------------------------------------------ what placement sees
+
+    def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """How many leading blocks each node holds."""
+        return self._index.longest_prefix(keys)
+
+    def view(self, job: Job) -> ClusterView:
+        """As it is now, for a decision; each is another turn and another draw."""
+        self._turn += 1
+        for view in self.decode:
+            self.nodes[view.node_id].refresh()
+            self.decode.touch(view)
+        keys = job.keys
+        prefixes = self._index.longest_prefix(keys)
+        return ClusterView(
+            prefill=self.prefill,
+            decode=self.decode,
+            prefix_blocks=prefixes,
+            slow_blocks=self._slow(keys, prefixes),
+            links=self.links,
+            block_size=self._scenario.block_tokens,
+            block_nbytes=self.block_nbytes,
+            now_s=self._clock.now_s,
+            turn=self._turn - 1,
+            draw=self._rng.random(),
+        )
+
+    def _slow(self, keys: Sequence[bytes], prefixes: dict[str, int]) -> dict[str, tuple[int, int]]:
+        """Of each node's prefix, the blocks in host memory and on SSD."""
+        slow: dict[str, tuple[int, int]] = {}
+        if not any(node.memory.has_lower_tiers for node in self.nodes.values()):
+            return slow
+        for node_id, count in prefixes.items():
+            tiers = self.nodes[node_id].memory.match(keys[:count])
+            host, ssd = tiers.count(Tier.HOST), tiers.count(Tier.SSD)
+            if host or ssd:
+                slow[node_id] = (host, ssd)
+        return slow
+
+    def outlook(self, decode: Node | None, job: Job, expected: int) -> DecodeOutlook | None:
+        if decode is None:
+            return None
+        return DecodeOutlook(
+            view=decode.refresh(),
+            schedule=decode.schedule,
+            num_tokens=job.num_tokens,
+            expected_tokens=expected,
+            block_size=self._scenario.block_tokens,
+            key=job,
+        )

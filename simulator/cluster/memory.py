@@ -1,0 +1,191 @@
+"""The KV blocks of one node in their tiers: the bookkeeping and policies that serve, without the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.eviction import make_policy
+from moonpool.kvstore.eviction.chain_cache import ChainCache
+from moonpool.kvstore.index.block_map import BlockMap
+
+# What a block that has no key (a prompt's last, or generated tokens) is called while its slot is taken.
+_NAMELESS = b""
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What one request has of a node's pool: the first blocks of its chain, and slots for more."""
+
+    keys: list[bytes] = field(default_factory=list)  # of the pinned ones
+    pinned: list[int] = field(default_factory=list)
+    reserved: list[int] = field(default_factory=list)
+
+
+class NodeMemory:
+    """A pool, and below it host memory and disk where they have a capacity. What leaves a tier goes to the
+    next. Whatever the node holds is in ``index`` under its fastest tier, at once.
+
+    Of a chain the node holds a prefix, in whatever tiers.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        index: BlockMap,
+        parents: Mapping[bytes, bytes],
+        *,
+        blocks: Sequence[int],
+        policies: Sequence[str],
+    ) -> None:
+        """``blocks`` and ``policies``: of pool, host and SSD; 0: no such tier. ``parents``: of every key the
+        one before it, those without left out."""
+        self.node_id = node_id
+        self._index = index
+        self._parents = parents
+        self._tiers: dict[Tier, ChainCache[bytes]] = {}
+        for tier, capacity, policy in zip(Tier, blocks, policies, strict=True):
+            if capacity:
+                self._tiers[tier] = ChainCache(
+                    capacity, make_policy(policy, capacity), on_evicted=self._demoter(tier)
+                )
+        self.pool = self._tiers[Tier.POOL]
+        self._num_reserved = 0
+        index.join(node_id)
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        return len(self._tiers) > 1
+
+    @property
+    def num_available(self) -> int:
+        """Slots of the pool that nobody holds, cached blocks in them or not."""
+        return self.pool.capacity - self.pool.num_pinned - self._num_reserved
+
+    def match(self, keys: Sequence[bytes]) -> list[Tier]:
+        """The tier of each block of the longest prefix held. No use, no pin."""
+        found = [Tier.POOL] * len(self.pool.match(keys))
+        if self.has_lower_tiers:
+            for key in keys[len(found) :]:
+                tier = self._fastest(key)
+                if tier is None:
+                    break
+                found.append(tier)
+        return found
+
+    def holds(self, key: bytes) -> bool:
+        """In any tier."""
+        return self._fastest(key) is not None
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """A request uses this chain: tell the policies. The pool's is told when the request lets go."""
+        for tier, cache in self._tiers.items():
+            if tier is not Tier.POOL:
+                cache.use(keys)
+
+    # ------------------------------------------------------------------ holding
+
+    def pin(self, hold: Hold, keys: Sequence[bytes]) -> int:
+        """Hold what the pool has of the prefix ``keys``; returns how many blocks are held now."""
+        slots = self.pool.match(keys)
+        fresh = slots[len(hold.pinned) :]
+        self.pool.pin(fresh)
+        hold.keys += keys[len(hold.pinned) : len(slots)]
+        hold.pinned += fresh
+        return len(hold.pinned)
+
+    def reserve(self, hold: Hold, keys: Sequence[bytes], num_blocks: int) -> bool:
+        """Slots for ``num_blocks`` more, the first of them for ``keys``. False: no room, nothing changed."""
+        if num_blocks > self.num_available:
+            return False
+        for i in range(num_blocks):
+            key = keys[i] if i < len(keys) else _NAMELESS
+            slot = self.pool.reserve(key, self._parents.get(key))
+            assert slot is not None, "the pool's policy refused a block that is needed"
+            hold.reserved.append(slot)
+            self._num_reserved += 1
+        return True
+
+    def commit(self, hold: Hold, keys: Sequence[bytes]) -> None:
+        """The first slots reserved hold ``keys`` now, and are found from now on."""
+        slots, hold.reserved = hold.reserved[: len(keys)], hold.reserved[len(keys) :]
+        self._num_reserved -= len(slots)
+        for slot, key in zip(slots, keys, strict=True):
+            carrier = self.pool.commit(slot, key, self._parents.get(key))
+            self.pool.pin((carrier,))
+            hold.pinned.append(carrier)
+        hold.keys += keys
+        if keys:
+            self._index.store(self.node_id, b"".join(keys), Tier.POOL)
+
+    def bring(self, hold: Hold, keys: Sequence[bytes]) -> int:
+        """Blocks came from a lower tier or another node, behind what is held: keep and hold as many as there
+        is room for. Returns how many are held now."""
+        self.pin(hold, keys)
+        rest = keys[len(hold.pinned) :]
+        count = min(len(rest), self.num_available)
+        if count and self.reserve(hold, rest, count):
+            self.commit(hold, rest[:count])
+        return len(hold.pinned)
+
+    def release(self, hold: Hold) -> None:
+        """What was pinned stays as cache, what was only reserved is free."""
+        self.pool.use(hold.keys)
+        self.pool.unpin(hold.pinned)
+        for slot in hold.reserved:
+            self.pool.abandon(slot)
+        self._num_reserved -= len(hold.reserved)
+        hold.keys, hold.pinned, hold.reserved = [], [], []
+
+    def let_go(self, keys: Sequence[bytes], num_blocks: int) -> int:
+        """Drop the pool's copies of the last ``num_blocks`` of ``keys``, from the end on, as far as nobody
+        holds them and nothing follows. Returns how many went."""
+        gone = 0
+        for key in reversed(keys[len(keys) - num_blocks :]):
+            slot = self.pool.slot_of(key)
+            if slot is None or self.pool.is_pinned(slot) or self.pool.after(key):
+                break
+            self.pool.remove(key)
+            self._demote(Tier.POOL, key)
+            gone += 1
+        return gone
+
+    # ------------------------------------------------------------------ tiers
+
+    def _demoter(self, tier: Tier) -> Callable[[bytes, int], None]:
+        def demote(key: bytes, _: int) -> None:
+            self._demote(tier, key)
+
+        return demote
+
+    def _demote(self, leaving: Tier, key: bytes) -> None:
+        for tier, cache in self._tiers.items():
+            if tier > leaving:
+                held = key in cache or cache.add(key, self._parents.get(key)) is not None
+                if held:
+                    if self._fastest(key, leaving) == tier:
+                        self._index.store(self.node_id, key, tier)
+                    return
+        if self._fastest(key, leaving) is None:
+            self._index.remove(self.node_id, key)
+
+    def _fastest(self, key: bytes, without: Tier | None = None) -> Tier | None:
+        for tier, cache in self._tiers.items():
+            if tier != without and key in cache:
+                return tier
+        return None
+
+    def counts(self) -> dict[str, int]:
+        """Blocks held, by tier."""
+        return {tier.name.lower(): len(cache) for tier, cache in self._tiers.items()}
+
+    def check_integrity(self) -> None:
+        for cache in self._tiers.values():
+            cache.check_integrity()
+            assert len(cache) <= cache.capacity
+        held = set().union(*(cache.keys() for cache in self._tiers.values()))
+        assert self._index.held_by(self.node_id) == held, "the index names other blocks than are held"
+        for key in held:
+            parent = self._parents.get(key)
+            assert parent is None or parent in held, "a block without the one before it"

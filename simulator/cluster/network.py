@@ -1,0 +1,79 @@
+"""Transfers between nodes in virtual time: those that share a link share its bandwidth."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moonpool.simulator.cluster.clock import Clock, Event
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """One transfer. ``left_nbytes`` at ``since_s``, falling by ``rate``."""
+
+    source: str
+    target: str
+    nbytes: float
+    done: Callable[[], None]
+    left_nbytes: float
+    since_s: float
+    rate: float = 0.0  # bytes a second
+    end: Event | None = None
+
+
+class Network:
+    """Every node has one link out and one in. A flow gets the smaller of its even shares of both."""
+
+    def __init__(self, clock: Clock, *, nbytes_per_s: float, latency_s: float) -> None:
+        self._clock = clock
+        self._nbytes_per_s = nbytes_per_s
+        self._latency_s = latency_s
+        # Dicts for their order: who is served first must not depend on where objects lie in memory.
+        self._out: dict[str, dict[Flow, None]] = defaultdict(dict)
+        self._in: dict[str, dict[Flow, None]] = defaultdict(dict)
+        self.moved_nbytes = 0.0
+
+    def start(self, source: str, target: str, nbytes: float, done: Callable[[], None]) -> Flow:
+        """Move ``nbytes``; ``done`` is called when the last has arrived."""
+        flow = Flow(source, target, nbytes, done, nbytes, self._clock.now_s)
+        self._out[source][flow] = None
+        self._in[target][flow] = None
+        self._share(source, target)
+        return flow
+
+    def cancel(self, flow: Flow) -> None:
+        """``done`` will not be called. Idempotent, also after the end."""
+        if flow.end is not None:
+            flow.end.cancel()
+            flow.end = None
+        self._remove(flow)
+
+    def _remove(self, flow: Flow) -> None:
+        if flow in self._out[flow.source]:
+            self._settle(flow)
+            self.moved_nbytes += flow.nbytes - max(flow.left_nbytes, 0.0)
+            del self._out[flow.source][flow], self._in[flow.target][flow]
+            self._share(flow.source, flow.target)
+
+    def _share(self, source: str, target: str) -> None:
+        """Rates of the flows that share a link with a pair of nodes, anew."""
+        for flow in self._out[source] | self._in[target]:
+            self._settle(flow)
+            sharing = max(len(self._out[flow.source]), len(self._in[flow.target]))
+            flow.rate = self._nbytes_per_s / sharing
+            if flow.end is not None:
+                flow.end.cancel()
+            flow.end = self._clock.at(self._clock.now_s + flow.left_nbytes / flow.rate, self._end, flow)
+
+    def _settle(self, flow: Flow) -> None:
+        now_s = self._clock.now_s
+        flow.left_nbytes -= (now_s - flow.since_s) * flow.rate
+        flow.since_s = now_s
+
+    def _end(self, flow: Flow) -> None:
+        flow.left_nbytes = 0.0
+        flow.since_s = self._clock.now_s
+        self._remove(flow)
+        flow.end = self._clock.at(self._clock.now_s + self._latency_s, flow.done)

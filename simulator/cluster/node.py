@@ -1,0 +1,238 @@
+"""One simulated node: its engine and memory, and the view of it that placement sees."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.conductor.costs.model import NodeCost
+from moonpool.conductor.placing.cluster_view import NodeView
+from moonpool.conductor.placing.decode_schedule import DecodeSchedule
+from moonpool.kvstore.index.block_map import BlockMap
+from moonpool.simulator.cluster.clock import Clock
+from moonpool.simulator.cluster.job import Job
+from moonpool.simulator.cluster.memory import Hold, NodeMemory
+from moonpool.simulator.cluster.step_engine import Decode, Prefill, StepEngine
+from moonpool.simulator.inputs.hardware import Hardware
+from moonpool.simulator.inputs.scenario import Scenario
+
+OnJob = Callable[[Job], None]
+
+
+class Node:
+    """A prefill node, a decode node, or one that is both. Told of its jobs; tells when their stages end."""
+
+    def __init__(
+        self,
+        node_id: str,
+        hardware: Hardware,
+        scenario: Scenario,
+        clock: Clock,
+        index: BlockMap,
+        parents: Mapping[bytes, bytes],
+        *,
+        on_prefilled: OnJob,
+        on_decoded: OnJob,
+    ) -> None:
+        self.node_id = node_id
+        self.hardware = hardware
+        self.alive = True
+        self.jobs: dict[Job, None] = {}  # all that have to do with this node
+        self.memory = NodeMemory(
+            node_id,
+            index,
+            parents,
+            blocks=scenario.blocks(hardware),
+            # The engine's pool is LRU; the other tiers' policies are options.
+            policies=("lru", scenario.host_policy, scenario.ssd_policy),
+        )
+        self.engine = StepEngine(
+            clock,
+            hardware.profile,
+            self,
+            chunk_tokens=hardware.chunk_tokens,
+            max_batch_size=hardware.max_batch_size,
+        )
+        self.schedule = DecodeSchedule()
+        self.view = NodeView(node_id, NodeCost(hardware.profile), num_blocks=self.memory.pool.capacity)
+        self._heading: dict[Job, int] = {}  # will decode here and have not begun: their tokens
+        self._heading_tokens = 0
+        self._clock = clock
+        self._scenario = scenario
+        self._on_prefilled = on_prefilled
+        self._on_decoded = on_decoded
+        self._unmet: deque[tuple[Job, Callable[[Job], None]]] = deque()  # wait for room to decode
+        self._queued: dict[Job, None] = {}  # wait for their prefill, holding what they brought
+        self._load_ends_s = 0.0
+
+    # ------------------------------------------------------------------ prefill
+
+    def load_s(self, host_blocks: int, ssd_blocks: int) -> float:
+        """Seconds until these blocks have come up from the slower tiers, behind those asked for before."""
+        now_s, hardware = self._clock.now_s, self.hardware
+        nbytes = self._scenario.block_tokens * hardware.kv_token_nbytes
+        seconds = 0.0
+        if host_blocks:
+            seconds += host_blocks * nbytes / hardware.host_load_nbytes_per_s
+        if ssd_blocks:
+            seconds += ssd_blocks * nbytes / hardware.ssd_load_nbytes_per_s
+        if not seconds:
+            return 0.0
+        self._load_ends_s = max(self._load_ends_s, now_s) + seconds
+        return self._load_ends_s - now_s
+
+    def queue_prefill(self, job: Job, order_s: float) -> None:
+        self._queued[job] = None
+        self.engine.add_prefill(Prefill(job, order_s))
+
+    def start_prefill(self, prefill: Prefill) -> bool:
+        job = prefill.key
+        assert isinstance(job, Job)
+        size = self._scenario.block_tokens
+        keys = job.keys[: (job.num_tokens - 1) // size]
+        hits = self.memory.pin(job.hold, keys)
+        # A node of both roles decodes in the same blocks.
+        total = job.num_tokens + (job.remaining if job.decode is self else 0)
+        if not self._reserve(job.hold, job.keys[hits:], -(-total // size) - hits, job):
+            return False
+        del self._queued[job]
+        self.memory.use(job.keys)
+        job.computing_s = self._clock.now_s
+        prefill.num_cached = hits * size
+        prefill.num_tokens = job.num_tokens - prefill.num_cached
+        self._count(job, hits)
+        return True
+
+    def _reserve(self, hold: Hold, keys: list[bytes], num_blocks: int, job: Job) -> bool:
+        if self.memory.reserve(hold, keys, num_blocks):
+            return True
+        if any(other not in self._queued for other in self.jobs):
+            return False  # somebody will free blocks
+        # Those that wait keep each other out: the others give up what they brought.
+        for other in self._queued:
+            if other is not job:
+                self.memory.release(other.hold)
+        return self.memory.reserve(hold, keys, num_blocks)
+
+    def _count(self, job: Job, hits: int) -> None:
+        """Where the prompt's KV came from, of the first attempt."""
+        if job.attempt != 1:
+            return
+        size = self._scenario.block_tokens
+        peer = min(job.fetched_blocks, hits)
+        ssd = min(job.slow[1], hits - peer)
+        host = min(job.slow[0], hits - peer - ssd)
+        job.use.peer, job.use.ssd, job.use.host = peer * size, ssd * size, host * size
+        job.use.pool = (hits - peer - ssd - host) * size
+        job.use.computed = job.num_tokens - hits * size
+
+    def prefilled(self, prefill: Prefill) -> None:
+        job = prefill.key
+        assert isinstance(job, Job)
+        full = min(job.num_tokens // self._scenario.block_tokens, len(job.keys))
+        self.memory.commit(job.hold, job.keys[len(job.hold.pinned) : full])
+        self._on_prefilled(job)
+
+    # ------------------------------------------------------------------ decode
+
+    def could_hold(self, job: Job) -> bool:
+        """Whether its prompt and all that is to come fit the pool, were it empty."""
+        size = self._scenario.block_tokens
+        return -(-(job.num_tokens + job.remaining) // size) <= self.memory.pool.capacity
+
+    def head_for(self, job: Job, starts_s: float, expected_tokens: int) -> None:
+        """A job was placed that will decode here."""
+        self._heading[job] = job.num_tokens
+        self._heading_tokens += job.num_tokens
+        step_s = self.view.cost.step_s(self.batch_size, self.context_tokens, self._clock.now_s)
+        self.schedule.add(
+            job,
+            starts_s=starts_s,
+            ends_s=starts_s + expected_tokens * step_s,
+            num_tokens=job.num_tokens + expected_tokens // 2,
+        )
+
+    def turn_away(self, job: Job) -> None:
+        """It is on its way no more. Idempotent."""
+        self._heading_tokens -= self._heading.pop(job, 0)
+        self.schedule.remove(job)
+
+    def when_room(self, job: Job, granted: Callable[[Job], None]) -> None:
+        """Call ``granted`` once ``job.decode_hold`` has blocks for the prompt and everything to come.
+
+        The engine takes blocks as it goes and preempts; here nobody starts that would have to stop.
+        """
+        self._unmet.append((job, granted))
+        self.grant()
+
+    def grant(self) -> None:
+        size = self._scenario.block_tokens
+        while self._unmet:
+            job, granted = self._unmet[0]
+            hold = Hold()
+            hits = self.memory.pin(hold, job.keys)
+            blocks = -(-(job.num_tokens + job.remaining) // size) - hits
+            if not self.memory.reserve(hold, job.keys[hits:], blocks):
+                self.memory.release(hold)
+                return
+            self._unmet.popleft()
+            self.memory.use(job.keys)
+            job.decode_hold = hold
+            granted(job)
+
+    def forget(self, job: Job, hold: Hold | None) -> None:
+        """It left: what it holds is free, and nothing here is waited for in its name. Idempotent."""
+        self.jobs.pop(job, None)
+        self._queued.pop(job, None)
+        self.turn_away(job)
+        self.view.queue.remove(job, self._clock.now_s)
+        if not self.alive:
+            return
+        if hold is not None:
+            self.memory.release(hold)
+        if any(entry[0] is job for entry in self._unmet):
+            self._unmet = deque(entry for entry in self._unmet if entry[0] is not job)
+        self.freed()
+
+    def freed(self) -> None:
+        """Blocks were let go: whoever waits for some may have them now."""
+        self.grant()
+        self.engine.resume()
+
+    def decode(self, job: Job) -> None:
+        self._heading_tokens -= self._heading.pop(job)
+        self.engine.join(Decode(job, job.num_tokens, job.remaining, job.since_s))
+
+    def decoded(self, decode: Decode, gaps_s: npt.NDArray[np.float64]) -> None:
+        job = decode.key
+        assert isinstance(job, Job)
+        job.add_tokens(gaps_s)
+        self._on_decoded(job)
+
+    # ------------------------------------------------------------------ what placement sees
+
+    @property
+    def batch_size(self) -> int:
+        return self.engine.batch_size + len(self._heading)
+
+    @property
+    def context_tokens(self) -> int:
+        return self.engine.context_tokens() + self._heading_tokens
+
+    def refresh(self) -> NodeView:
+        view = self.view
+        view.num_running = self.batch_size
+        view.num_waiting = len(self._unmet)
+        view.num_context_tokens = self.context_tokens
+        view.num_free_blocks = self.memory.num_available
+        return view
+
+    def stop(self) -> None:
+        """It is gone with all it holds. What its batch has produced is with the jobs."""
+        self.alive = False
+        for decode, gaps_s in self.engine.stop():
+            assert isinstance(decode.key, Job)
+            decode.key.add_tokens(gaps_s)

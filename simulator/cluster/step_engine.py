@@ -1,0 +1,257 @@
+"""The steps of one node in virtual time, many at once: continuous batching with chunked prefill."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.conductor.costs.model import Profile
+from moonpool.simulator.cluster.clock import Clock, Event
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """A prompt to compute. ``num_tokens`` and ``num_cached`` are known when it starts."""
+
+    key: object
+    order_s: float
+    num_tokens: int = 0  # to compute
+    num_cached: int = 0  # in place before them
+    num_done: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Decode:
+    """A sequence in the batch, or about to join."""
+
+    key: object
+    context: int  # tokens its next step looks at
+    remaining: int  # tokens it still produces
+    since_s: float  # when its last token before joining was there
+    wait_s: float = 0.0  # from then until its first step began
+    first_step: int = 0
+    last_step: int = 0
+
+
+class Owner(Protocol):
+    """Who is told what became of the work; may add more meanwhile."""
+
+    def start_prefill(self, prefill: Prefill) -> bool:
+        """Fill in its lengths and take memory for it. False: there is no room now (see ``resume``)."""
+        ...
+
+    def prefilled(self, prefill: Prefill) -> None: ...
+
+    def decoded(self, decode: Decode, gaps_s: npt.NDArray[np.float64]) -> None:
+        """Its last token is there; ``gaps_s`` before each of its tokens."""
+        ...
+
+
+@dataclass(slots=True)
+class _Run:
+    """``count`` steps of the same batch, whose lengths grow evenly: ``gap_s``, ``gap_s + slope_s``, …"""
+
+    start_s: float
+    gap_s: float
+    slope_s: float
+    count: int
+    batch_size: int
+    decode_s: float  # of gap_s, what is the batch's
+    chunk: int  # tokens of the prefill in each step
+    end: Event | None = None
+
+    def seconds(self, count: int) -> float:
+        return count * self.gap_s + self.slope_s * count * (count - 1) / 2
+
+    def steps(self, seconds: float) -> float:
+        """How many steps, as a fraction, these seconds are: the inverse of ``seconds``."""
+        b = self.gap_s - self.slope_s / 2
+        root = b * b + 2 * self.slope_s * seconds
+        below = b + math.sqrt(max(root, 0.0))
+        return 2 * seconds / below if below > 0 else float(self.count)
+
+
+class StepEngine:
+    """What ``engine.Scheduler`` does, without the model: every decoding sequence is in every step; the tokens
+    that leaves of a step go to one prompt at a time, by ``order_s``, then arrival.
+
+    Steps of an unchanged batch are computed at once, so time goes by in changes of the batch, not in steps.
+    """
+
+    def __init__(
+        self, clock: Clock, profile: Profile, owner: Owner, *, chunk_tokens: int, max_batch_size: int
+    ) -> None:
+        self._clock = clock
+        self._profile = profile
+        self._owner = owner
+        self._chunk_tokens = chunk_tokens
+        self._max_batch_size = max_batch_size
+        self._waiting: list[tuple[float, int, Prefill]] = []
+        self._joining: list[Decode] = []
+        self._prefill: Prefill | None = None
+        self._batch_size = 0
+        self._context = 0  # tokens that the batch attends over
+        self._ends: list[tuple[int, int, Decode]] = []  # heap by last step
+        self._run: _Run | None = None
+        self._settling = False
+        self._number = 0
+        self._num_steps = 0  # with a decode batch
+        self._gaps_s = np.empty(1024)
+        self.prefill_busy_s = 0.0
+        self.decode_busy_s = 0.0
+
+    # ------------------------------------------------------------------ work comes
+
+    def add_prefill(self, prefill: Prefill) -> None:
+        self._number += 1
+        heappush(self._waiting, (prefill.order_s, self._number, prefill))
+        if self._prefill is None:
+            self.resume()
+
+    def join(self, decode: Decode) -> None:
+        """Into the batch, from the end of the step that runs now."""
+        self._joining.append(decode)
+        self.resume()
+
+    def resume(self) -> None:
+        """Something changed that may let more work start."""
+        if self._settling:
+            return
+        if self._run is None:
+            self._begin()
+        elif self._run.count > 1 and (self._joining or (self._waiting and self._prefill is None)):
+            self._cut(self._run)
+
+    def stop(self) -> list[tuple[Decode, npt.NDArray[np.float64]]]:
+        """Nothing runs any more. Returns those in the batch, with the gaps before their tokens here."""
+        self._stop_run()
+        self._settling = True
+        return [(entry[2], self._gaps_of(entry[2], self._num_steps)) for entry in self._ends]
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size + len(self._joining)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def context_tokens(self) -> int:
+        """Of the batch, now."""
+        context = self._context + sum(decode.context for decode in self._joining)
+        run = self._run
+        if run is not None and run.batch_size:
+            done = min(int(run.steps(self._clock.now_s - run.start_s) + 1e-9), run.count)
+            context += done * self._batch_size
+        return context
+
+    # ------------------------------------------------------------------ steps
+
+    def _begin(self) -> None:
+        """Start the next run of steps, if there is anything to run."""
+        clock, profile = self._clock, self._profile
+        self._take_joining()
+        if self._prefill is None:
+            self._take_prefill()
+        size, prefill = self._batch_size, self._prefill
+        if not size and prefill is None:
+            return
+        gap_s = slope_s = decode_s = 0.0
+        count, chunk = 1 << 62, 0
+        if size:
+            decode_s = gap_s = profile.step_s(size, self._context)
+            slope_s = size * profile.decode_context_s
+            count = self._ends[0][0] - self._num_steps
+        if prefill is not None:
+            left = prefill.num_tokens - prefill.num_done
+            chunk = min(max(self._chunk_tokens - size, 1), left)
+            count = min(count, left // chunk)
+            gap_s += profile.prefill_s(chunk, prefill.num_cached + prefill.num_done)
+            slope_s += chunk * chunk * profile.prefill_attention_s
+        run = self._run = _Run(clock.now_s, gap_s, slope_s, count, size, decode_s, chunk)
+        run.end = clock.at(run.start_s + run.seconds(count), self._end_run)
+
+    def _take_joining(self) -> None:
+        room = self._max_batch_size - self._batch_size
+        for decode in self._joining[:room]:
+            decode.first_step = self._num_steps
+            decode.last_step = self._num_steps + decode.remaining
+            decode.wait_s = self._clock.now_s - decode.since_s
+            self._number += 1
+            heappush(self._ends, (decode.last_step, self._number, decode))
+            self._batch_size += 1
+            self._context += decode.context
+        del self._joining[:room]
+
+    def _take_prefill(self) -> None:
+        if self._waiting and self._owner.start_prefill(self._waiting[0][2]):
+            self._prefill = heappop(self._waiting)[2]
+
+    def _cut(self, run: _Run) -> None:
+        """End the run with the step that is running now."""
+        done = run.steps(self._clock.now_s - run.start_s)
+        count = max(math.ceil(done - 1e-9), 1)
+        if count < run.count:
+            run.count = count
+            assert run.end is not None
+            run.end.cancel()
+            run.end = self._clock.at(run.start_s + run.seconds(count), self._end_run)
+
+    def _stop_run(self) -> None:
+        """Drop the step that is running; the steps before it count."""
+        run = self._run
+        if run is not None:
+            assert run.end is not None
+            run.end.cancel()
+            run.count = min(int(run.steps(self._clock.now_s - run.start_s) + 1e-9), run.count)
+            self._settle(run)
+
+    def _end_run(self) -> None:
+        run = self._run
+        assert run is not None
+        self._settling = True
+        self._settle(run)
+        prefill = self._prefill
+        if prefill is not None and prefill.num_done == prefill.num_tokens:
+            self._prefill = None
+            self._owner.prefilled(prefill)
+        while self._ends and self._ends[0][0] <= self._num_steps:
+            decode = heappop(self._ends)[2]
+            self._batch_size -= 1
+            self._context -= decode.context + decode.last_step - decode.first_step
+            self._owner.decoded(decode, self._gaps_of(decode, decode.last_step))
+        self._settling = False
+        if self._run is None:
+            self._begin()
+
+    def _settle(self, run: _Run) -> None:
+        """Enter the run's steps into the books."""
+        count, total_s = run.count, run.seconds(run.count)
+        self._run = None
+        decode_s = 0.0
+        if run.batch_size and count:
+            end = self._num_steps + count
+            if end > len(self._gaps_s):
+                self._gaps_s = np.concatenate((self._gaps_s, np.empty(max(len(self._gaps_s), count))))
+            self._gaps_s[self._num_steps : end] = run.gap_s + run.slope_s * np.arange(count)
+            growth_s = self._batch_size * self._profile.decode_context_s
+            decode_s = count * run.decode_s + growth_s * count * (count - 1) / 2
+            self._num_steps = end
+            self._context += count * self._batch_size
+        self.decode_busy_s += decode_s
+        self.prefill_busy_s += total_s - decode_s
+        if self._prefill is not None:
+            self._prefill.num_done += count * run.chunk
+
+    def _gaps_of(self, decode: Decode, last_step: int) -> npt.NDArray[np.float64]:
+        gaps_s = self._gaps_s[decode.first_step : last_step].copy()
+        if len(gaps_s):
+            gaps_s[0] += decode.wait_s
+        return gaps_s

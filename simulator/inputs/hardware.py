@@ -1,0 +1,187 @@
+"""What a node can do: its cost profile, memory and links; from published peaks, or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from moonpool.conductor.costs.model import Profile
+from moonpool.runtime.errors import ConfigError
+
+# The shares of the published peaks that real kernels reach: of arithmetic in prefill, of memory bandwidth in
+# decode. H200, measured: 790 of 989 TFLOP/s and 4.3 of 4.8 TB/s by kernels alone; a whole step has gaps.
+_FLOPS_REACHED = 0.5
+_BANDWIDTH_REACHED = 0.7
+# What a tensor-parallel all-reduce costs before its first byte, and a step besides its kernels.
+_ALL_REDUCE_S = 12e-6
+_STEP_S = 1e-3
+# The share of a GPU's memory that weights and KV get; activations and the runtime have the rest.
+_MEMORY_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One GPU by its data sheet, and its share of the host around it."""
+
+    name: str
+    flops_per_s: float  # dense, in the dtype of the weights
+    memory_nbytes_per_s: float
+    memory_nbytes: float
+    peer_nbytes_per_s: float  # to other GPUs of the node, one direction
+    network_nbytes_per_s: float  # to other nodes
+    host_nbytes_per_s: float = 25e9  # to host memory
+    host_nbytes: float = 128e9  # of host memory for KV
+    ssd_nbytes_per_s: float = 3e9
+    ssd_nbytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model decides its costs."""
+
+    name: str
+    num_params: float  # that a token goes through
+    num_layers: int
+    hidden_size: int
+    kv_token_nbytes: int
+    weight_nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One node. ``profile`` is what such a node would measure of itself."""
+
+    name: str
+    profile: Profile
+    kv_token_nbytes: int
+    pool_tokens: int  # of KV that the paged pool holds
+    num_gpus: int = 1
+    host_tokens: int = 0
+    ssd_tokens: int = 0
+    host_load_nbytes_per_s: float = 0.0
+    ssd_load_nbytes_per_s: float = 0.0
+    network_nbytes_per_s: float = 25e9
+    network_latency_s: float = 1e-3
+    request_s: float = 0.0  # that a request is under way beside everything else, until its first token is out
+    chunk_tokens: int = 2048  # most tokens of one step
+    max_batch_size: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("kv_token_nbytes", "pool_tokens", "num_gpus", "chunk_tokens", "max_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"hardware {name} must be 1 or more, got {getattr(self, name)}", key=name)
+        if self.network_nbytes_per_s <= 0:
+            raise ConfigError(
+                f"hardware network_nbytes_per_s must be positive, got {self.network_nbytes_per_s}",
+                key="network_nbytes_per_s",
+            )
+
+    def scaled(self, *, prefill: float = 1.0, decode: float = 1.0) -> Hardware:
+        """The same where prefills, and decode steps, take so many times as long."""
+        p = self.profile
+        profile = replace(
+            p,
+            prefill_base_s=p.prefill_base_s * prefill,
+            prefill_token_s=p.prefill_token_s * prefill,
+            prefill_attention_s=p.prefill_attention_s * prefill,
+            decode_base_s=p.decode_base_s * decode,
+            decode_sequence_s=p.decode_sequence_s * decode,
+            decode_context_s=p.decode_context_s * decode,
+        )
+        return replace(self, profile=profile)
+
+
+def tensor_parallel(gpu: Accelerator, model: ModelShape, num_gpus: int) -> Hardware:
+    """A node of ``num_gpus`` that share every layer, by arithmetic, bandwidth and all-reduces:
+
+    prefill, a token: 2 × params / (GPUs × flops × reached) + two all-reduces a layer of its hidden state;
+    for each earlier token it looks at: 4 × layers × hidden / (GPUs × flops × reached);
+    decode, a step: weights / (GPUs × bandwidth × reached) + two all-reduce latencies a layer + a fixed part;
+    a sequence in it: as a prefilled token; a token of its context: KV bytes / (GPUs × bandwidth × reached).
+
+    Raises:
+        ConfigError: the weights do not fit.
+    """
+    flops = num_gpus * gpu.flops_per_s * _FLOPS_REACHED
+    bandwidth = num_gpus * gpu.memory_nbytes_per_s * _BANDWIDTH_REACHED
+    # A ring moves 2 (n-1)/n of the data over each link; 2 bytes an element, twice a layer.
+    ring = 2 * (num_gpus - 1) / num_gpus
+    reduced_nbytes = 2 * model.num_layers * model.hidden_size * 2
+    token_s = 2 * model.num_params / flops + ring * reduced_nbytes / gpu.peer_nbytes_per_s
+    latency_s = 2 * model.num_layers * _ALL_REDUCE_S if num_gpus > 1 else 0.0
+    room = num_gpus * gpu.memory_nbytes * _MEMORY_SHARE - model.weight_nbytes
+    if room < model.kv_token_nbytes:
+        raise ConfigError(
+            f"{model.name} ({model.weight_nbytes / 1e9:.0f} GB) does not fit {num_gpus} × {gpu.name}",
+            key="gpus",
+        )
+    return Hardware(
+        name=f"{num_gpus}×{gpu.name}, {model.name}",
+        profile=Profile(
+            prefill_base_s=_STEP_S + latency_s,
+            prefill_token_s=token_s,
+            prefill_attention_s=4 * model.num_layers * model.hidden_size / flops,
+            decode_base_s=_STEP_S + latency_s + model.weight_nbytes / bandwidth,
+            decode_sequence_s=token_s,
+            decode_context_s=model.kv_token_nbytes / bandwidth,
+        ),
+        kv_token_nbytes=model.kv_token_nbytes,
+        pool_tokens=int(room / model.kv_token_nbytes),
+        num_gpus=num_gpus,
+        host_tokens=int(num_gpus * gpu.host_nbytes / model.kv_token_nbytes),
+        ssd_tokens=int(num_gpus * gpu.ssd_nbytes / model.kv_token_nbytes),
+        host_load_nbytes_per_s=num_gpus * gpu.host_nbytes_per_s,
+        ssd_load_nbytes_per_s=num_gpus * gpu.ssd_nbytes_per_s,
+        network_nbytes_per_s=num_gpus * gpu.network_nbytes_per_s,
+    )
+
+
+# NVIDIA's data sheets: A800 80GB SXM (312 TFLOP/s bf16 dense, 2,039 GB/s, NVLink 400 GB/s both ways) and H200
+# SXM (989 TFLOP/s, 4.8 TB/s, 141 GB, NVLink 900 GB/s both ways). The A800 node of the Mooncake paper has four
+# network cards of 200 Gb/s; for an H200 one card of 400 Gb/s.
+A800 = Accelerator("A800", 312e12, 2.039e12, 80e9, 200e9, 4 * 25e9 / 8)
+H200 = Accelerator("H200", 989e12, 4.8e12, 141e9, 450e9, 50e9, host_nbytes_per_s=50e9)
+# From the models' published configurations; KV: 2 × layers × KV heads × head size × 2 bytes.
+LLAMA3_70B = ModelShape("LLaMA3-70B", 70.6e9, 80, 8192, 2 * 80 * 8 * 128 * 2, 141.2e9)
+LLAMA3_8B = ModelShape("LLaMA3-8B", 8.03e9, 32, 4096, 2 * 32 * 8 * 128 * 2, 16.1e9)
+
+# By the names that --hardware takes: the GPU, the model, GPUs of a node.
+SHIPPED: Mapping[str, tuple[Accelerator, ModelShape, int]] = {
+    "8xa800-llama3-70b": (A800, LLAMA3_70B, 8),
+    "h200-llama3-8b": (H200, LLAMA3_8B, 1),
+}
+
+
+def from_fields(name: str, content: Mapping[str, Any]) -> Hardware:
+    """From the fields of ``Hardware``, with ``profile`` as a table of its own, as read from a file.
+
+    Raises:
+        ConfigError: a field is unknown, missing or not a number.
+    """
+    plain = {field.name for field in fields(Hardware)} - {"name", "profile"}
+    unknown = content.keys() - plain - {"profile", "name"}
+    if unknown:
+        known = ", ".join(sorted(plain))
+        raise ConfigError(
+            f"{name}: unknown {', '.join(sorted(unknown))}; known are profile, {known}", key=name
+        )
+    coefficients = content.get("profile")
+    if not isinstance(coefficients, Mapping) or not coefficients:
+        raise ConfigError(f"{name}: needs a table 'profile' with a node's cost coefficients", key=name)
+    known_costs = {field.name for field in fields(Profile)}
+    for key, value in {**content, **coefficients}.items():
+        if key in ("name", "profile"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"{name}: {key} must be a number of 0 or more, got {value!r}", key=name)
+    if coefficients.keys() - known_costs:
+        wrong = ", ".join(sorted(coefficients.keys() - known_costs))
+        raise ConfigError(
+            f"{name}: unknown {wrong} in profile; known are {', '.join(sorted(known_costs))}", key=name
+        )
+    for needed in ("kv_token_nbytes", "pool_tokens"):
+        if needed not in content:
+            raise ConfigError(f"{name}: {needed} is missing", key=name)
+    given = {key: content[key] for key in plain if key in content}
+    return Hardware(name=str(content.get("name", name)), profile=Profile.from_record(coefficients), **given)

@@ -1,0 +1,146 @@
+"""Workloads made from a seed: sessions with shared system prompts, turns and tool loops."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moonpool.runtime.errors import ConfigError
+from moonpool.simulator.inputs.trace import TraceRequest
+
+# In a burst, sessions come so many times as fast as on average; the pauses between make up for it.
+_BURST = 8.0
+_BURST_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``sessions`` conversations of ``turns`` requests on average. Lengths in tokens, means of a log-normal
+    distribution with the given spread (standard deviation of the logarithm; 0: always the mean).
+    """
+
+    sessions: int = 500
+    rate: float = 1.0  # sessions a second
+    bursty: bool = False  # five seconds of eight times the rate, then a pause
+    system_prompts: int = 4  # different ones; the first is the most popular (Zipf)
+    system_tokens: int = 1024  # of each; 0: none
+    prompt_tokens: int = 2048  # of a session's first request, behind the system prompt
+    turn_tokens: int = 256  # that each later request adds behind the answer before it
+    output_tokens: int = 256
+    spread: float = 0.8
+    turns: float = 3.0  # geometric
+    think_s: float = 20.0  # between an answer and the next turn, exponential
+    tool_share: float = 0.0  # of turns that call tools: each then makes ``tool_calls`` more requests at once
+    tool_calls: int = 3
+    tool_s: float = 0.5  # a call takes
+    token_s: float = 0.02  # an output token is taken to take, for when the next turn comes
+    block_tokens: int = 512
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("sessions", "prompt_tokens", "output_tokens", "turn_tokens", "system_prompts", "turns"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"a workload's {name} must be 1 or more, got {getattr(self, name)}", key=name
+                )
+        for name in ("system_tokens", "spread", "think_s", "tool_calls", "tool_s", "token_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"a workload's {name} must be 0 or more, got {getattr(self, name)}", key=name
+                )
+        if not self.rate > 0:
+            raise ConfigError(
+                f"a workload's rate must be above 0 sessions a second, got {self.rate}", key="rate"
+            )
+        if not 0 <= self.tool_share <= 1:
+            raise ConfigError(f"tool_share is a share, from 0 to 1, got {self.tool_share}", key="tool_share")
+
+    def requests(self) -> list[TraceRequest]:
+        """In order of arrival. Equal workloads give equal requests."""
+        rng = random.Random(self.seed)
+        blocks = _Blocks(self.block_tokens)
+        found: list[TraceRequest] = []
+        for arrival_s in self._arrivals(rng):
+            found += self._session(rng, arrival_s, blocks)
+        return sorted(found, key=lambda request: request.arrival_s)
+
+    def _arrivals(self, rng: random.Random) -> Iterator[float]:
+        now_s = 0.0
+        for _ in range(self.sessions):
+            yield now_s
+            if not self.bursty:
+                now_s += rng.expovariate(self.rate)
+                continue
+            busy_s = rng.expovariate(self.rate * _BURST)
+            # Each burst's end is followed by the pause that brings the mean back to the rate.
+            bursts = math.floor((now_s % (_BURST_S * _BURST) + busy_s) / _BURST_S)
+            now_s += busy_s + bursts * _BURST_S * (_BURST - 1)
+
+    def _session(self, rng: random.Random, arrival_s: float, blocks: _Blocks) -> Iterator[TraceRequest]:
+        system = _zipf(rng, self.system_prompts)
+        chain = blocks.chain(("system", system), self.system_tokens)
+        chain.add(self._length(rng, self.prompt_tokens))
+        now_s = arrival_s
+        while True:
+            calls = self.tool_calls if rng.random() < self.tool_share else 0
+            for call in range(calls + 1):
+                if call:
+                    chain.add(self._length(rng, self.turn_tokens))
+                output = self._length(rng, self.output_tokens)
+                yield TraceRequest(now_s, chain.num_tokens, output, chain.ids())
+                chain.add(output)
+                now_s += output * self.token_s + (self.tool_s if call < calls else 0.0)
+            if rng.random() < 1 / self.turns:
+                return
+            now_s += rng.expovariate(1 / self.think_s) if self.think_s else 0.0
+            chain.add(self._length(rng, self.turn_tokens))
+
+    def _length(self, rng: random.Random, mean: int) -> int:
+        if not self.spread:
+            return mean
+        # Of a log-normal distribution with this mean.
+        return max(1, round(rng.lognormvariate(math.log(mean) - self.spread**2 / 2, self.spread)))
+
+
+def _zipf(rng: random.Random, count: int) -> int:
+    return rng.choices(range(count), [1 / (rank + 1) for rank in range(count)])[0]
+
+
+class _Blocks:
+    """Gives block ids: the same for the same tokens behind the same ones."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.next_id = 0
+        self._shared: dict[tuple[str, int], list[int]] = {}
+
+    def new(self, count: int) -> list[int]:
+        first, self.next_id = self.next_id, self.next_id + count
+        return list(range(first, first + count))
+
+    def chain(self, shared: tuple[str, int], num_tokens: int) -> _Chain:
+        """A prompt that begins with these shared tokens."""
+        full = num_tokens // self.block_tokens
+        ids = self._shared.get(shared)
+        if ids is None:
+            ids = self._shared[shared] = self.new(full)
+        return _Chain(self, list(ids), num_tokens)
+
+
+class _Chain:
+    """A growing prompt. Its last, unfinished block gets an id of its own whenever it is shown."""
+
+    def __init__(self, blocks: _Blocks, full: list[int], num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._blocks = blocks
+        self._full = full
+
+    def add(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._full += self._blocks.new(self.num_tokens // self._blocks.block_tokens - len(self._full))
+
+    def ids(self) -> tuple[int, ...]:
+        partial = self.num_tokens % self._blocks.block_tokens > 0
+        return (*self._full, *self._blocks.new(partial))

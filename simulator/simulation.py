@@ -1,0 +1,286 @@
+"""Requests through a simulated cluster: arrival, placement, fetch, prefill, hand-over, decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moonpool.conductor.admission.rejection import REJECTIONS
+from moonpool.conductor.costs.output_lengths import OutputLengths
+from moonpool.conductor.placing.cluster_view import PlaceRequest
+from moonpool.conductor.placing.place import place
+from moonpool.conductor.placing.placement import Placement, Rejection
+from moonpool.conductor.placing.policies import POLICIES
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.simulator.cluster.clock import Clock
+from moonpool.simulator.cluster.hot_prefixes import Replicas
+from moonpool.simulator.cluster.job import Job
+from moonpool.simulator.cluster.membership import Cluster
+from moonpool.simulator.cluster.memory import Hold
+from moonpool.simulator.cluster.node import Node
+from moonpool.simulator.inputs.scenario import Happening, Scenario
+from moonpool.simulator.inputs.trace import TraceRequest
+from moonpool.simulator.outcome import Outcome
+
+_FOREVER_S = 1e9
+
+
+class Simulation:
+    """One run: ``Simulation(scenario, requests).run()``. Equal arguments give equal outcomes.
+
+    What is the product's: placement and its estimates, rejection, output lengths, the index's map, cache and
+    eviction. What is modelled: steps take what the node's profile says, links are shared evenly, the index
+    knows of changes at once, and messages cost nothing.
+    """
+
+    def __init__(self, scenario: Scenario, requests: Sequence[TraceRequest]) -> None:
+        self.scenario = scenario
+        self.clock = Clock()
+        self.cluster = Cluster(scenario, self.clock, on_prefilled=self._prefilled, on_decoded=self._finish)
+        self.nodes = self.cluster.nodes
+        self.jobs = [Job(i, request, self.cluster.keys_of(request)) for i, request in enumerate(requests)]
+        self.replicas = Replicas(
+            self.cluster,
+            self.clock,
+            nbytes_per_s=scenario.replicate_nbytes_per_s,
+            block_tokens=scenario.block_tokens,
+            goes_on=lambda: self._num_open > 0,
+        )
+        self._num_open = len(self.jobs)
+        self._lengths = OutputLengths()
+        self._longest = max((request.output_tokens for request in requests), default=1)
+
+    def run(self) -> Outcome:
+        for happening in self.scenario.happenings:
+            self.clock.at(happening.at_s, self._happen, happening)
+        for job in self.jobs:
+            self.clock.at(job.request.arrival_s + self.scenario.hardware.request_s, self._arrive, job)
+        self.clock.run()
+        return Outcome.of(self)
+
+    # ------------------------------------------------------------------ nodes come and go
+
+    def _happen(self, happening: Happening) -> None:
+        if happening.kind == "join":
+            self.cluster.join(happening.role)
+        elif (node := self.cluster.fail(happening.role, happening.number)) is not None:
+            for job in list(node.jobs):
+                self._lose(job, node)
+
+    def _lose(self, job: Job, node: Node) -> None:
+        """A node the job needs is gone: it is placed again with what it has produced."""
+        if job.ended:
+            return
+        prefill = job.prefill
+        if node is not prefill and prefill is not None and prefill.alive and job.computing:
+            return  # its prefill goes on, and finds at its end that the decode node is gone
+        self._drop(job)
+        self._arrive(job)
+
+    def _drop(self, job: Job) -> None:
+        """End what the current attempt set off and holds."""
+        job.attempt += 1
+        if job.flow is not None:
+            self.cluster.network.cancel(job.flow)
+            job.flow = None
+        self._leave(job)
+
+    def _leave(self, job: Job) -> None:
+        """Off its nodes, with what it holds there."""
+        if job.prefill is not None:
+            job.prefill.forget(job, job.hold)
+            self.cluster.prefill.touch(job.prefill.view)
+        if job.decode is not None:
+            job.decode.forget(job, job.decode_hold)
+        job.hold, job.decode_hold = Hold(), None
+
+    # ------------------------------------------------------------------ placement
+
+    def _arrive(self, job: Job) -> None:
+        now_s = self.clock.now_s
+        job.attempt += job.attempt == 0
+        view = self.cluster.view(job)
+        remaining = self._longest - job.num_produced
+        expected = self._lengths.expected(job.request.input_tokens, job.num_produced, remaining)
+        both = self.scenario.num_both > 0
+        request = PlaceRequest(
+            num_tokens=job.num_tokens,
+            # A node of both roles goes on by itself: there is no decode node to choose.
+            remaining_tokens=1 if both else job.remaining,
+            expected_tokens=expected,
+            deadline_s=_FOREVER_S,
+        )
+        placement = place(request, view, self.scenario.slo, POLICIES[self.scenario.policy])
+        if isinstance(placement, Rejection):
+            self._reject(job, "no node" if placement.role else "too large")
+            return
+        prefill = self.nodes[placement.prefill.node_id]
+        decode = prefill if both else self.nodes[placement.decode.node_id] if placement.decode else None
+        if decode is not None and not decode.could_hold(job):
+            # Placement asks for room for the prompt and one token; here the whole output is reserved.
+            self._reject(job, "too large")
+            return
+        if job.first_token_s < 0 and (decode is None or job.remaining > 1):
+            outlook = self.cluster.outlook(decode, job, expected)
+            policy = REJECTIONS[self.scenario.rejection]
+            rejection = policy.at_arrival(placement, outlook, self.scenario.slo, now_s)
+            if rejection is not None:
+                self._reject(job, rejection.stage or "arrival")
+                return
+        self._start(job, placement, prefill, decode, expected)
+
+    def _start(
+        self, job: Job, placement: Placement, prefill: Node, decode: Node | None, expected: int
+    ) -> None:
+        now_s, estimate = self.clock.now_s, placement.prefill
+        order_s = now_s + placement.patience_s
+        self.replicas.note(job.keys, placement)
+        job.prefill, job.decode, job.computing = prefill, decode, True
+        prefill.jobs[job] = None
+        prefill.view.num_placed += 1
+        prefill.view.queue.add(job, order_s=order_s, compute_s=estimate.compute_s, now_s=now_s)
+        self.cluster.prefill.touch(prefill.view)
+        if decode is not None and job.remaining > 1:
+            decode.jobs[job] = None
+            decode.view.num_placed += decode is not prefill
+            decode.head_for(job, now_s + estimate.ttft_s, expected)
+        else:
+            job.decode = None
+        self._bring(job, prefill, placement, order_s)
+
+    # ------------------------------------------------------------------ prefill
+
+    def _bring(self, job: Job, node: Node, placement: Placement, order_s: float) -> None:
+        """Load what lies in slow tiers and fetch what another node has; then the job can wait its turn."""
+        estimate, size = placement.prefill, self.scenario.block_tokens
+        usable = job.keys[: (job.num_tokens - 1) // size]
+        tiers = node.memory.match(usable)
+        node.memory.pin(job.hold, usable[: len(tiers)])
+        job.slow = (tiers.count(Tier.HOST), tiers.count(Tier.SSD))
+        wanted = min((estimate.local_tokens + estimate.fetched_tokens) // size, len(usable))
+        attempt, job.fetched_blocks = job.attempt, 0
+
+        def loaded() -> None:
+            if job.attempt != attempt or not node.alive:
+                return
+            node.memory.bring(job.hold, usable[: len(tiers)])
+            source = self.nodes.get(estimate.fetch_from)
+            if wanted > len(tiers) and source is not None and source.alive:
+                self._fetch(job, node, source, usable[:wanted], len(tiers), order_s)
+            else:
+                node.queue_prefill(job, order_s)
+
+        load_s = node.load_s(*job.slow)
+        if load_s:
+            self.clock.at(self.clock.now_s + load_s, loaded)
+        else:
+            loaded()
+
+    def _fetch(
+        self, job: Job, node: Node, source: Node, keys: list[bytes], num_local: int, order_s: float
+    ) -> None:
+        """Read ``keys`` from ``num_local`` on, as far as ``source`` still has them."""
+        keys = keys[: len(source.memory.match(keys))]
+        count = len(keys) - num_local
+        if count <= 0:
+            node.queue_prefill(job, order_s)
+            return
+        held, attempt = Hold(), job.attempt
+        source.memory.pin(held, keys)
+        source.memory.use(keys)
+
+        def fetched() -> None:
+            if source.alive:
+                source.memory.release(held)
+                source.freed()
+            if job.attempt != attempt or not node.alive:
+                return
+            job.flow = None
+            before = len(job.hold.pinned)
+            job.fetched_blocks = node.memory.bring(job.hold, keys) - before
+            node.queue_prefill(job, order_s)
+
+        nbytes = count * self.cluster.block_nbytes
+        self.cluster.links.begin(source.node_id, node.node_id, nbytes, self.clock.now_s)
+        self.cluster.network.start(source.node_id, node.node_id, nbytes, fetched)
+
+    def _prefilled(self, job: Job) -> None:
+        """The first token is there (or the next one, of a job that was placed again)."""
+        now_s = self.clock.now_s
+        node, decode = job.prefill, job.decode
+        assert node is not None
+        node.view.queue.remove(job, now_s)
+        self.cluster.prefill.touch(node.view)
+        job.computing = False
+        if job.first_token_s < 0:
+            job.first_token_s = job.since_s = now_s
+            job.num_produced = 1
+        else:
+            job.add_tokens(np.array([now_s - job.since_s]))
+        if job.remaining == 0:
+            self._finish(job)
+            return
+        assert decode is not None
+        if not decode.alive:
+            self._drop(job)
+            self._arrive(job)
+            return
+        expected = self._lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
+        outlook = self.cluster.outlook(decode, job, expected)
+        assert outlook is not None
+        policy = REJECTIONS[self.scenario.rejection]
+        if policy.before_decode(outlook, self.scenario.slo, now_s) is not None:
+            self._reject(job, "decode")
+            return
+        decode.schedule.begin(job, now_s)
+        if decode is node:
+            decode.decode(job)
+        else:
+            decode.when_room(job, self._hand_over)
+
+    # ------------------------------------------------------------------ decode
+
+    def _hand_over(self, job: Job) -> None:
+        """Move the blocks the decode node lacks: there is room for them now."""
+        node, decode, hold = job.prefill, job.decode, job.decode_hold
+        assert node is not None
+        assert decode is not None
+        assert hold is not None
+        hardware = node.hardware
+        token_nbytes = hardware.kv_token_nbytes
+        missing = max(job.num_tokens - 1 - len(hold.pinned) * self.scenario.block_tokens, 0)
+        nbytes: float = missing * token_nbytes
+        if job.since_s == self.clock.now_s:
+            # There was room all the time: what was computed was sent meanwhile, but for the last chunk, and
+            # for what the link could not take.
+            sent = (self.clock.now_s - job.computing_s) * hardware.network_nbytes_per_s
+            last = min(missing, hardware.chunk_tokens) * token_nbytes
+            self.cluster.network.moved_nbytes += nbytes - max(nbytes - sent, last)
+            nbytes = max(nbytes - sent, last)
+        attempt = job.attempt
+
+        def moved() -> None:
+            if job.attempt != attempt:
+                return
+            job.flow = None
+            if self.scenario.decode_keeps:
+                decode.memory.commit(hold, job.keys[len(hold.pinned) :])
+            node.forget(job, job.hold)
+            job.hold = Hold()
+            decode.decode(job)
+
+        self.cluster.links.begin(node.node_id, decode.node_id, round(nbytes), self.clock.now_s)
+        job.flow = self.cluster.network.start(node.node_id, decode.node_id, nbytes, moved)
+
+    def _finish(self, job: Job) -> None:
+        job.done_s = self.clock.now_s
+        self._num_open -= 1
+        self._lengths.observe(job.request.input_tokens, job.request.output_tokens)
+        self._leave(job)
+
+    def _reject(self, job: Job, stage: str) -> None:
+        job.rejected = stage
+        job.done_s = self.clock.now_s
+        self._num_open -= 1
+        self._leave(job)

@@ -1,0 +1,162 @@
+"""Blocking scatter and gather over one connected socket, without a copy in Python and with few turns of the
+GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from moonpool.transfer.connections.wire import PAGE_NBYTES
+from moonpool.transfer.memory.allocation import address_of
+from moonpool.transfer.memory.chunks import pieces, vectors, windows
+from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native import libc
+
+_TIMEVAL = struct.Struct("ll")
+# From this size on, where the bytes begin matters more than the bytes before them cost.
+_ALIGNED_NBYTES = 256 << 10
+_LINGER_RESET = struct.pack("ii", 1, 0)
+
+
+class ByteStream:
+    """One end of a data connection, used by one thread; ``shut`` may be called from any.
+
+    Every call hands the kernel up to ``slice_nbytes`` and waits until all of them are moved: while it waits
+    the GIL is free, and a thread that must win the GIL back from busy Python loses up to a switch interval
+    each time.
+    All methods raise OSError: ConnectionResetError when the stream ends early, TimeoutError by ``limit``.
+    """
+
+    def __init__(self, sock: socket.socket, slice_nbytes: int) -> None:
+        sock.setblocking(True)
+        self.sock = sock
+        self._fd = sock.fileno()
+        self._slice_nbytes = slice_nbytes
+        self._deadline = math.inf
+        self._sent_nbytes = 0
+
+    def limit(self, seconds: float) -> None:
+        """How long what follows may take; 0: for ever."""
+        self._deadline = time.monotonic() + seconds if seconds else math.inf
+        whole = int(seconds)
+        value = _TIMEVAL.pack(whole, max(int((seconds - whole) * 1e6), 0 if seconds == 0 else 1))
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def padding(self, head_nbytes: int, nbytes: int) -> int:
+        """How much to send between a head and its ``nbytes``, so that they begin a page of the stream.
+
+        The kernel keeps what a thread sends in pages, one after the other. Bytes that lie in those as they do
+        in ours are copied 5 % faster, on either side.
+        """
+        return -(self._sent_nbytes + head_nbytes) % PAGE_NBYTES if nbytes >= _ALIGNED_NBYTES else 0
+
+    def send(self, head: bytes, address: U64 | None = None, nbytes: U64 | None = None) -> None:
+        """``head``, then the runs of memory at ``address``, each of ``nbytes``."""
+        if address is None:
+            # It nearly always fits what the kernel has room for.
+            sent = self.sock.send(head)
+            self._sent_nbytes += sent
+            head = head[sent:]
+            if not head:
+                return
+        first = np.frombuffer(head, np.uint8)
+        table = vectors(np.array([address_of(first)], np.uint64), np.array([len(head)], np.uint64))
+        if address is not None and nbytes is not None:
+            table = np.concatenate((table, self._table(address, nbytes)))
+        # One thread sends, so nothing is gained by waiting until a segment is full.
+        self._sent_nbytes += self._each(table, self._send_vectors, socket.MSG_NOSIGNAL)
+
+    def receive_into(self, address: U64, nbytes: U64, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Fill the runs of memory at ``address``, each of ``nbytes``. An error once not ``wanted()``."""
+        self._each(self._table(address, nbytes), self._receive_vectors, socket.MSG_WAITALL, wanted)
+
+    def receive(self, nbytes: int) -> bytes:
+        if not nbytes:
+            return b""
+        received = self.sock.recv(nbytes, socket.MSG_WAITALL)
+        while len(received) < nbytes:
+            part = self.sock.recv(nbytes - len(received), socket.MSG_WAITALL)
+            if not part:
+                raise ConnectionResetError("the other side closed the connection")
+            received += part
+        return received
+
+    def discard(self, nbytes: int) -> None:
+        """Receive ``nbytes`` and forget them."""
+        scratch = bytearray(min(nbytes, 1 << 18))
+        while nbytes:
+            received = self.sock.recv_into(scratch, min(nbytes, len(scratch)))
+            if not received:
+                raise ConnectionResetError("the other side closed the connection")
+            nbytes -= received
+
+    def shut(self) -> None:
+        """Make the thread that waits in any of the above leave with an error. Idempotent."""
+        # Not connected any more, or closed: then nobody waits there.
+        with contextlib.suppress(OSError):
+            self._shutdown()
+
+    def _shutdown(self) -> None:
+        self.sock.shutdown(socket.SHUT_RDWR)
+
+    def _send_vectors(self, fd: int, table: int, count: int, flags: int) -> int:
+        return libc.send_vectors(fd, table, count, flags)
+
+    def _receive_vectors(self, fd: int, table: int, count: int, flags: int) -> int:
+        return libc.receive_vectors(fd, table, count, flags)
+
+    def close(self, *, reset: bool = False) -> None:
+        """``reset``: throw away what is still on its way to the other side."""
+        if reset and self.sock.fileno() >= 0:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_RESET)
+        self.sock.close()
+
+    def _table(self, address: U64, nbytes: U64) -> U64:
+        if len(nbytes) and nbytes.max() > self._slice_nbytes:
+            run, skipped, nbytes = pieces(nbytes, self._slice_nbytes)
+            address = address[run] + skipped
+        return vectors(address, nbytes)
+
+    def _each(
+        self,
+        table: U64,
+        call: Callable[[int, int, int, int], int],
+        flags: int,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> int:
+        """Returns the bytes of all the rows, which have been moved."""
+        whole = 0
+        base = address_of(table)
+        for begin, end, left in windows(table[:, 1], libc.IOV_MAX, self._slice_nbytes):
+            whole += left
+            while True:
+                if time.monotonic() > self._deadline:
+                    raise TimeoutError("the time limit of the request is over")
+                if not wanted():
+                    raise ConnectionAbortedError("nobody waits for these bytes any more")
+                moved = call(self._fd, base + 16 * begin, end - begin, flags)
+                if moved == left:
+                    break
+                if not moved:
+                    raise ConnectionResetError("the other side closed the connection")
+                left -= moved
+                begin = _advance(table, begin, end, moved)
+        return whole
+
+
+def _advance(table: U64, begin: int, end: int, moved: int) -> int:
+    """Take ``moved`` bytes off the front of rows begin … end. Returns the first row with bytes left."""
+    ends = np.cumsum(table[begin:end, 1])
+    row = int(np.searchsorted(ends, np.uint64(moved), side="right"))
+    taken = np.uint64(moved) - (ends[row - 1] if row else np.uint64(0))
+    table[begin + row, 0] += taken
+    table[begin + row, 1] -= taken
+    return begin + row

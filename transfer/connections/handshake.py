@@ -1,0 +1,196 @@
+"""How two agents meet: who are you, which incarnation, and do you know the secret?
+
+client               server
+  hello     ──────>           kind of connection, whom it wants, a nonce
+            <──────  challenge  who the server is, a nonce, or why not
+  proof     ──────>           HMAC over both, and where our lifeline is
+            <──────  welcome    HMAC over both, and where theirs is
+
+The client proves itself first, so that a stranger learns nothing but the server's public identity. Every
+message has a fixed size but for an agent id of at most 128 bytes; the caller puts a time limit on the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hmac
+import os
+import socket
+import struct
+from dataclasses import dataclass
+
+from moonpool.transfer.connections.descriptor import INCARNATION_NBYTES, MAX_AGENT_ID_NBYTES, AgentDescriptor
+from moonpool.transfer.connections.tls import receive_some, send_all
+from moonpool.transfer.connections.wire import Kind, WireError
+from moonpool.transfer.errors import AccessDenied, PeerLost, StaleEpoch
+
+VERSION = 2
+_HELLO = struct.Struct("<4sHBx16s32sQ16sIH")
+_CHALLENGE = struct.Struct("<4sHBx16s32sQH")
+_PROOF = struct.Struct("<32sQ")
+_WELCOME = struct.Struct("<Bxxx32sQ")
+_HELLO_MAGIC, _CHALLENGE_MAGIC = b"MPh1", b"MPc1"
+
+
+class Verdict(enum.IntEnum):
+    OK = 0
+    STALE = 1
+    DENIED = 2
+    BUSY = 3
+    UNSUPPORTED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What an agent says of itself. lifeline: address of its ``Lifeline`` in its process."""
+
+    agent_id: str
+    epoch: int
+    incarnation: bytes
+    lifeline: int
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The other side, once it has proved itself. pid: in our namespace, 0 when unknown (TCP, other
+    namespace).
+    """
+
+    identity: Identity
+    kind: Kind
+    argument: int
+    pid: int
+
+
+async def meet_server(
+    sock: socket.socket, target: AgentDescriptor, me: Identity, secret: str, kind: Kind, argument: int = 0
+) -> Met:
+    """Our side as a client, on a connected non-blocking socket.
+
+    Raises StaleEpoch, AccessDenied, PeerLost (it is too busy, or closed), WireError, OSError.
+    """
+    nonce, name = os.urandom(32), me.agent_id.encode()
+    hello = _HELLO.pack(
+        _HELLO_MAGIC, VERSION, kind, target.incarnation, nonce, me.epoch, me.incarnation, argument, len(name)
+    )
+    hello += name
+    await send_all(sock, hello)
+    challenge = await receive_exactly(sock, _CHALLENGE.size)
+    magic, version, verdict, incarnation, _, epoch, name_nbytes = _CHALLENGE.unpack(challenge)
+    if magic != _CHALLENGE_MAGIC or version != VERSION or name_nbytes > MAX_AGENT_ID_NBYTES:
+        raise WireError(f"what listens there is not a transfer agent of version {VERSION}")
+    challenge += await receive_exactly(sock, name_nbytes)
+    if incarnation != target.incarnation:
+        raise StaleEpoch(target.agent_id, target.epoch, epoch)
+    _raise_unless_ok(verdict, target.agent_id)
+    await send_all(sock, _PROOF.pack(_mac(secret, b"client", hello, challenge, me.lifeline), me.lifeline))
+    verdict, proof, lifeline = _WELCOME.unpack(await receive_exactly(sock, _WELCOME.size))
+    _raise_unless_ok(verdict, target.agent_id)
+    if not hmac.compare_digest(proof, _mac(secret, b"server", hello, challenge, lifeline)):
+        raise AccessDenied(target.agent_id, "it could not prove that it knows the secret")
+    identity = Identity(target.agent_id, epoch, incarnation, lifeline)
+    return Met(identity, kind, argument, peer_pid(sock))
+
+
+async def meet_client(sock: socket.socket, me: Identity, secret: str, *, busy: bool) -> Met:
+    """Our side as the server, on an accepted non-blocking socket. ``busy``: turn it away politely.
+
+    Raises WireError or OSError when the client is not one of ours; it has been told why, as far as it can
+    understand.
+    """
+    hello = await receive_exactly(sock, _HELLO.size)
+    magic, version, kind, wanted, _, epoch, incarnation, argument, name_nbytes = _HELLO.unpack(hello)
+    if magic != _HELLO_MAGIC or not 0 < name_nbytes <= MAX_AGENT_ID_NBYTES:
+        raise WireError("not a transfer agent")
+    name = await receive_exactly(sock, name_nbytes)
+    hello += name
+    verdict = Verdict.OK
+    if version != VERSION or kind not in Kind.__members__.values():
+        verdict = Verdict.UNSUPPORTED
+    elif wanted != me.incarnation:
+        verdict = Verdict.STALE
+    elif busy:
+        verdict = Verdict.BUSY
+    elif is_other_user(sock):
+        # Without a secret this is all that keeps other users of the host from our memory.
+        verdict = Verdict.DENIED
+    own_name = me.agent_id.encode()
+    challenge = _CHALLENGE.pack(
+        _CHALLENGE_MAGIC, VERSION, verdict, me.incarnation, os.urandom(32), me.epoch, len(own_name)
+    )
+    challenge += own_name
+    await send_all(sock, challenge)
+    if verdict is not Verdict.OK:
+        raise WireError(f"turned away: {verdict.name.lower()}")
+    proof, lifeline = _PROOF.unpack(await receive_exactly(sock, _PROOF.size))
+    if not hmac.compare_digest(proof, _mac(secret, b"client", hello, challenge, lifeline)):
+        await send_all(sock, _WELCOME.pack(Verdict.DENIED, bytes(32), 0))
+        raise WireError("it does not know the secret")
+    answer = _mac(secret, b"server", hello, challenge, me.lifeline)
+    await send_all(sock, _WELCOME.pack(Verdict.OK, answer, me.lifeline))
+    # Proved: from here on the bytes are a colleague's, but an id is still shown in logs.
+    agent_id = name.decode("utf-8", "replace")
+    assert len(incarnation) == INCARNATION_NBYTES
+    return Met(Identity(agent_id, epoch, incarnation, lifeline), Kind(kind), argument, peer_pid(sock))
+
+
+def _raise_unless_ok(verdict: int, agent_id: str) -> None:
+    if verdict == Verdict.DENIED:
+        raise AccessDenied(agent_id, "it says that our secret, or our user, is not its own")
+    if verdict == Verdict.BUSY:
+        raise PeerLost(agent_id, "it has no connection to spare")
+    if verdict != Verdict.OK:
+        raise WireError(f"peer {agent_id} does not speak version {VERSION} of the protocol")
+
+
+def _mac(secret: str, side: bytes, hello: bytes, challenge: bytes, lifeline: int) -> bytes:
+    transcript = b"|".join((side, hello, challenge, lifeline.to_bytes(8, "little")))
+    return hmac.digest(secret.encode(), transcript, "sha256")
+
+
+async def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
+    """ConnectionResetError when the stream ends first."""
+    received = b""
+    while len(received) < nbytes:
+        part = await receive_some(sock, nbytes - len(received))
+        if not part:
+            raise ConnectionResetError("the other side closed the connection")
+        received += part
+    return received
+
+
+async def receive_descriptor(sock: socket.socket) -> int:
+    """The file descriptor the server sends after a handshake of kind SHARE. OSError when it sends none."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+
+    def arrived() -> None:
+        loop.remove_reader(sock.fileno())
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(sock.fileno(), arrived)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(sock.fileno())
+    _, descriptors, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors:
+        raise FileNotFoundError("the peer has no such shared memory")
+    return descriptors[0]
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """The process at the other end of a Unix socket, as the kernel saw it connect or listen; else 0."""
+    return _peer_credentials(sock)[0] if sock.family == socket.AF_UNIX else 0
+
+
+def is_other_user(sock: socket.socket) -> bool:
+    """Another user's process is at the other end of a Unix socket. Root is nobody's other user."""
+    return sock.family == socket.AF_UNIX and _peer_credentials(sock)[1] not in (0, os.getuid())
+
+
+def _peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid), int(uid)

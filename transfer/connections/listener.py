@@ -1,0 +1,125 @@
+"""The door of an agent: accepts connections, lets only those in that prove themselves, and is not held up by
+others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from moonpool.transfer import metrics
+from moonpool.transfer.connections.handshake import Identity, Met, meet_client
+from moonpool.transfer.connections.sockets import prepare
+from moonpool.transfer.connections.tls import secure
+from moonpool.transfer.errors import TransferError
+
+_log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 3.0
+MAX_STRANGERS = 64
+"""Connections that have not proved themselves yet; one more and the oldest is closed."""
+MAX_CONNECTIONS = 1024
+_ACCEPTS_A_TURN = 16
+_PAUSE_S = 0.1
+
+
+class Listener:
+    """Listening sockets and the handshakes under way. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        me: Identity,
+        secret: str,
+        admit: Callable[[socket.socket, Met], None],
+        num_connections: Callable[[], int],
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        """``admit`` takes over the socket of each client that proved itself. tls: not for Unix sockets."""
+        self._tls = tls
+        self._me = me
+        self._secret = secret
+        self._admit = admit
+        self._num_connections = num_connections
+        self._loop = asyncio.get_running_loop()
+        self._listening: list[socket.socket] = []
+        self._strangers: dict[asyncio.Task[None], None] = {}
+        self._closed = False
+
+    def listen_unix(self, name: str) -> None:
+        """At an abstract name, which goes with the process. Raises OSError."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(f"\0{name}")
+        except BaseException:
+            sock.close()
+            raise
+        self._listen(sock)
+
+    def listen_tcp(self, host: str) -> int:
+        """At an address, on a port that is free. Returns it. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.create_server((host, 0), family=family)
+        self._listen(sock)
+        return int(sock.getsockname()[1])
+
+    def _listen(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.listen(512)
+        self._listening.append(sock)
+        self._loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_ACCEPTS_A_TURN):
+            try:
+                sock, _ = listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Out of descriptors, most likely. The waiting connection keeps the listener readable: do not
+                # spin.
+                _log.warning("cannot accept a connection: %s", error)
+                self._loop.remove_reader(listening.fileno())
+                self._loop.call_later(_PAUSE_S, self._resume, listening)
+                return
+            prepare(sock)
+            if len(self._strangers) >= MAX_STRANGERS:
+                next(iter(self._strangers)).cancel()
+            task = self._loop.create_task(self._meet(sock))
+            self._strangers[task] = None
+            task.add_done_callback(lambda task: self._strangers.pop(task, None))
+
+    def _resume(self, listening: socket.socket) -> None:
+        if not self._closed:
+            self._loop.add_reader(listening.fileno(), self._accept, listening)
+
+    async def _meet(self, sock: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                if self._tls is not None and sock.family != socket.AF_UNIX:
+                    sock = await secure(sock, self._tls, server=True)
+                busy = self._num_connections() >= MAX_CONNECTIONS
+                met = await meet_client(sock, self._me, self._secret, busy=busy)
+        except (OSError, TransferError, TimeoutError) as error:
+            sock.close()
+            metrics.REFUSED.inc()
+            _log.debug("a connection was refused: %s", error)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            self._admit(sock, met)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._closed = True
+        for sock in self._listening:
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+        self._listening.clear()
+        for task in list(self._strangers):
+            task.cancel()
+        if self._strangers:
+            await asyncio.wait(list(self._strangers))

@@ -1,0 +1,76 @@
+"""Moving the bytes of a hold, wherever they lie: what is device memory goes through a staging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from moonpool.transfer.connections.byte_stream import ByteStream
+from moonpool.transfer.copying.memcpy import Copy
+from moonpool.transfer.memory.region import Hold
+from moonpool.transfer.memory.span import U64
+from moonpool.transfer.memory.staging import Staging
+from moonpool.transfer.native.compiled_copy import Stop
+
+
+def direct_copy(borrow: Callable[[], AbstractContextManager[Staging]]) -> Copy:
+    """Between addresses that the device of a staging reaches: its own, other devices', this process's."""
+
+    def copy(to: U64, source: U64, nbytes: U64, stop: Stop, digests: U64 | None) -> bool:
+        with borrow() as staging:
+            whole = staging.copy(to, source, nbytes, lambda: not stop[0])
+            if whole and digests is not None:
+                digests[:] = staging.checksums(to, nbytes)
+            return whole
+
+    return copy
+
+
+def bounced(hold: Hold, fetch: Copy) -> Copy:
+    """``fetch``, from where only it reaches, to memory of ``hold``."""
+    if hold.device is None:
+        return fetch
+
+    def copy(to: U64, source: U64, nbytes: U64, stop: Stop, digests: U64 | None) -> bool:
+        def fill(slot: U64, there: U64, sizes: U64) -> bool:
+            return fetch(slot, there, sizes, stop, None)
+
+        with hold.staging() as staging:
+            whole = staging.bring(to, source, nbytes, fill)
+            if whole and digests is not None:
+                digests[:] = staging.checksums(to, nbytes)
+            return whole
+
+    return copy
+
+
+def send(stream: ByteStream, head: bytes, hold: Hold, address: U64, nbytes: U64) -> None:
+    """``head``, then the runs of memory of ``hold``. Raises OSError."""
+    if hold.device is None:
+        stream.send(head, address, nbytes)
+        return
+
+    def empty(slot: U64, _: U64, sizes: U64) -> bool:
+        nonlocal head
+        stream.send(head, slot[:1], sizes.sum(keepdims=True))
+        head = b""
+        return True
+
+    with hold.staging() as staging:
+        staging.take(address, address, nbytes, empty)
+
+
+def receive(
+    stream: ByteStream, hold: Hold, address: U64, nbytes: U64, wanted: Callable[[], bool] = lambda: True
+) -> None:
+    """Fill the runs of memory of ``hold``. Raises OSError, also when it is not ``wanted()`` any more."""
+    if hold.device is None:
+        stream.receive_into(address, nbytes, wanted)
+        return
+
+    def fill(slot: U64, _: U64, sizes: U64) -> bool:
+        stream.receive_into(slot[:1], sizes.sum(keepdims=True), wanted)
+        return True
+
+    with hold.staging() as staging:
+        staging.bring(address, address, nbytes, fill)

@@ -1,1 +1,0 @@
-"""Memory of CUDA devices: moved between processes by CUDA IPC, or through pinned host memory."""

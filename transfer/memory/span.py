@@ -1,0 +1,170 @@
+"""Spans: which bytes of which region."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.transfer.errors import SpanError
+
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+Index = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``nbytes`` bytes from ``offset`` on in region ``region``, ours or the peer's by context."""
+
+    region: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Many spans in columns: region uint32 [n], offset uint64 [n], nbytes uint64 [n].
+
+    The same as a list of ``Span``, without a Python object for each.
+    """
+
+    region: U32
+    offset: U64
+    nbytes: U64
+
+    def __post_init__(self) -> None:
+        if not len(self.region) == len(self.offset) == len(self.nbytes):
+            raise SpanError(0, "the columns of Spans differ in length")
+
+    def __len__(self) -> int:
+        return len(self.region)
+
+    @property
+    def total_nbytes(self) -> int:
+        return int(self.nbytes.sum())
+
+    def take(self, which: Index) -> Spans:
+        """Some of them, in that order."""
+        return Spans(self.region[which], self.offset[which], self.nbytes[which])
+
+    @classmethod
+    def of(cls, spans: Sequence[Span] | Spans) -> Spans:
+        """Columns of ``spans``.
+
+        Raises:
+            SpanError: a value is not an integer, negative, or beyond 64 bits.
+        """
+        if isinstance(spans, Spans):
+            return cls(
+                _column(spans.region, np.uint32),
+                _column(spans.offset, np.uint64),
+                _column(spans.nbytes, np.uint64),
+            )
+        try:
+            # array.array is the fast way that also refuses floats and negative numbers.
+            return cls(
+                np.frombuffer(array("I", [span.region for span in spans]), np.uint32),
+                np.frombuffer(array("Q", [span.offset for span in spans]), np.uint64),
+                np.frombuffer(array("Q", [span.nbytes for span in spans]), np.uint64),
+            )
+        except (TypeError, OverflowError, AttributeError):
+            raise _first_bad(spans) from None
+
+    @classmethod
+    def blocks(cls, region: int, offsets: npt.ArrayLike, nbytes: int) -> Spans:
+        """One span of ``nbytes`` at each of ``offsets`` in one region: the blocks of a paged pool."""
+        column = np.asarray(offsets).astype(np.uint64)
+        return cls(np.full(len(column), region, np.uint32), column, np.full(len(column), nbytes, np.uint64))
+
+
+def _column(
+    values: npt.NDArray[np.unsignedinteger], dtype: type[np.unsignedinteger]
+) -> npt.NDArray[np.unsignedinteger]:
+    column = np.asarray(values)
+    if column.ndim != 1 or column.dtype.kind not in "ui":
+        raise SpanError(
+            0, f"a column of Spans must be one-dimensional integers, not {column.dtype}{list(column.shape)}"
+        )
+    if column.dtype.kind == "i" and len(column) and int(column.min()) < 0:
+        raise SpanError(int(column.argmin()), "negative offset, size or region")
+    return np.ascontiguousarray(column, dtype)
+
+
+def _first_bad(spans: Sequence[Span]) -> SpanError:
+    for index, span in enumerate(spans):
+        for name, limit in (("region", 1 << 32), ("offset", 1 << 64), ("nbytes", 1 << 64)):
+            value = getattr(span, name, None)
+            if not isinstance(value, int) or not 0 <= value < limit:
+                return SpanError(index, f"{name} must be an integer from 0 to {limit - 1}, got {value!r}")
+    return SpanError(0, "spans must be a sequence of Span")
+
+
+def region_ids(spans: Spans) -> list[int]:
+    """The regions that occur, each once. Nearly always one, so that is made cheap."""
+    first = spans.region[0]
+    if len(spans) == 1 or bool((spans.region == first).all()):
+        return [int(first)]
+    return np.unique(spans.region).tolist()  # type: ignore[no-any-return]
+
+
+def spans_in(spans: Spans, region_id: int, ids: list[int]) -> Index:
+    """Which spans are in ``region_id``, one of their region ``ids``."""
+    if len(ids) == 1:
+        return np.arange(len(spans))
+    return np.flatnonzero(spans.region == region_id)
+
+
+def check_pairs(local: Spans, remote: Spans) -> None:
+    """Local and remote spans must pair up: as many, each of the same, non-zero size."""
+    if len(local) != len(remote):
+        raise SpanError(
+            min(len(local), len(remote)), f"{len(local)} local spans, but {len(remote)} remote ones"
+        )
+    if not len(local):
+        raise SpanError(0, "a batch needs at least one span")
+    differ = local.nbytes != remote.nbytes
+    if differ.any():
+        at = int(differ.argmax())
+        raise SpanError(at, f"{int(local.nbytes[at])} bytes local, but {int(remote.nbytes[at])} remote")
+
+
+def check_bounds(spans: Spans, region_id: int, region_nbytes: int, where: Index) -> None:
+    """``spans[where]`` must lie in a region of ``region_nbytes``; written so that no sum can overflow."""
+    whole = len(where) == len(spans)
+    if whole:
+        # As a rule the longest span would fit even where the last one begins: three numbers instead of five
+        # columns, on the way to the first byte of every batch.
+        longest, last = int(spans.nbytes.max()), int(spans.offset.max())
+        if spans.nbytes.min() > 0 and last + longest <= region_nbytes:
+            return
+    offset = spans.offset if whole else spans.offset[where]
+    nbytes = spans.nbytes if whole else spans.nbytes[where]
+    size = np.uint64(region_nbytes)
+    # An empty span counts as longer than anything.
+    bad = (nbytes - np.uint64(1) >= size) | (offset > size - np.minimum(nbytes, size))
+    if bad.any():
+        at = int(where[int(bad.argmax())])
+        start, length = int(spans.offset[at]), int(spans.nbytes[at])
+        if length == 0:
+            raise SpanError(at, "zero bytes")
+        raise SpanError(
+            at, f"bytes {start} to {start + length} are outside region {region_id} of {region_nbytes} bytes"
+        )
+
+
+def check_disjoint(spans: Spans) -> None:
+    """Destination spans may not overlap: which bytes would win is nobody's choice."""
+    one_region = bool((spans.region == spans.region[0]).all())
+    if one_region and bool((spans.offset[1:] >= spans.offset[:-1] + spans.nbytes[:-1]).all()):
+        return
+    order = spans.offset.argsort() if one_region else np.lexsort((spans.offset, spans.region))
+    region, offset, nbytes = spans.region[order], spans.offset[order], spans.nbytes[order]
+    overlaps = (region[1:] == region[:-1]) & (offset[:-1] + nbytes[:-1] > offset[1:])
+    if overlaps.any():
+        at = int(overlaps.argmax())
+        first, second = sorted((int(order[at]), int(order[at + 1])))
+        raise SpanError(second, f"overlaps span {first} of the same destination")

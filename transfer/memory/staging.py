@@ -1,0 +1,181 @@
+"""Device memory on its way: through pinned host memory in two or three slots at a time, or directly."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import xxhash
+
+from moonpool.transfer.memory.allocation import allocate
+from moonpool.transfer.memory.chunks import pieces, windows
+from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.cuda import Cuda, CudaError
+from moonpool.transfer.native.libc import IOV_MAX
+
+SLOT_NBYTES = 4 << 20
+_NUM_SLOTS = 3
+
+Wanted = Callable[[], bool]
+Move = Callable[[U64, U64, U64], bool]
+"""(addresses in a slot, addresses there, sizes) -> whether it was still wanted."""
+
+
+_log = logging.getLogger(__name__)
+# Slots that a device may still write to, whatever becomes of their pool.
+_left: list[Staging] = []
+
+
+class Staging:
+    """A stream of a device, slots of pinned memory, and an event for each. One thread uses it at a time.
+
+    That stream waits for no other: whoever computes on the same memory sees to it that its kernels are over.
+    """
+
+    def __init__(self, cuda: Cuda, device: int) -> None:
+        self.device = device
+        self._cuda = cuda
+        self._slots = allocate(_NUM_SLOTS * SLOT_NBYTES, "slots", "anonymous")
+        cuda.pin(self._slots.address, self._slots.nbytes)
+        self._stream = cuda.new_stream()
+        self._events = [cuda.new_event() for _ in range(_NUM_SLOTS)]
+
+    def copy(self, to: U64, source: U64, nbytes: U64, wanted: Wanted) -> bool:
+        """Copy ``nbytes[i]`` from ``source[i]`` to ``to[i]``, all of which a device can reach. A ``Copy``."""
+        if not wanted():
+            return False
+        self._cuda.copy(to, source, nbytes, self._stream)
+        self._cuda.record(self._events[0], self._stream)
+        self._cuda.wait_for_event(self._events[0])
+        return True
+
+    def bring(self, to: U64, other: U64, nbytes: U64, fill: Move) -> bool:
+        """Let ``fill`` put bytes in slots, and copy them to ``to``: those of one while the next is filled."""
+        to, other, nbytes = _cut(to, other, nbytes)
+        for turn, (begin, end, slot) in enumerate(self._slotted(nbytes)):
+            event = self._events[turn % _NUM_SLOTS]
+            if turn >= _NUM_SLOTS:
+                self._cuda.wait_for_event(event)
+            if not fill(slot, other[begin:end], nbytes[begin:end]):
+                return False
+            self._cuda.copy(to[begin:end], slot, nbytes[begin:end], self._stream)
+            self._cuda.record(event, self._stream)
+        self.finish()
+        return True
+
+    def take(self, source: U64, other: U64, nbytes: U64, empty: Move) -> bool:
+        """Copy from ``source`` to slots and let ``empty`` have them: one while the next are being filled."""
+        source, other, nbytes = _cut(source, other, nbytes)
+        parts = self._slotted(nbytes)
+
+        def enqueue(turn: int) -> None:
+            if turn < len(parts):
+                begin, end, slot = parts[turn]
+                self._cuda.copy(slot, source[begin:end], nbytes[begin:end], self._stream)
+                self._cuda.record(self._events[turn % _NUM_SLOTS], self._stream)
+
+        for turn in range(_NUM_SLOTS):
+            enqueue(turn)
+        for turn, (begin, end, slot) in enumerate(parts):
+            self._cuda.wait_for_event(self._events[turn % _NUM_SLOTS])
+            if not empty(slot, other[begin:end], nbytes[begin:end]):
+                return False
+            enqueue(turn + _NUM_SLOTS)
+        return True
+
+    def checksums(self, address: U64, nbytes: U64) -> list[int]:
+        """``transfer.checksum`` of each run of device memory, of the bytes as they come out of it."""
+        ends = np.cumsum(nbytes).tolist()
+        found: list[int] = []
+        digest, seen = xxhash.xxh3_64(), 0
+
+        def read(slot: U64, _: U64, sizes: U64) -> bool:
+            nonlocal digest, seen
+            for at, size in zip(slot.tolist(), sizes.tolist(), strict=True):
+                digest.update((ctypes.c_uint8 * size).from_address(at))
+                seen += size
+                if seen == ends[len(found)]:
+                    found.append(digest.intdigest())
+                    digest = xxhash.xxh3_64()
+            return True
+
+        self.take(address, address, nbytes, read)
+        return found
+
+    def _slotted(self, nbytes: U64) -> list[tuple[int, int, U64]]:
+        """(begin, end, where each of these rows lies in a slot), slot by slot in turn."""
+        parts = []
+        for turn, (begin, end, _) in enumerate(windows(nbytes, IOV_MAX, SLOT_NBYTES)):
+            sizes = nbytes[begin:end]
+            first = np.uint64(self._slots.address + turn % _NUM_SLOTS * SLOT_NBYTES)
+            parts.append((begin, end, first + np.cumsum(sizes) - sizes))
+        return parts
+
+    def finish(self) -> None:
+        """Returns when nothing that was enqueued touches any memory any more."""
+        self._cuda.wait_for_stream(self._stream)
+
+    def close(self) -> None:
+        with self._cuda.on(self.device):
+            self._cuda.destroy_stream(self._stream)
+            for event in self._events:
+                self._cuda.destroy_event(event)
+            self._cuda.unpin(self._slots.address)
+
+
+def _cut(address: U64, other: U64, nbytes: U64) -> tuple[U64, U64, U64]:
+    if nbytes.max() <= SLOT_NBYTES:
+        return address, other, nbytes
+    run, skipped, nbytes = pieces(nbytes, SLOT_NBYTES)
+    return address[run] + skipped, other[run] + skipped, nbytes
+
+
+class StagingPool:
+    """As many as were ever in use at a time. Thread-safe."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+        self._idle: list[Staging] = []
+        self._busy: list[Staging] = []
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def borrow(self, device: int) -> Iterator[Staging]:
+        """One of ``device``, which is current meanwhile. When it is given back its copies are over."""
+        with self.cuda.on(device):
+            staging = self._find(device)
+            try:
+                yield staging
+            finally:
+                # Where that fails it stays among the busy ones: the device may still write to its slots.
+                staging.finish()
+                with self._lock:
+                    self._busy.remove(staging)
+                    self._idle.append(staging)
+
+    def _find(self, device: int) -> Staging:
+        with self._lock:
+            found = next((staging for staging in self._idle if staging.device == device), None)
+            if found is not None:
+                self._idle.remove(found)
+        # Outside the lock: pinning memory takes milliseconds.
+        found = found or Staging(self.cuda, device)
+        with self._lock:
+            self._busy.append(found)
+        return found
+
+    def close(self) -> None:
+        """Nobody borrows any more."""
+        for staging in self._idle:
+            try:
+                staging.close()
+            except CudaError as error:
+                # After an error of the device nothing can be undone; it ends with the process.
+                _log.error("a stream of device %d is left: %s", staging.device, error)
+                _left.append(staging)
+        _left.extend(self._busy)
+        self._idle.clear()

@@ -1,0 +1,312 @@
+"""Finding libcudart and declaring the part of it that is used; the few calls, with their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moonpool.transfer.errors import TransferError
+from moonpool.transfer.memory.allocation import address_of
+from moonpool.transfer.memory.span import U64
+
+IPC_HANDLE_NBYTES = 64
+_SYSTEM = ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
+_INSTALL = "pip install nvidia-cuda-runtime (for CUDA 13) or nvidia-cuda-runtime-cu12"
+
+# Values of the runtime's enums.
+_SUCCESS, _NEWER_DRIVER, _NOT_SUPPORTED = 0, 36, 801
+_DEVICE_MEMORY = 2
+_COPY_DEFAULT = 4
+_STREAM_NON_BLOCKING = 1
+_EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING = 1, 2
+_HOST_REGISTER_PORTABLE = 1
+_IPC_LAZY_PEER_ACCESS = 1
+_ACCESS_ORDER_STREAM = 1
+
+
+class CudaUnavailable(TransferError):
+    """There is device memory to move, but no CUDA runtime to move it with."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class CudaError(TransferError):
+    """A call of the CUDA runtime failed."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, call: str, status: int, reason: str) -> None:
+        super().__init__(f"{call} failed: {reason} ({status})")
+        self.status = status
+
+
+class _PointerAttributes(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("device_pointer", ctypes.c_void_p),
+        ("host_pointer", ctypes.c_void_p),
+        ("rest", ctypes.c_uint8 * 64),
+    ]
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_uint8 * IPC_HANDLE_NBYTES)]
+
+
+class _CopyAttributes(ctypes.Structure):
+    _fields_ = [
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("destination_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+_pointer, _size, _int, _uint = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "cudaRuntimeGetVersion": (_pointer,),
+    "cudaGetDeviceCount": (_pointer,),
+    "cudaGetDevice": (_pointer,),
+    "cudaSetDevice": (_int,),
+    "cudaGetLastError": (),
+    "cudaPointerGetAttributes": (_pointer, _pointer),
+    "cudaMalloc": (_pointer, _size),
+    "cudaFree": (_pointer,),
+    "cudaHostRegister": (_pointer, _size, _uint),
+    "cudaHostUnregister": (_pointer,),
+    "cudaStreamCreateWithFlags": (_pointer, _uint),
+    "cudaStreamSynchronize": (_pointer,),
+    "cudaStreamDestroy": (_pointer,),
+    "cudaEventCreateWithFlags": (_pointer, _uint),
+    "cudaEventRecord": (_pointer, _pointer),
+    "cudaEventSynchronize": (_pointer,),
+    "cudaEventDestroy": (_pointer,),
+    "cudaMemcpyAsync": (_pointer, _pointer, _size, _int, _pointer),
+    "cudaIpcGetMemHandle": (_pointer, _pointer),
+    "cudaIpcOpenMemHandle": (_pointer, _IpcHandle, _uint),
+    "cudaIpcCloseMemHandle": (_pointer,),
+}
+
+
+class Cuda:
+    """A loaded CUDA runtime with a device. All methods may be called from any thread, and raise CudaError.
+
+    Addresses, streams and events are plain integers. Calls are about the device that ``on`` made current.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError when it cannot be loaded, CudaError when it finds no driver or device for it."""
+        self.path = path
+        self._library = ctypes.CDLL(path)
+        # Keeps the GIL: for what takes less time than it may take to win that back.
+        self._quick = ctypes.PyDLL(path)
+        self._error_string = self._library.cudaGetErrorString
+        self._error_string.restype, self._error_string.argtypes = ctypes.c_char_p, (_int,)
+        for name, arguments in _FUNCTIONS.items():
+            for library in (self._library, self._quick):
+                getattr(library, name).argtypes = arguments
+        version = self._integer("cudaRuntimeGetVersion")
+        self.version = version // 1000, version % 1000 // 10
+        self.num_devices = self._integer("cudaGetDeviceCount")
+        self._batch = self._find_batch()
+        self._address_range = self._find_address_range()
+
+    def _find_batch(self) -> Any:
+        """cudaMemcpyBatchAsync, of runtime 12.8 and later; None: copies are enqueued one by one."""
+        batch = getattr(self._library, "cudaMemcpyBatchAsync", None) if self.version >= (12, 8) else None
+        if batch is not None:
+            # Up to 12.9 it also said which copy was refused.
+            failed = (_pointer,) if self.version < (13, 0) else ()
+            batch.argtypes = (*(_pointer,) * 3, _size, *(_pointer,) * 2, _size, *failed, _pointer)
+        return batch
+
+    def _find_address_range(self) -> Any:
+        for library in (self._library, _load("libcuda.so.1")):
+            if library is not None and hasattr(library, "cuMemGetAddressRange_v2"):
+                function = library.cuMemGetAddressRange_v2
+                function.argtypes = (_pointer, _pointer, ctypes.c_uint64)
+                return function
+        return None
+
+    def _check(self, call: str, status: int) -> None:
+        if status != _SUCCESS:
+            # It is kept for the thread, and the next call of somebody else would be blamed for it.
+            self._quick.cudaGetLastError()
+            raise CudaError(call, status, self._error_string(status).decode())
+
+    def _run(self, call: str, *arguments: Any) -> None:
+        self._check(call, getattr(self._library, call)(*arguments))
+
+    def _integer(self, call: str) -> int:
+        value = ctypes.c_int()
+        self._check(call, getattr(self._quick, call)(ctypes.byref(value)))
+        return value.value
+
+    def _new(self, call: str, *arguments: Any) -> int:
+        """What a call that makes something gives back first."""
+        made = ctypes.c_void_p()
+        self._run(call, ctypes.byref(made), *arguments)
+        assert made.value is not None
+        return made.value
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Make ``device`` the calling thread's, and give it back the one it had."""
+        before = self._integer("cudaGetDevice")
+        # Also where it is that one: the driver's own calls need the context that this makes the thread's.
+        self._run("cudaSetDevice", device)
+        try:
+            yield
+        finally:
+            # Not for nothing: it would take memory of a device that is not in use yet.
+            if before != device:
+                self._run("cudaSetDevice", before)
+
+    # ------------------------------------------------------------------ memory
+
+    def device_of(self, address: int) -> int | None:
+        """The ordinal of the device whose memory this is; None: it is no device's."""
+        attributes = _PointerAttributes()
+        self._run("cudaPointerGetAttributes", ctypes.byref(attributes), address)
+        return int(attributes.device) if attributes.type == _DEVICE_MEMORY else None
+
+    def allocate(self, nbytes: int) -> int:
+        return self._new("cudaMalloc", nbytes)
+
+    def free(self, address: int) -> None:
+        self._run("cudaFree", address)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Lock host memory, so that copies to and from it need no copy of the driver's."""
+        self._run("cudaHostRegister", address, nbytes, _HOST_REGISTER_PORTABLE)
+
+    def unpin(self, address: int) -> None:
+        self._run("cudaHostUnregister", address)
+
+    # ------------------------------------------------------------------ streams
+
+    def new_stream(self) -> int:
+        return self._new("cudaStreamCreateWithFlags", _STREAM_NON_BLOCKING)
+
+    def wait_for_stream(self, stream: int) -> None:
+        """Returns when all that was enqueued is over."""
+        self._run("cudaStreamSynchronize", stream)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._run("cudaStreamDestroy", stream)
+
+    def new_event(self) -> int:
+        """One whose waiter sleeps instead of spinning."""
+        return self._new("cudaEventCreateWithFlags", _EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING)
+
+    def record(self, event: int, stream: int) -> None:
+        self._check("cudaEventRecord", self._quick.cudaEventRecord(event, stream))
+
+    def wait_for_event(self, event: int) -> None:
+        self._run("cudaEventSynchronize", event)
+
+    def destroy_event(self, event: int) -> None:
+        self._run("cudaEventDestroy", event)
+
+    def copy(self, to: U64, source: U64, nbytes: U64, stream: int) -> None:
+        """Enqueue copies of ``nbytes[i]`` from ``source[i]`` to ``to[i]``, of any device's memory or the
+        host's.
+        """
+        if len(nbytes) > 1 and self._batch is not None and self._copy_batch(to, source, nbytes, stream):
+            return
+        for here, there, size in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True):
+            self._run("cudaMemcpyAsync", here, there, size, _COPY_DEFAULT, stream)
+
+    def _copy_batch(self, to: U64, source: U64, nbytes: U64, stream: int) -> bool:
+        """False: the driver is older than the call."""
+        attributes, first, failed = (
+            _CopyAttributes(_ACCESS_ORDER_STREAM),
+            ctypes.c_size_t(),
+            ctypes.c_size_t(),
+        )
+        columns = [np.ascontiguousarray(column) for column in (to, source, nbytes)]
+        status = self._batch(
+            *map(address_of, columns),
+            len(nbytes),
+            ctypes.byref(attributes),
+            ctypes.byref(first),
+            1,
+            *((ctypes.byref(failed),) if self.version < (13, 0) else ()),
+            stream,
+        )
+        if status in (_NEWER_DRIVER, _NOT_SUPPORTED):
+            self._quick.cudaGetLastError()
+            self._batch = None
+            return False
+        self._check("cudaMemcpyBatchAsync", status)
+        return True
+
+    # ------------------------------------------------------------------ other processes
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        """(handle of the allocation around ``address``, where in it that lies).
+
+        What the driver maps piece by piece (torch's expandable segments, memory pools) has no such handle.
+        """
+        if self._address_range is None:
+            raise CudaUnavailable(
+                "cuMemGetAddressRange is in libcuda, which belongs to the driver: it is missing"
+            )
+        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        status = self._address_range(ctypes.byref(base), ctypes.byref(nbytes), address)
+        self._check("cuMemGetAddressRange", status)
+        handle = _IpcHandle()
+        self._run("cudaIpcGetMemHandle", ctypes.byref(handle), base.value)
+        return bytes(handle.bytes), address - base.value
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation for the current device; its address here."""
+        return self._new("cudaIpcOpenMemHandle", _IpcHandle.from_buffer_copy(handle), _IPC_LAZY_PEER_ACCESS)
+
+    def close(self, address: int) -> None:
+        self._run("cudaIpcCloseMemHandle", address)
+
+
+@functools.cache
+def load_cuda() -> Cuda:
+    """The runtime that ``MOONPOOL_CUDART`` names; else the first of the wheels' and the system's that works.
+
+    Raises CudaUnavailable, which says what is missing.
+    """
+    reasons: list[str] = []
+    for path in _candidates():
+        try:
+            return Cuda(path)
+        except (OSError, AttributeError, CudaError) as error:
+            reasons.append(f"{path}: {error}")
+    if not reasons:
+        raise CudaUnavailable(f"there is no libcudart: {_INSTALL}")
+    raise CudaUnavailable(f"no libcudart works here: {'; '.join(reasons)}")
+
+
+def _candidates() -> list[str]:
+    if named := os.environ.get("MOONPOOL_CUDART"):
+        return [named]
+    folders = [Path(name) for name in os.environ.get("LD_LIBRARY_PATH", "").split(":") if name]
+    wheels = importlib.util.find_spec("nvidia")
+    for place in wheels.submodule_search_locations or () if wheels is not None else ():
+        folders += [Path(place) / name / "lib" for name in ("cu13", "cuda_runtime")]
+    folders += map(Path, _SYSTEM)
+    found = [path for folder in folders for path in sorted(folder.glob("libcudart.so.1[23]"), reverse=True)]
+    return list(dict.fromkeys(str(path.resolve()) for path in found))
+
+
+def _load(name: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None

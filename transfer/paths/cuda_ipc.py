@@ -1,0 +1,198 @@
+"""Device memory of other processes on this host, mapped by CUDA IPC; and the path that copies from it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+from moonpool.transfer.connections.handshake import Identity
+from moonpool.transfer.connections.wire import Op, RegionInfo
+from moonpool.transfer.copying.attempt import Direction
+from moonpool.transfer.copying.device import direct_copy
+from moonpool.transfer.copying.peer_memory import Located, PeerMemory
+from moonpool.transfer.copying.pool import CopyPool
+from moonpool.transfer.errors import PathFailed
+from moonpool.transfer.memory.chunks import Chunking
+from moonpool.transfer.memory.device_regions import CudaRegions
+from moonpool.transfer.memory.region import Hold, Region
+from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.compiled_copy import Stop
+from moonpool.transfer.native.cuda import IPC_HANDLE_NBYTES, Cuda, CudaError
+from moonpool.transfer.paths.shm import ShmPath
+from moonpool.transfer.paths.tcp.stream_path import StreamPath
+
+_CHUNK_NBYTES = 1 << 30
+_CHUNK_ROWS = 16 * 1024
+_MAX_OFFSET = 1 << 48
+
+_log = logging.getLogger(__name__)
+
+
+class _Mapping:
+    """An allocation of another process. Its map goes with the last of these."""
+
+    def __init__(self, cuda: Cuda, device: int, handle: bytes) -> None:
+        """Raises CudaError."""
+        self.address = _OPENED.acquire(cuda, device, handle)
+        self.close = weakref.finalize(self, _OPENED.release, cuda, device, handle)
+        """At the latest when nobody refers to this any more."""
+        # When the process ends, so do its maps.
+        self.close.atexit = False
+
+
+class _Opened:
+    """What this process has mapped: a handle can be opened but once, whoever wants it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[int, bytes], list[int]] = {}
+        # Of the thread: the end of a mapping may come in the middle of the beginning of another one.
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    def acquire(self, cuda: Cuda, device: int, handle: bytes) -> int:
+        with self._lock:
+            entry = self._maps.get((device, handle))
+            if entry is None:
+                with cuda.on(device):
+                    entry = self._maps[device, handle] = [cuda.open(handle), 0]
+            entry[1] += 1
+            return entry[0]
+
+    def release(self, cuda: Cuda, device: int, handle: bytes) -> None:
+        with self._lock:
+            entry = self._maps[device, handle]
+            entry[1] -= 1
+            if entry[1] == 0:
+                del self._maps[device, handle]
+                with cuda.on(device):
+                    cuda.close(entry[0])
+
+
+_OPENED = _Opened()
+
+
+class IpcMemory:
+    """A ``PeerMemory``: the regions of the peer that are in a device's memory."""
+
+    def __init__(self, host: PeerMemory, cuda: Callable[[], CudaRegions | None]) -> None:
+        """host: to see whether the peer lives. cuda: ours, as soon as there is one."""
+        self._host = host
+        self._cuda = cuda
+        self._mappings: dict[int, _Mapping] = {}
+
+    async def reach(self, region: RegionInfo) -> bool:
+        cuda = self._cuda()
+        if cuda is None or len(region.ipc) != IPC_HANDLE_NBYTES + 8:
+            return False
+        if region.id in self._mappings:
+            return True
+        handle, offset = region.ipc[:IPC_HANDLE_NBYTES], _offset(region)
+        if offset >= _MAX_OFFSET:
+            return False
+        # Some milliseconds for a large one.
+        opening = asyncio.ensure_future(asyncio.to_thread(_Mapping, cuda.cuda, cuda.device, handle))
+        try:
+            mapping = await _wait_for(opening)
+        except CudaError as error:
+            _log.info("region %d of a peer cannot be mapped: %s", region.id, error)
+            return False
+        self._mappings[region.id] = mapping
+        return True
+
+    def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> Located:
+        cuda = self._cuda()
+        assert cuda is not None
+        maps = {region.id: self._mappings[region.id] for region in regions}
+        bases = {region.id: maps[region.id].address + _offset(region) for region in regions}
+        direct = direct_copy(functools.partial(cuda.staging.borrow, cuda.device))
+
+        def copy(to: U64, source: U64, nbytes: U64, stop: Stop, digests: U64 | None) -> bool:
+            try:
+                return direct(to, source, nbytes, stop, digests)
+            except CudaError as error:
+                # As the kernel's errors for host memory: the path looks whether the peer lives, and another
+                # one may do.
+                raise OSError(errno.EFAULT, str(error)) from error
+
+        return Located(copy, bases, list(maps.values()))
+
+    def lifeline(self, region_ids: Sequence[int]) -> bytes:
+        return self._host.lifeline(region_ids)
+
+    def forget(self, region_id: int) -> None:
+        # A copy that still runs keeps it.
+        self._mappings.pop(region_id, None)
+
+    def close(self) -> None:
+        self._mappings.clear()
+        self._host.close()
+
+
+def _offset(region: RegionInfo) -> int:
+    """Where in its allocation it begins."""
+    return int.from_bytes(region.ipc[IPC_HANDLE_NBYTES:], "little")
+
+
+async def _wait_for(opening: asyncio.Future[_Mapping]) -> _Mapping:
+    """Its result. When cancelled it waits all the same, and then lets go of it: the peer may be waiting for
+    that to free the memory.
+    """
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        while not opening.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([opening])
+        if opening.exception() is None:
+            opening.result().close()
+        raise
+
+
+class CudaIpcPath(ShmPath):
+    """Devices copy from each other. As over shm a write is read by its target, here from our device's memory;
+    what cannot be mapped is left to the other paths.
+    """
+
+    name = "cuda-ipc"
+
+    def __init__(
+        self,
+        pool: CopyPool,
+        peer: Identity,
+        memory: IpcMemory,
+        region: Callable[[int], RegionInfo | None],
+        writes: StreamPath | None,
+        cuda: Callable[[], CudaRegions | None],
+    ) -> None:
+        """writes: None for a peer that is only read."""
+        super().__init__(pool, peer, memory, region, writes)
+        self._cuda = cuda
+
+    def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
+        cuda = self._cuda()
+        if cuda is None:
+            return False
+        if direction == "read":
+            return all(region.ipc and region.id not in self._unreachable for region in theirs)
+        assert self._streams is not None
+        fetched = self._streams.device_write_op is Op.FETCH
+        return fetched and all(region.device is not None and cuda.handle(region) for region in ours)
+
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
+        if direction == "write" or observed:
+            return super().chunking(direction, nbytes, observed)
+        # Each chunk is waited for, and a device moves a gigabyte in a millisecond.
+        return Chunking(_CHUNK_NBYTES, _CHUNK_ROWS)
+
+    async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
+        await super().open(direction, region_ids)
+        if direction == "read" and self._unreachable.intersection(region_ids):
+            raise PathFailed(self.name, "the peer's device memory cannot be mapped here", interrupted=True)

@@ -1,0 +1,235 @@
+"""Bytes through stream sockets: several connections to the peer that share the chunks of a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from moonpool.transfer import metrics
+from moonpool.transfer.connections.sockets import moved_nbytes
+from moonpool.transfer.connections.tls import byte_stream
+from moonpool.transfer.connections.wire import MAX_REQUEST_SPANS, WRITES, Op, RegionInfo
+from moonpool.transfer.copying.attempt import Attempt, Direction
+from moonpool.transfer.errors import PathFailed, TransferError
+from moonpool.transfer.memory.chunks import Chunking
+from moonpool.transfer.memory.region import Region
+from moonpool.transfer.paths.tcp.rail import Rail
+from moonpool.transfer.paths.tcp.stream import Stream, Task
+
+# A chunk costs two turns of the GIL on either side, so as few as possible; small ones where each is verified
+# or followed, while it is in the cache.
+_MIN_CHUNK_NBYTES = 1 << 20
+_MAX_CHUNK_NBYTES = 32 << 20
+_OBSERVED_CHUNK_NBYTES = 4 << 20
+_MAX_PULL_NBYTES = 64 << 20
+# Rails differ in speed: with several chunks to each connection the slow one does not end last by much.
+_CHUNKS_A_STREAM = 4
+# After that an address that does not answer is left alone for a while; sooner where others answer.
+_CONNECT_S = 5.0
+_PROBE_S = 1.0
+
+
+# Of the data connections of this process.
+_NUMBERS = itertools.count(1)
+
+
+class StreamPath:
+    """A ``Path`` through data connections, over TCP or a Unix socket.
+
+    A batch is striped over all of them: they take its chunks from one queue, so the faster ones take more.
+    What a connection that breaks had begun is done by the others; its rail is left alone for a while, and
+    connected again beside a later batch. The path has failed when none is left.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connects: Sequence[Callable[[int], Awaitable[socket.socket]]],
+        *,
+        streams: int,
+        slice_nbytes: int,
+        write_op: Op = Op.WRITE,
+        device_write_op: Op = Op.WRITE,
+    ) -> None:
+        """connects: one for each address of the peer, see ``Rail``. streams: to each.
+        write_op: WRITE, or PULL or FETCH where the peer can reach us.
+        device_write_op: the same, of a device's memory.
+        """
+        self.name = name
+        self.networked = name == "tcp"
+        self.write_op = write_op
+        self.device_write_op = device_write_op
+        self._rails = [Rail(connect) for connect in connects]
+        self._num_streams = streams
+        self._slice_nbytes = slice_nbytes
+        self._lock = threading.Lock()
+        self._streams: dict[Stream, Rail] = {}
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._num_idle = 0
+
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
+        if direction == "write" and self.write_op in (Op.PULL, Op.FETCH):
+            return Chunking(_MAX_PULL_NBYTES, MAX_REQUEST_SPANS)
+        lanes = self._num_streams * len(self._rails)
+        share = -(-nbytes // (lanes if len(self._rails) == 1 else lanes * _CHUNKS_A_STREAM))
+        most = min(_OBSERVED_CHUNK_NBYTES, _MAX_CHUNK_NBYTES) if observed else _MAX_CHUNK_NBYTES
+        return Chunking(min(max(share, _MIN_CHUNK_NBYTES), most), MAX_REQUEST_SPANS)
+
+    def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
+        return True
+
+    # ------------------------------------------------------------------ connections
+
+    async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
+        # Connections that come later join in: a rail that is down holds up no batch that others can carry.
+        lacking = [rail for rail in self._rails if rail.num_streams < self._num_streams]
+        connecting = {self._begin_connecting(rail) for rail in lacking if rail.backoff.ready}
+        if not self._streams:
+            await self._first(connecting or {self._begin_connecting(rail) for rail in lacking})
+
+    async def _first(self, connecting: set[asyncio.Task[None]]) -> None:
+        """Wait until there is a connection. Raises what the last rail came to when none has any."""
+        while connecting:
+            done, connecting = await asyncio.wait(connecting, return_when=asyncio.FIRST_COMPLETED)
+            if self._streams:
+                return
+            if not connecting:
+                done.pop().result()
+
+    def _begin_connecting(self, rail: Rail) -> asyncio.Task[None]:
+        if rail.connecting is None or rail.connecting.done():
+            rail.connecting = asyncio.create_task(self._connect(rail))
+            # Nobody may be waiting for it; then its back-off says enough.
+            rail.connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return rail.connecting
+
+    async def _connect(self, rail: Rail) -> None:
+        try:
+            async with asyncio.timeout(_PROBE_S if self._streams else _CONNECT_S):
+                while rail.num_streams < self._num_streams:
+                    number = next(_NUMBERS)
+                    sock = await rail.connect(number)
+                    self._add(rail, Stream(self, byte_stream(sock, self._slice_nbytes), number))
+        except (OSError, TransferError) as error:
+            self._pause(rail)
+            if rail.num_streams:
+                return
+            if isinstance(error, OSError):
+                raise PathFailed(self.name, f"cannot connect: {str(error) or 'no answer'}") from error
+            raise
+
+    def _add(self, rail: Rail, stream: Stream) -> None:
+        with self._lock:
+            self._streams[stream] = rail
+            rail.num_streams += 1
+        stream.start()
+
+    async def close(self) -> None:
+        connecting = [rail.connecting for rail in self._rails if rail.connecting is not None]
+        for task in connecting:
+            task.cancel()
+        if connecting:
+            await asyncio.wait(connecting)
+        with self._lock:
+            streams = list(self._streams)
+        for _ in streams:
+            self._tasks.put(None)
+        for stream in streams:
+            stream.close()
+
+    # ------------------------------------------------------------------ attempts
+
+    def start(self, attempt: Attempt) -> None:
+        op = Op.READ if attempt.direction == "read" else self.write_op
+        if op is not Op.READ and attempt.hold.device is not None:
+            op = self.device_write_op
+        # A span that had to be cut in pieces is in no chunk as a whole.
+        if op is Op.PULL and attempt.verify_remote and len(attempt.plan.rows) == len(attempt.local):
+            op = Op.PULL_CHECKED
+        with self._lock:
+            if self._streams:
+                for chunk in range(len(attempt.plan.chunks)):
+                    self._tasks.put(Task(attempt, chunk, op))
+                if attempt.left_behind:
+                    attempt.expect(1)
+                    self._tasks.put(Task(attempt, len(attempt.plan.chunks), Op.END))
+                return
+        attempt.stop(PathFailed(self.name, "its connections broke"))
+
+    def progress(self, attempt: Attempt) -> dict[object, int]:
+        with self._lock:
+            streams = [stream for stream in self._streams if stream.carries(attempt)]
+        return {stream: moved_nbytes(stream.bytes.sock) for stream in streams}
+
+    def drop(self, carriers: Collection[object]) -> bool:
+        with self._lock:
+            stuck = {rail for stream, rail in self._streams.items() if stream in carriers}
+            if stuck.issuperset(self._streams.values()):
+                return False
+            for stream, rail in self._streams.items():
+                if rail in stuck:
+                    # An idle one ends with the first request it takes, which goes to the next.
+                    stream.bytes.shut()
+        for rail in stuck:
+            self._pause(rail)
+        return True
+
+    def _pause(self, rail: Rail) -> None:
+        if rail.backoff.failed() and len(self._rails) > 1:
+            metrics.RAIL_FAILURES.labels(self.name).inc()
+
+    # ------------------------------------------------------------------ called by streams, on their threads
+
+    def next_task(self, block: bool) -> Task | None:
+        if not block:
+            # Leave to each connection that has nothing to do the task it is about to take.
+            if self._tasks.qsize() <= self._num_idle:
+                return None
+            with contextlib.suppress(queue.Empty):
+                return self._tasks.get_nowait()
+            return None
+        with self._lock:
+            self._num_idle += 1
+        task = self._tasks.get()
+        with self._lock:
+            self._num_idle -= 1
+        return task
+
+    def cannot_pull(self) -> None:
+        # Then we send it the bytes.
+        self.write_op = self.device_write_op = Op.WRITE
+
+    def answered(self, stream: Stream) -> None:
+        self._streams[stream].backoff.succeeded()
+
+    def stream_ended(self, stream: Stream, tasks: list[Task], error: Exception) -> bool:
+        with self._lock:
+            rail = self._streams.pop(stream)
+            rail.num_streams -= 1
+            writes = {task.attempt for task in tasks if task.op in WRITES}
+            for attempt in writes:
+                attempt.left_behind.append(stream.number)
+            if not stream.kicked and len(self._rails) > 1:
+                self._pause(rail)
+            if self._streams:
+                if isinstance(error, PathFailed):
+                    for task in tasks:
+                        self._tasks.put(task)
+                    for attempt in writes:
+                        attempt.expect(1)
+                        self._tasks.put(Task(attempt, len(attempt.plan.chunks), Op.END))
+                    return True
+                return False
+            orphans = []
+            while not self._tasks.empty():
+                task_left = self._tasks.get()
+                if task_left is not None:
+                    orphans.append(task_left)
+        for orphan in orphans:
+            orphan.attempt.stop(error)
+        return False

@@ -1,0 +1,136 @@
+"""The connection of a worker to one peer's worker. All of it belongs to the progress thread."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat
+
+from moonpool.transfer.native import ucx as lib
+from moonpool.transfer.paths.ucx.worker import UcxError, UcxWorker
+
+# Pointers from here on are negative statuses.
+_FIRST_ERROR = (1 << 64) - 100
+_CLOSE_S = 1.0
+
+
+def status_of(pointer: int | None) -> tuple[int, int]:
+    """(status, request) of what a non-blocking call returned: request 0 when it is over."""
+    if pointer is None:
+        return lib.OK, 0
+    if pointer >= _FIRST_ERROR:
+        return pointer - (1 << 64), 0
+    return lib.IN_PROGRESS, pointer
+
+
+class Endpoint:
+    """``failed``: the status it broke with, else 0."""
+
+    def __init__(self, worker: UcxWorker, address: bytes) -> None:
+        """Raises UcxError."""
+        self._worker = worker
+        self._ucx = worker.ucx
+        self._keys: dict[int, ctypes.c_void_p] = {}
+        self.failed = 0
+        self.closed = False
+        # Kept for as long as UCX may call it.
+        self._on_error = lib.ErrorCallback(self._broke)
+        buffer = ctypes.create_string_buffer(address, len(address))
+        self._handle = ctypes.c_void_p()
+        params = lib.EndpointParams(
+            field_mask=lib.EP_PARAM_ADDRESS | lib.EP_PARAM_ERROR_MODE | lib.EP_PARAM_ERROR_HANDLER,
+            address=ctypes.addressof(buffer),
+            error_mode=lib.ERROR_MODE_PEER,
+            error_callback=ctypes.cast(self._on_error, ctypes.c_void_p),
+        )
+        status = self._ucx.call.ucp_ep_create(worker.worker, ctypes.byref(params), ctypes.byref(self._handle))
+        if status != lib.OK:
+            raise UcxError("ucp_ep_create", status)
+        self._params = lib.RequestParams()
+
+    def _broke(self, argument: int | None, endpoint: int | None, status: int) -> None:
+        self.failed = status
+
+    def knows(self, region_id: int) -> bool:
+        return region_id in self._keys
+
+    def learn(self, region_id: int, key: bytes) -> None:
+        """Unpack the key of a region of the peer. Raises UcxError."""
+        if region_id in self._keys:
+            return
+        unpacked = ctypes.c_void_p()
+        buffer = ctypes.create_string_buffer(key, len(key))
+        status = self._ucx.call.ucp_ep_rkey_unpack(self._handle, buffer, ctypes.byref(unpacked))
+        if status != lib.OK:
+            raise UcxError("ucp_ep_rkey_unpack", status)
+        self._keys[region_id] = unpacked
+
+    def forget(self, region_id: int) -> None:
+        key = self._keys.pop(region_id, None)
+        if key is not None and not self.closed:
+            self._ucx.call.ucp_rkey_destroy(key)
+
+    def get(
+        self,
+        region_id: int,
+        here: Sequence[int],
+        nbytes: Sequence[int],
+        there: Sequence[int],
+        requests: list[int],
+    ) -> int:
+        """Post reads of ``nbytes[i]`` from address ``there[i]`` to ``here[i]``; ``requests`` takes those that
+        are not over at once.
+
+        Returns a status. They are over when a ``flush`` posted later is.
+        """
+        handle, key = repeat(self._handle.value), repeat(self._keys[region_id].value)
+        params = repeat(ctypes.addressof(self._params))
+        # A loop in Python around the call would take as long again.
+        pointers = list(map(self._ucx.quick.ucp_get_nbx, handle, here, nbytes, there, key, params))
+        requests += filter(None, pointers)
+        if requests and max(requests) >= _FIRST_ERROR:
+            worst = max(requests)
+            requests[:] = [request for request in requests if request < _FIRST_ERROR]
+            return worst - (1 << 64)
+        return lib.OK
+
+    def flush(self) -> tuple[int, int]:
+        """(status, request): over when everything posted before it is."""
+        return status_of(self._ucx.quick.ucp_ep_flush_nbx(self._handle, ctypes.byref(self._params)))
+
+    def check(self, request: int) -> int:
+        """The status of a request; it is freed when it is over."""
+        status: int = self._ucx.quick.ucp_request_check_status(request)
+        if status != lib.IN_PROGRESS:
+            self._ucx.quick.ucp_request_free(request)
+        return status
+
+    def free(self, requests: list[int]) -> None:
+        """Requests that are over."""
+        deque(map(self._ucx.quick.ucp_request_free, requests), maxlen=0)
+
+    def wait(self, requests: list[int], seconds: float) -> bool:
+        """Progress until all are over, and free them; for at most ``seconds``. True when they are."""
+        until = time.monotonic() + seconds
+        while requests:
+            self._ucx.call.ucp_worker_progress(self._worker.worker)
+            while requests and self._ucx.quick.ucp_request_check_status(requests[-1]) != lib.IN_PROGRESS:
+                self._ucx.quick.ucp_request_free(requests.pop())
+            if requests and time.monotonic() > until:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Break it off; what was posted fails. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        for key in self._keys.values():
+            self._ucx.call.ucp_rkey_destroy(key)
+        self._keys.clear()
+        params = lib.RequestParams(op_attr_mask=lib.OP_FLAGS, flags=lib.CLOSE_FORCE)
+        status, request = status_of(self._ucx.call.ucp_ep_close_nbx(self._handle, ctypes.byref(params)))
+        if status == lib.IN_PROGRESS:
+            self.wait([request], _CLOSE_S)

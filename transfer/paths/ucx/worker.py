@@ -1,0 +1,240 @@
+"""A UCX worker and the one thread that touches it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import queue
+import select
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from moonpool.transfer.errors import TransferError
+from moonpool.transfer.native import ucx as lib
+from moonpool.transfer.native.ucx import Ucx
+from moonpool.transfer.paths.ucx.topology import num_rdma_rails, rdma_devices
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# What a survivor needs to live through a peer's death, and what made TCP fast; names as in `ucx_info -c`. A
+# variable UCX_<name> of the environment goes first. Not every build knows every name.
+_CONFIG = {
+    "MM_ERROR_HANDLING": "y",
+    "CMA_MEMORY_INVALIDATE": "y",
+    # Copies a call to progress: by default one, and each call is a turn of the GIL.
+    "CMA_TX_QUOTA": "64",
+    "TCP_TX_SEG_SIZE": "512K",
+    "TCP_RX_SEG_SIZE": "512K",
+    "RNDV_FRAG_MEM_TYPES": "host",
+    # By default the progress thread waits for each connection to be made, and all peers with it; and where
+    # that is refused at once UCX (1.21) never closes the socket.
+    "TCP_CONN_NB": "y",
+}
+# Rounds without news before the thread goes to sleep: some 20 µs, less than waking up takes.
+_SPINS = 20
+
+
+class UcxError(TransferError):
+    """A call of libucp failed."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, call: str, status: int) -> None:
+        super().__init__(f"{call} failed with status {status}")
+        self.status = status
+
+
+class Task(Protocol):
+    """Work in progress: called again and again by the thread."""
+
+    def step(self) -> bool:
+        """Do what can be done now. True when it is over. Must not raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """Memory that UCX knows. key: what a peer needs to reach it."""
+
+    handle: int
+    key: bytes
+
+
+class UcxWorker:
+    """``submit`` and ``start`` may be called from any thread; ``ucx``, ``worker`` belong to the progress
+    thread.
+    """
+
+    def __init__(self, ucx: Ucx) -> None:
+        """Raises UcxError when no transport works here."""
+        self.ucx = ucx
+        self._context = self._make_context()
+        self.worker = self._make_worker()
+        self.address = self._own_address()
+        event_fd = ctypes.c_int()
+        self._check("ucp_worker_get_efd", ucx.call.ucp_worker_get_efd(self.worker, ctypes.byref(event_fd)))
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for fd in (event_fd.value, self._wake_fd):
+            self._poll.register(fd, select.POLLIN)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: list[Task] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="moonpool ucx", daemon=True)
+        self._thread.start()
+
+    def _make_context(self) -> ctypes.c_void_p:
+        call = self.ucx.call
+        config, context = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check("ucp_config_read", call.ucp_config_read(None, None, ctypes.byref(config)))
+        try:
+            # By default an operation goes by one device, however many there are.
+            rails = {"MAX_RMA_RAILS": str(max(1, num_rdma_rails(rdma_devices())))}
+            for name, value in (_CONFIG | rails).items():
+                if f"UCX_{name}" not in os.environ:
+                    call.ucp_config_modify(config, name.encode(), value.encode())
+            params = lib.Params(
+                field_mask=lib.PARAM_FEATURES | lib.PARAM_MT_WORKERS_SHARED,
+                features=lib.FEATURE_RMA | lib.FEATURE_WAKEUP,
+                # Regions are mapped on other threads than the worker's.
+                mt_workers_shared=1,
+            )
+            version = self.ucx.version
+            status = call.ucp_init_version(
+                version[0], version[1], ctypes.byref(params), config, ctypes.byref(context)
+            )
+        finally:
+            call.ucp_config_release(config)
+        self._check("ucp_init", status)
+        return context
+
+    def _make_worker(self) -> ctypes.c_void_p:
+        worker = ctypes.c_void_p()
+        params = lib.WorkerParams(
+            field_mask=lib.WORKER_PARAM_THREAD_MODE, thread_mode=lib.THREAD_MODE_SERIALIZED
+        )
+        status = self.ucx.call.ucp_worker_create(self._context, ctypes.byref(params), ctypes.byref(worker))
+        if status != lib.OK:
+            self.ucx.call.ucp_cleanup(self._context)
+        self._check("ucp_worker_create", status)
+        return worker
+
+    def _own_address(self) -> bytes:
+        call = self.ucx.call
+        address, nbytes = ctypes.c_void_p(), ctypes.c_size_t()
+        status = call.ucp_worker_get_address(self.worker, ctypes.byref(address), ctypes.byref(nbytes))
+        self._check("ucp_worker_get_address", status)
+        try:
+            assert address.value is not None
+            return ctypes.string_at(address.value, nbytes.value)
+        finally:
+            call.ucp_worker_release_address(self.worker, address)
+
+    @staticmethod
+    def _check(call: str, status: int) -> None:
+        if status != lib.OK:
+            raise UcxError(call, status)
+
+    # ------------------------------------------------------------------ from any thread
+
+    def map(self, address: int, nbytes: int) -> Mapping:
+        """Make memory known. Raises UcxError."""
+        call = self.ucx.call
+        handle, key, key_nbytes = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        params = lib.MapParams(
+            field_mask=lib.MAP_PARAM_ADDRESS | lib.MAP_PARAM_LENGTH, address=address, length=nbytes
+        )
+        status = call.ucp_mem_map(self._context, ctypes.byref(params), ctypes.byref(handle))
+        self._check("ucp_mem_map", status)
+        status = call.ucp_rkey_pack(self._context, handle, ctypes.byref(key), ctypes.byref(key_nbytes))
+        self._check("ucp_rkey_pack", status)
+        assert key.value is not None
+        assert handle.value is not None
+        packed = ctypes.string_at(key.value, key_nbytes.value)
+        call.ucp_rkey_buffer_release(key)
+        return Mapping(handle.value, packed)
+
+    def unmap(self, mapping: Mapping) -> None:
+        self.ucx.call.ucp_mem_unmap(self._context, mapping.handle)
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Run ``command``, which may not raise, on the progress thread."""
+        self._commands.put(command)
+        self.wake()
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What ``function`` returns or raises on the progress thread."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def command() -> None:
+            try:
+                result = function(*arguments)
+            except Exception as error:
+                loop.call_soon_threadsafe(_fail, done, error)
+            else:
+                loop.call_soon_threadsafe(_settle, done, result)
+
+        self.submit(command)
+        return await done
+
+    def wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def start(self, task: Task) -> None:
+        self.submit(lambda: self._tasks.append(task))
+
+    def close(self) -> None:
+        """End the thread and let the library go. All tasks have ended; maps are to be undone before."""
+        self.submit(self._stop)
+        self._thread.join()
+        os.close(self._wake_fd)
+
+    def cleanup(self) -> None:
+        """After ``close``, and after the last ``unmap``."""
+        self.ucx.call.ucp_cleanup(self._context)
+
+    # ------------------------------------------------------------------ the progress thread
+
+    def _stop(self) -> None:
+        self._closing = True
+
+    def _run(self) -> None:
+        progress = self.ucx.call.ucp_worker_progress
+        idle = 0
+        while not self._closing:
+            moved = progress(self.worker)
+            while not self._commands.empty():
+                self._commands.get()()
+                moved = 1
+            if self._tasks:
+                self._tasks = [task for task in self._tasks if not task.step()]
+            idle = 0 if moved else idle + 1
+            if idle > (_SPINS if self._tasks else 0):
+                self._sleep()
+                idle = 0
+        self.ucx.call.ucp_worker_destroy(self.worker)
+
+    def _sleep(self) -> None:
+        # Only when nothing is left to progress does the worker promise to signal what comes next.
+        if self.ucx.call.ucp_worker_arm(self.worker) != lib.OK or not self._commands.empty():
+            return
+        self._poll.poll()
+        # It may have been the worker's own descriptor that woke us.
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+
+def _settle(done: asyncio.Future[T], result: T) -> None:
+    if not done.done():
+        done.set_result(result)
+
+
+def _fail(done: asyncio.Future[T], error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)

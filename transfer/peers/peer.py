@@ -1,0 +1,225 @@
+"""Another agent, connected: the other end of reads and writes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moonpool.transfer import metrics
+from moonpool.transfer.connections.link import Link
+from moonpool.transfer.connections.wire import MAX_FRAME_NBYTES
+from moonpool.transfer.copying.attempt import Direction
+from moonpool.transfer.copying.joint_read import JointRead
+from moonpool.transfer.errors import RegionError, SpanError, TransferError
+from moonpool.transfer.memory.region import RegionTable
+from moonpool.transfer.memory.span import U64, Span, Spans, check_disjoint, check_pairs
+from moonpool.transfer.paths.base import Path
+from moonpool.transfer.peers.batch import Batch
+from moonpool.transfer.peers.path_choice import PathChoice
+
+
+class Peer:
+    """One incarnation of an agent. When its process goes, this object is of no more use: connect again.
+
+    All methods belong to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        agent_id: str,
+        epoch: int,
+        link: Link,
+        paths: Sequence[Path],
+        regions: RegionTable,
+        *,
+        verify: bool,
+        owns_link: bool = True,
+    ) -> None:
+        """owns_link: it ends with this object; else it serves the other side, which made it."""
+        self.agent_id = agent_id
+        self.epoch = epoch
+        self.link = link
+        self.paths = PathChoice(paths)
+        self.regions = regions
+        self.thread_id = threading.get_ident()
+        self.owns_link = owns_link
+        self._verify = verify
+        self._batches: set[Batch] = set()
+        self._letting_go: set[asyncio.Task[None]] = set()
+        self._lost: TransferError | None = None
+        self.on_lost: Callable[[Peer], None] | None = None
+        link.on_region_closed(self._region_closed)
+
+    @property
+    def lost(self) -> bool:
+        """True from when its process was seen to be gone, or the agent was closed."""
+        return self._lost is not None
+
+    @property
+    def bandwidth(self) -> dict[str, float]:
+        """Bytes/s by path, a moving average of batches of 1 MiB and more."""
+        return self.paths.bandwidth
+
+    @property
+    def nbytes_per_s(self) -> float:
+        """What the first of the paths that were measured has reached, in the order in which they would be
+        taken now; 0: none was.
+        """
+        bandwidth = self.bandwidth
+        return next((bandwidth[path.name] for path in self.paths.ranked() if path.name in bandwidth), 0.0)
+
+    def read(
+        self,
+        local: Sequence[Span] | Spans,
+        remote: Sequence[Span] | Spans,
+        *,
+        deadline_s: float,
+        checksums: Sequence[int] | None = None,
+        joint: JointRead | None = None,
+    ) -> Batch:
+        """Copy ``remote[i]``, in the peer's regions, to ``local[i]``, in ours; the sizes must be equal.
+
+        checksums: ``transfer.checksum`` of each span's bytes, as its owner gave it; compared with what
+        arrived, unless ``transfer.checksum`` is off. joint: of reads from several peers that are asked for
+        together.
+
+        Raises, here and before anything is posted: SpanError, which names the span. The batch, when awaited,
+        raises
+            SpanError, RegionError: the peer has no such bytes; nothing was read.
+            ChecksumMismatch, PeerLost, StaleEpoch, DeadlineExceeded, RegionError: the bytes of the local
+            spans are undefined, and nothing touches them any more.
+        """
+        return self._post("read", local, remote, deadline_s, checksums, None, joint)
+
+    def write(
+        self,
+        local: Sequence[Span] | Spans,
+        remote: Sequence[Span] | Spans,
+        *,
+        deadline_s: float,
+        checksums: Sequence[int] | None = None,
+        notify: bytes | None = None,
+    ) -> Batch:
+        """Copy ``local[i]`` to ``remote[i]``; the mirror image of ``read``, with the same errors.
+
+        checksums: of each span's bytes; the peer's copy is compared with them. Without, the checksums of the
+        local bytes are used where the bytes travel over a network. notify: a note for the peer, sent once
+        everything is there.
+        After an error the remote spans are undefined. The peer stops writing as soon as it learns of the
+        error, and in any case at the deadline: take the memory for something else only after that.
+        """
+        return self._post("write", local, remote, deadline_s, checksums, notify, None)
+
+    def notify(self, payload: bytes) -> None:
+        """Hand the peer a note of at most 64 KiB; it comes out of its ``notifications()``, in order.
+
+        TransferError when the connection is broken, or a stopped peer left too many unread.
+        """
+        if self._lost is not None:
+            raise self._lost
+        _check_note(payload)
+        self.link.note(payload)
+        metrics.NOTES.labels("sent").inc()
+
+    def _post(
+        self,
+        direction: Direction,
+        local: Sequence[Span] | Spans,
+        remote: Sequence[Span] | Spans,
+        deadline_s: float,
+        checksums: Sequence[int] | None,
+        notify: bytes | None,
+        joint: JointRead | None,
+    ) -> Batch:
+        if self._lost is not None:
+            raise self._lost
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"deadline_s must be positive and finite, got {deadline_s}")
+        here, there = Spans.of(local), Spans.of(remote)
+        check_pairs(here, there)
+        promised = None if checksums is None else _check_checksums(checksums, len(here))
+        if notify is not None:
+            _check_note(notify)
+        addresses = self.regions.addresses(here, writable=direction == "read")
+        check_disjoint(here if direction == "read" else there)
+        batch = Batch(
+            self,
+            direction,
+            here,
+            addresses,
+            there,
+            deadline_s=deadline_s,
+            checksums=promised if self._verify else None,
+            verify_on_network=self._verify,
+            notify=notify,
+            joint=joint,
+        )
+        self._batches.add(batch)
+        return batch
+
+    def batch_ended(self, batch: Batch) -> None:
+        self._batches.discard(batch)
+
+    def lose(self, error: TransferError) -> None:
+        """End all batches with ``error``, refuse new ones, and let go of it."""
+        if self._lost is None:
+            self.end(error)
+            if self.on_lost is not None:
+                self.on_lost(self)
+
+    def end(self, error: TransferError) -> None:
+        """End all batches with ``error``, and refuse new ones. The connection stays."""
+        self._lost = error
+        for batch in list(self._batches):
+            batch.fail(error)
+
+    def _region_closed(self, region_id: int) -> None:
+        reading = [batch for batch in self._batches if batch.uses(region_id)]
+        for batch in reading:
+            batch.fail(RegionError(region_id, "was closed by its owner"))
+        closing = asyncio.get_running_loop().create_task(self._let_go(region_id, reading))
+        self._letting_go.add(closing)
+        closing.add_done_callback(self._letting_go.discard)
+
+    async def _let_go(self, region_id: int, reading: list[Batch]) -> None:
+        for batch in reading:
+            await batch.ended()
+        with contextlib.suppress(TransferError):
+            # Where the connection has broken meanwhile, its owner knows anyway.
+            self.link.let_go(region_id)
+
+    async def close(self) -> None:
+        """Let go of it, once lost."""
+        for batch in list(self._batches):
+            await batch.ended()
+        if self._letting_go:
+            await asyncio.wait(list(self._letting_go))
+        if self.owns_link:
+            self.link.close()
+        for path in self.paths:
+            await path.close()
+
+
+def _check_note(payload: bytes) -> None:
+    if not isinstance(payload, bytes):
+        raise TypeError(f"a note is bytes, not {type(payload).__name__}")
+    if len(payload) > MAX_FRAME_NBYTES:
+        raise ValueError(f"a note has at most {MAX_FRAME_NBYTES} bytes, not {len(payload)}")
+
+
+def _check_checksums(checksums: Sequence[int], num_spans: int) -> U64:
+    if len(checksums) != num_spans:
+        raise SpanError(min(len(checksums), num_spans), f"{num_spans} spans, but {len(checksums)} checksums")
+    try:
+        return np.frombuffer(array("Q", checksums), np.uint64)
+    except (TypeError, OverflowError):
+        for index, value in enumerate(checksums):
+            if not hasattr(value, "__index__") or not 0 <= value < 1 << 64:
+                raise SpanError(index, f"a checksum is an integer of 64 bits, not {value!r}") from None
+        raise
