@@ -24,7 +24,7 @@ _FAR = 2.0
 # Tokens a step of a replica may take: fewer keep its decode steps short, more make prefills fast.
 _REPLICA_CHUNKS = (256, 512, 1024)
 # Disaggregation is worth its second kind of node from here on.
-PAYS = 1.05
+MIN_GAIN = 1.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moonpool.conductor.placing.cluster_view import Slo
-
-if TYPE_CHECKING:
-    from moonpool.simulator.cluster.job import Job
-    from moonpool.simulator.simulation import Simulation
+from moonpool.simulator.cluster.job import Job
+from moonpool.simulator.cluster.memory import NodeMemory
 
 # Prefixes whose copies are counted: as many as there are hot ones in an hour of chat.
 _HOT_KEYS = 10
@@ -55,35 +52,8 @@ class Outcome:
     num_gpus: int
     hot_copies: Sequence[int]  # of the most used keys: the nodes that hold them at the end
     num_copies: int  # of hot prefixes, made and let go again
-    num_let_go: int
+    num_released: int
     num_events: int
-
-    @classmethod
-    def of(cls, simulation: Simulation) -> Outcome:
-        jobs = simulation.jobs
-        assert all(job.ended for job in jobs), "a request was lost"
-        first_s = min(job.request.arrival_s for job in jobs)
-        hits: Counter[str] = Counter()
-        for job in jobs:
-            for tier in ("pool", "host", "ssd", "peer", "computed"):
-                hits[tier] += getattr(job.use, tier)
-        nodes = [*simulation.nodes.values(), *simulation.cluster.former]
-        return cls(
-            served=[_served(job) for job in jobs],
-            slo=simulation.scenario.slo,
-            window_s=max(job.request.arrival_s for job in jobs) - first_s,
-            span_s=max(job.done_s for job in jobs) - first_s,
-            hit_tokens=hits,
-            block_tokens=simulation.scenario.block_tokens,
-            moved_nbytes=simulation.cluster.network.moved_nbytes,
-            prefill_busy_s=sum(node.engine.prefill_busy_s * node.hardware.num_gpus for node in nodes),
-            decode_busy_s=sum(node.engine.decode_busy_s * node.hardware.num_gpus for node in nodes),
-            num_gpus=simulation.scenario.num_gpus,
-            hot_copies=_hot_copies(simulation),
-            num_copies=simulation.replicas.num_made,
-            num_let_go=simulation.replicas.num_let_go,
-            num_events=simulation.clock.num_events,
-        )
 
     @property
     def completed(self) -> list[Served]:
@@ -125,7 +95,8 @@ class Outcome:
         return 1 - self.hit_tokens["computed"] / total if total else 0.0
 
 
-def _served(job: Job) -> Served:
+def served(job: Job) -> Served:
+    """The figures of one request that has ended."""
     request = job.request
     plain = (request.arrival_s, request.input_tokens, request.output_tokens, job.rejected)
     if job.first_token_s < 0 or job.rejected:
@@ -142,9 +113,9 @@ def _served(job: Job) -> Served:
     )
 
 
-def _hot_copies(simulation: Simulation) -> list[int]:
-    """How many nodes hold each of the keys most requests share, at the end."""
-    uses = Counter(key for job in simulation.jobs for key in job.keys)
+def hot_copies(jobs: Iterable[Job], memories: Iterable[NodeMemory]) -> list[int]:
+    """For each of the keys that most requests share: the number of nodes that hold it."""
+    uses = Counter(key for job in jobs for key in job.keys)
     hottest = [key for key, count in uses.most_common(_HOT_KEYS) if count > 1]
-    memories = [node.memory for node in simulation.nodes.values()]
-    return [sum(bool(memory.holds(key)) for memory in memories) for key in hottest]
+    holding = list(memories)
+    return [sum(memory.holds(key) for memory in holding) for key in hottest]

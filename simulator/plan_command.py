@@ -14,7 +14,7 @@ from rich.table import Table
 from moonpool.conductor.placing.cluster_view import Slo
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
-from moonpool.simulator.capacity import EFFECTIVE, PAYS, Verdict, candidates, check_slo, judge
+from moonpool.simulator.capacity import EFFECTIVE, MIN_GAIN, Verdict, candidates, check_slo, judge
 from moonpool.simulator.inputs.hardware import A800, H200, LLAMA3_8B, LLAMA3_70B, Accelerator, ModelShape
 from moonpool.simulator.inputs.trace import at_speed, load_trace
 
@@ -157,7 +157,7 @@ def _advice(verdicts: Sequence[Verdict]) -> str:
         return "Disaggregation does not pay here: only replicas that prefill and decode keep the SLOs."
     ratio = split.goodput_per_gpu / replicas.goodput_per_gpu
     ours, plain = _name(split), _name(replicas)
-    if ratio >= PAYS:
+    if ratio >= MIN_GAIN:
         return f"Disaggregation pays: {ours} serve {ratio:.2f}× as much a GPU as {plain}."
     return (
         f"Disaggregation does not pay here: {plain} are simpler, and {ours} serve {ratio:.2f}× as much a GPU."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -14,16 +15,26 @@ from moonpool.conductor.placing.placement import Placement, Rejection
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.simulator.cluster.clock import Clock
-from moonpool.simulator.cluster.hot_prefixes import Replicas
-from moonpool.simulator.cluster.job import Job
+from moonpool.simulator.cluster.hot_prefixes import HotPrefixCopies
+from moonpool.simulator.cluster.job import CacheUse, Job
 from moonpool.simulator.cluster.membership import Cluster
-from moonpool.simulator.cluster.memory import Hold
+from moonpool.simulator.cluster.memory import PinnedBlocks
+from moonpool.simulator.cluster.network import Flow
 from moonpool.simulator.cluster.node import Node
-from moonpool.simulator.inputs.scenario import Happening, Scenario
+from moonpool.simulator.inputs.scenario import ClusterEvent, Scenario
 from moonpool.simulator.inputs.trace import TraceRequest
-from moonpool.simulator.outcome import Outcome
+from moonpool.simulator.outcome import Outcome, hot_copies, served
 
 _FOREVER_S = 1e9
+
+
+@dataclass(slots=True)
+class _Placed:
+    """The nodes of a job's current attempt. ``decode``: None where the prefill produces its last token."""
+
+    prefill: Node
+    decode: Node | None
+    hand_over: Flow | None = None
 
 
 class Simulation:
@@ -40,31 +51,32 @@ class Simulation:
         self.cluster = Cluster(scenario, self.clock, on_prefilled=self._prefilled, on_decoded=self._finish)
         self.nodes = self.cluster.nodes
         self.jobs = [Job(i, request, self.cluster.keys_of(request)) for i, request in enumerate(requests)]
-        self.replicas = Replicas(
+        self.copies = HotPrefixCopies(
             self.cluster,
             self.clock,
             nbytes_per_s=scenario.replicate_nbytes_per_s,
             block_tokens=scenario.block_tokens,
-            goes_on=lambda: self._num_open > 0,
+            has_open_requests=lambda: self._num_open > 0,
         )
+        self._placed: dict[Job, _Placed] = {}
         self._num_open = len(self.jobs)
         self._lengths = OutputLengths()
         self._longest = max((request.output_tokens for request in requests), default=1)
 
     def run(self) -> Outcome:
-        for happening in self.scenario.happenings:
-            self.clock.at(happening.at_s, self._happen, happening)
+        for event in self.scenario.events:
+            self.clock.at(event.at_s, self._apply_event, event)
         for job in self.jobs:
             self.clock.at(job.request.arrival_s + self.scenario.hardware.request_s, self._arrive, job)
         self.clock.run()
-        return Outcome.of(self)
+        return self._outcome()
 
     # ------------------------------------------------------------------ nodes come and go
 
-    def _happen(self, happening: Happening) -> None:
-        if happening.kind == "join":
-            self.cluster.join(happening.role)
-        elif (node := self.cluster.fail(happening.role, happening.number)) is not None:
+    def _apply_event(self, event: ClusterEvent) -> None:
+        if event.kind == "join":
+            self.cluster.join(event.role)
+        elif (node := self.cluster.fail(event.role, event.number)) is not None:
             for job in list(node.jobs):
                 self._lose(job, node)
 
@@ -72,8 +84,8 @@ class Simulation:
         """A node the job needs is gone: it is placed again with what it has produced."""
         if job.ended:
             return
-        prefill = job.prefill
-        if node is not prefill and prefill is not None and prefill.alive and job.computing:
+        prefill = self._placed[job].prefill
+        if node is not prefill and prefill.alive and job.computing:
             return  # its prefill goes on, and finds at its end that the decode node is gone
         self._drop(job)
         self._arrive(job)
@@ -81,19 +93,20 @@ class Simulation:
     def _drop(self, job: Job) -> None:
         """End what the current attempt set off and holds."""
         job.attempt += 1
-        if job.flow is not None:
-            self.cluster.network.cancel(job.flow)
-            job.flow = None
         self._leave(job)
 
     def _leave(self, job: Job) -> None:
         """Off its nodes, with what it holds there."""
-        if job.prefill is not None:
-            job.prefill.forget(job, job.hold)
-            self.cluster.prefill.touch(job.prefill.view)
-        if job.decode is not None:
-            job.decode.forget(job, job.decode_hold)
-        job.hold, job.decode_hold = Hold(), None
+        placed = self._placed.pop(job, None)
+        if placed is None:
+            return
+        if placed.hand_over is not None:
+            self.cluster.network.cancel(placed.hand_over)
+        placed.prefill.forget(job, job.hold)
+        self.cluster.prefill.touch(placed.prefill.view)
+        if placed.decode is not None:
+            placed.decode.forget(job, job.decode_hold)
+        job.hold, job.decode_hold = PinnedBlocks(), None
 
     # ------------------------------------------------------------------ placement
 
@@ -117,7 +130,7 @@ class Simulation:
             return
         prefill = self.nodes[placement.prefill.node_id]
         decode = prefill if both else self.nodes[placement.decode.node_id] if placement.decode else None
-        if decode is not None and not decode.could_hold(job):
+        if decode is not None and not decode.fits(job):
             # Placement asks for room for the prompt and one token; here the whole output is reserved.
             self._reject(job, "too large")
             return
@@ -135,8 +148,8 @@ class Simulation:
     ) -> None:
         now_s, estimate = self.clock.now_s, placement.prefill
         order_s = now_s + placement.patience_s
-        self.replicas.note(job.keys, placement)
-        job.prefill, job.decode, job.computing = prefill, decode, True
+        self.copies.note(job.keys, placement)
+        job.computing = True
         prefill.jobs[job] = None
         prefill.view.num_placed += 1
         prefill.view.queue.add(job, order_s=order_s, compute_s=estimate.compute_s, now_s=now_s)
@@ -144,9 +157,11 @@ class Simulation:
         if decode is not None and job.remaining > 1:
             decode.jobs[job] = None
             decode.view.num_placed += decode is not prefill
-            decode.head_for(job, now_s + estimate.ttft_s, expected)
+            decode.add_incoming(job, now_s + estimate.ttft_s, expected)
         else:
-            job.decode = None
+            decode = None
+        job.decodes_in_place = decode is prefill
+        self._placed[job] = _Placed(prefill, decode)
         self._bring(job, prefill, placement, order_s)
 
     # ------------------------------------------------------------------ prefill
@@ -186,17 +201,16 @@ class Simulation:
         if count <= 0:
             node.queue_prefill(job, order_s)
             return
-        held, attempt = Hold(), job.attempt
+        held, attempt = PinnedBlocks(), job.attempt
         source.memory.pin(held, keys)
         source.memory.use(keys)
 
         def fetched() -> None:
             if source.alive:
                 source.memory.release(held)
-                source.freed()
+                source.on_blocks_released()
             if job.attempt != attempt or not node.alive:
                 return
-            job.flow = None
             before = len(job.hold.pinned)
             job.fetched_blocks = node.memory.bring(job.hold, keys) - before
             node.queue_prefill(job, order_s)
@@ -208,8 +222,8 @@ class Simulation:
     def _prefilled(self, job: Job) -> None:
         """The first token is there (or the next one, of a job that was placed again)."""
         now_s = self.clock.now_s
-        node, decode = job.prefill, job.decode
-        assert node is not None
+        placed = self._placed[job]
+        node, decode = placed.prefill, placed.decode
         node.view.queue.remove(job, now_s)
         self.cluster.prefill.touch(node.view)
         job.computing = False
@@ -237,14 +251,14 @@ class Simulation:
         if decode is node:
             decode.decode(job)
         else:
-            decode.when_room(job, self._hand_over)
+            decode.when_blocks_free(job, self._hand_over)
 
     # ------------------------------------------------------------------ decode
 
     def _hand_over(self, job: Job) -> None:
         """Move the blocks the decode node lacks: there is room for them now."""
-        node, decode, hold = job.prefill, job.decode, job.decode_hold
-        assert node is not None
+        placed = self._placed[job]
+        node, decode, hold = placed.prefill, placed.decode, job.decode_hold
         assert decode is not None
         assert hold is not None
         hardware = node.hardware
@@ -263,15 +277,15 @@ class Simulation:
         def moved() -> None:
             if job.attempt != attempt:
                 return
-            job.flow = None
+            placed.hand_over = None
             if self.scenario.decode_keeps:
                 decode.memory.commit(hold, job.keys[len(hold.pinned) :])
             node.forget(job, job.hold)
-            job.hold = Hold()
+            job.hold = PinnedBlocks()
             decode.decode(job)
 
         self.cluster.links.begin(node.node_id, decode.node_id, round(nbytes), self.clock.now_s)
-        job.flow = self.cluster.network.start(node.node_id, decode.node_id, nbytes, moved)
+        placed.hand_over = self.cluster.network.start(node.node_id, decode.node_id, nbytes, moved)
 
     def _finish(self, job: Job) -> None:
         job.done_s = self.clock.now_s
@@ -284,3 +298,27 @@ class Simulation:
         job.done_s = self.clock.now_s
         self._num_open -= 1
         self._leave(job)
+
+    def _outcome(self) -> Outcome:
+        jobs = self.jobs
+        assert all(job.ended for job in jobs), "a request was lost"
+        first_s = min(job.request.arrival_s for job in jobs)
+        nodes = [*self.nodes.values(), *self.cluster.former]
+        return Outcome(
+            served=[served(job) for job in jobs],
+            slo=self.scenario.slo,
+            window_s=max(job.request.arrival_s for job in jobs) - first_s,
+            span_s=max(job.done_s for job in jobs) - first_s,
+            hit_tokens={
+                field.name: sum(getattr(job.use, field.name) for job in jobs) for field in fields(CacheUse)
+            },
+            block_tokens=self.scenario.block_tokens,
+            moved_nbytes=self.cluster.network.moved_nbytes,
+            prefill_busy_s=sum(node.engine.prefill_busy_s * node.hardware.num_gpus for node in nodes),
+            decode_busy_s=sum(node.engine.decode_busy_s * node.hardware.num_gpus for node in nodes),
+            num_gpus=self.scenario.num_gpus,
+            hot_copies=hot_copies(jobs, (node.memory for node in self.nodes.values())),
+            num_copies=self.copies.num_made,
+            num_released=self.copies.num_released,
+            num_events=self.clock.num_events,
+        )

@@ -81,7 +81,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--host-policy", default="prefix", show_default=True, metavar="NAME", help="Eviction there.")
 @click.option("--ssd-policy", default="prefix", show_default=True, metavar="NAME", help="Eviction there.")
 @click.option(
-    "--at", "happenings", multiple=True, metavar="SECONDS:WHAT",
+    "--at", "events", multiple=True, metavar="SECONDS:WHAT",
     help="Repeatable: 600:fail:prefill-0, 900:join:decode.",
 )  # fmt: skip
 @click.option(
@@ -211,6 +211,6 @@ def _scenario(given: dict[str, Any], policy: str) -> Scenario:
         host_policy=given["host_policy"],
         ssd_policy=given["ssd_policy"],
         replicate_nbytes_per_s=given["replicate"] * 1e9,
-        happenings=[inputs.happening(text) for text in given["happenings"]],
+        events=[inputs.cluster_event(text) for text in given["events"]],
         seed=given["seed"],
     )

@@ -61,7 +61,7 @@ def _cache_rows(case: str, outcome: Outcome) -> list[Row]:
         )
     if outcome.num_copies:
         found.append(Row(case, "hot prefixes copied", float(outcome.num_copies), "copies"))
-        found.append(Row(case, "let go again", float(outcome.num_let_go), "copies"))
+        found.append(Row(case, "let go again", float(outcome.num_released), "copies"))
     return found
 
 

@@ -11,14 +11,14 @@ from moonpool.conductor.replication.heat import Heat
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.membership import Cluster
-from moonpool.simulator.cluster.memory import Hold
+from moonpool.simulator.cluster.memory import PinnedBlocks
 
 # As the live one's.
 _PERIOD_S = 1.0
 
 
-class Replicas:
-    """What ``conductor.Replicator`` does, in virtual time. Looks once a second while ``goes_on()``."""
+class HotPrefixCopies:
+    """``conductor.Replicator`` in virtual time: plans once a second while ``has_open_requests()``."""
 
     def __init__(
         self,
@@ -27,16 +27,16 @@ class Replicas:
         *,
         nbytes_per_s: float,
         block_tokens: int,
-        goes_on: Callable[[], bool],
+        has_open_requests: Callable[[], bool],
     ) -> None:
         """``nbytes_per_s``: for all copies together; 0: none are made."""
         self.num_made = 0
-        self.num_let_go = 0
+        self.num_released = 0
         self._cluster = cluster
         self._clock = clock
         self._nbytes_per_s = nbytes_per_s
         self._shape = Shape(block_tokens, cluster.block_nbytes)
-        self._goes_on = goes_on
+        self._has_open_requests = has_open_requests
         self._heat = Heat()
         self._made: list[Copy] = []
         if nbytes_per_s:
@@ -57,7 +57,7 @@ class Replicas:
         for copy in plan_release(self._heat, self._made, cluster.holders, cluster.prefill, now_s=now_s):
             self._made.remove(copy)
             if (node := cluster.nodes.get(copy.target)) is not None:
-                self.num_let_go += bool(node.memory.let_go(copy.keys, copy.num_blocks))
+                self.num_released += bool(node.memory.drop(copy.keys, copy.num_blocks))
         budget_nbytes = self._nbytes_per_s * _PERIOD_S
         for copy in plan_replication(
             self._heat,
@@ -69,20 +69,20 @@ class Replicas:
             now_s=now_s,
         ):
             self._copy(copy)
-        if self._goes_on():
+        if self._has_open_requests():
             self._clock.at(now_s + _PERIOD_S, self._round)
 
     def _copy(self, copy: Copy) -> None:
         source, target = self._cluster.nodes[copy.source], self._cluster.nodes[copy.target]
-        held = Hold()
+        held = PinnedBlocks()
         source.memory.pin(held, copy.keys)
 
         def copied() -> None:
             if source.alive:
                 source.memory.release(held)
-                source.freed()
+                source.on_blocks_released()
             if target.alive:
-                arrived = Hold()
+                arrived = PinnedBlocks()
                 target.memory.bring(arrived, copy.keys)
                 target.memory.release(arrived)
                 self._made.append(copy)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.simulator.cluster.memory import Hold
+from moonpool.simulator.cluster.memory import PinnedBlocks
 from moonpool.simulator.inputs.trace import TraceRequest
-
-if TYPE_CHECKING:
-    from moonpool.simulator.cluster.network import Flow
-    from moonpool.simulator.cluster.node import Node
 
 
 @dataclass(slots=True)
@@ -35,14 +30,12 @@ class Job:
     request: TraceRequest
     keys: list[bytes]
     attempt: int = 0
-    prefill: Node | None = None
-    decode: Node | None = None
+    decodes_in_place: bool = False  # on the node of its prefill
     use: CacheUse = field(default_factory=CacheUse)
     slow: tuple[int, int] = (0, 0)  # blocks that this attempt loads from host and SSD
     fetched_blocks: int = 0
-    hold: Hold = field(default_factory=Hold)  # at the prefill node
-    decode_hold: Hold | None = None
-    flow: Flow | None = None
+    hold: PinnedBlocks = field(default_factory=PinnedBlocks)  # at the prefill node
+    decode_hold: PinnedBlocks | None = None
     computing: bool = False  # its latest prefill has not ended
     computing_s: float = 0.0  # when that began
     since_s: float = 0.0  # when its latest token was there

@@ -15,7 +15,7 @@ _NAMELESS = b""
 
 
 @dataclass(slots=True, eq=False)
-class Hold:
+class PinnedBlocks:
     """What one request has of a node's pool: the first blocks of its chain, and slots for more."""
 
     keys: list[bytes] = field(default_factory=list)  # of the pinned ones
@@ -86,8 +86,8 @@ class NodeMemory:
 
     # ------------------------------------------------------------------ holding
 
-    def pin(self, hold: Hold, keys: Sequence[bytes]) -> int:
-        """Hold what the pool has of the prefix ``keys``; returns how many blocks are held now."""
+    def pin(self, hold: PinnedBlocks, keys: Sequence[bytes]) -> int:
+        """PinnedBlocks what the pool has of the prefix ``keys``; returns how many blocks are held now."""
         slots = self.pool.match(keys)
         fresh = slots[len(hold.pinned) :]
         self.pool.pin(fresh)
@@ -95,7 +95,7 @@ class NodeMemory:
         hold.pinned += fresh
         return len(hold.pinned)
 
-    def reserve(self, hold: Hold, keys: Sequence[bytes], num_blocks: int) -> bool:
+    def reserve(self, hold: PinnedBlocks, keys: Sequence[bytes], num_blocks: int) -> bool:
         """Slots for ``num_blocks`` more, the first of them for ``keys``. False: no room, nothing changed."""
         if num_blocks > self.num_available:
             return False
@@ -107,7 +107,7 @@ class NodeMemory:
             self._num_reserved += 1
         return True
 
-    def commit(self, hold: Hold, keys: Sequence[bytes]) -> None:
+    def commit(self, hold: PinnedBlocks, keys: Sequence[bytes]) -> None:
         """The first slots reserved hold ``keys`` now, and are found from now on."""
         slots, hold.reserved = hold.reserved[: len(keys)], hold.reserved[len(keys) :]
         self._num_reserved -= len(slots)
@@ -119,7 +119,7 @@ class NodeMemory:
         if keys:
             self._index.store(self.node_id, b"".join(keys), Tier.POOL)
 
-    def bring(self, hold: Hold, keys: Sequence[bytes]) -> int:
+    def bring(self, hold: PinnedBlocks, keys: Sequence[bytes]) -> int:
         """Blocks came from a lower tier or another node, behind what is held: keep and hold as many as there
         is room for. Returns how many are held now."""
         self.pin(hold, keys)
@@ -129,7 +129,7 @@ class NodeMemory:
             self.commit(hold, rest[:count])
         return len(hold.pinned)
 
-    def release(self, hold: Hold) -> None:
+    def release(self, hold: PinnedBlocks) -> None:
         """What was pinned stays as cache, what was only reserved is free."""
         self.pool.use(hold.keys)
         self.pool.unpin(hold.pinned)
@@ -138,7 +138,7 @@ class NodeMemory:
         self._num_reserved -= len(hold.reserved)
         hold.keys, hold.pinned, hold.reserved = [], [], []
 
-    def let_go(self, keys: Sequence[bytes], num_blocks: int) -> int:
+    def drop(self, keys: Sequence[bytes], num_blocks: int) -> int:
         """Drop the pool's copies of the last ``num_blocks`` of ``keys``, from the end on, as far as nobody
         holds them and nothing follows. Returns how many went."""
         gone = 0

@@ -14,7 +14,7 @@ from moonpool.conductor.placing.decode_schedule import DecodeSchedule
 from moonpool.kvstore.index.block_map import BlockMap
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.job import Job
-from moonpool.simulator.cluster.memory import Hold, NodeMemory
+from moonpool.simulator.cluster.memory import NodeMemory, PinnedBlocks
 from moonpool.simulator.cluster.step_engine import Decode, Prefill, StepEngine
 from moonpool.simulator.inputs.hardware import Hardware
 from moonpool.simulator.inputs.scenario import Scenario
@@ -58,13 +58,15 @@ class Node:
         )
         self.schedule = DecodeSchedule()
         self.view = NodeView(node_id, NodeCost(hardware.profile), num_blocks=self.memory.pool.capacity)
-        self._heading: dict[Job, int] = {}  # will decode here and have not begun: their tokens
-        self._heading_tokens = 0
+        self._incoming: dict[Job, int] = {}  # will decode here and have not begun: their tokens
+        self._incoming_tokens = 0
         self._clock = clock
         self._scenario = scenario
         self._on_prefilled = on_prefilled
         self._on_decoded = on_decoded
-        self._unmet: deque[tuple[Job, Callable[[Job], None]]] = deque()  # wait for room to decode
+        self._waiting_for_blocks: deque[tuple[Job, Callable[[Job], None]]] = (
+            deque()
+        )  # wait for room to decode
         self._queued: dict[Job, None] = {}  # wait for their prefill, holding what they brought
         self._load_ends_s = 0.0
 
@@ -95,7 +97,7 @@ class Node:
         keys = job.keys[: (job.num_tokens - 1) // size]
         hits = self.memory.pin(job.hold, keys)
         # A node of both roles decodes in the same blocks.
-        total = job.num_tokens + (job.remaining if job.decode is self else 0)
+        total = job.num_tokens + (job.remaining if job.decodes_in_place else 0)
         if not self._reserve(job.hold, job.keys[hits:], -(-total // size) - hits, job):
             return False
         del self._queued[job]
@@ -106,7 +108,7 @@ class Node:
         self._count(job, hits)
         return True
 
-    def _reserve(self, hold: Hold, keys: list[bytes], num_blocks: int, job: Job) -> bool:
+    def _reserve(self, hold: PinnedBlocks, keys: list[bytes], num_blocks: int, job: Job) -> bool:
         if self.memory.reserve(hold, keys, num_blocks):
             return True
         if any(other not in self._queued for other in self.jobs):
@@ -138,15 +140,15 @@ class Node:
 
     # ------------------------------------------------------------------ decode
 
-    def could_hold(self, job: Job) -> bool:
+    def fits(self, job: Job) -> bool:
         """Whether its prompt and all that is to come fit the pool, were it empty."""
         size = self._scenario.block_tokens
         return -(-(job.num_tokens + job.remaining) // size) <= self.memory.pool.capacity
 
-    def head_for(self, job: Job, starts_s: float, expected_tokens: int) -> None:
+    def add_incoming(self, job: Job, starts_s: float, expected_tokens: int) -> None:
         """A job was placed that will decode here."""
-        self._heading[job] = job.num_tokens
-        self._heading_tokens += job.num_tokens
+        self._incoming[job] = job.num_tokens
+        self._incoming_tokens += job.num_tokens
         step_s = self.view.cost.step_s(self.batch_size, self.context_tokens, self._clock.now_s)
         self.schedule.add(
             job,
@@ -155,55 +157,57 @@ class Node:
             num_tokens=job.num_tokens + expected_tokens // 2,
         )
 
-    def turn_away(self, job: Job) -> None:
+    def remove_incoming(self, job: Job) -> None:
         """It is on its way no more. Idempotent."""
-        self._heading_tokens -= self._heading.pop(job, 0)
+        self._incoming_tokens -= self._incoming.pop(job, 0)
         self.schedule.remove(job)
 
-    def when_room(self, job: Job, granted: Callable[[Job], None]) -> None:
+    def when_blocks_free(self, job: Job, granted: Callable[[Job], None]) -> None:
         """Call ``granted`` once ``job.decode_hold`` has blocks for the prompt and everything to come.
 
         The engine takes blocks as it goes and preempts; here nobody starts that would have to stop.
         """
-        self._unmet.append((job, granted))
-        self.grant()
+        self._waiting_for_blocks.append((job, granted))
+        self._grant()
 
-    def grant(self) -> None:
+    def _grant(self) -> None:
         size = self._scenario.block_tokens
-        while self._unmet:
-            job, granted = self._unmet[0]
-            hold = Hold()
+        while self._waiting_for_blocks:
+            job, granted = self._waiting_for_blocks[0]
+            hold = PinnedBlocks()
             hits = self.memory.pin(hold, job.keys)
             blocks = -(-(job.num_tokens + job.remaining) // size) - hits
             if not self.memory.reserve(hold, job.keys[hits:], blocks):
                 self.memory.release(hold)
                 return
-            self._unmet.popleft()
+            self._waiting_for_blocks.popleft()
             self.memory.use(job.keys)
             job.decode_hold = hold
             granted(job)
 
-    def forget(self, job: Job, hold: Hold | None) -> None:
+    def forget(self, job: Job, hold: PinnedBlocks | None) -> None:
         """It left: what it holds is free, and nothing here is waited for in its name. Idempotent."""
         self.jobs.pop(job, None)
         self._queued.pop(job, None)
-        self.turn_away(job)
+        self.remove_incoming(job)
         self.view.queue.remove(job, self._clock.now_s)
         if not self.alive:
             return
         if hold is not None:
             self.memory.release(hold)
-        if any(entry[0] is job for entry in self._unmet):
-            self._unmet = deque(entry for entry in self._unmet if entry[0] is not job)
-        self.freed()
+        if any(entry[0] is job for entry in self._waiting_for_blocks):
+            self._waiting_for_blocks = deque(
+                entry for entry in self._waiting_for_blocks if entry[0] is not job
+            )
+        self.on_blocks_released()
 
-    def freed(self) -> None:
+    def on_blocks_released(self) -> None:
         """Blocks were let go: whoever waits for some may have them now."""
-        self.grant()
+        self._grant()
         self.engine.resume()
 
     def decode(self, job: Job) -> None:
-        self._heading_tokens -= self._heading.pop(job)
+        self._incoming_tokens -= self._incoming.pop(job)
         self.engine.join(Decode(job, job.num_tokens, job.remaining, job.since_s))
 
     def decoded(self, decode: Decode, gaps_s: npt.NDArray[np.float64]) -> None:
@@ -216,16 +220,16 @@ class Node:
 
     @property
     def batch_size(self) -> int:
-        return self.engine.batch_size + len(self._heading)
+        return self.engine.batch_size + len(self._incoming)
 
     @property
     def context_tokens(self) -> int:
-        return self.engine.context_tokens() + self._heading_tokens
+        return self.engine.context_tokens() + self._incoming_tokens
 
     def refresh(self) -> NodeView:
         view = self.view
         view.num_running = self.batch_size
-        view.num_waiting = len(self._unmet)
+        view.num_waiting = len(self._waiting_for_blocks)
         view.num_context_tokens = self.context_tokens
         view.num_free_blocks = self.memory.num_available
         return view

@@ -1,4 +1,4 @@
-"""What the options of the command name: hardware, happenings, workloads."""
+"""What the options of the command name: hardware, events, workloads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.inputs.hardware import SHIPPED, Hardware, from_fields, tensor_parallel
-from moonpool.simulator.inputs.scenario import Happening
+from moonpool.simulator.inputs.scenario import ClusterEvent
 from moonpool.simulator.inputs.workload import Workload
 
 
@@ -45,15 +45,15 @@ def with_tiers(hardware: Hardware, tokens: dict[str, int | None]) -> Hardware:
     return replace(hardware, **changed)
 
 
-_HAPPENING = re.compile(r"([0-9.]+):(fail|join):(prefill|decode|both)(?:-([0-9]+))?")
+_EVENT = re.compile(r"([0-9.]+):(fail|join):(prefill|decode|both)(?:-([0-9]+))?")
 
 
-def happening(text: str) -> Happening:
+def cluster_event(text: str) -> ClusterEvent:
     """From ``SECONDS:fail:prefill-0`` or ``SECONDS:join:decode``."""
-    match = _HAPPENING.fullmatch(text)
+    match = _EVENT.fullmatch(text)
     if match is None or (match[2] == "fail") != (match[4] is not None):
         raise ConfigError(f"--at {text!r} is not like 600:fail:prefill-0 or 900:join:decode", key="at")
-    return Happening(float(match[1]), match[2], match[3], int(match[4] or 0))
+    return ClusterEvent(float(match[1]), match[2], match[3], int(match[4] or 0))
 
 
 def workload(text: str, block_tokens: int, seed: int) -> Workload:

@@ -14,7 +14,7 @@ from moonpool.simulator.inputs.hardware import Hardware
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class ClusterEvent:
     """A node fails (all it holds is lost) or an empty one joins."""
 
     at_s: float
@@ -54,7 +54,7 @@ class Scenario:
     ssd_policy: str = "prefix"
     decode_keeps: bool = True  # decode nodes keep and publish the prompts' blocks
     replicate_nbytes_per_s: float = 0.0  # for copies of hot prefixes; 0: none are made
-    happenings: Sequence[Happening] = ()
+    events: Sequence[ClusterEvent] = ()
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -80,11 +80,9 @@ class Scenario:
                 f"--replicate must be 0 or more, got {self.replicate_nbytes_per_s:g}", key="replicate"
             )
         roles = {"prefill": self.num_prefill, "decode": self.num_decode, "both": self.num_both}
-        for happening in self.happenings:
-            if not roles[happening.role]:
-                raise ConfigError(
-                    f"this cluster has no {happening.role} nodes that could {happening.kind}", key="at"
-                )
+        for event in self.events:
+            if not roles[event.role]:
+                raise ConfigError(f"this cluster has no {event.role} nodes that could {event.kind}", key="at")
 
     def blocks(self, hardware: Hardware) -> tuple[int, int, int]:
         """Capacity of pool, host and SSD of one node, in blocks."""

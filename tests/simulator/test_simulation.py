@@ -15,7 +15,7 @@ from moonpool.conductor.placing.cluster_view import Slo
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.inputs.hardware import SHIPPED, Hardware, tensor_parallel
-from moonpool.simulator.inputs.scenario import Happening, Scenario
+from moonpool.simulator.inputs.scenario import ClusterEvent, Scenario
 from moonpool.simulator.inputs.trace import TraceRequest
 from moonpool.simulator.inputs.workload import Workload
 from moonpool.simulator.outcome import Outcome
@@ -116,18 +116,18 @@ def test_nodes_that_fail_and_join_lose_no_request(
     seed: int, shape: tuple[int, int, int], data: st.DataObject
 ) -> None:
     roles = ["both"] if shape[2] else ["prefill", "decode"]
-    happenings = [
-        Happening(data.draw(st.floats(0, 15)), kind, data.draw(st.sampled_from(roles)))
+    events = [
+        ClusterEvent(data.draw(st.floats(0, 15)), kind, data.draw(st.sampled_from(roles)))
         for kind in ("fail", "join", "fail", "join")
     ]
-    joined = [Happening(0.0, "join", role) for role in roles]  # somebody is always there
-    scenario = Scenario(SMALL, *shape, happenings=[*joined, *happenings])
+    joined = [ClusterEvent(0.0, "join", role) for role in roles]  # somebody is always there
+    scenario = Scenario(SMALL, *shape, events=[*joined, *events])
     _, outcome = run(scenario, chat(seed, sessions=15))
     assert not outcome.rejections
 
 
 def test_without_any_node_left_requests_are_rejected_and_say_so() -> None:
-    scenario = Scenario(SMALL, 1, 1, happenings=[Happening(0.5, "fail", "decode")])
+    scenario = Scenario(SMALL, 1, 1, events=[ClusterEvent(0.5, "fail", "decode")])
     _, outcome = run(scenario, chat(1, sessions=5))
     assert outcome.rejections["no node"] > 0
 
@@ -187,7 +187,7 @@ def test_a_hot_prefix_is_copied_to_more_nodes_and_let_go_when_it_is_cold() -> No
     scenario = Scenario(fast, 4, 1, policy="local-cache", replicate_nbytes_per_s=1e9)
     _, outcome = run(scenario, hot + cold)
     assert outcome.num_copies > 0
-    assert outcome.num_let_go > 0
+    assert outcome.num_released > 0
     assert run(replace(scenario, replicate_nbytes_per_s=0.0), hot + cold)[1].num_copies == 0
 
 
@@ -202,7 +202,7 @@ def test_a_hot_prefix_is_copied_to_more_nodes_and_let_go_when_it_is_cold() -> No
         ({"rejection": "never"}, "never"),
         ({"slo": Slo(ttft_s=0)}, "slo-ttft"),
         ({"slo": Slo(tbt_s=float("nan"))}, "slo-tbt"),
-        ({"happenings": [Happening(1, "fail", "both")]}, "both"),
+        ({"events": [ClusterEvent(1, "fail", "both")]}, "both"),
     ],
 )
 def test_impossible_scenarios_are_refused_by_name(wrong: dict[str, object], word: str) -> None:
