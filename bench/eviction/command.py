@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from moonpool.bench.eviction.policies import CONTENDERS
 from moonpool.bench.eviction.replay import GENERATED, Replay, Request, load_trace, optimum, replay
-from moonpool.kvstore.eviction import POLICIES
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.reports import report
 
@@ -23,7 +23,7 @@ _CAPACITIES = "1000,10000,30000,50000,100000"
 @click.option(
     "--generate", type=click.Choice(sorted(GENERATED)), help="Instead of a trace: a load made here, seeded."
 )
-@click.option("--policies", default=",".join(POLICIES), show_default=True, metavar="NAMES")
+@click.option("--policies", default=",".join(CONTENDERS), show_default=True, metavar="NAMES")
 @click.option("--blocks", default=_CAPACITIES, show_default=True, metavar="COUNTS", help="Capacities.")
 @click.option("--seed", default=1, show_default=True, help="With --generate.")
 @click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
@@ -37,13 +37,13 @@ def eviction(
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
-    """Replay a trace through the eviction policies that serve, beside one who knows the future."""
+    """Replay a trace through eviction policies, and through the clairvoyant optimum."""
     if (trace is None) == (generate is None):
         raise click.UsageError("give either --trace FILE or --generate NAME")
     names = policies.split(",")
-    unknown = [name for name in names if name not in POLICIES]
+    unknown = [name for name in names if name not in CONTENDERS]
     if unknown:
-        raise click.UsageError(f"no policy {', '.join(unknown)}; there are {', '.join(POLICIES)}")
+        raise click.UsageError(f"no policy {', '.join(unknown)}; there are {', '.join(CONTENDERS)}")
     try:
         capacities = [int(count) for count in blocks.split(",")]
         requests = GENERATED[generate](random.Random(seed)) if generate else load_trace(trace or Path())

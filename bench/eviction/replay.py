@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from time import process_time
 
-from moonpool.kvstore.eviction import make_policy
+from moonpool.bench.eviction.policies import CONTENDERS
 from moonpool.kvstore.eviction.chain_cache import ChainCache
 from moonpool.runtime.errors import MoonpoolError
 
@@ -59,7 +59,7 @@ def load_trace(path: Path) -> list[Request]:
 def replay(requests: Sequence[Request], policy: str, capacity: int) -> Replay:
     """Serve the requests in order from a cache of ``capacity`` blocks: a block is a hit when it is there at
     its turn; missing ones are added in order, as far as the policy takes them."""
-    cache: ChainCache[int] = ChainCache(capacity, make_policy(policy, capacity))
+    cache: ChainCache[int] = ChainCache(capacity, CONTENDERS[policy](capacity))
     num_hits = 0
     started_s = process_time()
     for blocks in requests:

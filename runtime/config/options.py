@@ -209,13 +209,13 @@ class EngineOptions:
         return self.pool_nbytes or 256 << 20
 
 
-EVICTION_POLICIES = ("lru", "lfu", "length-aware", "s3fifo", "sieve", "prefix")
+EVICTION_POLICIES = ("lru", "prefix")
 
 
 @dataclass(frozen=True, slots=True)
 class HostTierOptions:
     capacity_nbytes: int = option(256 << 20, "bytes", "host memory of one node for KV blocks beside its pool")
-    policy: str = option("prefix", "name", "eviction policy: lru, lfu, length-aware, s3fifo, sieve or prefix")
+    policy: str = option("prefix", "name", "eviction policy: lru or prefix")
     watermark: float = option(
         0.95, "fraction", "write-back: blocks go to disk from this filling on, so that there is room at once"
     )
@@ -235,7 +235,7 @@ class SsdTierOptions:
         "", "path", "directory for KV blocks on disk, one folder a node in it; empty: no SSD tier"
     )
     capacity_nbytes: int = option(8 << 30, "bytes", "disk space of one node for KV blocks")
-    policy: str = option("prefix", "name", "eviction policy: lru, lfu, length-aware, s3fifo, sieve or prefix")
+    policy: str = option("prefix", "name", "eviction policy: lru or prefix")
     io_threads: int = option(
         3, "threads", "reads and writes of a node that are in the disk at a time: a thread each, and one more"
     )

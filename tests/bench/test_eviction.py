@@ -10,15 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.bench.eviction.command import eviction
+from moonpool.bench.eviction.policies import CONTENDERS
 from moonpool.bench.eviction.replay import GENERATED, TraceInvalid, load_trace, optimum, replay
-from moonpool.kvstore.eviction import POLICIES
 from moonpool.runtime.reports.report import validate
 
 TRACE = Path(__file__).parents[3] / "shared/data/conversation_trace.jsonl.gz"
 needs_trace = pytest.mark.skipif(not TRACE.exists(), reason=f"{TRACE} is not here")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", CONTENDERS)
 def test_nobody_beats_the_clairvoyant_and_room_for_all_misses_only_what_is_new(policy: str) -> None:
     requests = GENERATED["conversations"](random.Random(1), 600)
     best = optimum(requests, 300)

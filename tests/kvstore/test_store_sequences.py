@@ -32,7 +32,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(
         write_policy=st.sampled_from(["write-back", "write-through", "selective"]),
-        policy=st.sampled_from(["lru", "prefix", "s3fifo"]),
+        policy=st.sampled_from(["lru", "prefix"]),
         num_blocks=st.integers(2, 12),
     )
     def start(self, write_policy: str, policy: str, num_blocks: int) -> None:

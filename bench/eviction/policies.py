@@ -1,4 +1,4 @@
-"""LFU, and Mooncake's length-aware policy."""
+"""Eviction policies that are compared with those of the product: LFU, and Mooncake's length-aware policy."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 
+from moonpool.kvstore.eviction import POLICIES, EvictionPolicy
+
 
 class _Ranked:
-    """The block of the lowest rank goes first. Ranks only change when a block is used."""
+    """Evict the block of the lowest rank first. Ranks change only when a block is used."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self._ranks: dict[Hashable, tuple[int, int, int]] = {}
-        self._heap: list[
-            tuple[tuple[int, int, int], int, Hashable]
-        ] = []  # entries of older ranks stay until met
+        # Entries of older ranks stay until they reach the top.
+        self._heap: list[tuple[tuple[int, int, int], int, Hashable]] = []
         self._clock = count()
         self._positions: dict[Hashable, int] = {}  # of the chain in use
 
     def _rank(self, uses: int, position: int, now: int) -> tuple[int, int, int]:
-        """Starts with the number of uses."""
+        """Return the block's rank; its first item is ``uses``."""
         raise NotImplementedError
 
     def used(self, chain: Sequence[Hashable], num_held: int) -> None:
@@ -62,14 +63,17 @@ class _Ranked:
 
 
 class Lfu(_Ranked):
-    """The block used least often while it was held goes first; of those, the one unused for longest."""
+    """Evict the block with the fewest uses since it was added; among equals, the least recently used."""
 
     def _rank(self, uses: int, position: int, now: int) -> tuple[int, int, int]:
         return (uses, now, 0)
 
 
 class LengthAware(_Ranked):
-    """As Mooncake's: of the blocks used least often, the one furthest from the start of its chain."""
+    """Evict, of the blocks with the fewest uses, the one furthest from the start of its chain (Mooncake)."""
 
     def _rank(self, uses: int, position: int, now: int) -> tuple[int, int, int]:
         return (uses, -position, now)
+
+
+CONTENDERS: dict[str, Callable[[int], EvictionPolicy]] = {**POLICIES, "lfu": Lfu, "length-aware": LengthAware}
