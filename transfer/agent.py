@@ -10,16 +10,17 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.network.sockets import loopback_only
+from moonpool.runtime.network.tls import tls_contexts
 from moonpool.transfer import metrics
 from moonpool.transfer.agent_memory import AgentMemory
 from moonpool.transfer.connections.control import Control
 from moonpool.transfer.connections.descriptor import INCARNATION_NBYTES, AgentDescriptor, check_agent_id
 from moonpool.transfer.connections.handshake import Identity, Met
-from moonpool.transfer.connections.host import announced_host, boot_id, loopback_only
+from moonpool.transfer.connections.host import announced_host, boot_id
 from moonpool.transfer.connections.listener import Listener
 from moonpool.transfer.connections.local_link import AGENTS
 from moonpool.transfer.connections.notification import Notification, Notifications
-from moonpool.transfer.connections.tls import tls_contexts
 from moonpool.transfer.connections.wire import Kind, RegionInfo
 from moonpool.transfer.copying.pool import CopyPool
 from moonpool.transfer.errors import AgentClosed

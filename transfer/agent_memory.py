@@ -7,8 +7,8 @@ import socket
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.network.sockets import loopback_only
 from moonpool.transfer.connections.control import Control
-from moonpool.transfer.connections.host import loopback_only
 from moonpool.transfer.connections.local_link import LocalLink
 from moonpool.transfer.connections.wire import RegionInfo
 from moonpool.transfer.copying.peer_memory import LIFELINE_ID

@@ -8,8 +8,9 @@ import os
 from pathlib import Path
 
 from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.network.sockets import loopback_only
 from moonpool.transfer.agent_memory import pool_backing
-from moonpool.transfer.connections.host import boot_id, loopback_only
+from moonpool.transfer.connections.host import boot_id
 from moonpool.transfer.memory.lifeline import readable_by_peers
 from moonpool.transfer.native.compiled_copy import mover
 from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moonpool.transfer import Spans
-from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.arrays import U64
 
 POOL_NBYTES = 512 << 20
 """Both sides have a pool of so many bytes, prefaulted, unless told otherwise: more than the caches hold."""

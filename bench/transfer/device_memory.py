@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.bench.transfer.batch_shape import Shape
-from moonpool.transfer.memory.allocation import address_of
+from moonpool.transfer.native.arrays import address_of
 from moonpool.transfer.native.cuda import Cuda
 
 Bytes = npt.NDArray[np.uint8]

@@ -8,8 +8,7 @@ import time
 import numpy as np
 
 from moonpool.bench.transfer.batch_shape import Shape
-from moonpool.transfer.memory.allocation import address_of
-from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.arrays import U64, address_of
 
 # Below this size the loop over blocks in Python would be measured; numpy's gather copies rows with memcpy.
 _LOOP_NBYTES = 32 << 10

@@ -13,7 +13,7 @@ from moonpool.kvstore.client.arrays import as_buffer
 from moonpool.kvstore.client.errors import BadObject
 from moonpool.transfer import Region, Span, TransferAgent
 from moonpool.transfer.memory.adoption import adopt
-from moonpool.transfer.memory.allocation import address_of
+from moonpool.transfer.native.arrays import address_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,10 @@ import pytest
 from moonpool.bench.transfer.device_memory import DeviceBuffer
 from moonpool.transfer import NoPath, Peer, PeerLost, RegionError, Span, TransferAgent, TransferReport
 from moonpool.transfer.copying.memcpy import copy_from, copy_here
-from moonpool.transfer.memory.allocation import address_of
 from moonpool.transfer.memory.region import Region
-from moonpool.transfer.memory.span import U64
 from moonpool.transfer.memory.staging import SLOT_NBYTES, Staging
 from moonpool.transfer.native import cuda as library
+from moonpool.transfer.native.arrays import U64, address_of
 from moonpool.transfer.native.compiled_copy import NEVER
 from moonpool.transfer.native.cuda import Cuda, CudaError, CudaUnavailable, load_cuda
 from moonpool.transfer.native.ucx import load_ucx

@@ -12,9 +12,8 @@ import pytest
 import xxhash
 
 from moonpool.transfer.copying.memcpy import copy_here
-from moonpool.transfer.memory.allocation import address_of
 from moonpool.transfer.memory.checksum import checksums
-from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.arrays import U64, address_of
 from moonpool.transfer.native.compiled_copy import NEVER, SHORT_NBYTES, Mover, forms, library, mover
 
 ROOM = 4 << 20

@@ -5,8 +5,10 @@ GIL.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable
@@ -14,15 +16,16 @@ from collections.abc import Callable
 import numpy as np
 
 from moonpool.transfer.connections.wire import PAGE_NBYTES
-from moonpool.transfer.memory.allocation import address_of
 from moonpool.transfer.memory.chunks import pieces, vectors, windows
-from moonpool.transfer.memory.span import U64
 from moonpool.transfer.native import libc
+from moonpool.transfer.native.arrays import U64, address_of
 
 _TIMEVAL = struct.Struct("ll")
 # From this size on, where the bytes begin matters more than the bytes before them cost.
 _ALIGNED_NBYTES = 256 << 10
 _LINGER_RESET = struct.pack("ii", 1, 0)
+# In struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received.
+_ACKED_AND_RECEIVED = struct.Struct("120xQQ")
 
 
 class ByteStream:
@@ -98,6 +101,15 @@ class ByteStream:
                 raise ConnectionResetError("the other side closed the connection")
             nbytes -= received
 
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that a TCP connection has received and had acknowledged. 0 once it is closed."""
+        try:
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AND_RECEIVED.size)
+        except OSError:
+            return 0
+        return sum(_ACKED_AND_RECEIVED.unpack(info))
+
     def shut(self) -> None:
         """Make the thread that waits in any of the above leave with an error. Idempotent."""
         # Not connected any more, or closed: then nobody waits there.
@@ -160,3 +172,52 @@ def _advance(table: U64, begin: int, end: int, moved: int) -> int:
     table[begin + row, 0] += taken
     table[begin + row, 1] -= taken
     return begin + row
+
+
+class TlsByteStream(ByteStream):
+    """Through OpenSSL instead of straight from the kernel: one record of 16 KiB a turn of the GIL."""
+
+    sock: ssl.SSLSocket
+
+    def limit(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds if seconds else math.inf
+        self.sock.settimeout(seconds or None)
+
+    def receive(self, nbytes: int) -> bytes:
+        received = b""
+        while len(received) < nbytes:
+            part = self.sock.recv(nbytes - len(received))
+            if not part:
+                raise ConnectionResetError("the other side closed the connection")
+            received += part
+        return received
+
+    def _send_vectors(self, fd: int, table: int, count: int, flags: int) -> int:
+        return self._each_vector(table, count, self.sock.send)
+
+    def _receive_vectors(self, fd: int, table: int, count: int, flags: int) -> int:
+        return self._each_vector(table, count, self.sock.recv_into)
+
+    @staticmethod
+    def _each_vector(table: int, count: int, move: Callable[[memoryview], int]) -> int:
+        """Bytes moved; fewer than the vectors have where the stream ends."""
+        vectors = np.ctypeslib.as_array((ctypes.c_uint64 * (2 * count)).from_address(table)).reshape(-1, 2)
+        total = 0
+        for address, nbytes in vectors.tolist():
+            view = memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
+            while len(view):
+                moved = move(view)
+                if not moved:
+                    return total
+                total += moved
+                view = view[moved:]
+        return total
+
+    def _shutdown(self) -> None:
+        # Not SSLSocket's own, which goes back to plain text first.
+        socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
+
+def byte_stream(sock: socket.socket, slice_nbytes: int) -> ByteStream:
+    """The stream that fits ``sock``."""
+    return (TlsByteStream if isinstance(sock, ssl.SSLSocket) else ByteStream)(sock, slice_nbytes)

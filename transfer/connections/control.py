@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
+from moonpool.runtime.network.sockets import receive_now, send_now
 from moonpool.transfer.connections.handshake import Met
-from moonpool.transfer.connections.tls import receive_now, send_now
 from moonpool.transfer.connections.wire import (
     FRAME_HEADER,
     MAX_FRAME_NBYTES,

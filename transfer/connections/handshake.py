@@ -20,8 +20,8 @@ import socket
 import struct
 from dataclasses import dataclass
 
+from moonpool.runtime.network.sockets import receive_exactly, send_all
 from moonpool.transfer.connections.descriptor import INCARNATION_NBYTES, MAX_AGENT_ID_NBYTES, AgentDescriptor
-from moonpool.transfer.connections.tls import receive_some, send_all
 from moonpool.transfer.connections.wire import Kind, WireError
 from moonpool.transfer.errors import AccessDenied, PeerLost, StaleEpoch
 
@@ -147,17 +147,6 @@ def _raise_unless_ok(verdict: int, agent_id: str) -> None:
 def _mac(secret: str, side: bytes, hello: bytes, challenge: bytes, lifeline: int) -> bytes:
     transcript = b"|".join((side, hello, challenge, lifeline.to_bytes(8, "little")))
     return hmac.digest(secret.encode(), transcript, "sha256")
-
-
-async def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
-    """ConnectionResetError when the stream ends first."""
-    received = b""
-    while len(received) < nbytes:
-        part = await receive_some(sock, nbytes - len(received))
-        if not part:
-            raise ConnectionResetError("the other side closed the connection")
-        received += part
-    return received
 
 
 async def receive_descriptor(sock: socket.socket) -> int:

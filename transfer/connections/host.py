@@ -30,8 +30,3 @@ def announced_host(bound: str) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return "::1" if bound == "::" else "127.0.0.1"
-
-
-def loopback_only(host: str) -> bool:
-    """Whether what listens there can be reached from this host alone."""
-    return host.startswith("127.") or host in ("::1", "localhost")

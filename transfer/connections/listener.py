@@ -10,10 +10,10 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from moonpool.runtime.network.sockets import prepare
+from moonpool.runtime.network.tls import secure
 from moonpool.transfer import metrics
 from moonpool.transfer.connections.handshake import Identity, Met, meet_client
-from moonpool.transfer.connections.sockets import prepare
-from moonpool.transfer.connections.tls import secure
 from moonpool.transfer.errors import TransferError
 
 _log = logging.getLogger(__name__)

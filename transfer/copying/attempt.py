@@ -11,7 +11,8 @@ import numpy as np
 from moonpool.transfer.errors import ChecksumMismatch
 from moonpool.transfer.memory.chunks import Plan, Rows
 from moonpool.transfer.memory.region import Hold
-from moonpool.transfer.memory.span import U64, Index, Spans
+from moonpool.transfer.memory.span import Spans
+from moonpool.transfer.native.arrays import U64, Index
 from moonpool.transfer.native.compiled_copy import Stop
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from moonpool.transfer.connections.byte_stream import ByteStream
 from moonpool.transfer.copying.memcpy import Copy
 from moonpool.transfer.memory.region import Hold
-from moonpool.transfer.memory.span import U64
 from moonpool.transfer.memory.staging import Staging
+from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.compiled_copy import Stop
 
 

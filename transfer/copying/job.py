@@ -11,7 +11,7 @@ from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.copying.memcpy import SLICE_NBYTES, Copy
 from moonpool.transfer.copying.pool import CopyPool
 from moonpool.transfer.memory.chunks import Chunking
-from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.compiled_copy import mover
 
 # Below this the hop to a thread and back costs more than the copy; the event loop's thread does it, in 0.1

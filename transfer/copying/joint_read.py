@@ -16,7 +16,7 @@ from moonpool.transfer.copying.runs import move_runs
 from moonpool.transfer.errors import PathFailed
 from moonpool.transfer.memory.chunks import windows
 from moonpool.transfer.memory.region import Region
-from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.compiled_copy import Stop, mover
 
 

@@ -7,11 +7,10 @@ import errno
 import os
 from typing import Protocol
 
-from moonpool.transfer.memory.allocation import address_of
 from moonpool.transfer.memory.checksum import checksums, fill_rest
 from moonpool.transfer.memory.chunks import pieces, vectors, windows
-from moonpool.transfer.memory.span import U64
 from moonpool.transfer.native import libc
+from moonpool.transfer.native.arrays import U64, address_of
 from moonpool.transfer.native.compiled_copy import Stop, mover
 
 SLICE_NBYTES = 4 << 20

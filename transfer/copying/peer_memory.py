@@ -20,9 +20,10 @@ from moonpool.transfer.connections.handshake import Identity
 from moonpool.transfer.connections.wire import RegionInfo
 from moonpool.transfer.copying.device import bounced
 from moonpool.transfer.copying.memcpy import Copy, copy_from, copy_here
-from moonpool.transfer.memory.allocation import address_of, map_shared
+from moonpool.transfer.memory.allocation import map_shared
 from moonpool.transfer.memory.lifeline import Place, Process, lifeline_parts
 from moonpool.transfer.memory.region import Hold
+from moonpool.transfer.native.arrays import address_of
 from moonpool.transfer.native.compiled_copy import mover
 
 _log = logging.getLogger(__name__)

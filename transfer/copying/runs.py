@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import xxhash
 
-from moonpool.transfer.memory.span import U32, U64
+from moonpool.transfer.native.arrays import U32, U64
 from moonpool.transfer.native.compiled_copy import NEVER, SHORT_NBYTES, STRIPE_NBYTES, Stop, mover
 
 

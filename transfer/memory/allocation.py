@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.transfer.native import libc
+from moonpool.transfer.native.arrays import address_of
 
 Backing = Literal["anonymous", "memfd", "registered", "cuda"]
 
@@ -132,8 +133,3 @@ def _prefault(memory: npt.NDArray[np.uint8]) -> None:
         step = min(_PREFAULT_STEP_NBYTES, nbytes - start)
         if not libc.madvise(address + start, step, libc.MADV_POPULATE_WRITE):
             memory[start : start + step : mmap.PAGESIZE] = 0
-
-
-def address_of(array: npt.NDArray[np.generic]) -> int:
-    """Where the first element lies. Much cheaper than ``array.ctypes.data``."""
-    return int(array.__array_interface__["data"][0])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.compiled_copy import SHORT_NBYTES, mover
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moonpool.transfer.memory.span import U32, U64, Index, Spans
+from moonpool.transfer.memory.span import Spans
+from moonpool.transfer.native.arrays import U32, U64, Index
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from moonpool.transfer.connections.descriptor import INCARNATION_NBYTES
-from moonpool.transfer.memory.allocation import address_of, allocate
+from moonpool.transfer.memory.allocation import allocate
 from moonpool.transfer.memory.chunks import vectors
 from moonpool.transfer.memory.region import MAX_OPEN_REGIONS, Region
-from moonpool.transfer.memory.span import U32
 from moonpool.transfer.native import libc
+from moonpool.transfer.native.arrays import U32, address_of
 
 _PLACES_OFFSET = INCARNATION_NBYTES + 4 * MAX_OPEN_REGIONS
 _PLACE = struct.Struct("<QQq")

@@ -14,8 +14,9 @@ from moonpool.transfer.errors import RegionError, SpanError, TransferError
 from moonpool.transfer.memory.allocation import DeviceMemory, Memory
 from moonpool.transfer.memory.checksum import checksums
 from moonpool.transfer.memory.chunks import based
-from moonpool.transfer.memory.span import U32, U64, Spans, check_bounds, region_ids, spans_in
+from moonpool.transfer.memory.span import Spans, check_bounds, region_ids, spans_in
 from moonpool.transfer.memory.staging import Staging, StagingPool
+from moonpool.transfer.native.arrays import U32, U64
 
 # A use that was told to stop must be gone in this time: it is between two system calls, or its socket was
 # shut.

@@ -10,10 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.transfer.errors import SpanError
-
-U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
-Index = npt.NDArray[np.intp]
+from moonpool.transfer.native.arrays import U32, U64, Index
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import xxhash
 
 from moonpool.transfer.memory.allocation import allocate
 from moonpool.transfer.memory.chunks import pieces, windows
-from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.cuda import Cuda, CudaError
 from moonpool.transfer.native.libc import IOV_MAX
 

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from moonpool.runtime.machine.compiled_library import BuildFailed, CompiledLibrary
 from moonpool.runtime.machine.processor import instructions
-from moonpool.transfer.memory.allocation import address_of
-from moonpool.transfer.memory.span import U32, U64
+from moonpool.transfer.native.arrays import U32, U64, address_of
 
 _log = logging.getLogger(__name__)
 

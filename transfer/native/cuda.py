@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from moonpool.transfer.errors import TransferError
-from moonpool.transfer.memory.allocation import address_of
-from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.arrays import U64, address_of
 
 IPC_HANDLE_NBYTES = 64
 _SYSTEM = ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")

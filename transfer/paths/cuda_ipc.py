@@ -21,7 +21,7 @@ from moonpool.transfer.errors import PathFailed
 from moonpool.transfer.memory.chunks import Chunking
 from moonpool.transfer.memory.device_regions import CudaRegions
 from moonpool.transfer.memory.region import Hold, Region
-from moonpool.transfer.memory.span import U64
+from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.compiled_copy import Stop
 from moonpool.transfer.native.cuda import IPC_HANDLE_NBYTES, Cuda, CudaError
 from moonpool.transfer.paths.shm import ShmPath

@@ -13,7 +13,8 @@ import numpy as np
 from moonpool.transfer import metrics
 from moonpool.transfer.copying.attempt import Direction
 from moonpool.transfer.errors import ChecksumMismatch, DeadlineExceeded, PeerLost, StaleEpoch, TransferError
-from moonpool.transfer.memory.span import U64, Index, Spans
+from moonpool.transfer.memory.span import Spans
+from moonpool.transfer.native.arrays import U64, Index
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.peers.failover import Attempts
 

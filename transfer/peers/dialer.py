@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.runtime.network.sockets import prepare
+from moonpool.runtime.network.tls import secure
 from moonpool.transfer.connections.control import Control
 from moonpool.transfer.connections.descriptor import AgentDescriptor
 from moonpool.transfer.connections.handshake import meet_server, receive_descriptor
 from moonpool.transfer.connections.host import boot_id
 from moonpool.transfer.connections.local_link import AGENTS, LocalLink
-from moonpool.transfer.connections.sockets import prepare
-from moonpool.transfer.connections.tls import secure
 from moonpool.transfer.connections.wire import Kind, Op, WireError
 from moonpool.transfer.copying.peer_memory import LIFELINE_ID, MappedMemory, PeerMemory, ProcessMemory
 from moonpool.transfer.errors import PathFailed, PeerLost

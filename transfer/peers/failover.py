@@ -13,7 +13,8 @@ from moonpool.transfer.connections.wire import RegionInfo
 from moonpool.transfer.copying.attempt import Attempt, Direction
 from moonpool.transfer.errors import NoPath, PathFailed, PeerLost, RegionError, SpanError, TransferError
 from moonpool.transfer.memory.chunks import Plan
-from moonpool.transfer.memory.span import U64, Index, Spans, check_bounds, region_ids, spans_in
+from moonpool.transfer.memory.span import Spans, check_bounds, region_ids, spans_in
+from moonpool.transfer.native.arrays import U64, Index
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.peers.path_choice import Where
 from moonpool.transfer.peers.stall import StallWatch

@@ -18,7 +18,8 @@ from moonpool.transfer.copying.attempt import Direction
 from moonpool.transfer.copying.joint_read import JointRead
 from moonpool.transfer.errors import RegionError, SpanError, TransferError
 from moonpool.transfer.memory.region import RegionTable
-from moonpool.transfer.memory.span import U64, Span, Spans, check_disjoint, check_pairs
+from moonpool.transfer.memory.span import Span, Spans, check_disjoint, check_pairs
+from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.peers.batch import Batch
 from moonpool.transfer.peers.path_choice import PathChoice

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from moonpool.engine.ranks.hosts.frames import Frame, FrameError, FrameReader, Kind
+from moonpool.runtime.network.sockets import receive_now, send_now
 from moonpool.runtime.service.heartbeat import BEATS_PER_TIMEOUT
-from moonpool.transfer.connections.tls import receive_now, send_now
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from moonpool.engine.ranks.hosts.daemon_session import HostedRanks
 from moonpool.engine.ranks.hosts.handshake import HANDSHAKE_S, Welcome, meet_leader
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.network.sockets import prepare
+from moonpool.runtime.network.tls import secure, tls_contexts
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
-from moonpool.transfer.connections.sockets import prepare
-from moonpool.transfer.connections.tls import secure, tls_contexts
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,7 @@ from typing import Any
 
 from moonpool.engine.errors import HostRefused
 from moonpool.runtime.config.agreement import own_version
-from moonpool.transfer.connections.handshake import receive_exactly
-from moonpool.transfer.connections.tls import send_all
+from moonpool.runtime.network.sockets import receive_exactly, send_all
 
 HANDSHAKE_S = 5.0
 _HEADER = struct.Struct("<4sH")

@@ -13,9 +13,8 @@ from moonpool.engine.ranks.hosts.handshake import HANDSHAKE_S, Welcome, meet_ran
 from moonpool.engine.ranks.hosts.remote_host import FarHost
 from moonpool.runtime.config.options import ParallelOptions, TransferOptions
 from moonpool.runtime.errors import ConfigError, PortInUse
-from moonpool.transfer.connections.host import loopback_only
-from moonpool.transfer.connections.sockets import prepare
-from moonpool.transfer.connections.tls import secure, tls_contexts
+from moonpool.runtime.network.sockets import loopback_only, prepare
+from moonpool.runtime.network.tls import secure, tls_contexts
 
 log = logging.getLogger(__name__)
 

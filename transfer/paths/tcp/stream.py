@@ -26,7 +26,8 @@ from moonpool.transfer.connections.wire import (
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.copying.device import receive, send
 from moonpool.transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError, TransferError
-from moonpool.transfer.memory.span import Index, Spans
+from moonpool.transfer.memory.span import Spans
+from moonpool.transfer.native.arrays import Index
 
 # Requests sent before the first is answered: the server starts on the next while the last bytes are on their
 # way.

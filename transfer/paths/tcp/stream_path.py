@@ -11,8 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from moonpool.transfer import metrics
-from moonpool.transfer.connections.sockets import moved_nbytes
-from moonpool.transfer.connections.tls import byte_stream
+from moonpool.transfer.connections.byte_stream import byte_stream
 from moonpool.transfer.connections.wire import MAX_REQUEST_SPANS, WRITES, Op, RegionInfo
 from moonpool.transfer.copying.attempt import Attempt, Direction
 from moonpool.transfer.errors import PathFailed, TransferError
@@ -164,7 +163,7 @@ class StreamPath:
     def progress(self, attempt: Attempt) -> dict[object, int]:
         with self._lock:
             streams = [stream for stream in self._streams if stream.carries(attempt)]
-        return {stream: moved_nbytes(stream.bytes.sock) for stream in streams}
+        return {stream: stream.bytes.moved_nbytes for stream in streams}
 
     def drop(self, carriers: Collection[object]) -> bool:
         with self._lock:

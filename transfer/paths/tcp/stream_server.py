@@ -13,9 +13,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from moonpool.transfer.connections.byte_stream import ByteStream
+from moonpool.transfer.connections.byte_stream import ByteStream, byte_stream
 from moonpool.transfer.connections.handshake import Met
-from moonpool.transfer.connections.tls import byte_stream
 from moonpool.transfer.connections.wire import (
     REPLY_NBYTES,
     REQUEST_NBYTES,
@@ -34,7 +33,8 @@ from moonpool.transfer.errors import RegionError, SpanError
 from moonpool.transfer.memory.chunks import based, windows
 from moonpool.transfer.memory.lifeline import readable_process
 from moonpool.transfer.memory.region import Hold, RegionTable
-from moonpool.transfer.memory.span import U64, Spans, check_bounds, region_ids, spans_in
+from moonpool.transfer.memory.span import Spans, check_bounds, region_ids, spans_in
+from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.compiled_copy import Stop, mover
 from moonpool.transfer.native.cuda import CudaError
 

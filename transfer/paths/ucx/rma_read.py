@@ -13,9 +13,9 @@ import numpy as np
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.copying.peer_memory import LIFELINE_ID
 from moonpool.transfer.errors import PathFailed
-from moonpool.transfer.memory.allocation import address_of
 from moonpool.transfer.memory.lifeline import lifeline_parts
 from moonpool.transfer.native import ucx as lib
+from moonpool.transfer.native.arrays import address_of
 from moonpool.transfer.paths.ucx.endpoint import Endpoint
 
 _CHUNKS_IN_FLIGHT = 4

@@ -1,0 +1,96 @@
+"""TCP and Unix sockets: their options, and sending and receiving with or without TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import ssl
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# The kernel notices a dead link after idle + interval * probes seconds.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+
+
+def loopback_only(host: str) -> bool:
+    """Whether sockets that listen at ``host`` can be reached from this machine only."""
+    return host.startswith("127.") or host in ("::1", "localhost")
+
+
+def prepare(sock: socket.socket) -> None:
+    """Make ``sock`` non-blocking; over TCP also disable Nagle's algorithm and enable keep-alive."""
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+async def send_all(sock: socket.socket, message: bytes) -> None:
+    """Send on a non-blocking socket. Raises OSError."""
+    if not isinstance(sock, ssl.SSLSocket):
+        await asyncio.get_running_loop().sock_sendall(sock, message)
+        return
+    left = message
+    while left:
+        left = left[await tls_retried(sock, functools.partial(sock.send, left)) :]
+
+
+async def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
+    """Receive on a non-blocking socket. Raises OSError; ConnectionResetError when the stream ends first."""
+    received = b""
+    while len(received) < nbytes:
+        left = nbytes - len(received)
+        if isinstance(sock, ssl.SSLSocket):
+            part = await tls_retried(sock, functools.partial(sock.recv, left))
+        else:
+            part = await asyncio.get_running_loop().sock_recv(sock, left)
+        if not part:
+            raise ConnectionResetError("the other side closed the connection")
+        received += part
+    return received
+
+
+def receive_now(sock: socket.socket, most_nbytes: int) -> bytes:
+    """Return what has arrived on a non-blocking socket. Raises BlockingIOError if nothing has, OSError."""
+    if not isinstance(sock, ssl.SSLSocket):
+        return sock.recv(most_nbytes)
+    try:
+        received = sock.recv(most_nbytes)
+        # The selector does not report bytes that are decrypted already.
+        while waiting := sock.pending():
+            received += sock.recv(waiting)
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+        raise BlockingIOError from error
+    return received
+
+
+def send_now(sock: socket.socket, message: bytes | bytearray) -> int:
+    """Send what fits the socket's buffer; return its bytes. Raises BlockingIOError if it is full, OSError."""
+    try:
+        return sock.send(message)
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+        raise BlockingIOError from error
+
+
+async def tls_retried(sock: ssl.SSLSocket, call: Callable[[], T]) -> T:
+    """Repeat ``call`` whenever the non-blocking socket is ready, until OpenSSL needs no more of it."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return call()
+        except ssl.SSLWantReadError:
+            watch, forget = loop.add_reader, loop.remove_reader
+        except ssl.SSLWantWriteError:
+            watch, forget = loop.add_writer, loop.remove_writer
+        ready = asyncio.Event()
+        watch(sock.fileno(), ready.set)
+        try:
+            await ready.wait()
+        finally:
+            forget(sock.fileno())
