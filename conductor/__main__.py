@@ -11,11 +11,10 @@ from moonpool.conductor.admission.tenants import Tenants
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.core import Conductor
-from moonpool.conductor.dashboard.benchmark_results import BenchResults
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.about import about
 from moonpool.conductor.observing.request_metrics import RequestMetrics
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.server import ApiServer
 from moonpool.conductor.text.chat_template import load_chat_template
 from moonpool.conductor.text.tokenizer import Tokenizer
@@ -74,7 +73,6 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
         options=config.conductor,
         log_options=config.log,
         tenants=Tenants.load(config.conductor.tenants_path),
-        results=BenchResults(config.conductor.results_path),
         about=about(config),
     )
 

@@ -11,28 +11,28 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
-from moonpool.conductor.admission.batch_queue import BatchTurn
+from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
 from moonpool.conductor.admission.limits import Admission
 from moonpool.conductor.admission.rejection import REJECTIONS
-from moonpool.conductor.coordination.announcements import ConductorFacts
-from moonpool.conductor.coordination.arbitration import Sharing
+from moonpool.conductor.coordination.announcements import Announcements
+from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.coordination.bookings import Bookings
-from moonpool.conductor.coordination.other_conductors import Neighbours
+from moonpool.conductor.coordination.other_conductors import OtherConductors
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.activity import Activity
-from moonpool.conductor.observing.cluster_counts import Tally
+from moonpool.conductor.observing.cluster_counts import ClusterCounts
 from moonpool.conductor.observing.prefix_outcomes import PrefixWatch
 from moonpool.conductor.observing.replica_groups import grouped, missing_replicas
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timeline import RequestTimeline, TimelineRing
 from moonpool.conductor.observing.transfer_paths import paths_of
-from moonpool.conductor.placing.cluster_view import Slo
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.conductor.replication.copier import Replicator
 from moonpool.conductor.request import GenerateRequest, TokenEvent
-from moonpool.conductor.requests.dependencies import Services
+from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lifecycle import RequestRun
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.index.redis.changes import encode
@@ -75,7 +75,7 @@ class Conductor:
         conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"
         self._redis = connect(index.redis_url)
         kv_index = KVIndex(self._redis, index.namespace)
-        self._neighbours = Neighbours(ConductorFacts(kv_index, conductor_id))
+        self._other_conductors = OtherConductors(Announcements(kv_index, conductor_id))
         self.describe(model=model.name, block_size=model.block_size, policy=options.policy)
         registry = NodeRegistry(
             kv_index,
@@ -87,11 +87,13 @@ class Conductor:
             clock=clock,
             rng=rng,
         )
-        self._services = Services(
+        self._deps = RequestDependencies(
             conductor_id=conductor_id,
             model=model,
             registry=registry,
-            sharing=Sharing(Bookings(kv_index, conductor_id, lease_ttl_s=index.lease_ttl_s), registry),
+            arbitration=Arbitration(
+                Bookings(kv_index, conductor_id, lease_ttl_s=index.lease_ttl_s), registry
+            ),
             cost_model=cost_model,
             activity=activity,
             admission=Admission(options.max_requests, clock),
@@ -99,7 +101,7 @@ class Conductor:
             policy=POLICIES[options.policy],
             rejection=REJECTIONS[options.rejection],
             fair_share=FairShare(),
-            batch_turn=BatchTurn(),
+            batch_queue=BatchQueue(),
             replicator=Replicator(
                 registry,
                 cost_model,
@@ -118,7 +120,7 @@ class Conductor:
 
     def describe(self, **facts: object) -> None:
         """Facts that other conductors are told of this one, and ``/v1/cluster`` shows. Before ``start``."""
-        self._neighbours.facts |= facts
+        self._other_conductors.facts |= facts
 
     async def start(self) -> None:
         """Read the index and connect to the nodes in it. Does not wait for nodes: see ``ready``.
@@ -126,20 +128,20 @@ class Conductor:
         Raises:
             IndexUnavailable: Redis does not answer; nothing runs then.
         """
-        await self._services.registry.start()
-        await self._services.sharing.start()
-        self._services.replicator.start()
-        self._neighbours.start()
+        await self._deps.registry.start()
+        await self._deps.arbitration.start()
+        self._deps.replicator.start()
+        self._other_conductors.start()
 
     async def close(self) -> None:
         """End every request in flight, everywhere, and close all connections. Idempotent."""
-        self._services.admission.close()
+        self._deps.admission.close()
         # Those who consume the streams have to run once, for the nodes to hear of it.
-        await self._services.admission.emptied(_FAREWELL_S)
-        await self._neighbours.close()
-        await self._services.sharing.close()
-        await self._services.replicator.close()
-        await self._services.registry.close()
+        await self._deps.admission.emptied(_FAREWELL_S)
+        await self._other_conductors.close()
+        await self._deps.arbitration.close()
+        await self._deps.replicator.close()
+        await self._deps.registry.close()
         await self._redis.aclose()
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
@@ -155,27 +157,27 @@ class Conductor:
             NoNodes: nobody of a role is left; tokens streamed before it are valid.
             DeadlineExceeded, RequestFailed (placed as often as allowed), ConductorClosed: likewise.
         """
-        return RequestRun(request, self._services).events()
+        return RequestRun(request, self._deps).events()
 
     def timeline(self, request_id: str) -> RequestTimeline | None:
         """What happened to a request, while it runs and for a while after; None: unknown or forgotten."""
-        return self._services.timelines.get(request_id)
+        return self._deps.timelines.get(request_id)
 
     def timelines(self, count: int) -> list[RequestTimeline]:
         """Those of the latest requests, newest first."""
-        return self._services.timelines.latest(count)
+        return self._deps.timelines.latest(count)
 
     def index_blocks(self, node_id: str) -> bytes:
         """What the mirror says a node holds, as ``moonpool.kvstore.index.redis.changes``; nothing for an
         unknown node."""
-        held = self._services.registry.mirror.held_by(node_id)
+        held = self._deps.registry.mirror.held_by(node_id)
         return encode({BlockKey(key): tier for key, tier in held.items()}, ())
 
     def cluster(self) -> dict[str, Any]:
         """For ``GET /v1/cluster``: nodes with their load, the index, this conductor, prediction errors."""
-        registry = self._services.registry
+        registry = self._deps.registry
         mirror = registry.mirror
-        now_s = self._services.clock()
+        now_s = self._deps.clock()
         layout = registry.layout
         nodes = []
         for node_id, member in registry.members.items():
@@ -184,7 +186,7 @@ class Conductor:
                 facts |= {"state": "incompatible", "incompatible": why}
             nodes.append(facts)
         return {
-            "conductor_id": self._services.conductor_id,
+            "conductor_id": self._deps.conductor_id,
             "model": self.model.name,
             "dtype": layout.dtype if layout else None,
             "block_size": self.model.block_size,
@@ -196,51 +198,49 @@ class Conductor:
                 "num_blocks": mirror.num_blocks,
             },
             "degraded": self.ready()[1],
-            "num_other_conductors": self._services.sharing.num_others,
-            "facts": self._neighbours.facts,
-            "conductors": {name: dict(facts) for name, facts in self._neighbours.others.items()},
-            "prefixes": self._services.prefixes.to_dict(),
-            "num_requests": len(self._services.admission.runs),
+            "num_other_conductors": self._deps.arbitration.num_others,
+            "facts": self._other_conductors.facts,
+            "conductors": {name: dict(facts) for name, facts in self._other_conductors.others.items()},
+            "prefixes": self._deps.prefixes.to_dict(),
+            "num_requests": len(self._deps.admission.runs),
             "prediction_errors": {
-                name: errors.to_dict() for name, errors in self._services.cost_model.errors.items()
+                name: errors.to_dict() for name, errors in self._deps.cost_model.errors.items()
             },
         }
 
-    def tally(self) -> Tally:
+    def counts(self) -> ClusterCounts:
         """What ``cluster`` says, counted; a node of several replicas counts as each of them."""
-        registry, tally = self._services.registry, Tally()
+        registry, counts = self._deps.registry, ClusterCounts()
         for member in registry.members.values():
             load = member.record.load
-            tally.num_blocks += load.num_blocks
-            tally.num_used_blocks += load.num_blocks - load.free_blocks
+            counts.num_blocks += load.num_blocks
+            counts.num_used_blocks += load.num_blocks - load.free_blocks
             state = "incompatible" if registry.incompatible(member.record) else member.state
-            tally.nodes[member.record.role, state] += 1
-        for lack in missing_replicas(member.record for member in registry.members.values()):
-            tally.num_missing_replicas[lack.role] += lack.count - lack.present
-        return tally
+            counts.nodes[member.record.role, state] += 1
+        for missing in missing_replicas(member.record for member in registry.members.values()):
+            counts.num_missing_replicas[missing.role] += missing.count - missing.present
+        return counts
 
     def activity(self) -> dict[str, Any]:
         """What went on since the start, for the dashboard: ``Activity.to_dict``, hot prefixes, transfer
         paths, the latest estimates with what they came to, the SLO.
         """
-        slo = self._services.slo
+        slo = self._deps.slo
         limits = {
             "ttft_s": None if math.isinf(slo.ttft_s) else slo.ttft_s,
             "tbt_s": None if math.isinf(slo.tbt_s) else slo.tbt_s,
         }
-        members = self._services.registry.members.values()
-        return self._services.activity.to_dict() | {
-            "prefixes": self._services.replicator.hottest(_PREFIXES_SHOWN),
+        members = self._deps.registry.members.values()
+        return self._deps.activity.to_dict() | {
+            "prefixes": self._deps.replicator.hottest(_PREFIXES_SHOWN),
             "paths": paths_of(member.record for member in members),
-            "predictions": {
-                name: errors.latest() for name, errors in self._services.cost_model.errors.items()
-            },
+            "predictions": {name: errors.latest() for name, errors in self._deps.cost_model.errors.items()},
             "slo": limits,
         }
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether requests can be served now, and what is degraded, in sentences."""
-        registry = self._services.registry
+        registry = self._deps.registry
         degraded = []
         serves = True
         for role in ("prefill", "decode"):
@@ -253,7 +253,7 @@ class Conductor:
             degraded.append(
                 "Redis does not answer: the index is as it was, nodes are followed by their connections"
             )
-        degraded += self._neighbours.differences()
+        degraded += self._other_conductors.differences()
         for node_id, member in sorted(registry.members.items()):
             if why := registry.incompatible(member.record):
                 degraded.append(f"node {node_id} is not used: {why}")
@@ -262,6 +262,6 @@ class Conductor:
             elif not member.healthy:
                 degraded.append(f"node {node_id} is unhealthy: {'; '.join(member.record.reasons)}")
         records = [member.record for member in registry.members.values()]
-        for lack in missing_replicas(records):
-            degraded.append(f"node {lack.node_id} has {lack.present} of its {lack.count} replicas")
+        for missing in missing_replicas(records):
+            degraded.append(f"node {missing.node_id} has {missing.present} of its {missing.count} replicas")
         return serves, degraded

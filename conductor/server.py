@@ -16,7 +16,9 @@ from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import as_api_error
 from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
 from moonpool.conductor.api.openapi import openapi
-from moonpool.conductor.dashboard.live_feed import FEED, LiveFeed, live
+from moonpool.conductor.dashboard import routes as dashboard_routes
+from moonpool.conductor.dashboard.benchmark_results import BenchResults
+from moonpool.conductor.dashboard.live_feed import LiveFeed
 from moonpool.runtime.errors import PortInUse
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,8 @@ def create_app(context: ApiContext) -> web.Application:
     """All routes. Run it with ``handler_cancellation``: closing a connection must cancel its request."""
     app = web.Application(middlewares=[_boundary], client_max_size=context.options.max_body_nbytes)
     app[CONTEXT] = context
-    app[FEED] = LiveFeed(context)
+    app[dashboard_routes.FEED] = LiveFeed(context)
+    app[dashboard_routes.RESULTS] = BenchResults(context.options.results_path)
     app.on_response_prepare.append(_name_request)
     app.add_routes(
         [
@@ -38,19 +41,19 @@ def create_app(context: ApiContext) -> web.Application:
             web.get("/v1/models/{name:.+}", pages.model),
             web.get("/v1/cluster", pages.cluster),
             web.get("/v1/about", pages.about),
-            web.get("/v1/benchmarks", pages.benchmarks),
-            web.get("/v1/benchmarks/{name}", pages.benchmark),
+            web.get("/v1/benchmarks", dashboard_routes.benchmarks),
+            web.get("/v1/benchmarks/{name}", dashboard_routes.benchmark),
             web.get("/v1/prometheus-targets", pages.prometheus_targets),
             web.get("/v1/index/{node}", pages.index),
-            web.get("/v1/live", live),
+            web.get("/v1/live", dashboard_routes.live),
             web.get("/v1/requests", pages.requests),
             web.get("/v1/requests/{id}/timeline", pages.timeline),
             web.get("/openapi.json", openapi),
             web.get("/healthz", pages.healthz),
             web.get("/readyz", pages.readyz),
             web.get("/metrics", pages.metrics),
-            web.get("/", pages.dashboard),
-            web.get("/static/{name:.+}", pages.static),
+            web.get("/", dashboard_routes.dashboard),
+            web.get("/static/{name:.+}", dashboard_routes.static),
         ]
     )
     return app

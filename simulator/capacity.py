@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.inputs.hardware import Accelerator, Hardware, ModelShape, tensor_parallel
 from moonpool.simulator.inputs.scenario import Scenario

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.simulator.cluster.job import Job
 from moonpool.simulator.cluster.memory import NodeMemory
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
 from moonpool.simulator.capacity import EFFECTIVE, MIN_GAIN, Verdict, candidates, check_slo, judge

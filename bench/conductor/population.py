@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.model import CostModel, Profile
-from moonpool.conductor.placing.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
-from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest
+from moonpool.conductor.placing.node_table import NodeTable
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement
 from moonpool.conductor.placing.policies import POLICIES, Policy
@@ -59,8 +61,8 @@ class Population:
         for name in self._names:
             self._map.join(name)
             nodes[name] = self._node(name, cost_model)
-        self.prefill = Fleet(nodes[f"p{i}"] for i in range(roles["p"]))
-        self.decode = Fleet(nodes[f"d{i}"] for i in range(roles["d"]))
+        self.prefill = NodeTable(nodes[f"p{i}"] for i in range(roles["p"]))
+        self.decode = NodeTable(nodes[f"d{i}"] for i in range(roles["d"]))
         self._chains = self._fill(max(num_blocks // CHAIN_BLOCKS, 1))
 
     @property

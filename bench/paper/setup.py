@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.simulator.inputs.hardware import SHIPPED, Hardware, tensor_parallel
 from moonpool.simulator.inputs.scenario import Scenario
 

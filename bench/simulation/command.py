@@ -19,7 +19,7 @@ from moonpool.bench.simulation import plot
 from moonpool.bench.simulation import validation as validate
 from moonpool.bench.simulation.rows import rows
 from moonpool.conductor.admission.rejection import REJECTIONS
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import ConductorOptions

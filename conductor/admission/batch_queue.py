@@ -8,21 +8,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class BatchTurn:
+class BatchQueue:
     """A lock whose waiters come in by (priority, order), the smallest first; equal ones as they came."""
 
     def __init__(self) -> None:
         self._taken = False
         self._count = 0
         self._waiters: list[tuple[int, float, int, asyncio.Future[None]]] = []
-        self._nudged: asyncio.Future[None] | None = None
+        self._notified: asyncio.Future[None] | None = None
 
     @property
     def num_waiting(self) -> int:
         return sum(not waiter.done() for *_, waiter in self._waiters)
 
     @asynccontextmanager
-    async def mine(self, priority: int, order_s: float, unless: asyncio.Future[None]) -> AsyncIterator[None]:
+    async def turn(self, priority: int, order_s: float, unless: asyncio.Future[None]) -> AsyncIterator[None]:
         """Waits until it is the caller's turn, or ``unless`` is done: then the caller has no turn and must
         see for itself. Cancelled while it waits, it is as if it had not come.
         """
@@ -47,15 +47,15 @@ class BatchTurn:
         finally:
             self._pass_on()
 
-    async def nudged(self, timeout_s: float) -> None:
+    async def wait(self, timeout_s: float) -> None:
         """Return after ``timeout_s``, or sooner when a request gave something back."""
-        self._nudged = asyncio.get_running_loop().create_future()
-        await asyncio.wait((self._nudged,), timeout=timeout_s)
+        self._notified = asyncio.get_running_loop().create_future()
+        await asyncio.wait((self._notified,), timeout=timeout_s)
 
-    def nudge(self) -> None:
+    def notify(self) -> None:
         """A request of any kind has left a stage, so that there may be room."""
-        if self._nudged is not None and not self._nudged.done():
-            self._nudged.set_result(None)
+        if self._notified is not None and not self._notified.done():
+            self._notified.set_result(None)
 
     def _pass_on(self) -> None:
         self._taken = False

@@ -22,7 +22,7 @@ class FairShare:
         self._seen_s: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
-    def lag_s(self, tenant: str, now_s: float) -> float:
+    def delay_s(self, tenant: str, now_s: float) -> float:
         """How much later than its arrival a request counts as come; 0 for a tenant within its share."""
         return max(self._done_s.get(tenant, now_s) - now_s, 0.0)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from moonpool.conductor.admission.tenants import Tenant
-from moonpool.conductor.admission.token_bucket import TokenRate
+from moonpool.conductor.admission.token_bucket import TokenBucket
 from moonpool.conductor.errors import ConductorClosed, DuplicateRequest, RequestRejected
 from moonpool.conductor.request import GenerateRequest
 
@@ -45,7 +45,7 @@ class Admission:
         self._runs: dict[str, Run] = {}
         self._num_batch = 0
         self._of_tenant: Counter[str] = Counter()
-        self._rates: dict[str, TokenRate] = {}
+        self._rates: dict[str, TokenBucket] = {}
         self._mean_s = 1.0  # how long requests took
         self._closed = False
         self._empty: asyncio.Future[None] | None = None
@@ -125,8 +125,8 @@ class Admission:
         if client.tokens_per_minute:
             self._rate(client).use(num_tokens, self._clock())
 
-    def _rate(self, client: Tenant) -> TokenRate:
+    def _rate(self, client: Tenant) -> TokenBucket:
         rate = self._rates.get(client.name)
         if rate is None:
-            rate = self._rates[client.name] = TokenRate(client.tokens_per_minute, self._clock())
+            rate = self._rates[client.name] = TokenBucket(client.tokens_per_minute, self._clock())
         return rate

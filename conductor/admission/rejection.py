@@ -11,8 +11,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from moonpool.conductor.placing.cluster_view import NodeView, Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.decode_schedule import DecodeSchedule
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.placement import Placement, Rejection
 
 ARRIVAL = "arrival"

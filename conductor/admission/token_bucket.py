@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class TokenRate:
+class TokenBucket:
     """A bucket of a minute's tokens that refills evenly. It may go into debt: outputs end where they end."""
 
     __slots__ = ("_left", "_per_s", "_since_s", "_size")

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from moonpool.conductor.api.answer import ChatAnswer, CompletionAnswer
 from moonpool.conductor.api.context import CONTEXT
-from moonpool.conductor.api.exchange import Exchange
+from moonpool.conductor.api.exchange import GenerationExchange
 from moonpool.conductor.api.prompts import chat_prompt, completion_prompts
 from moonpool.conductor.api.schemas import ChatBody, CompletionBody
 
@@ -16,7 +16,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat may go on as long as the mode
 async def completions(http: web.Request) -> web.StreamResponse:
     """``POST /v1/completions``"""
     context = http.app[CONTEXT]
-    with context.serving(), Exchange(http, context, CompletionAnswer) as exchange:
+    with context.serving(), GenerationExchange(http, context, CompletionAnswer) as exchange:
         body = await exchange.parse(CompletionBody)
         prompts = await exchange.tokenize(
             completion_prompts(body, context.tokenizer, context.conductor.model)
@@ -27,7 +27,7 @@ async def completions(http: web.Request) -> web.StreamResponse:
 async def chat_completions(http: web.Request) -> web.StreamResponse:
     """``POST /v1/chat/completions``"""
     context = http.app[CONTEXT]
-    with context.serving(), Exchange(http, context, ChatAnswer) as exchange:
+    with context.serving(), GenerationExchange(http, context, ChatAnswer) as exchange:
         body = await exchange.parse(ChatBody)
         prompt = await exchange.tokenize(chat_prompt(body, context.template, context.tokenizer))
         return await exchange.answer(body, [prompt], None)

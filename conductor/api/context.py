@@ -16,7 +16,6 @@ from moonpool.conductor.admission.tenants import Tenants
 from moonpool.conductor.api.errors import draining
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.core import Conductor
-from moonpool.conductor.dashboard.benchmark_results import BenchResults
 from moonpool.conductor.observing.recent_requests import RecentRequests
 from moonpool.conductor.observing.request_metrics import RequestMetrics
 from moonpool.conductor.text.chat_template import ChatTemplate
@@ -40,7 +39,6 @@ class ApiContext:
     options: ConductorOptions
     log_options: LogOptions = field(default_factory=LogOptions)
     tenants: Tenants = field(default_factory=Tenants)
-    results: BenchResults = field(default_factory=lambda: BenchResults(""))
     about: Mapping[str, Any] = field(default_factory=dict)  # as conductor.about says it
     recent: RecentRequests = field(default_factory=RecentRequests)
     clock: Callable[[], float] = time.perf_counter

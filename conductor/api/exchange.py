@@ -42,7 +42,7 @@ B = TypeVar("B", bound=GenerationBody)
 T = TypeVar("T")
 
 
-class Exchange:
+class GenerationExchange:
     """The stages of one request. Each is timed into the request's record and the metrics."""
 
     def __init__(self, http: web.Request, context: ApiContext, kind: type[Answer]) -> None:
@@ -63,7 +63,7 @@ class Exchange:
         self._runs: list[SequenceRun] = []
         self._span = tracing.serving(http.path, http.headers.get(tracing.TRACEPARENT, ""), root=True)
 
-    def __enter__(self) -> Exchange:
+    def __enter__(self) -> GenerationExchange:
         self._context.recent.add(self.record)
         self._span.__enter__().set_attribute("moonpool.request_id", self._id)
         return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -15,20 +14,9 @@ from yarl import URL
 from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import ApiError
 from moonpool.conductor.api.exchange import unknown_model
-from moonpool.conductor.dashboard.benchmark_results import ResultUnknown
 from moonpool.conductor.observing.timeline_spans import spans_of
 
-STATIC = Path(__file__).parents[1] / "dashboard" / "static"
 MAX_LISTED = 200
-
-_DASHBOARD_FILES = frozenset(
-    str(path.relative_to(STATIC)) for path in STATIC.rglob("*") if path.suffix in (".css", ".js", ".txt")
-)
-# Always the version that serves; and nothing in the page may reach for another host.
-_PAGE_HEADERS = {
-    "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:",
-}
 
 
 def reply(value: Any, status: int = 200) -> web.Response:
@@ -71,7 +59,7 @@ async def metrics(http: web.Request) -> web.Response:
     What is left for the loop is to count the nodes.
     """
     context = http.app[CONTEXT]
-    context.metrics.see_cluster(context.conductor.tally())
+    context.metrics.see_cluster(context.conductor.counts())
     page = await asyncio.to_thread(generate_latest, context.metrics.registry)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -84,20 +72,6 @@ async def cluster(http: web.Request) -> web.Response:
 async def about(http: web.Request) -> web.Response:
     """``GET /v1/about``: code, machine and options of this conductor, without secrets."""
     return reply(http.app[CONTEXT].about)
-
-
-async def benchmarks(http: web.Request) -> web.Response:
-    """``GET /v1/benchmarks``: the results there are, newest first."""
-    listed = await asyncio.to_thread(http.app[CONTEXT].results.listed)
-    return reply({"object": "list", "data": listed})
-
-
-async def benchmark(http: web.Request) -> web.Response:
-    """``GET /v1/benchmarks/{name}``: one file, as ``moonpool bench … --json`` wrote it."""
-    try:
-        return reply(await asyncio.to_thread(http.app[CONTEXT].results.report, http.match_info["name"]))
-    except ResultUnknown as error:
-        raise ApiError(404, str(error), param="name", code="result_not_found") from error
 
 
 async def prometheus_targets(http: web.Request) -> web.Response:
@@ -150,19 +124,6 @@ async def timeline(http: web.Request) -> web.Response:
     if len(names) == 1 and found:
         return reply(found[0] | {"api": api})
     return reply({"request_id": asked, "sequences": found, "api": api})
-
-
-async def dashboard(http: web.Request) -> web.FileResponse:
-    """``GET /``"""
-    return web.FileResponse(STATIC / "index.html", headers=_PAGE_HEADERS)
-
-
-async def static(http: web.Request) -> web.FileResponse:
-    """``GET /static/{name}``: what the dashboard is made of."""
-    name = http.match_info["name"]
-    if name not in _DASHBOARD_FILES:
-        raise web.HTTPNotFound
-    return web.FileResponse(STATIC / name, headers=_PAGE_HEADERS)
 
 
 def _model(context: ApiContext) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
 
 
-class ConductorFacts:
+class Announcements:
     """One conductor's side. Methods raise ``IndexUnavailable`` when Redis does not answer."""
 
     def __init__(self, index: KVIndex, conductor_id: str) -> None:

@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from moonpool.conductor.coordination.bookings import Booking, Bookings, Choice, Load
+from moonpool.conductor.coordination.bookings import Booking, Bookings, Choice
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
+from moonpool.conductor.placing.node_view import Load
 from moonpool.conductor.placing.placement import DecodeEstimate, Placement, PrefillEstimate, Reason
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.kvstore.errors import IndexUnavailable
@@ -28,7 +29,7 @@ _KEEP_RATIO = 1.05
 _KEEP_S = 1e-3
 
 
-class Sharing:
+class Arbitration:
     """One conductor's share of the nodes."""
 
     def __init__(self, bookings: Bookings, registry: NodeRegistry) -> None:
@@ -44,7 +45,7 @@ class Sharing:
     async def start(self) -> None:
         """Raises ``IndexUnavailable``; nothing runs then."""
         await self._beat()
-        self._task = asyncio.create_task(self._run(), name="sharing")
+        self._task = asyncio.create_task(self._run(), name="arbitration")
 
     async def close(self) -> None:
         """Give back what is booked. Idempotent."""
@@ -58,7 +59,7 @@ class Sharing:
         except IndexUnavailable as error:
             log.info("bookings are left to lapse: %s", error)
 
-    async def settle(self, placement: Placement, num_blocks: int) -> Placement:
+    async def book(self, placement: Placement, num_blocks: int) -> Placement:
         """Book nodes for a placement: those it names, unless others gave them too much in the meantime.
         ``num_blocks``: of KV, that the request will hold on its decode node. Call it at once: what was known
         of others when the placement was made counts."""
@@ -99,12 +100,12 @@ class Sharing:
         for estimate in estimates:
             member = self._registry.members[estimate.node_id]
             ttft_s = first_s / _KEEP_RATIO - _KEEP_S if estimate == placed else estimate.ttft_s
-            choices.append(Choice(member.life, ttft_s=ttft_s - member.view.others_queue_s))
+            choices.append(Choice(member.incarnation, ttft_s=ttft_s - member.view.foreign_queue_s))
         return choices
 
     def _decode_choice(self, estimate: DecodeEstimate) -> Choice:
         member = self._registry.members[estimate.node_id]
-        return Choice(member.life, capacity=member.view.num_blocks)
+        return Choice(member.incarnation, capacity=member.view.num_blocks)
 
     async def _run(self) -> None:
         while True:
@@ -119,7 +120,7 @@ class Sharing:
         self._no_beat.clear()
         try:
             await self._no_books.wait()
-            booked = ((member.life, member.booked) for member in self._registry.members.values())
+            booked = ((member.incarnation, member.booked) for member in self._registry.members.values())
             own = {life: load for life, load in booked if load != Load()}
             num_others, others = await self._bookings.beat(own)
         finally:
@@ -128,7 +129,7 @@ class Sharing:
             log.info("%d other conductors share the nodes", num_others)
         self.num_others = num_others
         for member in self._registry.members.values():
-            member.others_booked(others.get(member.life, Load()) if num_others else None)
+            member.foreign_booked(others.get(member.incarnation, Load()) if num_others else None)
 
     @asynccontextmanager
     async def _booking(self) -> AsyncIterator[None]:

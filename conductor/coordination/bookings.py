@@ -12,16 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from moonpool.conductor.placing.node_view import Load
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.lua_scripts import Script
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What was given to one node and is not done: KV blocks of decodes, seconds of prefills."""
-
-    num_blocks: int = 0
-    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

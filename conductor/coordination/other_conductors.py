@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moonpool.conductor.coordination.announcements import ConductorFacts
+from moonpool.conductor.coordination.announcements import Announcements
 from moonpool.kvstore.errors import IndexUnavailable
 
 log = logging.getLogger(__name__)
@@ -22,10 +22,10 @@ KEY_FACTS = {
 }
 
 
-class Neighbours:
+class OtherConductors:
     """``facts`` are ours; set them before ``start``. ``others`` are as they told last, by conductor id."""
 
-    def __init__(self, facts: ConductorFacts) -> None:
+    def __init__(self, facts: Announcements) -> None:
         self.facts: dict[str, Any] = {}
         self.others: Mapping[str, Mapping[str, Any]] = {}
         self._facts = facts

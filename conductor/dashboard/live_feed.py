@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import orjson
-from aiohttp import web
 
-from moonpool.conductor.api.context import CONTEXT, ApiContext
-from moonpool.conductor.api.exchange import SSE_HEADERS
+from moonpool.conductor.api.context import ApiContext
 
 EVERY_S = 1.0
 _REQUESTS_SHOWN = 40
@@ -63,21 +61,3 @@ class LiveFeed:
             if waiting is not None:
                 waiting.set_result(self.event())
         self._task = None
-
-
-FEED = web.AppKey("feed", LiveFeed)
-
-
-async def live(http: web.Request) -> web.StreamResponse:
-    """``GET /v1/live``: server-sent events, one at once and then one a second."""
-    feed = http.app[FEED]
-    response = web.StreamResponse(headers=SSE_HEADERS)
-    with feed.watching():
-        try:
-            await response.prepare(http)
-            await response.write(feed.event())
-            while not http.app[CONTEXT].draining:
-                await response.write(await feed.next())
-        except ConnectionError:
-            pass  # the page was closed
-    return response

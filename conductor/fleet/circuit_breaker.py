@@ -9,7 +9,7 @@ _LONGEST_S = 10.0
 _WARM = 8
 
 
-class Breaker:
+class CircuitBreaker:
     """A failure opens it, for longer each time; then one request at a time is let through as a probe.
 
     Each success lets one more be there at the same time, and from the eighth on any number. A new node

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from moonpool.conductor.fleet.member import Member
-from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.placing.node_table import NodeTable
+from moonpool.kvstore.index.redis.node_record import ROLES
 
-ROLES = ("prefill", "decode")
 
-
-class Fleets:
+class EligibleNodes:
     """For each role the members that take requests, those that are spared while there are others, and the
     unhealthy, which serve only where nobody else does: better than to refuse everything.
     """
 
     def __init__(self) -> None:
-        self._open = {role: Fleet() for role in ROLES}
-        self._spared = {role: Fleet() for role in ROLES}
-        self._unhealthy = {role: Fleet() for role in ROLES}
+        self._open = {role: NodeTable() for role in ROLES}
+        self._spared = {role: NodeTable() for role in ROLES}
+        self._unhealthy = {role: NodeTable() for role in ROLES}
         self._resting: set[Member] = set()  # whose breaker will close without a word
 
     def put(self, member: Member, now_s: float) -> None:
@@ -48,7 +47,7 @@ class Fleets:
             if fleet is not None and member.view in fleet:
                 fleet.remove(member.view)
 
-    def of(self, role: str, now_s: float) -> Fleet:
+    def of(self, role: str, now_s: float) -> NodeTable:
         """The members of a role that take requests, or else those that are spared, or else the unhealthy;
         empty: there is none.
         """

@@ -10,15 +10,14 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from moonpool.conductor.coordination.bookings import Load
 from moonpool.conductor.costs.model import CostModel, Profile
-from moonpool.conductor.fleet.circuit_breaker import Breaker
+from moonpool.conductor.fleet.circuit_breaker import CircuitBreaker
 from moonpool.conductor.fleet.clock_offset import ClockOffset
 from moonpool.conductor.fleet.node_client import DecodeClient, NodeClient, RequestKey
 from moonpool.conductor.fleet.step_timing import StepWindow
 from moonpool.conductor.observing.agent_facts import agent_facts
-from moonpool.conductor.placing.cluster_view import NodeView
 from moonpool.conductor.placing.decode_schedule import DecodeSchedule
+from moonpool.conductor.placing.node_view import Load, NodeView
 from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.protos import node_pb2
 
@@ -53,7 +52,7 @@ class Member:
         """``on_change``: it can be reached, or cannot; ``on_touched``: anything else placement goes by."""
         self.record = record
         self.clock_offset = ClockOffset()
-        self.breaker = Breaker()
+        self.breaker = CircuitBreaker()
         self.view = NodeView(record.node_id, cost_model.node(Profile.from_record(record.profile)))
         self.client = _client(record, conductor_id, lambda: on_change(self), self._on_step)
         self._cost_model = cost_model
@@ -126,7 +125,7 @@ class Member:
         if self._others is None:
             token_s = self.view.cost.profile.prefill_token_s
             own_s = self.view.queue.wait_s(self._clock())
-            self.view.others_queue_s = max(load.num_queued_tokens * token_s - own_s, 0.0)
+            self.view.foreign_queue_s = max(load.num_queued_tokens * token_s - own_s, 0.0)
         self._others_running = max(load.num_running - len(self._decodes), 0)
         self._refresh_decode()
 
@@ -178,7 +177,7 @@ class Member:
     # ------------------------------------------------------------------ what other conductors give it
 
     @property
-    def life(self) -> str:
+    def incarnation(self) -> str:
         """Its name in bookings: another epoch is another node."""
         return f"{self.node_id}@{self.record.epoch}"
 
@@ -187,13 +186,13 @@ class Member:
         """What it was given by this conductor and has not done."""
         return Load(sum(self._booked.values()), self.view.queue.wait_s(self._clock()))
 
-    def others_booked(self, load: Load | None) -> None:
+    def foreign_booked(self, load: Load | None) -> None:
         """What other conductors gave it; None: there are none, and heartbeats say what else it does."""
         if load == self._others:
             return
         self._others = load
         if load is not None:
-            self.view.others_queue_s = load.prefill_s
+            self.view.foreign_queue_s = load.prefill_s
         self._on_touched(self)
 
     # ------------------------------------------------------------------ how it fares

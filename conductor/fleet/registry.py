@@ -8,13 +8,13 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from moonpool.conductor.costs.model import CostModel
-from moonpool.conductor.fleet.eligible_nodes import Fleets
+from moonpool.conductor.fleet.eligible_nodes import EligibleNodes
 from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.activity import Activity
 from moonpool.conductor.observing.bulk_evictions import EvictionWatch
 from moonpool.conductor.placing.cluster_view import ClusterView
-from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.kvstore.blocks.keys import BlockKey, root_key
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.index.mirror import IndexMirror
@@ -57,7 +57,7 @@ class NodeRegistry:
             on_news=lambda sentence: activity.event("resync", "index", sentence),
             clock=clock,
         )
-        self._fleets = Fleets()
+        self._fleets = EligibleNodes()
         self._evictions = EvictionWatch()
         self._connected = 0  # flags of the mirror's nodes that can be reached
         self._model = model
@@ -144,7 +144,7 @@ class NodeRegistry:
         """How many leading blocks each node that can be reached holds."""
         return self._prefixes(keys)
 
-    def fleet(self, role: str) -> Fleet:
+    def fleet(self, role: str) -> NodeTable:
         """The nodes of a role that take requests now."""
         return self._fleets.of(role, self._clock())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Tally:
+class ClusterCounts:
     """``nodes`` by (role, state); blocks over every node's pool."""
 
     num_blocks: int = 0

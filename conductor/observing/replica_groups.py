@@ -41,7 +41,7 @@ def holders(node: Facts) -> Sequence[Facts]:
 
 
 @dataclass(frozen=True, slots=True)
-class Lack:
+class MissingReplicas:
     """``present`` of a node's ``count`` replicas are in the index."""
 
     node_id: str
@@ -50,11 +50,11 @@ class Lack:
     count: int
 
 
-def missing_replicas(records: Iterable[NodeRecord]) -> list[Lack]:
+def missing_replicas(records: Iterable[NodeRecord]) -> list[MissingReplicas]:
     """Nodes of which some replicas are in the index and some are not."""
     counts = Counter((one.replica.node_id, one.role, one.replica.count) for one in records if one.replica)
     return [
-        Lack(node_id, role, present, count)
+        MissingReplicas(node_id, role, present, count)
         for (node_id, role, count), present in sorted(counts.items())
         if present < count
     ]

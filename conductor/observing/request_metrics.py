@@ -11,10 +11,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from moonpool.conductor.fleet.eligible_nodes import ROLES
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
-from moonpool.conductor.observing.cluster_counts import Tally
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.cluster_counts import ClusterCounts
+from moonpool.conductor.observing.slo import Slo
+from moonpool.kvstore.index.redis.node_record import ROLES
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
@@ -192,14 +192,14 @@ class RequestMetrics:
         """One sequence ended: stop, length, cancelled, or the error's name."""
         self._finished.labels(self._model, reason).inc()
 
-    def see_cluster(self, tally: Tally) -> None:
+    def see_cluster(self, counts: ClusterCounts) -> None:
         """Take over what only the nodes know; call before a scrape."""
-        self.kv_usage.set(tally.num_used_blocks / tally.num_blocks if tally.num_blocks else 0.0)
+        self.kv_usage.set(counts.num_used_blocks / counts.num_blocks if counts.num_blocks else 0.0)
         core_metrics.cluster_nodes.clear()
-        for labels, count in tally.nodes.items():
+        for labels, count in counts.nodes.items():
             core_metrics.cluster_nodes.labels(*labels).set(count)
         for role in ROLES:
-            core_metrics.missing_replicas.labels(role).set(tally.num_missing_replicas[role])
+            core_metrics.missing_replicas.labels(role).set(counts.num_missing_replicas[role])
 
 
 class _Own(Collector):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from moonpool.conductor.placing.placement import Placement
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +86,15 @@ class RequestTimeline:
         }
 
 
+@runtime_checkable
+class _HasDict(Protocol):
+    """A fact that is converted to JSON types only when a timeline is read: a placement."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 def _plain(value: Any) -> Any:
-    # Placements are turned into JSON types only for those who ask.
-    return value.to_dict() if isinstance(value, Placement) else value
+    return value.to_dict() if isinstance(value, _HasDict) else value
 
 
 class TimelineRing:

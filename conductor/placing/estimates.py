@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moonpool.conductor.placing.cluster_view import ClusterView, NodeView, PlaceRequest
+from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.placement import DecodeEstimate, PrefillEstimate
 from moonpool.conductor.placing.policies import Policy
 from moonpool.kvstore.index.prefix_map import PrefixMap
@@ -73,8 +74,8 @@ def estimate_prefill(
     local_tokens = local_blocks * block_size
     compute_s = factor * cost.profile.prefill_s(num_tokens - local_tokens, local_tokens)
     load_s = _load_s(view, node, local_blocks) if local_blocks else 0.0
-    order_s = now_s + request.lag_s + policy.patience_s(compute_s)
-    queue_s = node.others_queue_s + queue.wait_s(now_s, order_s)
+    order_s = now_s + request.fairness_delay_s + policy.patience_s(compute_s)
+    queue_s = node.foreign_queue_s + queue.wait_s(now_s, order_s)
     shown_load_s = load_s - queue_s if load_s > queue_s else 0.0
     best = PrefillEstimate(
         node_id,
@@ -96,8 +97,8 @@ def estimate_prefill(
         transfer_s += _source_s(view, node, source, local_blocks)
         held = source.num_blocks * block_size
         rest_s = factor * cost.profile.prefill_s(num_tokens - held, held)
-        order_s = now_s + request.lag_s + policy.patience_s(rest_s)
-        queue_s = node.others_queue_s + queue.wait_s(now_s, order_s)
+        order_s = now_s + request.fairness_delay_s + policy.patience_s(rest_s)
+        queue_s = node.foreign_queue_s + queue.wait_s(now_s, order_s)
         shown_load_s = load_s - queue_s if load_s > queue_s else 0.0
         fetch_s = max(load_s + transfer_s - queue_s, 0.0) - shown_load_s
         ttft_s = queue_s + fetch_s + shown_load_s + rest_s

@@ -9,7 +9,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.conductor.placing.cluster_view import NodeView
+from moonpool.conductor.placing.node_view import NodeView
 
 # Up to so many nodes each one is looked at; beyond, arrays say which are worth it. Arrays cost 60 µs whatever
 # the size, and one node 3 µs.
@@ -39,7 +39,7 @@ _ROWS = 15
 _JITTER_S = 1e-7
 
 
-class Fleet(Sequence[NodeView]):
+class NodeTable(Sequence[NodeView]):
     """Nodes in no particular order. Whoever changes a view that is in a fleet calls ``touch`` after it."""
 
     def __init__(self, nodes: Iterable[NodeView] = ()) -> None:
@@ -138,7 +138,7 @@ def _row(node: NodeView, now_s: float) -> tuple[float, ...]:
     decode = node.cost.decode_correction.factor(now_s)
     return (
         queue.ends_s,
-        queue.waiting_s + node.others_queue_s,
+        queue.waiting_s + node.foreign_queue_s,
         profile.prefill_base_s * prefill,
         profile.prefill_token_s * prefill,
         profile.prefill_attention_s * prefill,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 
-from moonpool.conductor.placing.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
+from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest
 from moonpool.conductor.placing.estimates import estimate_decode, estimate_prefill, sources, usable_blocks
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.placement import (
     DecodeEstimate,
     Placement,
@@ -51,7 +53,7 @@ def place(
         if not in_time:
             return _too_late(request, prefills)
         (prefill, _), reason = policy.prefill(in_time, view, slo), Reason.DEADLINE
-    patience_s = request.lag_s + policy.patience_s(prefill.compute_s)
+    patience_s = request.fairness_delay_s + policy.patience_s(prefill.compute_s)
     if not decodes:
         return _placement(prefill, None, reason, prefills, (), patience_s, policy)
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moonpool.conductor.placing.cluster_view import ClusterView, Slo
+from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.placing.cluster_view import ClusterView
 from moonpool.conductor.placing.placement import DecodeEstimate, PrefillEstimate, Reason
 
 

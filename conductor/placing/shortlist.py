@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.placing import node_table as rows
-from moonpool.conductor.placing.cluster_view import ClusterView, NodeView, PlaceRequest
+from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest
 from moonpool.conductor.placing.estimates import Source
-from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.placing.node_table import NodeTable
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.placement import PrefillEstimate
 from moonpool.conductor.placing.policies import Policy
 from moonpool.kvstore.index.prefix_map import PrefixMap
@@ -28,7 +29,7 @@ def needed_blocks(request: PlaceRequest, view: ClusterView) -> int:
     return request.num_tokens // view.block_size + 1
 
 
-def capacity_blocks(fleet: Fleet) -> int:
+def capacity_blocks(fleet: NodeTable) -> int:
     """Of the largest pool."""
     return max(node.num_blocks for node in fleet)
 
@@ -86,7 +87,7 @@ def _fitting(nodes: Sequence[NodeView], needed: int, view: ClusterView) -> Seque
     return fitting
 
 
-def _best(fleet: Fleet, score: _Array, needed: int, view: ClusterView) -> Sequence[NodeView]:
+def _best(fleet: NodeTable, score: _Array, needed: int, view: ClusterView) -> Sequence[NodeView]:
     score[fleet.table(view.now_s)[rows.NUM_BLOCKS] < needed] = np.inf
     for node_id in view.avoid:
         if (position := fleet.position(node_id)) is not None:
@@ -115,7 +116,7 @@ def _prefill_s(
     return total_s
 
 
-def _held(fleet: Fleet, prefix_blocks: Mapping[str, int]) -> _Array:
+def _held(fleet: NodeTable, prefix_blocks: Mapping[str, int]) -> _Array:
     """Leading blocks that each node of the fleet holds."""
     if isinstance(prefix_blocks, PrefixMap):
         return prefix_blocks.spread(fleet.slots())

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moonpool.conductor.costs.links import LinkModel
-from moonpool.conductor.placing.cluster_view import NodeView
-from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.placing.node_table import NodeTable
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.replication.heat import Heat, HotChain
 from moonpool.kvstore.blocks.keys import BlockKey
 
@@ -53,7 +53,7 @@ class Shape:
 def plan_replication(
     heat: Heat,
     holders: Holders,
-    fleet: Fleet,
+    fleet: NodeTable,
     links: LinkModel,
     shape: Shape,
     *,
@@ -127,7 +127,7 @@ def plan_lending(
 
 
 def plan_release(
-    heat: Heat, made: Iterable[Copy], holders: Holders, fleet: Fleet, *, now_s: float
+    heat: Heat, made: Iterable[Copy], holders: Holders, fleet: NodeTable, *, now_s: float
 ) -> list[Copy]:
     """Those of the copies ``made`` that are not wanted any more, even at a multiple of the demand.
 
@@ -161,7 +161,11 @@ def copies_wanted(heat: Heat, chain: HotChain, now_s: float, factor: float = 1.0
 
 
 def _target(
-    chain: HotChain, held: Mapping[str, int], fleet: Fleet, idle_first: Sequence[NodeView], taken: set[str]
+    chain: HotChain,
+    held: Mapping[str, int],
+    fleet: NodeTable,
+    idle_first: Sequence[NodeView],
+    taken: set[str],
 ) -> NodeView | None:
     """The node that has the most of it but not all, else the least busy of those without any of it."""
     partial = [

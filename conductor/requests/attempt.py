@@ -29,7 +29,7 @@ class AttemptFailed(Exception):
         self.nodes = nodes
 
 
-class AttemptUseless(Exception):
+class AttemptInvalid(Exception):
     """A node found the request itself wrong: it would fail anywhere."""
 
 
@@ -55,7 +55,7 @@ class Attempt:
     """Both calls start at once: the decode node reserves and follows while the prefill node computes.
 
     ``first`` and then ``token`` give what the nodes produce. Either raises ``AttemptFailed``,
-    ``AttemptUseless`` or what ``abort`` was given, after the tokens that came before it. ``close`` stops
+    ``AttemptInvalid`` or what ``abort`` was given, after the tokens that came before it. ``close`` stops
     everything that still goes on, on the nodes too, without waiting for them.
     """
 
@@ -204,7 +204,7 @@ class Attempt:
 
     def _answered(self, error: RemoteError) -> None:
         if error.status in _USELESS:
-            self.abort(AttemptUseless(str(error)))
+            self.abort(AttemptInvalid(str(error)))
         elif error.status in _REFUSALS:
             self.abort(AttemptFailed("refused", str(error), error.node_id))
         else:

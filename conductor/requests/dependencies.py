@@ -6,24 +6,24 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moonpool.conductor.admission.batch_queue import BatchTurn
+from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
 from moonpool.conductor.admission.limits import Admission
 from moonpool.conductor.admission.rejection import RejectionPolicy
-from moonpool.conductor.coordination.arbitration import Sharing
+from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.activity import Activity
 from moonpool.conductor.observing.prefix_outcomes import PrefixWatch
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timeline import TimelineRing
-from moonpool.conductor.placing.cluster_view import Slo
 from moonpool.conductor.placing.policies import Policy
 from moonpool.conductor.replication.copier import Replicator
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
+class RequestDependencies:
     """One conductor's parts and settings, shared by its requests."""
 
     conductor_id: str
@@ -35,9 +35,9 @@ class Services:
     timelines: TimelineRing
     policy: Policy
     rejection: RejectionPolicy
-    sharing: Sharing
+    arbitration: Arbitration
     fair_share: FairShare
-    batch_turn: BatchTurn
+    batch_queue: BatchQueue
     replicator: Replicator
     prefixes: PrefixWatch
     slo: Slo

@@ -17,8 +17,8 @@ from moonpool.conductor.errors import (
 from moonpool.conductor.observing.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement, Rejection
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
-from moonpool.conductor.requests.attempt import Attempt, AttemptFailed, AttemptUseless
-from moonpool.conductor.requests.dependencies import Services
+from moonpool.conductor.requests.attempt import Attempt, AttemptFailed, AttemptInvalid
+from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lineage import Lineage
 from moonpool.conductor.requests.placer import RequestPlacer
 from moonpool.conductor.requests.recorder import Recorder
@@ -43,22 +43,20 @@ class RequestRun:
     attempt starts from the lineage of what has been streamed.
     """
 
-    def __init__(self, request: GenerateRequest, services: Services) -> None:
+    def __init__(self, request: GenerateRequest, deps: RequestDependencies) -> None:
         self.request_id = request.request_id
-        self.started_s = services.clock()
+        self.started_s = deps.clock()
         timeline = RequestTimeline(self.request_id, time.time(), self.started_s)
         self.request = request
-        self._services = services
-        self._recorder = Recorder(
-            timeline, services.cost_model, services.activity, services.clock, request.client.name
-        )
-        self._lineage = Lineage(request.prompt_token_ids, services.model.block_size)
-        room = services.model.max_model_len - self._lineage.num_prompt_tokens
+        self._deps = deps
+        self._recorder = Recorder(timeline, deps.cost_model, deps.activity, deps.clock, request.client.name)
+        self._lineage = Lineage(request.prompt_token_ids, deps.model.block_size)
+        room = deps.model.max_model_len - self._lineage.num_prompt_tokens
         self._limit = min(request.sampling.max_tokens, room)  # tokens it may produce
-        self._timeout_s = services.timeout_s if request.deadline_s is None else request.deadline_s
+        self._timeout_s = deps.timeout_s if request.deadline_s is None else request.deadline_s
         self._placer = RequestPlacer(
             request,
-            services,
+            deps,
             self._lineage,
             limit=self._limit,
             timeout_s=self._timeout_s,
@@ -72,19 +70,19 @@ class RequestRun:
 
     async def events(self) -> AsyncGenerator[TokenEvent, None]:
         """See ``Conductor.generate``."""
-        services = self._services
+        deps = self._deps
         try:
-            services.admission.enter(self)
+            deps.admission.enter(self)
         except RequestRejected as error:
             self._recorder.rejected(error)
             raise
         # An id may be used again, as by a client that retries. What nodes still say of its former life, or
         # are still told about it, must not be taken for this one: the numbers of its attempts go on.
-        former, timeline = services.timelines.get(self.request_id), self._recorder.timeline
+        former, timeline = deps.timelines.get(self.request_id), self._recorder.timeline
         if former is not None:
             timeline.first_attempt = former.first_attempt + former.summary.attempts
         self._placer.first_attempt = timeline.first_attempt
-        services.timelines.put(timeline)
+        deps.timelines.put(timeline)
         self._recorder.queued(self._lineage.num_prompt_tokens, self._limit)
         self._deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
         try:
@@ -93,7 +91,7 @@ class RequestRun:
                 attempt = self._attempt = await self._place()
                 try:
                     reply = await attempt.first()
-                    services.batch_turn.nudge()
+                    deps.batch_queue.notify()
                     if not self._lineage.output_ids:
                         self._refuse(self._placer.rejected_before_decode(attempt))
                     event: TokenEvent | None = self._take_first(attempt, reply)
@@ -107,7 +105,7 @@ class RequestRun:
                     return
                 except AttemptFailed as failure:
                     await self._failed(failure)
-                except AttemptUseless as useless:
+                except AttemptInvalid as useless:
                     raise RequestInvalid(str(useless)) from useless
                 finally:
                     attempt.close()
@@ -139,7 +137,7 @@ class RequestRun:
             raise RequestInvalid(
                 f"the prompt has {self._lineage.num_prompt_tokens} tokens and "
                 f"{self.request.sampling.max_tokens} more are asked for; the model takes "
-                f"{self._services.model.max_model_len} together"
+                f"{self._deps.model.max_model_len} together"
             )
 
     async def _place(self) -> Attempt:
@@ -148,18 +146,18 @@ class RequestRun:
         begun = placer.num_attempts > 0
         if not self.request.batch or begun:
             return await self._start(await self._decide(), begun=begun)
-        turn, lag_s = self._services.batch_turn, self._services.fair_share.lag_s
-        order_s = self.started_s + lag_s(self.request.client.name, self.started_s)
-        async with turn.mine(placer.priority, order_s, unless=self._aborted):
+        queue, fair_share = self._deps.batch_queue, self._deps.fair_share
+        order_s = self.started_s + fair_share.delay_s(self.request.client.name, self.started_s)
+        async with queue.turn(placer.priority, order_s, unless=self._aborted):
             while not placer.is_idle_enough(placement := await self._decide()):
-                await turn.nudged(_LOOK_AGAIN_S)
+                await queue.wait(_LOOK_AGAIN_S)
             return await self._start(placement, begun=False)
 
     async def _start(self, placement: Placement, *, begun: bool) -> Attempt:
         placer = self._placer
         if not begun:
             self._refuse(placer.rejected(placement))
-        placement = await self._services.sharing.settle(placement, placer.num_blocks)
+        placement = await self._deps.arbitration.book(placement, placer.num_blocks)
         if self._ending is not None:
             raise self._ending
         attempt = placer.start(placement)
@@ -168,7 +166,7 @@ class RequestRun:
 
     async def _decide(self) -> Placement:
         """Where it would go now, waiting a little for nodes when there are none."""
-        began_s = self._services.clock()
+        began_s = self._deps.clock()
         waits_for = ""
         while self._ending is None:
             outcome = self._placer.decide()
@@ -176,13 +174,13 @@ class RequestRun:
                 return outcome
             if not outcome.role:
                 self._refuse(outcome)
-            waited_s = self._services.clock() - began_s
+            waited_s = self._deps.clock() - began_s
             if waited_s >= NODE_WAIT_S:
                 raise NoNodes(outcome.role, waited_s)
             if waits_for != outcome.role:
                 waits_for = outcome.role
                 self._recorder.waits(waits_for)
-            await self._services.registry.change(min(_LOOK_AGAIN_S, NODE_WAIT_S - waited_s))
+            await self._deps.registry.change(min(_LOOK_AGAIN_S, NODE_WAIT_S - waited_s))
         raise self._ending
 
     def _refuse(self, rejection: Rejection | None) -> None:
@@ -253,7 +251,7 @@ class RequestRun:
         log.warning("attempt %d after %d tokens: %s", num_attempts - 1, num_tokens, failure.reason)
         self._recorder.retry(failure, num_attempts - 1, num_tokens)
         self._placer.avoid.update(failure.nodes)
-        if num_attempts >= self._services.max_attempts:
+        if num_attempts >= self._deps.max_attempts:
             if failure.cause == "refused" and not num_tokens:
                 raise RequestRejected(failure.reason, retry_after_s=1.0) from failure
             raise RequestFailed(failure.reason, num_attempts, num_tokens) from failure
@@ -271,8 +269,8 @@ class RequestRun:
         self._deadline = None
         if self._attempt is not None:
             self._attempt.close()
-        self._services.admission.leave(self)
-        self._services.batch_turn.nudge()
+        self._deps.admission.leave(self)
+        self._deps.batch_queue.notify()
         self._recorder.done(finish_reason, len(self._lineage.output_ids), error)
 
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 
 from moonpool.conductor.admission.rejection import DecodeOutlook
 from moonpool.conductor.fleet.node_client import RequestKey
-from moonpool.conductor.placing.cluster_view import PlaceRequest, Slo
+from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.placing.cluster_view import PlaceRequest
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement, PrefillEstimate, Rejection
 from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.requests.attempt import Attempt, AttemptPlan
-from moonpool.conductor.requests.dependencies import Services
+from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lineage import Lineage
 from moonpool.protos import node_pb2
 
@@ -34,7 +35,7 @@ class RequestPlacer:
     def __init__(
         self,
         request: GenerateRequest,
-        services: Services,
+        deps: RequestDependencies,
         lineage: Lineage,
         *,
         limit: int,
@@ -42,7 +43,7 @@ class RequestPlacer:
         started_s: float,
         started_unix_s: float,
     ) -> None:
-        """``limit``: tokens the request may produce in all. ``started_s`` is of ``services.clock``."""
+        """``limit``: tokens the request may produce in all. ``started_s`` is of ``deps.clock``."""
         self.avoid: set[str] = set()  # nodes that failed this request
         self.num_attempts = 0
         self.first_attempt = 0  # the number that nodes know the first one by
@@ -50,7 +51,7 @@ class RequestPlacer:
         self.hash_s = 0.0  # that the latest decision spent on block keys
         self.place_s = 0.0  # and on looking them up and choosing
         self._request = request
-        self._services = services
+        self._deps = deps
         self._lineage = lineage
         self._limit = limit
         self._timeout_s = timeout_s
@@ -58,18 +59,18 @@ class RequestPlacer:
         self._ends_unix_s = started_unix_s + timeout_s
         # Drawn once, so that what is sampled does not depend on where or how often it is placed.
         seed = request.sampling.seed
-        seed = services.rng.getrandbits(64) if seed is None else seed % 2**64
+        seed = deps.rng.getrandbits(64) if seed is None else seed % 2**64
         self._sampling = request.sampling.to_proto(seed)
 
     def decide(self) -> Placement | Rejection:
         """Choose nodes by the cluster as it is now. Nothing is started."""
-        services, lineage = self._services, self._lineage
-        root_key = services.registry.root_key(self._request.tenant)
+        deps, lineage = self._deps, self._lineage
+        root_key = deps.registry.root_key(self._request.tenant)
         if root_key is None:
             return Rejection("no node has come yet", role="prefill")
-        began_s = services.clock()
+        began_s = deps.clock()
         keys = lineage.hash_blocks(root_key)
-        hashed_s = services.clock()
+        hashed_s = deps.clock()
         remaining = self._limit - len(lineage.output_ids)
         # What has begun is brought to its end if that can be done at all.
         begun = self.num_attempts > 0
@@ -79,46 +80,46 @@ class RequestPlacer:
             expected_tokens=self._expected_tokens(),
             deadline_s=math.inf if begun else self._timeout_s,
             reads_cache=not self._wants_prompt_logprobs,
-            lag_s=self._lag_s(began_s),
+            fairness_delay_s=self._fairness_delay_s(began_s),
         )
-        view = services.registry.view(keys, self.avoid)
+        view = deps.registry.view(keys, self.avoid)
         self._prefixes = view.prefix_blocks
-        outcome = place(request, view, Slo() if begun else services.slo, services.policy)
-        self.hash_s, self.place_s = hashed_s - began_s, services.clock() - hashed_s
+        outcome = place(request, view, Slo() if begun else deps.slo, deps.policy)
+        self.hash_s, self.place_s = hashed_s - began_s, deps.clock() - hashed_s
         return outcome
 
     def rejected(self, placement: Placement) -> Rejection | None:
         """Whether the cluster is too full for a request that has not begun."""
-        services, outlook = self._services, self._outlook(placement)
-        return services.rejection.at_arrival(placement, outlook, services.slo, services.clock())
+        deps, outlook = self._deps, self._outlook(placement)
+        return deps.rejection.at_arrival(placement, outlook, deps.slo, deps.clock())
 
     def rejected_before_decode(self, attempt: Attempt) -> Rejection | None:
         """The same when its prefill is done and nothing has been streamed."""
-        services, outlook = self._services, self._outlook(attempt.plan.placement, attempt.plan.key)
+        deps, outlook = self._deps, self._outlook(attempt.plan.placement, attempt.plan.key)
         if outlook is None:
             return None
-        return services.rejection.before_decode(outlook, services.slo, services.clock())
+        return deps.rejection.before_decode(outlook, deps.slo, deps.clock())
 
     def is_idle_enough(self, placement: Placement) -> bool:
         """Whether the request would take only what others leave."""
         decode = placement.decode
         return placement.prefill.queue_s <= _IDLE_QUEUE_S and (
-            decode is None or (decode.wait_s == 0 and decode.step_s <= _IDLE_PART * self._services.slo.tbt_s)
+            decode is None or (decode.wait_s == 0 and decode.step_s <= _IDLE_PART * self._deps.slo.tbt_s)
         )
 
     def start(self, placement: Placement) -> Attempt:
         """Carry out what was decided just now."""
-        services, number = self._services, self.first_attempt + self.num_attempts
+        deps, number = self._deps, self.first_attempt + self.num_attempts
         self.num_attempts += 1
-        client, now_s = self._request.client, services.clock()
+        client, now_s = self._request.client, deps.clock()
         if client.name:
-            num_nodes = max(services.registry.available("prefill"), 1)
+            num_nodes = max(deps.registry.available("prefill"), 1)
             work_s = placement.prefill.compute_s / num_nodes
-            services.fair_share.charge(client.name, client.weight, work_s, now_s)
-        members = services.registry.members
+            deps.fair_share.charge(client.name, client.weight, work_s, now_s)
+        members = deps.registry.members
         estimate = placement.prefill
         fetch_from = members[estimate.fetch_from].kv_address if estimate.fetched_tokens else None
-        num_blocks = estimate.prefix_tokens // services.model.block_size
+        num_blocks = estimate.prefix_tokens // deps.model.block_size
         attempt = Attempt(
             AttemptPlan(
                 key=(self._request.request_id, number),
@@ -128,18 +129,18 @@ class RequestPlacer:
                 decode=members[placement.decode.node_id] if placement.decode else None,
                 fetch_from=fetch_from,
                 num_fetch_blocks=num_blocks if fetch_from else 0,
-                num_hit_blocks=estimate.local_tokens // services.model.block_size,
+                num_hit_blocks=estimate.local_tokens // deps.model.block_size,
                 num_blocks=self.num_blocks,
                 prompt_logprobs=self._wants_prompt_logprobs,
-                conductor_id=services.conductor_id,
-                timeout_s=max(self._ends_s - services.clock(), 0.0) + _CALL_MARGIN_S,
+                conductor_id=deps.conductor_id,
+                timeout_s=max(self._ends_s - deps.clock(), 0.0) + _CALL_MARGIN_S,
             )
         )
         attempt.start()
         self._watch_fetch(estimate)
         if number == self.first_attempt:
-            services.activity.reuse.use(self._lineage.keys)
-            services.prefixes.note(
+            deps.activity.reuse.use(self._lineage.keys)
+            deps.prefixes.note(
                 client.name,
                 self._lineage.root_key,
                 self._lineage.token_ids(),
@@ -148,18 +149,18 @@ class RequestPlacer:
                 num_used_tokens=estimate.prefix_tokens,
                 reads_cache=not self._wants_prompt_logprobs,
             )
-        services.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
+        deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
         return attempt
 
     def _watch_fetch(self, estimate: PrefillEstimate) -> None:
         """Until it should have ended, others share the links with it. The hand-over to the decode node does
         not count: it goes on chunk by chunk while the prompt is computed, with little left at the end.
         """
-        services, layout = self._services, self._services.registry.layout
+        deps, layout = self._deps, self._deps.registry.layout
         if layout is not None and estimate.fetched_tokens:
-            nbytes = estimate.fetched_tokens // services.model.block_size * layout.block_nbytes
-            links = services.cost_model.links
-            links.begin(estimate.fetch_from, estimate.node_id, nbytes, services.clock())
+            nbytes = estimate.fetched_tokens // deps.model.block_size * layout.block_nbytes
+            links = deps.cost_model.links
+            links.begin(estimate.fetch_from, estimate.node_id, nbytes, deps.clock())
 
     def _work(self, number: int, patience_s: float) -> node_pb2.Work:
         lineage = self._lineage
@@ -182,7 +183,7 @@ class RequestPlacer:
     def num_blocks(self) -> int:
         """Of KV that the request will probably hold in the end."""
         num_tokens = self._lineage.num_tokens + self._expected_tokens()
-        return -(-num_tokens // self._services.model.block_size)
+        return -(-num_tokens // self._deps.model.block_size)
 
     @property
     def priority(self) -> int:
@@ -191,31 +192,31 @@ class RequestPlacer:
         asked = max(-most, min(self._request.priority, most))
         return asked + _BATCH_PRIORITY if self._request.batch else asked
 
-    def _lag_s(self, now_s: float) -> float:
+    def _fairness_delay_s(self, now_s: float) -> float:
         """How much later than now it counts as come, in the queues of the nodes."""
         if self._request.batch:
             return _BATCH_LAG_S
         name = self._request.client.name
-        return self._services.fair_share.lag_s(name, now_s) if name else 0.0
+        return self._deps.fair_share.delay_s(name, now_s) if name else 0.0
 
     def _outlook(self, placement: Placement, key: RequestKey | None = None) -> DecodeOutlook | None:
         if placement.decode is None:
             return None
-        services, lineage = self._services, self._lineage
-        member = services.registry.members[placement.decode.node_id]
+        deps, lineage = self._deps, self._lineage
+        member = deps.registry.members[placement.decode.node_id]
         return DecodeOutlook(
             member.view,
             member.schedule,
             num_tokens=lineage.num_tokens,
             expected_tokens=self._expected_tokens(),
-            block_size=services.model.block_size,
+            block_size=deps.model.block_size,
             key=key,
         )
 
     def _expected_tokens(self) -> int:
         lineage = self._lineage
         so_far = len(lineage.output_ids)
-        return self._services.cost_model.output_lengths.expected(
+        return self._deps.cost_model.output_lengths.expected(
             lineage.num_prompt_tokens, so_far, self._limit - so_far
         )
 

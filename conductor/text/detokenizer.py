@@ -29,7 +29,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 # A run of byte tokens is text or not as a whole, so it waits for its end. Longer runs than this (a script the
 # vocabulary does not know, without spaces) are let out character by character all the same.
-MAX_HELD_BYTES = 64
+MAX_PENDING_BYTES = 64
 
 # How much of a prompt matters to the text after it: an unfinished character, and that a text has begun.
 CONTEXT_TOKENS = 8
@@ -83,7 +83,7 @@ class SentencePieceDetokenizer:
         piece = self._pieces[token_id]
         if type(piece) is bytes:
             self._run += piece
-            return self.settle() if len(self._run) > MAX_HELD_BYTES else ""
+            return self.settle() if len(self._run) > MAX_PENDING_BYTES else ""
         if piece is None:
             return ""
         if self._at_start and self._style.first_token_bare:
@@ -131,7 +131,7 @@ class WindowDetokenizer:
         self._ids.append(token_id)
         text = self._unread()
         incomplete = not text or text.endswith(REPLACEMENT)
-        if incomplete and len(self._ids) - self._read < MAX_HELD_BYTES:
+        if incomplete and len(self._ids) - self._read < MAX_PENDING_BYTES:
             return ""
         return self._advance(text)
 

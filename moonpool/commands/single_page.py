@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from moonpool.conductor.api.status_routes import STATIC
+from moonpool.conductor.dashboard.routes import STATIC
 
 _IMPORT = re.compile(r'^import (?:\* as (\w+)|\{ ([^}]*) \}) from "\./([\w-]+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+))", re.MULTILINE)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from moonpool.conductor.admission.rejection import DecodeOutlook
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.placing.cluster_view import ClusterView
-from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.index.block_map import BlockMap
@@ -34,8 +34,8 @@ class Cluster:
         self.block_nbytes = scenario.block_tokens * hardware.kv_token_nbytes
         self.nodes: dict[str, Node] = {}
         self.former: list[Node] = []  # that failed
-        self.prefill = Fleet()
-        self.decode = Fleet()
+        self.prefill = NodeTable()
+        self.decode = NodeTable()
         self._scenario = scenario
         self._clock = clock
         self._index = BlockMap()
@@ -97,7 +97,7 @@ class Cluster:
             self._fleet(role).remove(node.view)
         return node
 
-    def _fleet(self, role: str) -> Fleet:
+    def _fleet(self, role: str) -> NodeTable:
         return self.decode if role == "decode" else self.prefill
 
     # ------------------------------------------------------------------ what placement sees

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.costs.model import NodeCost
-from moonpool.conductor.placing.cluster_view import NodeView
 from moonpool.conductor.placing.decode_schedule import DecodeSchedule
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.kvstore.index.block_map import BlockMap
 from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.job import Job

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.conductor.admission.rejection import REJECTIONS
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.kvstore.eviction import POLICIES as EVICTION_POLICIES
 from moonpool.runtime.errors import ConfigError

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.fleet.served_model import ServedModel
-from moonpool.conductor.observing.cluster_counts import Tally
+from moonpool.conductor.observing.cluster_counts import ClusterCounts
 from moonpool.conductor.observing.request_metrics import RequestMetrics
 from moonpool.conductor.observing.timeline import RequestTimeline
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
@@ -150,8 +150,8 @@ class ScriptedConductor:
         tiers = [{"name": "pool", "num_blocks": 8, "num_used_blocks": 2}]
         return {"nodes": [{"id": "decode-0", "role": "decode", "tiers": tiers}]}
 
-    def tally(self) -> Tally:
-        return Tally(num_blocks=8, num_used_blocks=2)
+    def counts(self) -> ClusterCounts:
+        return ClusterCounts(num_blocks=8, num_used_blocks=2)
 
     def ready(self) -> tuple[bool, list[str]]:
         return self.is_ready, self.degraded

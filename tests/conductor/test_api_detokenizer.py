@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from moonpool.conductor.text.detokenizer import MAX_HELD_BYTES, DetokenizerFactory, decode_all
+from moonpool.conductor.text.detokenizer import MAX_PENDING_BYTES, DetokenizerFactory, decode_all
 
 CORPUS = [
     "In the beginning God created the heaven and the earth. ",
@@ -95,7 +95,7 @@ def test_pieces_joined_are_the_tokenizers_decoding(
     core, factory = TOKENIZERS[name], FACTORIES[name]
     # Past the vocabulary too: models are padded. Runs of byte tokens stay below the bound on purpose.
     size = core.get_vocab_size() + 3
-    ids = data.draw(st.lists(st.integers(0, size - 1), max_size=MAX_HELD_BYTES))
+    ids = data.draw(st.lists(st.integers(0, size - 1), max_size=MAX_PENDING_BYTES))
     streamed = decode_all(factory.new(skip_special=skip_special), ids)
     assert streamed == core.decode(ids, skip_special_tokens=skip_special)
 
@@ -147,7 +147,7 @@ def test_a_long_run_of_byte_tokens_is_let_out() -> None:
         if piece := detokenizer.push(token_id):
             shown += len(piece)
             held = 0
-        assert held <= MAX_HELD_BYTES
+        assert held <= MAX_PENDING_BYTES
     assert shown + len(detokenizer.flush()) == 120
 
 

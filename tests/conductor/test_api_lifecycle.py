@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from moonpool.conductor.observing.request_metrics import RequestMetrics, SequenceClock
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.server import ApiServer
 from moonpool.runtime.errors import PortInUse
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.conductor.fleet.circuit_breaker import Breaker
+from moonpool.conductor.fleet.circuit_breaker import CircuitBreaker
 
 
 def test_a_breaker_opens_longer_each_time_and_one_success_closes_it() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     assert breaker.closed(0.0)
     breaker.fail(0.0)
     breaker.fail(0.1)  # the same trouble
@@ -22,7 +22,7 @@ def test_a_breaker_opens_longer_each_time_and_one_success_closes_it() -> None:
 
 
 def test_a_node_that_comes_is_given_one_more_with_each_success() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for num_successes in range(8):
         assert breaker.has_room(num_successes)
         assert not breaker.has_room(num_successes + 1)
@@ -31,7 +31,7 @@ def test_a_node_that_comes_is_given_one_more_with_each_success() -> None:
 
 
 def test_after_a_failure_it_is_probed_with_one() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for _ in range(20):
         breaker.succeed()
     breaker.fail(0.0)

@@ -184,7 +184,7 @@ async def test_evictions_in_bulk_are_an_event(redis: RedisProcess) -> None:
 async def test_a_cancel_reaches_a_node_that_could_not_be_reached(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "d0") as cluster:
         node = cluster.nodes["d0"]
-        client = cluster.conductor._services.registry.members["d0"].client
+        client = cluster.conductor._deps.registry.members["d0"].client
         assert isinstance(client, DecodeClient)
         await node.stop_serving()
         await cluster.until(lambda: not client.connected)
@@ -257,16 +257,16 @@ async def test_what_is_counted_is_what_is_shown(redis: RedisProcess) -> None:
         await cluster.until(
             lambda: cluster.conductor.ready()[1] or len(cluster.conductor.cluster()["nodes"]) < 3
         )
-        nodes, tally = cluster.conductor.cluster()["nodes"], cluster.conductor.tally()
-        assert tally.nodes == Counter((node["role"], node["state"]) for node in nodes)
+        nodes, counts = cluster.conductor.cluster()["nodes"], cluster.conductor.counts()
+        assert counts.nodes == Counter((node["role"], node["state"]) for node in nodes)
         pools = [tier for node in nodes for tier in node["tiers"] if tier["name"] == "pool"]
-        assert tally.num_used_blocks == sum(pool["num_used_blocks"] for pool in pools)
-        assert tally.num_blocks == sum(pool["num_blocks"] for pool in pools) > 0
+        assert counts.num_used_blocks == sum(pool["num_used_blocks"] for pool in pools)
+        assert counts.num_blocks == sum(pool["num_blocks"] for pool in pools) > 0
 
 
 async def test_the_cost_of_a_link_is_what_its_nodes_say_of_it(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "d0") as cluster:
-        links = cluster.conductor._services.registry._cost_model.links
+        links = cluster.conductor._deps.registry._cost_model.links
 
         def seconds() -> float:
             return links.seconds("p0", "d0", 1_000_000_000, 0.0)
@@ -281,7 +281,7 @@ async def test_the_cost_of_a_link_is_what_its_nodes_say_of_it(redis: RedisProces
 
 async def test_an_engine_that_is_not_ours_is_in_the_index_and_never_called(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "d0") as cluster:
-        mirror = cluster.conductor._services.registry.mirror
+        mirror = cluster.conductor._deps.registry.mirror
         record = NodeRecord("vllm-0", 1, EXTERNAL_ROLE)
         await cluster.index.register(record, ttl_s=30.0)
         await cluster.index.heartbeat(record, ttl_s=30.0)

@@ -64,8 +64,8 @@ async def test_a_batch_request_waits_while_interactive_ones_are_computed(url: st
         interactive = asyncio.create_task(cluster.generate(request("interactive")))
         await cluster.until(lambda: node.works)
         batch = asyncio.create_task(cluster.generate(request("batch", batch=True)))
-        turn = cluster.conductor._services.batch_turn
-        await cluster.until(lambda: turn._nudged is not None)
+        turn = cluster.conductor._deps.batch_queue
+        await cluster.until(lambda: turn._notified is not None)
         assert [work.request_id for work in node.works] == ["interactive"]
         computed.set()
         assert await batch == await interactive == continuation(PROMPT, 8)
@@ -128,7 +128,7 @@ async def test_full_decode_wastes_a_prefill_or_does_not(url: str, rejection: str
         stream = cluster.conductor.generate(request("running"))
         await anext(stream)  # its decode has begun, as far as the schedule knows
         num_prefills = len(cluster.nodes["p0"].works)
-        schedule = cluster.conductor._services.registry.members["d0"].schedule
+        schedule = cluster.conductor._deps.registry.members["d0"].schedule
         await cluster.until(lambda: schedule.batch_at(0.0, 0.0)[0] == 1)
         with pytest.raises(RequestRejected, match="a token would take") as raised:
             await cluster.generate(request("late"))
@@ -140,10 +140,10 @@ async def test_full_decode_wastes_a_prefill_or_does_not(url: str, rejection: str
 
 async def test_a_node_that_is_far_too_slow_is_given_a_rest(url: str) -> None:
     async with running(url, "p0", "d0", namespace="slow") as cluster:
-        member = cluster.conductor._services.registry.members["p0"]
+        member = cluster.conductor._deps.registry.members["p0"]
         for _ in range(2):
             member.took(0.01, 1.0)
-        now_s = cluster.conductor._services.clock()
+        now_s = cluster.conductor._deps.clock()
         assert member.breaker.closed(now_s), "twice may be chance"
         member.took(0.01, 1.0)
         assert not member.breaker.closed(now_s)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Reason, Rejection
 from tests.conductor.views import REQUEST, cluster, node, placed
@@ -159,7 +159,7 @@ def test_a_short_prefill_counts_only_what_it_cannot_pass() -> None:
     fleet = cluster([busy], [node("d")])
     assert placed(REQUEST, fleet).prefill.queue_s == pytest.approx(1.0)
     assert placed(REQUEST, fleet).prefill.num_delayed == 1
-    assert placed(replace(REQUEST, lag_s=60.0), fleet).prefill.queue_s == pytest.approx(21.0)
+    assert placed(replace(REQUEST, fairness_delay_s=60.0), fleet).prefill.queue_s == pytest.approx(21.0)
 
 
 def test_nodes_to_avoid_are_taken_only_when_there_is_no_other() -> None:

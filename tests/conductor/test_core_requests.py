@@ -115,7 +115,7 @@ async def test_an_id_used_again_is_not_taken_for_its_former_life(url: str) -> No
 
 async def test_the_next_turn_goes_where_its_blocks_are(url: str) -> None:
     async with running(url, "p0", "p1", "d0", "d1", namespace="turns") as cluster:
-        registry = cluster.conductor._services.registry
+        registry = cluster.conductor._deps.registry
         prompt = list(range(1000, 1200))
         keys = chain(
             registry.root_key("tenant") or b"", request(prompt=prompt).prompt_token_ids, MODEL.block_size
@@ -138,7 +138,7 @@ async def test_the_next_turn_goes_where_its_blocks_are(url: str) -> None:
 
 async def test_a_prefix_worth_fetching_names_its_holder(url: str) -> None:
     async with running(url, "p0", "d0", namespace="fetch") as cluster:
-        registry = cluster.conductor._services.registry
+        registry = cluster.conductor._deps.registry
         prompt = list(range(2000, 4000))
         cluster.nodes["p0"].profile = {"prefill_token_s": 1e-3}
         await cluster.nodes["p0"].announce()

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from moonpool.conductor.coordination.bookings import Load
 from moonpool.conductor.core import Conductor
-from moonpool.conductor.placing.cluster_view import PlaceRequest, Slo
+from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.placing.cluster_view import PlaceRequest
+from moonpool.conductor.placing.node_view import Load
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement
 from moonpool.conductor.placing.policies import POLICIES
@@ -71,13 +72,13 @@ async def test_three_conductors_never_give_one_nodes_room_away_twice(url: str) -
         decodes = [cluster.nodes["d0"], cluster.nodes["d1"]]
         await small(decodes)
         # The prompt's blocks are on d0, so that each conductor for itself would go there first.
-        root = every[0]._services.registry.root_key("") or b""
+        root = every[0]._deps.registry.root_key("") or b""
         decodes[0].hold(chain(root, request().prompt_token_ids, MODEL.block_size))
         await decodes[0].publisher.flush()
         for conductor in every:
-            members = conductor._services.registry.members
+            members = conductor._deps.registry.members
             await cluster.until(lambda members=members: members["d0"].view.num_blocks == NUM_BLOCKS)
-            await cluster.until(lambda c=conductor: c._services.registry.mirror.num_blocks >= 2)
+            await cluster.until(lambda c=conductor: c._deps.registry.mirror.num_blocks >= 2)
             for member in members.values():
                 for _ in range(8):
                     member.succeeded()  # they are warm
@@ -90,7 +91,7 @@ async def test_three_conductors_never_give_one_nodes_room_away_twice(url: str) -
         for stream in streams:
             await stream.aclose()
         # And what they held is given back.
-        at_d0 = [conductor._services.registry.members["d0"] for conductor in every]
+        at_d0 = [conductor._deps.registry.members["d0"] for conductor in every]
         await cluster.until(lambda: all(member._others == Load() for member in at_d0))
 
 
@@ -102,13 +103,13 @@ async def test_a_conductor_that_dies_holds_nothing_back(url: str) -> None:
         cluster.nodes["d0"].script = hangs
         stream = victim.generate(request("lost"))
         await anext(stream)
-        member = survivor._services.registry.members["d0"]
+        member = survivor._deps.registry.members["d0"]
         await cluster.until(lambda: member._others is not None and member._others.num_blocks == 3)
-        sharing = victim._services.sharing
-        assert sharing._task is not None
-        sharing._task.cancel()  # no more beats, and no farewell
-        sharing._task = None
-        await cluster.until(lambda: survivor._services.sharing.num_others == 0)
+        arbitration = victim._deps.arbitration
+        assert arbitration._task is not None
+        arbitration._task.cancel()  # no more beats, and no farewell
+        arbitration._task = None
+        await cluster.until(lambda: survivor._deps.arbitration.num_others == 0)
         assert member._others is None
         cluster.nodes["d0"].script = lambda *_: asyncio.sleep(0)
         assert await cluster.generate(request("mine")) == continuation(PROMPT, 8)
@@ -120,7 +121,7 @@ async def test_without_redis_placements_go_on(url: str) -> None:
         running(url, "p0", "d0", namespace="redisless") as cluster,
         conductors(url, cluster, 2) as (one, _),
     ):
-        index = one._services.sharing._bookings._index
+        index = one._deps.arbitration._bookings._index
         index._timeout_s = 1e-9  # as if it did not answer
         assert await cluster.generate(request()) == continuation(PROMPT, 8)
 
@@ -132,7 +133,7 @@ async def uneven(cluster: Cluster, every: Sequence[Conductor]) -> None:
     await slow.announce()
 
     def slower(conductor: Conductor) -> bool:
-        costs = [conductor._services.registry.members[name].view.cost for name in ("p0", "p1")]
+        costs = [conductor._deps.registry.members[name].view.cost for name in ("p0", "p1")]
         fast_s, slow_s = (cost.prefill_s(len(PROMPT), 0, time.monotonic()) for cost in costs)
         return slow_s > 2 * fast_s
 
@@ -146,7 +147,7 @@ async def test_a_choice_stands_until_others_take_it_and_who_looks_at_no_load_is_
         conductors(url, cluster, 2) as (one, other),
     ):
         await uneven(cluster, (one, other))
-        sharing, registry = one._services.sharing, one._services.registry
+        arbitration, registry = one._deps.arbitration, one._deps.registry
         view = registry.view(chain(registry.root_key("") or b"", PROMPT, MODEL.block_size), set())
         wanted = PlaceRequest(len(PROMPT), remaining_tokens=8, expected_tokens=8, deadline_s=60)
         placements = []
@@ -156,9 +157,9 @@ async def test_a_choice_stands_until_others_take_it_and_who_looks_at_no_load_is_
             assert [e.node_id for e in placement.prefill_candidates] == ["p0", "p1"]
             placements.append(replace(placement, prefill=placement.prefill_candidates[1]))
         for placement in placements:
-            assert await sharing.settle(placement, 3) == placement, placement.policy
+            assert await arbitration.book(placement, 3) == placement, placement.policy
         # An hour of prefill, more than any estimate of the other node.
-        life = registry.members["p1"].life
-        await other._services.sharing._bookings.beat({life: Load(prefill_s=3600.0)})
-        moved = {p.policy for p in placements if (await sharing.settle(p, 3)).prefill.node_id == "p0"}
+        incarnation = registry.members["p1"].incarnation
+        await other._deps.arbitration._bookings.beat({incarnation: Load(prefill_s=3600.0)})
+        moved = {p.policy for p in placements if (await arbitration.book(p, 3)).prefill.node_id == "p0"}
         assert moved == {"goodput", "kv-aware", "local-cache", "least-loaded"}

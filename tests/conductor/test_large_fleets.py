@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.conductor.placing.cluster_view import ClusterView, NodeView, Slo
+from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.placing.cluster_view import ClusterView
 from moonpool.conductor.placing.estimates import estimate_prefill, sources, usable_blocks
-from moonpool.conductor.placing.node_table import SMALL, Fleet
+from moonpool.conductor.placing.node_table import SMALL, NodeTable
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement, Rejection
 from moonpool.conductor.placing.policies import POLICIES
@@ -59,7 +61,7 @@ def test_the_order_of_many_nodes_changes_nothing(seed: int, policy: str) -> None
     prefill, decode = list(view.prefill), list(view.decode)
     Random(seed + 1).shuffle(prefill)
     Random(seed + 2).shuffle(decode)
-    other = placed(REQUEST, replace(view, prefill=Fleet(prefill), decode=Fleet(decode)), policy)
+    other = placed(REQUEST, replace(view, prefill=NodeTable(prefill), decode=NodeTable(decode)), policy)
     first = placed(REQUEST, view, policy)
     assert (first.prefill, first.decode) == (other.prefill, other.decode)
 
@@ -70,7 +72,7 @@ def test_the_order_of_many_nodes_changes_nothing(seed: int, policy: str) -> None
 )
 def test_arrays_follow_nodes_that_come_change_and_go(seed: int, changes: list[tuple[str, int]]) -> None:
     nodes = [node(f"p{i}") for i in range(60)]
-    fleet, inside = Fleet(nodes[:40]), set(nodes[:40])
+    fleet, inside = NodeTable(nodes[:40]), set(nodes[:40])
     fleet.table(0.0)
     for i, (change, which) in enumerate(changes):
         chosen = nodes[which]
@@ -86,7 +88,7 @@ def test_arrays_follow_nodes_that_come_change_and_go(seed: int, changes: list[tu
         if i % 7 == 0:
             fleet.table(0.0)
     assert set(fleet) == inside
-    table, fresh = fleet.table(0.0), Fleet(list(fleet)).table(0.0)
+    table, fresh = fleet.table(0.0), NodeTable(list(fleet)).table(0.0)
     assert (table == fresh).all()
     assert all(fleet.get(n.node_id) is n for n in inside)
 
@@ -130,14 +132,14 @@ def test_in_a_crowd_too_pools_must_be_large_enough_and_failures_are_avoided() ->
     for i, member in enumerate(view.prefill):
         member.num_blocks = 100 if i < 10 else 10
     allowed = {member.node_id for member in list(view.prefill)[:10]}
-    view = replace(view, prefill=Fleet(view.prefill))
+    view = replace(view, prefill=NodeTable(view.prefill))
     assert placed(REQUEST, view).prefill.node_id in allowed
     avoid = allowed - {"p3"}
     assert placed(REQUEST, replace(view, avoid=avoid)).prefill.node_id == "p3"
     assert placed(REQUEST, replace(view, avoid=allowed)).prefill.node_id in allowed
     for member in view.prefill:
         member.num_blocks = 10
-    outcome = place(REQUEST, replace(view, prefill=Fleet(view.prefill)), Slo())
+    outcome = place(REQUEST, replace(view, prefill=NodeTable(view.prefill)), Slo())
     assert isinstance(outcome, Rejection)
     assert outcome.capacity_tokens == 159
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest, Slo
-from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest
+from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement, PrefillEstimate
 from moonpool.conductor.placing.policies import POLICIES, KvAware
@@ -68,7 +69,7 @@ def test_the_order_of_nodes_changes_nothing(
     prefill, decode = list(view.prefill), list(view.decode)
     Random(seed).shuffle(prefill)
     Random(seed).shuffle(decode)
-    shuffled = replace(view, prefill=Fleet(prefill), decode=Fleet(decode))
+    shuffled = replace(view, prefill=NodeTable(prefill), decode=NodeTable(decode))
     first, second = placed(request, view, policy), placed(request, shuffled, policy)
     assert (first.prefill, first.decode, first.reason) == (second.prefill, second.decode, second.reason)
 

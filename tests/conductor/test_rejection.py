@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from moonpool.conductor.admission.rejection import REJECTIONS, DecodeOutlook
 from moonpool.conductor.costs.model import CostModel, Profile
-from moonpool.conductor.placing.cluster_view import NodeView, Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.decode_schedule import DecodeSchedule
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.placement import Placement, PrefillEstimate, Reason
 
 STEP = Profile(decode_base_s=0.0, decode_sequence_s=0.01, decode_context_s=0.0)

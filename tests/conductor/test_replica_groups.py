@@ -68,7 +68,7 @@ async def test_replicas_are_one_node_to_those_who_look(redis: RedisProcess) -> N
         await cluster.until(lambda: len(holders(shown(cluster)["p0"])) == 1)
         assert shown(cluster)["p0"]["state"] == "partial"
         assert cluster.conductor.ready() == (True, ["node p0 has 1 of its 2 replicas"])
-        assert cluster.conductor.tally().num_missing_replicas == {"prefill": 1}
+        assert cluster.conductor.counts().num_missing_replicas == {"prefill": 1}
         console.print(cluster_view("here", cluster.conductor.cluster()))
         assert "1 of 2 serve" in console.export_text()
 
@@ -83,7 +83,7 @@ async def test_requests_go_where_their_prefix_is_and_else_spread(redis: RedisPro
         )
         assert answers == [continuation(prompt, 8) for prompt in prompts]
         assert all(len(node.works) >= 2 for node in cluster.nodes.values())
-        root = cluster.conductor._services.registry.root_key("")
+        root = cluster.conductor._deps.registry.root_key("")
         assert root is not None
         prompt = list(range(1000, 3000))
         keys = chain(root, np.array(prompt), MODEL.block_size)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.conductor.costs.links import LinkModel
-from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.replication.copy_plan import (
     Copy,
     Holders,
@@ -42,7 +42,7 @@ def in_demand(nodes_worth: float, heat: Heat | None = None) -> Heat:
     return heat
 
 
-def plan(heat: Heat, holders: Holders, fleet: Fleet, budget_nbytes: float = 1e9) -> list[Copy]:
+def plan(heat: Heat, holders: Holders, fleet: NodeTable, budget_nbytes: float = 1e9) -> list[Copy]:
     links = LinkModel(connect_s=0.0)
     return plan_replication(heat, holders, fleet, links, SHAPE, budget_nbytes=budget_nbytes, now_s=0.0)
 
@@ -81,7 +81,7 @@ def test_what_comes_up_fast_is_seen_at_once() -> None:
 
 
 def test_a_prefix_in_demand_is_copied_to_idle_nodes_before_its_holder_is_full() -> None:
-    fleet = Fleet([node("p0"), node("p1", queue_s=5.0), node("p2"), node("p3")])
+    fleet = NodeTable([node("p0"), node("p1", queue_s=5.0), node("p2"), node("p3")])
     copies = plan(in_demand(0.9), held(p0=10), fleet)
     assert [(c.source, c.target, c.num_blocks, c.nbytes) for c in copies] == [("p0", "p2", 10, 655360)]
     assert plan(in_demand(0.4), held(p0=10), fleet) == []
@@ -89,13 +89,13 @@ def test_a_prefix_in_demand_is_copied_to_idle_nodes_before_its_holder_is_full() 
 
 
 def test_who_has_a_part_of_it_gets_the_rest_and_any_role_can_be_the_source() -> None:
-    fleet = Fleet([node("p0", queue_s=9.0), node("p1")])
+    fleet = NodeTable([node("p0", queue_s=9.0), node("p1")])
     (copy,) = plan(in_demand(0.4), held(d0=10, p0=7), fleet)
     assert (copy.source, copy.target, copy.num_blocks) == ("d0", "p0", 3)
 
 
 def test_the_bandwidth_is_kept_and_what_is_faster_computed_is_not_copied() -> None:
-    fleet = Fleet([node(f"p{i}") for i in range(8)])
+    fleet = NodeTable([node(f"p{i}") for i in range(8)])
     heat = in_demand(9.0)
     assert len(plan(heat, held(p0=10), fleet, budget_nbytes=2.5 * 655360)) == 2
     assert plan(heat, held(p0=10), fleet, budget_nbytes=655359) == []
@@ -104,7 +104,7 @@ def test_the_bandwidth_is_kept_and_what_is_faster_computed_is_not_copied() -> No
 
 
 def test_copies_nobody_wants_any_more_are_let_go_and_one_always_stays() -> None:
-    fleet = Fleet([node(f"p{i}") for i in range(4)])
+    fleet = NodeTable([node(f"p{i}") for i in range(4)])
     heat = in_demand(1.4)
     made = plan(heat, held(p0=10), fleet)
     assert [c.target for c in made] == ["p1", "p2"]
@@ -124,11 +124,11 @@ def test_a_plan_makes_no_copy_twice_and_none_that_is_there(seed: int, worth: flo
     rng = Random(seed)
     nodes = [node(f"p{i}", queue_s=rng.random()) for i in range(rng.randrange(1, 40))]
     holders = held(**{n.node_id: rng.randrange(1, 11) for n in rng.sample(nodes, rng.randrange(len(nodes)))})
-    heat, fleet = in_demand(worth), Fleet(nodes)
+    heat, fleet = in_demand(worth), NodeTable(nodes)
     copies = plan(heat, holders, fleet, budget)
     assert copies == plan(heat, holders, fleet, budget)
     rng.shuffle(nodes)
-    assert copies == plan(heat, holders, Fleet(nodes), budget)
+    assert copies == plan(heat, holders, NodeTable(nodes), budget)
     assert sum(c.nbytes for c in copies) <= budget
     targets = [c.target for c in copies]
     assert len(targets) == len(set(targets))

@@ -21,10 +21,10 @@ def redis() -> Iterator[RedisProcess]:
 
 def replicator_of(conductor: Conductor, clock_s: list[float]) -> Replicator:
     """The conductor's own, by another clock and not running by itself."""
-    services = conductor._services
+    deps = conductor._deps
     return Replicator(
-        services.registry,
-        services.cost_model,
+        deps.registry,
+        deps.cost_model,
         nbytes_per_s=1e9,
         block_size=MODEL.block_size,
         clock=lambda: clock_s[0],
@@ -35,7 +35,7 @@ async def test_a_hot_prefix_is_copied_and_let_go_when_it_has_cooled(redis: Redis
     async with running(redis.url, "p0", "p1", "p2", "d0", replicate_nbytes_per_s=0) as cluster:
         clock_s = [0.0]
         replicator = replicator_of(cluster.conductor, clock_s)
-        registry = cluster.conductor._services.registry
+        registry = cluster.conductor._deps.registry
         root_key = registry.root_key("")
         assert root_key is not None
         keys = chain(root_key, list(range(3200)), MODEL.block_size)
@@ -72,7 +72,7 @@ async def test_what_is_used_again_is_lent_to_a_store_node_and_left_there(redis: 
     async with running(redis.url, "p0", "d0", "s0", namespace="lent", replicate_nbytes_per_s=0) as cluster:
         clock_s = [0.0]
         replicator = replicator_of(cluster.conductor, clock_s)
-        registry = cluster.conductor._services.registry
+        registry = cluster.conductor._deps.registry
         root_key = registry.root_key("")
         assert root_key is not None
         keys = chain(root_key, list(range(160)), MODEL.block_size)
@@ -93,7 +93,7 @@ async def test_what_is_used_again_is_lent_to_a_store_node_and_left_there(redis: 
 async def test_a_target_that_dies_costs_nothing_but_the_copy(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "p1", "d0", namespace="dies", replicate_nbytes_per_s=0) as cluster:
         replicator = replicator_of(cluster.conductor, [0.0])
-        registry = cluster.conductor._services.registry
+        registry = cluster.conductor._deps.registry
         root_key = registry.root_key("")
         assert root_key is not None
         keys = chain(root_key, list(range(3200)), MODEL.block_size)
@@ -108,7 +108,7 @@ async def test_a_target_that_dies_costs_nothing_but_the_copy(redis: RedisProcess
 
 async def test_it_runs_by_itself_and_ends_with_the_conductor(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "d0", namespace="runs") as cluster:
-        replicator = cluster.conductor._services.replicator
+        replicator = cluster.conductor._deps.replicator
         await cluster.generate(request("first"))
         assert replicator.running
     assert not replicator.running

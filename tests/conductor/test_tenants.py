@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.conductor.admission.batch_queue import BatchTurn
+from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
 from moonpool.conductor.admission.tenants import ANYONE, Tenants
-from moonpool.conductor.admission.token_bucket import TokenRate
+from moonpool.conductor.admission.token_bucket import TokenBucket
 from moonpool.runtime.errors import ConfigError
 
 
@@ -81,7 +81,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str
 
 
 def test_tokens_refill_evenly_and_a_debt_is_waited_for() -> None:
-    rate = TokenRate(600, now_s=0.0)  # ten a second
+    rate = TokenBucket(600, now_s=0.0)  # ten a second
     rate.use(500, 0.0)
     assert rate.wait_s(0.0) == 0
     rate.use(200, 0.0)
@@ -96,8 +96,8 @@ def test_a_tenant_within_its_share_waits_for_nobody() -> None:
     fair = FairShare()
     for _ in range(100):
         fair.charge("greedy", 1.0, 1.0, 0.0)
-    assert fair.lag_s("greedy", 0.0) == pytest.approx(100.0)
-    assert fair.lag_s("modest", 0.0) == 0.0
+    assert fair.delay_s("greedy", 0.0) == pytest.approx(100.0)
+    assert fair.delay_s("modest", 0.0) == 0.0
 
 
 @given(st.floats(0.25, 4.0), st.floats(0.25, 4.0))
@@ -108,50 +108,50 @@ def test_where_two_compete_work_is_shared_by_weight(weight_a: float, weight_b: f
     queue = []
     for _ in range(2000):
         for name, weight in weights.items():
-            queue.append((fair.lag_s(name, 0.0), name))
+            queue.append((fair.delay_s(name, 0.0), name))
             fair.charge(name, weight, 0.01, 0.0)
     served = [name for _, name in sorted(queue)[:800]]
     ratio = served.count("a") / served.count("b")
     assert ratio == pytest.approx(weight_a / weight_b, rel=0.1)
 
 
-async def until_waiting(turn: BatchTurn, count: int) -> None:
-    while turn.num_waiting < count:  # noqa: ASYNC110 - everybody needs one turn of the loop
+async def until_waiting(queue: BatchQueue, count: int) -> None:
+    while queue.num_waiting < count:  # noqa: ASYNC110 - everybody needs one turn of the loop
         await asyncio.sleep(0)
 
 
 async def test_batch_turns_come_by_priority_then_order() -> None:
-    turn, came = BatchTurn(), list[str]()
+    queue, came = BatchQueue(), list[str]()
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def take(name: str, priority: int, order_s: float) -> None:
-        async with turn.mine(priority, order_s, unless=never):
+        async with queue.turn(priority, order_s, unless=never):
             came.append(name)
 
-    async with asyncio.TaskGroup() as group, turn.mine(0, 0.0, unless=never):
+    async with asyncio.TaskGroup() as group, queue.turn(0, 0.0, unless=never):
         for name, priority, order_s in (("late", 1, 2.0), ("urgent", 0, 9.0), ("early", 1, 1.0)):
             group.create_task(take(name, priority, order_s))
-        await until_waiting(turn, 3)
+        await until_waiting(queue, 3)
     assert came == ["urgent", "early", "late"]
 
 
 async def test_who_is_cancelled_or_aborted_at_the_door_holds_nobody_up() -> None:
-    turn = BatchTurn()
+    queue = BatchQueue()
     loop = asyncio.get_running_loop()
     never: asyncio.Future[None] = loop.create_future()
     aborted: asyncio.Future[None] = loop.create_future()
 
     async def take(unless: asyncio.Future[None]) -> None:
-        async with turn.mine(0, 0.0, unless=unless):
+        async with queue.turn(0, 0.0, unless=unless):
             pass
 
-    async with turn.mine(0, 0.0, unless=never):
+    async with queue.turn(0, 0.0, unless=never):
         cancelled, thrown_out, third = (asyncio.create_task(take(f)) for f in (never, aborted, never))
-        await until_waiting(turn, 3)
+        await until_waiting(queue, 3)
         cancelled.cancel()
         aborted.set_result(None)
         await thrown_out
-        assert turn.num_waiting == 1
+        assert queue.num_waiting == 1
     await asyncio.wait_for(third, 60)
-    async with asyncio.timeout(60), turn.mine(0, 0.0, unless=never):
+    async with asyncio.timeout(60), queue.turn(0, 0.0, unless=never):
         pass

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.model import NodeCost, Profile
-from moonpool.conductor.placing.cluster_view import ClusterView, NodeView, PlaceRequest, Slo
-from moonpool.conductor.placing.node_table import Fleet
+from moonpool.conductor.observing.slo import Slo
+from moonpool.conductor.placing.cluster_view import ClusterView, PlaceRequest
+from moonpool.conductor.placing.node_table import NodeTable
+from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement
 from moonpool.conductor.placing.policies import POLICIES
@@ -34,8 +36,8 @@ def cluster(
     prefill: list[NodeView], decode: list[NodeView], prefix_blocks: dict[str, int] | None = None
 ) -> ClusterView:
     return ClusterView(
-        prefill=Fleet(prefill),
-        decode=Fleet(decode),
+        prefill=NodeTable(prefill),
+        decode=NodeTable(decode),
         prefix_blocks=prefix_blocks or {},
         links=LinkModel(connect_s=0.0),
         block_size=16,

@@ -22,7 +22,7 @@ from rich.console import Console
 from moonpool.cli import cli
 from moonpool.client import Client, Reply
 from moonpool.commands.top import Rates, top_view
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement, Reason
 from moonpool.local.cluster import LocalCluster

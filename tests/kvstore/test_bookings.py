@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from moonpool.conductor.coordination.bookings import Bookings, Choice, Load
+from moonpool.conductor.coordination.bookings import Bookings, Choice
+from moonpool.conductor.placing.node_view import Load
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 
 D0, D1 = Choice("d0@1", capacity=10), Choice("d1@1", capacity=10)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports.report import validate
 from moonpool.simulator.capacity import EFFECTIVE, candidates, judge

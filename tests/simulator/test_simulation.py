@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moonpool.conductor.admission.rejection import REJECTIONS
 from moonpool.conductor.costs.model import Profile
-from moonpool.conductor.placing.cluster_view import Slo
+from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.policies import POLICIES
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.inputs.hardware import SHIPPED, Hardware, tensor_parallel

@@ -13,6 +13,8 @@ from moonpool.runtime.replicas.identity import Replica
 
 # Of an engine that is not ours and is followed by its KV events.
 EXTERNAL_ROLE = "external"
+# Roles that requests are placed on.
+ROLES = ("prefill", "decode")
 
 
 class RecordCorrupt(StoreError):

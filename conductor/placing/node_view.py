@@ -1,0 +1,33 @@
+"""One node as placement sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moonpool.conductor.costs.model import NodeCost
+from moonpool.conductor.placing.prefill_queue import PrefillQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Unfinished work on one node: KV blocks of decodes, seconds of prefills."""
+
+    num_blocks: int = 0
+    prefill_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class NodeView:
+    """One live node. Its owner keeps it current; ``place`` only reads it."""
+
+    node_id: str
+    cost: NodeCost
+    queue: PrefillQueue = field(default_factory=PrefillQueue)
+    foreign_queue_s: float = 0.0  # prefill: predicted seconds of work from other conductors
+    num_running: int = 0  # decode: sequences in its batch
+    num_waiting: int = 0  # decode: sequences waiting for blocks
+    num_context_tokens: int = 0  # decode: tokens of KV those sequences attend over
+    num_free_blocks: int = 0  # decode: free or evictable
+    num_blocks: int = 0  # in its pool; 0: unknown
+    num_placed: int = 0  # requests placed on it so far; breaks ties among equal nodes
+    slot: int = -1  # its position in the bit masks of the index mirror; -1: none
