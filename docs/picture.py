@@ -1,0 +1,54 @@
+"""Take the picture of the dashboard for the README: ``make picture`` writes docs/dashboard.png.
+
+Starts a cluster on this machine, holds conversations with it, and photographs its dashboard in Chromium.
+Needs the development packages and a Chromium on PATH.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+from playwright.async_api import async_playwright, expect
+
+from moonpool.client import Client, Message, Reply
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.loading import load_config
+
+TARGET = Path(__file__).parent / "dashboard.png"
+SYSTEM = "You are a very small model that has read two old books. Answer in a sentence or two. "
+QUESTIONS = ("Who was Solomon?", "Tell me about Moses.", "What is a cynic?", "Go on.")
+NUM_CONVERSATIONS = 6
+
+
+async def converse(client: Client, number: int) -> None:
+    """Hold one conversation of four turns; all share a system message, so they share its blocks."""
+    messages: list[Message] = [{"role": "system", "content": SYSTEM * 4}]
+    for question in QUESTIONS[number % 2 :] + QUESTIONS[: number % 2]:
+        messages.append({"role": "user", "content": question})
+        reply = Reply()
+        async for _ in client.chat(messages, reply, max_tokens=64, temperature=0.7, seed=number):
+            pass
+        messages.append({"role": "assistant", "content": reply.text})
+
+
+async def main() -> None:
+    config = load_config(None, ["conductor.port=0"])
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    async with LocalCluster(config) as cluster, async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = await browser.new_page(viewport={"width": 1280, "height": 960}, color_scheme="light")
+        await page.goto(cluster.url)
+        await expect(page.locator("#state")).to_have_text("ready")
+        async with Client(cluster.url) as client:
+            await converse(client, 0)
+            await asyncio.gather(*(converse(client, number) for number in range(1, NUM_CONVERSATIONS)))
+        await expect(page.locator("#ttft + p")).to_contain_text(f"of {4 * NUM_CONVERSATIONS}")
+        await page.screenshot(path=TARGET)
+        await browser.close()
+    print(f"{TARGET}: {TARGET.stat().st_size / 1e3:.0f} KB")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
