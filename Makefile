@@ -117,6 +117,10 @@ $(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/cpu/native/* kernels/cpu
 docs: ## make docs/reference from the code
 	@$(BIN)/python -m moonpool.commands.reference_pages
 
+.PHONY: picture
+picture: env ## take docs/dashboard.png, the README's picture of the dashboard; needs chromium
+	@$(BIN)/python docs/picture.py
+
 .PHONY: clean
 clean: ## remove the environment and everything made here
 	rm -rf $(VENV) build run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

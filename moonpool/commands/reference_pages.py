@@ -1,4 +1,4 @@
-"""``python -m moonpool.reference [--check]``: the pages of docs/reference, made from the code."""
+"""``python -m moonpool.commands.reference_pages [--check]``: generate docs/reference from the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documentation names real folders and files, and every folder of the source has a line in the architecture."""
+"""Documentation names files that exist, and docs/architecture.md has a line for every folder."""
 
 from __future__ import annotations
 
