@@ -150,7 +150,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         missing = chain[len(tiers) : request.num_hit_blocks]
         if missing:
             index_metrics.stale_hits.labels("local").inc(len(missing))
-            self.publisher.disown(missing)
+            self.publisher.retract(missing)
         loaded.num_stale = len(missing)
         if not request.num_fetch_blocks:
             return loaded, Fetched(), ""

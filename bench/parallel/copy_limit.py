@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from moonpool.engine.node.engine_memory import NodeMemory
-from moonpool.kvstore.blocks.shards import BlockShard, parts
+from moonpool.kvstore.blocks.shards import BlockShard, overlaps
 from moonpool.transfer import move_runs
 
 
@@ -41,14 +41,14 @@ class RunCopy:
         runs = sorted(
             (
                 target.place(i, run.target),
-                source.place(part.source, run.source),
+                source.place(overlap.source, run.source),
                 run.nbytes,
                 shard.block_nbytes(layout),
-                theirs[part.source].block_nbytes(layout),
+                theirs[overlap.source].block_nbytes(layout),
             )
             for i, shard in enumerate(ours)
-            for part in parts(layout, theirs, shard, i)
-            for run in part.runs
+            for overlap in overlaps(layout, theirs, shard, i)
+            for run in overlap.runs
         )
         here, there, nbytes, step_here, step_there = np.array(runs, np.uint64).T
         blocks = np.arange(num_blocks, dtype=np.uint64)[:, None]

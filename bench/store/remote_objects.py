@@ -190,7 +190,7 @@ class _Session:
             return time.perf_counter() - began_s
 
         yield move
-        self._node.let_go(held)
+        self._node.release(held)
 
     @asynccontextmanager
     async def _writing(

@@ -52,9 +52,9 @@ class NodeRegistry:
             index,
             lease_ttl_s=lease_ttl_s,
             on_joined=self._joined,
-            on_heard=self._heard,
+            on_updated=self._heard,
             on_left=self._left,
-            on_news=lambda sentence: activity.event("resync", "index", sentence),
+            on_status=lambda sentence: activity.event("resync", "index", sentence),
             clock=clock,
         )
         self._fleets = EligibleNodes()

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from moonpool.engine.errors import OutOfBlocks
 from moonpool.kvstore.blocks.keys import BlockKey
-from moonpool.kvstore.eviction.extra_copies import Surplus
+from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
 
 BlockCallback = Callable[[int, BlockKey], None]
 
@@ -41,7 +41,7 @@ class BlockPool:
         self.on_sealed = on_sealed
         self.on_evicted = on_evicted
         self.on_freed = on_freed
-        self.surplus: Surplus[BlockKey] = Surplus()
+        self.surplus: SurplusCopies[BlockKey] = SurplusCopies()
         self.when_read: Callable[[], Awaitable[None]] | None = None
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -197,7 +197,7 @@ class BlockPool:
 
     def _evict_one(self) -> None:
         block_of, num_children = self._block_of, self._num_children
-        for key in self.surplus.cold():
+        for key in self.surplus.unused():
             if (block := block_of[key]) in self._idle and not num_children[block]:
                 self._evict(block)
                 return
@@ -235,5 +235,5 @@ class BlockPool:
                 assert self._keys[parent] is not None, f"block {block} has lost its parent"
                 assert refs == 0 or self._refs[parent] > 0, f"block {block} is held without its parent"
         assert children == self._num_children, "child counts are off"
-        assert all(key in self._block_of for key in self.surplus.cold()), "a copy that is not there"
+        assert all(key in self._block_of for key in self.surplus.unused()), "a copy that is not there"
         assert len(self._block_of) == sum(key is not None for key in self._keys), "a key names no block"

@@ -13,7 +13,7 @@ import numpy as np
 
 from moonpool.engine.errors import RankLost
 from moonpool.kvstore.blocks.layout import KVLayout
-from moonpool.kvstore.blocks.shards import BlockShard, Run, canonical_runs, parts
+from moonpool.kvstore.blocks.shards import BlockShard, Run, canonical_runs, overlaps
 from moonpool.kvstore.remote.rank_reader import RankRead
 from moonpool.kvstore.remote.sharded_reader import shard_of
 from moonpool.kvstore.store import Bytes
@@ -268,8 +268,8 @@ def _holders(layout: KVLayout, ranks: Sequence[node_pb2.RankMemory]) -> list[_Ho
             [(run.target, run.source, run.nbytes) for run in runs],
             [
                 (run.source, run.target, run.nbytes)
-                for part in parts(layout, [whole], shard)
-                for run in part.runs
+                for overlap in overlaps(layout, [whole], shard)
+                for run in overlap.runs
             ],
         )
         for rank, shard, runs in zip(ranks, shards, reads, strict=True)

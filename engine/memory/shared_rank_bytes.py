@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.kvstore.blocks.layout import KVLayout
-from moonpool.kvstore.blocks.shards import BlockShard, Run, canonical_runs, parts
+from moonpool.kvstore.blocks.shards import BlockShard, Run, canonical_runs, overlaps
 from moonpool.kvstore.store import Bytes
 from moonpool.transfer import move_runs
 
@@ -31,8 +31,8 @@ class ShardedBytes:
         self._writes: list[tuple[int, Run]] = [
             (i, run)
             for i, shard in enumerate(shards)
-            for part in parts(layout, [whole], shard)
-            for run in part.runs
+            for overlap in overlaps(layout, [whole], shard)
+            for run in overlap.runs
         ]
 
     def view(self, block_id: int) -> Bytes:

@@ -246,7 +246,7 @@ class EngineNode:
         ]
         self._redis = connect(config.index.redis_url)
         index = KVIndex(self._redis, config.index.namespace)
-        self.publisher = IndexPublisher(index, self.record, config.index, self.store.tiers.held)
+        self.publisher = IndexPublisher(index, self.record, config.index, self.store.tiers.blocks)
         await self._start_events()
         self.state = "ready"
         self._ready_s = time.monotonic()

@@ -62,7 +62,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         keys = block_keys.unpack(request.keys)
         lease = await node.store.tiers.pin(keys, request.ttl_s)
         # Whoever asks was told by the index that they are here.
-        node.publisher.disown(keys[len(lease.blocks) :])
+        node.publisher.retract(keys[len(lease.blocks) :])
         return node_pb2.LeaseReply(lease_id=lease.id, epoch=node.epoch, blocks=node.store.describe(lease))
 
     async def Release(
@@ -75,7 +75,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self, request: node_pb2.HeldRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[node_pb2.HeldBlocks]:
         node = self._node
-        for changes in batches(list(node.store.tiers.held()), BATCH_BLOCKS):
+        for changes in batches(list(node.store.tiers.blocks()), BATCH_BLOCKS):
             yield node_pb2.HeldBlocks(epoch=node.epoch, changes=changes)
 
     async def Replicate(

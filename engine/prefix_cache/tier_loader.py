@@ -13,7 +13,7 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockCorrupt, BlockMissing
 from moonpool.kvstore.store import TieredStore
-from moonpool.kvstore.tiers.bandwidth import Rate
+from moonpool.kvstore.tiers.bandwidth import Bandwidth
 from moonpool.transfer import TransferError
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class PrefixLoader:
         self, memory: BlockMemory, store: TieredStore, costs: Callable[[], dict[str, float]]
     ) -> None:
         """``costs``: the engine's ``profile``, as it is now."""
-        self.host_rate = Rate()  # of copies to a GPU; the store knows its own
+        self.host_bandwidth = Bandwidth()  # of copies to a GPU; the store knows its own
         self._memory = memory
         self._store = store
         self._costs = costs
@@ -49,7 +49,7 @@ class PrefixLoader:
     @property
     def host_load_nbytes_per_s(self) -> float:
         """What loads from host memory gave lately; 0 before the first."""
-        return self.host_rate.nbytes_per_s or self._store.stats.host_load_nbytes_per_s
+        return self.host_bandwidth.nbytes_per_s or self._store.stats.host_load_nbytes_per_s
 
     async def load(
         self, chain: Sequence[BlockKey], tiers: Sequence[Tier], *, slowest: Tier = Tier.SSD
@@ -135,7 +135,7 @@ class PrefixLoader:
             except TransferError as error:
                 log.warning("cached blocks are computed instead: %s", error)
                 return 0
-            self.host_rate.observe(
+            self.host_bandwidth.observe(
                 len(sources) * self._memory.layout.block_nbytes, time.monotonic() - began_s
             )
         finally:

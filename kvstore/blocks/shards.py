@@ -9,7 +9,7 @@ from typing import Protocol
 from moonpool.kvstore.errors import LayoutError
 
 
-class Cuttable(Protocol):
+class ShardableLayout(Protocol):
     """Of a whole block: what says where in it a head of a layer lies. A ``KVLayout`` does."""
 
     @property
@@ -35,23 +35,23 @@ class BlockShard:
     heads: range
 
     @classmethod
-    def whole(cls, layout: Cuttable) -> BlockShard:
+    def whole(cls, layout: ShardableLayout) -> BlockShard:
         return cls(range(layout.num_layers), range(layout.num_kv_heads))
 
-    def block_nbytes(self, layout: Cuttable) -> int:
+    def block_nbytes(self, layout: ShardableLayout) -> int:
         return 2 * len(self.layers) * len(self.heads) * layout.head_nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class CutLayout:
-    """A ``Cuttable`` of blocks of which it is not known what they hold, only who holds which part."""
+class SplitLayout:
+    """A ``ShardableLayout`` of blocks of which it is not known what they hold, only who holds which part."""
 
     num_layers: int
     num_kv_heads: int
     head_nbytes: int
 
     @classmethod
-    def of(cls, block_nbytes: int, shards: Sequence[BlockShard]) -> CutLayout:
+    def of(cls, block_nbytes: int, shards: Sequence[BlockShard]) -> SplitLayout:
         """Raises LayoutError when blocks of this size cannot be cut so."""
         num_layers = max(shard.layers.stop for shard in shards)
         num_kv_heads = max(shard.heads.stop for shard in shards)
@@ -77,14 +77,16 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardOverlap:
     """What a target reads of one source, for every block."""
 
     source: int  # its number among the sources
     runs: tuple[Run, ...]
 
 
-def parts(layout: Cuttable, sources: Sequence[BlockShard], target: BlockShard, place: int = 0) -> list[Part]:
+def overlaps(
+    layout: ShardableLayout, sources: Sequence[BlockShard], target: BlockShard, place: int = 0
+) -> list[ShardOverlap]:
     """From which sources ``target`` gets its bytes, each byte once. ``layout``: of the whole block.
 
     Sources that hold the same are copies of each other, of which the one is read that ``place`` falls on, so
@@ -95,30 +97,34 @@ def parts(layout: Cuttable, sources: Sequence[BlockShard], target: BlockShard, p
     copies: dict[BlockShard, list[int]] = {}
     for i, source in enumerate(sources):
         copies.setdefault(source, []).append(i)
-    found: list[Part] = []
+    found: list[ShardOverlap] = []
     num_cells = 0
     for source, numbers in copies.items():
         layers, heads = _common(source.layers, target.layers), _common(source.heads, target.heads)
         if layers and heads:
             num_cells += len(layers) * len(heads)
             runs = _runs(layout, source, target, layers, heads)
-            found.append(Part(numbers[place % len(numbers)], tuple(runs)))
+            found.append(ShardOverlap(numbers[place % len(numbers)], tuple(runs)))
     if num_cells != len(target.layers) * len(target.heads):
         raise LayoutError(
-            f"layers {_words(target.layers)}, KV heads {_words(target.heads)} are not held once each"
+            f"layers {_describe(target.layers)}, KV heads {_describe(target.heads)} are not held once each"
         )
     return found
 
 
-def canonical_runs(layout: Cuttable, shards: Sequence[BlockShard]) -> list[tuple[int, Run]]:
+def canonical_runs(layout: ShardableLayout, shards: Sequence[BlockShard]) -> list[tuple[int, Run]]:
     """The whole block, in the order of its bytes, as (shard, run into the whole block)."""
     runs = [
-        (part.source, run) for part in parts(layout, shards, BlockShard.whole(layout)) for run in part.runs
+        (overlap.source, run)
+        for overlap in overlaps(layout, shards, BlockShard.whole(layout))
+        for run in overlap.runs
     ]
     return sorted(runs, key=lambda entry: entry[1].target)
 
 
-def _runs(layout: Cuttable, source: BlockShard, target: BlockShard, layers: range, heads: range) -> list[Run]:
+def _runs(
+    layout: ShardableLayout, source: BlockShard, target: BlockShard, layers: range, heads: range
+) -> list[Run]:
     """The bytes of some layers and heads, what is together on both sides as one run."""
     head = layout.head_nbytes
     runs: list[Run] = []
@@ -144,5 +150,5 @@ def _common(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def _words(run: range) -> str:
+def _describe(run: range) -> str:
     return f"{run.start} to {run.stop - 1}"

@@ -54,7 +54,7 @@ class IndexDirectory:
         await self._redis.aclose()
 
 
-def rank(key: bytes, node_ids: Iterable[str]) -> list[str]:
+def preference_order(key: bytes, node_ids: Iterable[str]) -> list[str]:
     """The nodes in the order in which they are tried for an object, the same for every client (rendezvous
     hashing): a node that comes or goes moves only the objects it is first for."""
     return sorted(node_ids, key=lambda node_id: blake2b(key + node_id.encode(), digest_size=8).digest())

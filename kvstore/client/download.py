@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.kvstore.client.arrays import ArrayType, check_fits, check_known, view_as
-from moonpool.kvstore.client.memory import Loan, LocalMemory, bytes_of, part_of
+from moonpool.kvstore.client.memory import BorrowedBuffer, LocalMemory, bytes_of, part_of
 from moonpool.kvstore.remote.object_store import ObjectGone, RemoteStore
 from moonpool.protos import store_pb2
 from moonpool.transfer import ChecksumMismatch, Span
@@ -26,7 +26,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class GetRequest:
     """``out``: the caller's memory to read into; None: a new array."""
 
     name: str
@@ -35,11 +35,11 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class _Incoming:
+class _Download:
     number: int  # in the batch
-    want: Want
+    request: GetRequest
     opened: store_pb2.OpenedObject
-    loan: Loan | None  # None: it is empty
+    buffer: BorrowedBuffer | None  # None: it is empty
     spans: list[Span]  # ours, by chunk
 
     @property
@@ -47,12 +47,14 @@ class _Incoming:
         return len(self.spans) <= len(self.opened.chunks.offset)
 
     def array(self) -> Array:
-        memory = _NOTHING if self.loan is None else bytes_of(self.loan)
-        return memory if self.want.out is not None else view_as(self.want.name, _type(self.opened), memory)
+        memory = _NOTHING if self.buffer is None else bytes_of(self.buffer)
+        return (
+            memory if self.request.out is not None else view_as(self.request.name, _type(self.opened), memory)
+        )
 
 
 async def receive(
-    node: RemoteStore, memory: LocalMemory, owner: bytes, wants: Sequence[Want]
+    node: RemoteStore, memory: LocalMemory, owner: bytes, requests: Sequence[GetRequest]
 ) -> list[Array | None]:
     """Read every object that ``node`` has; None where it has none, or one that is damaged. Where there is an
     ``out``, its bytes stand for it. New arrays of one call share their memory.
@@ -61,60 +63,62 @@ async def receive(
         BadObject: it does not fit ``out``, or numpy has no such dtype.
         NodeUnavailable, RemoteError, TransferError: what was read into is undefined.
     """
-    wanted = [store_pb2.OpenObject(key=want.key) for want in wants]
+    wanted = [store_pb2.OpenObject(key=request.key) for request in requests]
     opened, chunk_nbytes = await node.open(owner, wanted)
-    loans: list[Loan] = []
+    buffers: list[BorrowedBuffer] = []
     try:
-        incoming = _prepare(memory, wants, opened, chunk_nbytes, loans)
-        gone = await _read_together(node, [each for each in incoming if each.in_one_window and each.spans])
-        for each in incoming:
+        downloads = _prepare(memory, requests, opened, chunk_nbytes, buffers)
+        gone = await _read_together(node, [each for each in downloads if each.in_one_window and each.spans])
+        for each in downloads:
             if not each.in_one_window and not await _read_long(node, owner, each):
                 gone.append(each)
     finally:
-        node.let_go(opened)
-        for loan in loans:
-            loan.close()
-    received: list[Array | None] = [None] * len(wants)
-    for each in incoming:
+        node.release(opened)
+        for buffer in buffers:
+            buffer.close()
+    received: list[Array | None] = [None] * len(requests)
+    for each in downloads:
         received[each.number] = each.array()
     for each in gone:
         received[each.number] = None
-        await _report(node, owner, each.want)
+        await _report(node, owner, each.request)
     return received
 
 
 def _prepare(
     memory: LocalMemory,
-    wants: Sequence[Want],
+    requests: Sequence[GetRequest],
     opened: Sequence[store_pb2.OpenedObject],
     chunk_nbytes: int,
-    loans: list[Loan],
-) -> list[_Incoming]:
-    """Memory for what is there. What has to be closed is added to ``loans``."""
-    found = [(n, w, o) for n, (w, o) in enumerate(zip(wants, opened, strict=True)) if o.HasField("info")]
+    buffers: list[BorrowedBuffer],
+) -> list[_Download]:
+    """Memory for what is there. What has to be closed is added to ``buffers``."""
+    found = [(n, w, o) for n, (w, o) in enumerate(zip(requests, opened, strict=True)) if o.HasField("info")]
     starts: dict[int, int] = {}
     total = 0
-    for number, want, here in found:
-        if want.out is None:
-            check_known(want.name, _type(here))
+    for number, request, here in found:
+        if request.out is None:
+            check_known(request.name, _type(here))
             starts[number] = total
             total += -(-here.info.nbytes // _ALIGNMENT) * _ALIGNMENT
-    fresh: Loan | None = None
+    fresh: BorrowedBuffer | None = None
     if total:
         fresh = memory.allocate(total)
-        loans.append(fresh)
-    incoming: list[_Incoming] = []
-    for number, want, here in found:
-        loan: Loan | None = None
-        if want.out is not None:
-            check_fits(want.name, _type(here), want.out)
+        buffers.append(fresh)
+    downloads: list[_Download] = []
+    for number, request, here in found:
+        buffer: BorrowedBuffer | None = None
+        if request.out is not None:
+            check_fits(request.name, _type(here), request.out)
         if here.info.nbytes and fresh is not None and number in starts:
-            loan = part_of(fresh, starts[number], here.info.nbytes)
+            buffer = part_of(fresh, starts[number], here.info.nbytes)
         elif here.info.nbytes:
-            loan = memory.borrow(want.out, writable=True)
-            loans.append(loan)
-        incoming.append(_Incoming(number, want, here, loan, loan.spans(chunk_nbytes) if loan else []))
-    return incoming
+            buffer = memory.borrow(request.out, writable=True)
+            buffers.append(buffer)
+        downloads.append(
+            _Download(number, request, here, buffer, buffer.spans(chunk_nbytes) if buffer else [])
+        )
+    return downloads
 
 
 def _type(opened: store_pb2.OpenedObject) -> ArrayType:
@@ -122,7 +126,7 @@ def _type(opened: store_pb2.OpenedObject) -> ArrayType:
     return ArrayType(info.dtype, tuple(info.shape), info.nbytes)
 
 
-async def _read_together(node: RemoteStore, batch: Sequence[_Incoming]) -> list[_Incoming]:
+async def _read_together(node: RemoteStore, batch: Sequence[_Download]) -> list[_Download]:
     """All in one batch; returns those that are damaged."""
     if not batch:
         return []
@@ -136,7 +140,7 @@ async def _read_together(node: RemoteStore, batch: Sequence[_Incoming]) -> list[
     return []
 
 
-async def _read_long(node: RemoteStore, owner: bytes, each: _Incoming) -> bool:
+async def _read_long(node: RemoteStore, owner: bytes, each: _Download) -> bool:
     """Window by window. False: it is damaged, or went while it was read."""
     try:
         await node.read(owner, each.opened, 0, len(each.spans), each.spans.__getitem__)
@@ -145,7 +149,7 @@ async def _read_long(node: RemoteStore, owner: bytes, each: _Incoming) -> bool:
     return True
 
 
-async def _report(node: RemoteStore, owner: bytes, want: Want) -> None:
+async def _report(node: RemoteStore, owner: bytes, request: GetRequest) -> None:
     """Have the node look at its copy, so that a damaged one is not offered again."""
-    log.warning("the copy of %r on %s is damaged, or went while it was read", want.name, node.node_id)
-    await node.call("Check", store_pb2.CheckRequest(owner=owner, keys=want.key))
+    log.warning("the copy of %r on %s is damaged, or went while it was read", request.name, node.node_id)
+    await node.call("Check", store_pb2.CheckRequest(owner=owner, keys=request.key))

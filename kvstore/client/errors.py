@@ -35,7 +35,7 @@ class NoStoreNodes(StoreClientError):
         )
 
 
-class NobodyAnswered(StoreClientError):
+class NoNodeAnswered(StoreClientError):
     """The index still names store nodes, and none of them answers: what they have cannot be known."""
 
     code = "UNAVAILABLE"

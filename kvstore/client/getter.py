@@ -7,9 +7,9 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from moonpool.kvstore.client.connections import StoreNodes
-from moonpool.kvstore.client.discovery import rank
-from moonpool.kvstore.client.download import Array, Want, receive
-from moonpool.kvstore.client.errors import NobodyAnswered, ObjectMissing
+from moonpool.kvstore.client.discovery import preference_order
+from moonpool.kvstore.client.download import Array, GetRequest, receive
+from moonpool.kvstore.client.errors import NoNodeAnswered, ObjectMissing
 from moonpool.kvstore.client.memory import LocalMemory
 from moonpool.kvstore.client.putter import ROUND_OBJECTS
 from moonpool.kvstore.client.queries import find_all
@@ -29,38 +29,38 @@ class Getter:
         self._memory = memory
         self._tenant = tenant
 
-    async def get(self, wants: Sequence[Want], required: bool) -> list[Array | None]:
+    async def get(self, requests: Sequence[GetRequest], required: bool) -> list[Array | None]:
         """See ``StoreClient.batch_get``."""
         received: list[Array | None] = []
-        for first in range(0, len(wants), ROUND_OBJECTS):
-            received += await self._get_round(wants[first : first + ROUND_OBJECTS], required)
+        for first in range(0, len(requests), ROUND_OBJECTS):
+            received += await self._get_round(requests[first : first + ROUND_OBJECTS], required)
         return received
 
-    async def _get_round(self, wants: Sequence[Want], required: bool) -> list[Array | None]:
+    async def _get_round(self, requests: Sequence[GetRequest], required: bool) -> list[Array | None]:
         nodes = await self._nodes.current()
-        received: list[Array | None] = [None] * len(wants)
+        received: list[Array | None] = [None] * len(requests)
         unreachable: set[str] = set()
         # First the node where each most likely is; then, for what is not there, those that say they have it.
-        tried = [{rank(want.key, nodes)[0]} for want in wants]
+        tried = [{preference_order(request.key, nodes)[0]} for request in requests]
         plan: dict[str, list[int]] = {}
         for number, (likely,) in enumerate(tried):
             plan.setdefault(likely, []).append(number)
         while plan:
-            missing = await self._read(nodes, plan, wants, received, unreachable)
+            missing = await self._read(nodes, plan, requests, received, unreachable)
             plan = {}
             if missing:
                 nodes = await self._nodes.current(doubted=True)
-                keys = [wants[number].key for number in missing]
+                keys = [requests[number].key for number in missing]
                 found = await find_all(nodes, self._tenant.owner, keys, unreachable)
                 for number, key in zip(missing, keys, strict=True):
                     holders = found[key].nodes if key in found else ()
-                    untried = [each for each in rank(key, holders) if each not in tried[number]]
+                    untried = [each for each in preference_order(key, holders) if each not in tried[number]]
                     if untried:
                         tried[number].add(untried[0])
                         plan.setdefault(untried[0], []).append(number)
-        absent = [want.name for want, each in zip(wants, received, strict=True) if each is None]
+        absent = [request.name for request, each in zip(requests, received, strict=True) if each is None]
         if absent and unreachable >= nodes.keys():
-            raise NobodyAnswered(sorted(nodes))
+            raise NoNodeAnswered(sorted(nodes))
         if absent and required:
             raise ObjectMissing(absent[0], sorted(unreachable))
         if absent and unreachable:
@@ -71,14 +71,14 @@ class Getter:
         self,
         nodes: Mapping[str, RemoteStore],
         plan: Mapping[str, Sequence[int]],
-        wants: Sequence[Want],
+        requests: Sequence[GetRequest],
         received: list[Array | None],
         unreachable: set[str],
     ) -> list[int]:
-        """Read what each node of ``plan`` has of the wants it names. Returns the wants it had not."""
+        """Read what each node of ``plan`` has of the requests it names. Returns the requests it had not."""
 
         async def read_from(node_id: str, numbers: Sequence[int]) -> list[Array | None]:
-            wanted = [wants[number] for number in numbers]
+            wanted = [requests[number] for number in numbers]
             try:
                 return await receive(nodes[node_id], self._memory, self._tenant.owner, wanted)
             except (NodeUnavailable, TransferError) as error:

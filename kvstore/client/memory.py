@@ -17,13 +17,13 @@ from moonpool.transfer.native.arrays import address_of
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class BorrowedBuffer:
     """``nbytes`` bytes of a region from ``offset`` on. ``close`` when nothing moves any more; idempotent."""
 
     region: Region
     offset: int
     nbytes: int
-    owned: bool  # the region is this loan's alone
+    owned: bool  # the region is this buffer's alone
 
     def close(self) -> None:
         if self.owned:
@@ -54,7 +54,7 @@ class LocalMemory:
             self._kept.remove(region)
             region.close()
 
-    def borrow(self, value: Any, *, writable: bool) -> Loan:
+    def borrow(self, value: Any, *, writable: bool) -> BorrowedBuffer:
         """The value's own bytes, at least one. Raises ``BadObject``: they are not contiguous, not in host
         memory, or read-only where they are to be written."""
         if self._kept:
@@ -62,13 +62,13 @@ class LocalMemory:
             address = address_of(memory)
             for region in self._kept:
                 if region.address <= address and address + memory.nbytes <= region.address + region.nbytes:
-                    return Loan(region, address - region.address, memory.nbytes, owned=False)
+                    return BorrowedBuffer(region, address - region.address, memory.nbytes, owned=False)
         region = self._register(value, writable=writable)
-        return Loan(region, 0, region.nbytes, owned=True)
+        return BorrowedBuffer(region, 0, region.nbytes, owned=True)
 
-    def allocate(self, nbytes: int) -> Loan:
+    def allocate(self, nbytes: int) -> BorrowedBuffer:
         """New memory, present and in huge pages; it lives for as long as a view of its array does."""
-        return Loan(self._agent.allocate(nbytes, "get"), 0, nbytes, owned=True)
+        return BorrowedBuffer(self._agent.allocate(nbytes, "get"), 0, nbytes, owned=True)
 
     def _register(self, value: Any, *, writable: bool) -> Region:
         try:
@@ -83,12 +83,14 @@ class LocalMemory:
             raise BadObject(f"this memory cannot be used: {error}") from error
 
 
-def part_of(loan: Loan, offset: int, nbytes: int) -> Loan:
-    """Some bytes of a loan, which stays the one to close."""
-    return Loan(loan.region, loan.offset + offset, nbytes, owned=False)
+def part_of(buffer: BorrowedBuffer, offset: int, nbytes: int) -> BorrowedBuffer:
+    """Some bytes of a buffer, which stays the one to close."""
+    return BorrowedBuffer(buffer.region, buffer.offset + offset, nbytes, owned=False)
 
 
-def bytes_of(loan: Loan) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def bytes_of(buffer: BorrowedBuffer) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """uint8 [nbytes], a view."""
-    view: np.ndarray[Any, np.dtype[np.uint8]] = loan.region.array[loan.offset : loan.offset + loan.nbytes]
+    view: np.ndarray[Any, np.dtype[np.uint8]] = buffer.region.array[
+        buffer.offset : buffer.offset + buffer.nbytes
+    ]
     return view

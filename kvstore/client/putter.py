@@ -10,12 +10,12 @@ from typing import Any
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.client.arrays import type_of
 from moonpool.kvstore.client.connections import StoreNodes
-from moonpool.kvstore.client.discovery import rank
+from moonpool.kvstore.client.discovery import preference_order
 from moonpool.kvstore.client.errors import PutFailed, UnknownNode
 from moonpool.kvstore.client.memory import LocalMemory
-from moonpool.kvstore.client.queries import ask_all
+from moonpool.kvstore.client.queries import query_all
 from moonpool.kvstore.client.tenant import Tenant
-from moonpool.kvstore.client.upload import Outgoing, send
+from moonpool.kvstore.client.upload import Upload, send
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
@@ -55,20 +55,20 @@ class Putter:
             raise UnknownNode(preferred, list(nodes))
         if copies > len(nodes):
             nodes = await self._nodes.current(doubted=True)
-        batch: list[Outgoing] = []
+        batch: list[Upload] = []
         try:
             for name, value in values:
-                batch.append(self._outgoing(name, value))
+                batch.append(self._upload(name, value))
             first = await self._place(nodes, batch, preferred)
         finally:
-            for outgoing in batch:
-                if outgoing.loan is not None:
-                    outgoing.loan.close()
-        infos = [outgoing.info for outgoing in batch]
+            for upload in batch:
+                if upload.buffer is not None:
+                    upload.buffer.close()
+        infos = [upload.info for upload in batch]
         await self._copy_all(nodes, infos, first, copies)
         await self._forget_older(nodes, infos)
 
-    def _outgoing(self, name: str, value: Any) -> Outgoing:
+    def _upload(self, name: str, value: Any) -> Upload:
         key = self._tenant.key(name)
         kind = type_of(value)
         self._last_version = max(self._last_version + 1, self._now_ns())
@@ -80,10 +80,10 @@ class Putter:
             dtype=kind.dtype,
             shape=kind.shape,
         )
-        return Outgoing(info, self._memory.borrow(value, writable=False) if kind.nbytes else None)
+        return Upload(info, self._memory.borrow(value, writable=False) if kind.nbytes else None)
 
     async def _place(
-        self, nodes: Mapping[str, RemoteStore], batch: Sequence[Outgoing], preferred: str
+        self, nodes: Mapping[str, RemoteStore], batch: Sequence[Upload], preferred: str
     ) -> list[str]:
         """Store each object on the first node in its order that takes it; returns which. Raises
         ``PutFailed`` for the first that none takes, when the others are through."""
@@ -115,7 +115,7 @@ class Putter:
             raise PutFailed(batch[failed[0]].info.name, "was not stored", reasons[failed[0]])
         return placed
 
-    async def _send(self, node: RemoteStore, batch: Sequence[Outgoing]) -> list[str]:
+    async def _send(self, node: RemoteStore, batch: Sequence[Upload]) -> list[str]:
         try:
             return await send(node, self._tenant.owner, batch)
         except (NodeUnavailable, RemoteError, TransferError) as error:
@@ -173,12 +173,12 @@ class Putter:
         keys = block_keys.pack(info.key for info in infos)
         before = min(info.version for info in infos)
         request = store_pb2.RemoveRequest(owner=self._tenant.owner, keys=keys, before_version=before)
-        await ask_all(nodes, "Remove", request)
+        await query_all(nodes, "Remove", request)
 
 
 def _order(key: bytes, nodes: Mapping[str, RemoteStore], preferred: str = "") -> list[str]:
     # Stable: among the healthy, and among those that come after them, the object's own order.
-    order = sorted(rank(key, nodes), key=lambda node_id: not nodes[node_id].healthy)
+    order = sorted(preference_order(key, nodes), key=lambda node_id: not nodes[node_id].healthy)
     return [preferred, *(each for each in order if each != preferred)] if preferred else order
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.kvstore.blocks import keys as block_keys
-from moonpool.kvstore.client.errors import NobodyAnswered
+from moonpool.kvstore.client.errors import NoNodeAnswered
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
@@ -29,13 +29,13 @@ class ObjectStat:
     nodes: tuple[str, ...]
 
 
-async def ask_all(
+async def query_all(
     nodes: Mapping[str, RemoteStore], method: str, request: Any, unreachable: set[str] | None = None
 ) -> dict[str, Any]:
     """The answers by node; without those that did not answer, which are added to ``unreachable``, and those
     that keep no objects.
 
-    Raises ``RemoteError``; ``NobodyAnswered`` where there are nodes and all are unreachable.
+    Raises ``RemoteError``; ``NoNodeAnswered`` where there are nodes and all are unreachable.
     """
     silent: set[str] = set() if unreachable is None else unreachable
 
@@ -52,7 +52,7 @@ async def ask_all(
 
     answers = await asyncio.gather(*map(ask, nodes))
     if nodes and silent >= nodes.keys():
-        raise NobodyAnswered(sorted(nodes))
+        raise NoNodeAnswered(sorted(nodes))
     return {node_id: each for node_id, each in zip(nodes, answers, strict=True) if each is not None}
 
 
@@ -64,12 +64,12 @@ async def find_all(
 ) -> dict[bytes, ObjectStat]:
     """Of those of ``keys`` that some node has: the latest version, and who has it."""
     request = store_pb2.FindRequest(owner=owner, keys=block_keys.pack(keys))
-    replies = await ask_all(nodes, "Find", request, unreachable)
+    replies = await query_all(nodes, "Find", request, unreachable)
     return latest((node_id, info) for node_id, reply in replies.items() for info in reply.found)
 
 
 async def list_all(nodes: Mapping[str, RemoteStore], owner: bytes) -> dict[bytes, ObjectStat]:
-    """All objects of ``owner``. Raises as ``ask_all``."""
+    """All objects of ``owner``. Raises as ``query_all``."""
     found: list[tuple[str, store_pb2.ObjectInfo]] = []
 
     async def list_node(node_id: str, page: store_pb2.ListReply) -> None:
@@ -78,7 +78,7 @@ async def list_all(nodes: Mapping[str, RemoteStore], owner: bytes) -> dict[bytes
             request = store_pb2.ListRequest(owner=owner, after=page.objects[-1].key)
             page = await nodes[node_id].call("List", request)
 
-    first_pages = await ask_all(nodes, "List", store_pb2.ListRequest(owner=owner))
+    first_pages = await query_all(nodes, "List", store_pb2.ListRequest(owner=owner))
     await asyncio.gather(*(list_node(*first) for first in first_pages.items()))
     return latest(found)
 

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.client.connections import StoreNodes
 from moonpool.kvstore.client.discovery import Directory
-from moonpool.kvstore.client.download import Want
+from moonpool.kvstore.client.download import GetRequest
 from moonpool.kvstore.client.errors import ObjectMissing
 from moonpool.kvstore.client.getter import Getter
 from moonpool.kvstore.client.memory import LocalMemory
 from moonpool.kvstore.client.putter import Putter
-from moonpool.kvstore.client.queries import ObjectStat, ask_all, find_all, list_all
+from moonpool.kvstore.client.queries import ObjectStat, find_all, list_all, query_all
 from moonpool.kvstore.client.tenant import Tenant
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
@@ -52,7 +52,7 @@ class StoreClient:
     """Made by ``open_client``. Values are numpy arrays, tensors in host memory of any library that speaks
     DLPack, or buffers; they are moved from and to their own memory, without a copy. One event loop.
 
-    Every method raises ``NoStoreNodes``, ``NobodyAnswered``, ``ApiError`` or ``IndexUnavailable`` where there
+    Every method raises ``NoStoreNodes``, ``NoNodeAnswered``, ``ApiError`` or ``IndexUnavailable`` where there
     is nobody to ask. A node that does not answer is left out where others do. The last put of a name counts.
     """
 
@@ -115,8 +115,8 @@ class StoreClient:
     async def batch_get(self, names: Sequence[str], *, required: bool = False) -> list[Array | None]:
         """``get`` of many, in the order of ``names``: far cheaper than one by one. The arrays share memory,
         which goes with the last of them."""
-        wants = [Want(name, self.tenant.key(name)) for name in names]
-        return await self._getter.get(wants, required)
+        requests = [GetRequest(name, self.tenant.key(name)) for name in names]
+        return await self._getter.get(requests, required)
 
     async def get_into(self, name: str, out: Any, *, required: bool = False) -> bool:
         """Read the object into memory of the caller's, of as many bytes. False: there is none, and ``out`` is
@@ -128,8 +128,8 @@ class StoreClient:
 
     async def batch_get_into(self, outs: Mapping[str, Any], *, required: bool = False) -> list[bool]:
         """``get_into`` of many, in the order of ``outs``."""
-        wants = [Want(name, self.tenant.key(name), out) for name, out in outs.items()]
-        return [each is not None for each in await self._getter.get(wants, required)]
+        requests = [GetRequest(name, self.tenant.key(name), out) for name, out in outs.items()]
+        return [each is not None for each in await self._getter.get(requests, required)]
 
     # ------------------------------------------------------------------ what is there
 
@@ -177,7 +177,7 @@ class StoreClient:
         found = await self._stats(keys)
         nodes = await self._nodes.current()
         request = store_pb2.RemoveRequest(owner=self.tenant.owner, keys=block_keys.pack(keys))
-        await ask_all(nodes, "Remove", request)
+        await query_all(nodes, "Remove", request)
         return len(found)
 
     # ------------------------------------------------------------------ the nodes
@@ -189,4 +189,4 @@ class StoreClient:
     async def usage(self) -> dict[str, store_pb2.UsageReply]:
         """What each node keeps, by its id."""
         request = store_pb2.UsageRequest(owner=self.tenant.owner)
-        return await ask_all(await self.nodes(), "Usage", request)
+        return await query_all(await self.nodes(), "Usage", request)

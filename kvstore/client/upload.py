@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonpool.kvstore.client.memory import Loan
+from moonpool.kvstore.client.memory import BorrowedBuffer
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
 from moonpool.runtime.errors import MoonpoolError
@@ -20,21 +20,21 @@ _INLINE_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
-    """``loan``: the object's bytes; None: it is empty."""
+class Upload:
+    """``buffer``: the object's bytes; None: it is empty."""
 
     info: store_pb2.ObjectInfo
-    loan: Loan | None
+    buffer: BorrowedBuffer | None
 
 
 @dataclass(slots=True)
 class _Sent:
-    outgoing: Outgoing
+    upload: Upload
     number: int  # in the batch
     first: int = 0  # chunk that is to be written next
 
 
-async def send(node: RemoteStore, owner: bytes, batch: Sequence[Outgoing]) -> list[str]:
+async def send(node: RemoteStore, owner: bytes, batch: Sequence[Upload]) -> list[str]:
     """Store every object on ``node``; returns for each why it was refused, "" where it is there now.
 
     Raises:
@@ -50,8 +50,8 @@ async def send(node: RemoteStore, owner: bytes, batch: Sequence[Outgoing]) -> li
         elif not step.done:
             under_way[step.put_id] = (sent, step)
 
-    for number, (outgoing, step) in enumerate(zip(batch, steps, strict=True)):
-        take(_Sent(outgoing, number), step)
+    for number, (upload, step) in enumerate(zip(batch, steps, strict=True)):
+        take(_Sent(upload, number), step)
     try:
         while under_way:
             written = await _write(node, list(under_way.values()), chunk_nbytes)
@@ -76,13 +76,13 @@ async def _write(
     owners: list[int] = []
     buffers: dict[int, memoryview] = {}
     for sent, step in puts:
-        loan = sent.outgoing.loan
-        assert loan is not None, "an empty object has no chunks"
+        buffer = sent.upload.buffer
+        assert buffer is not None, "an empty object has no chunks"
         places = list(zip(step.chunks.region, step.chunks.offset, strict=True))
-        spans += loan.spans(chunk_nbytes)[sent.first : sent.first + len(places)]
+        spans += buffer.spans(chunk_nbytes)[sent.first : sent.first + len(places)]
         chunks += places
         owners += [step.put_id] * len(places)
-        buffers[loan.region.id] = loan.region.buffer
+        buffers[buffer.region.id] = buffer.region.buffer
 
     def hash_all() -> list[int]:
         return [checksum(buffers[s.region][s.offset : s.offset + s.nbytes]) for s in spans]

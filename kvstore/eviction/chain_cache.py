@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from moonpool.kvstore.eviction.extra_copies import Surplus
 from moonpool.kvstore.eviction.policy import EvictionPolicy
+from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -35,7 +35,7 @@ class ChainCache(Generic[Key]):
         self.num_spare = num_spare
         self.policy = policy
         self.on_evicted = on_evicted
-        self.surplus: Surplus[Key] = Surplus()
+        self.surplus: SurplusCopies[Key] = SurplusCopies()
         self.num_evictions = 0
         self.num_refusals = 0  # blocks not taken because everything is pinned
         self.num_bypassed = 0  # blocks the policy did not think worth a place
@@ -44,7 +44,9 @@ class ChainCache(Generic[Key]):
         self._parents: dict[Key, Key] = {}
         self._children: dict[Key, set[Key]] = {}  # held keys by the key before them, held or not
         self._pins: dict[int, int] = {}  # by slot
-        self._doomed: set[int] = set()  # removed while pinned: their slots go free with the last pin
+        self._removed_while_pinned: set[int] = (
+            set()
+        )  # removed while pinned: their slots go free with the last pin
         self._reserved: set[int] = set()  # taken for blocks that are not held yet
         self._retired: set[int] = set()  # bad: what is there may stay, nothing more is put there
 
@@ -215,7 +217,7 @@ class ChainCache(Generic[Key]):
 
     def evict(self) -> bool:
         """Evict one block. False, counted, when everything is pinned."""
-        for copy in self.surplus.cold():
+        for copy in self.surplus.unused():
             if self._can_go(copy) and copy not in self._children:
                 self._evict(copy)
                 return True
@@ -256,8 +258,8 @@ class ChainCache(Generic[Key]):
                 pins[slot] = left
                 continue
             del pins[slot]
-            if slot in self._doomed:
-                self._doomed.discard(slot)
+            if slot in self._removed_while_pinned:
+                self._removed_while_pinned.discard(slot)
                 self._give_back(slot)
 
     # ------------------------------------------------------------------ blocks go
@@ -285,7 +287,7 @@ class ChainCache(Generic[Key]):
     def _forget(self, key: Key) -> None:
         slot = self._slots.pop(key)
         if slot in self._pins:
-            self._doomed.add(slot)
+            self._removed_while_pinned.add(slot)
         else:
             self._give_back(slot)
         parent = self._parents.pop(key, None)
@@ -304,15 +306,19 @@ class ChainCache(Generic[Key]):
         assert len(taken) == len(self._slots), "a slot holds two blocks"
         assert len(free) == len(self._free), "a slot is free twice"
         assert not taken & free, "a held slot is free"
-        assert not self._doomed & (taken | free), "a doomed slot is held or free"
-        assert not self._reserved & (taken | free | self._doomed), "a reserved slot is held or free"
+        assert not self._removed_while_pinned & (taken | free), "a doomed slot is held or free"
+        assert not self._reserved & (taken | free | self._removed_while_pinned), (
+            "a reserved slot is held or free"
+        )
         assert not self._retired & free, "a bad slot is free"
-        num_retired = len(self._retired - taken - self._doomed - self._reserved)
-        num_slots = len(taken) + len(free) + len(self._doomed) + len(self._reserved) + num_retired
+        num_retired = len(self._retired - taken - self._removed_while_pinned - self._reserved)
+        num_slots = (
+            len(taken) + len(free) + len(self._removed_while_pinned) + len(self._reserved) + num_retired
+        )
         assert num_slots == self.capacity, "a slot is lost"
-        assert self._doomed <= self._pins.keys(), "a slot nobody pins is not given back"
-        assert self._pins.keys() <= taken | self._doomed, "a free slot is pinned"
-        assert all(key in self._slots for key in self.surplus.cold()), "a copy that is not held"
+        assert self._removed_while_pinned <= self._pins.keys(), "a slot nobody pins is not given back"
+        assert self._pins.keys() <= taken | self._removed_while_pinned, "a free slot is pinned"
+        assert all(key in self._slots for key in self.surplus.unused()), "a copy that is not held"
         for key, parent in self._parents.items():
             assert key in self._slots, "a link from a block that is not held"
             assert key in self._children[parent], "a block its parent does not know"

@@ -18,10 +18,10 @@ _WIDTHS = np.diff([0, *_EDGES, 2 * _EDGES[-1]]).astype(np.float64)
 # A kind of which fewer blocks than this were seen is taken to be like all others, more or less.
 _FEW_BLOCKS = 32
 # Worths that differ by less are the same: so well are they known from some hundred requests.
-_DOUBT = 0.2
+_MIN_DIFFERENCE = 0.2
 
 
-class ReuseRates:
+class LifeTable:
     """A life table for each kind of block, from uses seen and blocks still waiting for one.
 
     ``worth[kind][age]`` is the greatest rate of hits, in hits a tick for a slot, that keeping a block of this
@@ -33,7 +33,7 @@ class ReuseRates:
     def __init__(self, num_kinds: int, half_life: float) -> None:
         self._keep = 0.5 ** (1 / half_life)
         self._used = [[0.0] * _NUM_AGES for _ in range(num_kinds)]
-        self._given_up = [[0.0] * _NUM_AGES for _ in range(num_kinds)]
+        self._censored = [[0.0] * _NUM_AGES for _ in range(num_kinds)]
         self._waiting: list[Counter[int]] = [
             Counter() for _ in range(num_kinds)
         ]  # blocks by tick of last use
@@ -53,10 +53,10 @@ class ReuseRates:
         self._end(kind, since)
         self._used[kind][self.age(tick - since)] += 1
 
-    def give_up(self, kind: int, since: int, tick: int) -> None:
+    def censor(self, kind: int, since: int, tick: int) -> None:
         """A block that began at tick ``since`` is not looked out for any more."""
         self._end(kind, since)
-        self._given_up[kind][self.age(tick - since)] += 1
+        self._censored[kind][self.age(tick - since)] += 1
 
     def _end(self, kind: int, since: int) -> None:
         waiting = self._waiting[kind]
@@ -66,10 +66,10 @@ class ReuseRates:
 
     def learn(self, tick: int) -> None:
         """Bring ``worth`` up to date; to be called now and then."""
-        used, given_up = np.array(self._used), np.array(self._given_up)
+        used, censored = np.array(self._used), np.array(self._censored)
         if not used.any():
             return
-        ended = used + given_up
+        ended = used + censored
         for kind, waiting in enumerate(self._waiting):
             for since, count in waiting.items():
                 ended[kind, self.age(tick - since)] += count
@@ -81,7 +81,7 @@ class ReuseRates:
         chances = np.minimum((uses + few * of_all) / (ticks + few + _WIDTHS) * _WIDTHS, 1.0)
         self.worth = _in_steps(_worth(chances)).tolist()
         self._used = (used * self._keep).tolist()
-        self._given_up = (given_up * self._keep).tolist()
+        self._censored = (censored * self._keep).tolist()
 
 
 def _with_neighbours(counts: Floats) -> Floats:
@@ -111,5 +111,5 @@ def _worth(chances: Floats) -> Floats:
 def _in_steps(worth: Floats) -> Floats:
     steps = np.zeros_like(worth)
     known = worth > 0
-    steps[known] = np.exp(np.round(np.log(worth[known]) / _DOUBT) * _DOUBT)
+    steps[known] = np.exp(np.round(np.log(worth[known]) / _MIN_DIFFERENCE) * _MIN_DIFFERENCE)
     return steps

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush
 
-from moonpool.kvstore.eviction.life_table import ReuseRates
+from moonpool.kvstore.eviction.life_table import LifeTable
 from moonpool.kvstore.eviction.savings import SavedSeconds
 
 # Requests between two times the rates are learned anew, and those after which what was seen counts half: many
@@ -45,7 +45,7 @@ class _Seen:
 
 class Prefix:
     """Blocks are of a kind: by how often they were used and, when only once, by their place in the request
-    that brought them. For each kind ``ReuseRates`` learns how many hits a slot gives by age; times the
+    that brought them. For each kind ``LifeTable`` learns how many hits a slot gives by age; times the
     seconds that a hit saves, that is what the block is worth, and the leaf of least worth goes. A new block
     is not taken where its worth is less than the victim's: one long document read once does not push out the
     conversations. Knows nothing at first, and is LRU then.
@@ -55,7 +55,7 @@ class Prefix:
         """``saved_s``: see ``savings``; asked again now and then. None: every hit saves as much."""
         self._saved_s = saved_s
         self._prices: list[int] = []  # by position, as they are now
-        self._rates = ReuseRates(_NUM_KINDS, _HALF_LIFE_REQUESTS / _LEARN_REQUESTS)
+        self._rates = LifeTable(_NUM_KINDS, _HALF_LIFE_REQUESTS / _LEARN_REQUESTS)
         # Requests to a tick, the clock of ages: fine against the time a block stays.
         self._tick_requests = min(max(capacity_blocks // _TICK_BLOCKS, 1), _MAX_TICK_REQUESTS)
         self._max_seen = max(_REMEMBERED * capacity_blocks, 4096)
@@ -85,7 +85,7 @@ class Prefix:
             self._show(key)
         while len(seen) > self._max_seen and next(iter(seen)) not in self._parents:
             _, old = seen.popitem(last=False)
-            self._rates.give_up(old.kind, old.tick, self._tick)
+            self._rates.censor(old.kind, old.tick, self._tick)
 
     def _advance(self) -> None:
         self._requests += 1

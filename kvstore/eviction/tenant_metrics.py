@@ -58,13 +58,13 @@ class _TenantCollector(Collector):
         for tenant, usage in self._quotas.usage().items():
             label = self._labels.of(tenant)
             for tier in Tier:
-                place = (label, tier.name.lower())
-                held[place] = held.get(place, 0) + usage.num_blocks[tier]
+                labels = (label, tier.name.lower())
+                held[labels] = held.get(labels, 0) + usage.num_blocks[tier]
             for reason, count in usage.num_evicted.items():
                 lost[label, reason] = lost.get((label, reason), 0) + count
-        for place, count in held.items():
-            blocks.add_metric(place, count)
-            nbytes.add_metric(place, count * self._quotas.block_nbytes)
+        for labels, count in held.items():
+            blocks.add_metric(labels, count)
+            nbytes.add_metric(labels, count * self._quotas.block_nbytes)
         for reason_of, count in lost.items():
             evicted.add_metric(reason_of, count)
         yield from (blocks, nbytes, evicted)

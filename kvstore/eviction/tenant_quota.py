@@ -26,7 +26,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class _Share:
+class _TenantBlocks:
     limit_blocks: int
     usage: Usage = field(default_factory=Usage)
     blocks: OrderedDict[BlockKey, None] = field(default_factory=OrderedDict)  # longest unused first
@@ -37,7 +37,7 @@ class TenantQuotas:
 
     def __init__(self, block_nbytes: int) -> None:
         self.block_nbytes = block_nbytes
-        self._shares: dict[str, _Share] = {}
+        self._tenants: dict[str, _TenantBlocks] = {}
         self._roots: OrderedDict[BlockKey, str] = OrderedDict()
         self._owner: dict[BlockKey, str] = {}
         self._tier: dict[BlockKey, Tier] = {}
@@ -45,12 +45,12 @@ class TenantQuotas:
         self._children: dict[BlockKey, set[BlockKey]] = {}
 
     def num_blocks(self, tenant: str) -> int:
-        share = self._shares.get(tenant)
-        return len(share.blocks) if share is not None else 0
+        held = self._tenants.get(tenant)
+        return len(held.blocks) if held is not None else 0
 
     def usage(self) -> dict[str, Usage]:
         """By tenant, as it is now. May be called from any thread."""
-        return {tenant: share.usage for tenant, share in list(self._shares.items())}
+        return {tenant: held.usage for tenant, held in list(self._tenants.items())}
 
     def claim(self, tenant: str, limit_nbytes: int, chain: Sequence[BlockKey], tiers: Sequence[Tier]) -> None:
         """A request of ``tenant`` uses ``chain``, whose first blocks the node holds in these tiers. The
@@ -60,8 +60,8 @@ class TenantQuotas:
         if not limit_nbytes:
             self._forget_tenant(tenant)
             return
-        share = self._shares.setdefault(tenant, _Share(0))
-        share.limit_blocks = max(limit_nbytes // self.block_nbytes, 1)
+        held = self._tenants.setdefault(tenant, _TenantBlocks(0))
+        held.limit_blocks = max(limit_nbytes // self.block_nbytes, 1)
         self._roots[chain[0]] = tenant
         self._roots.move_to_end(chain[0])
         if len(self._roots) > _MOST_ROOTS:
@@ -70,8 +70,8 @@ class TenantQuotas:
             self.stored(chain[i], chain[i - 1] if i else None, tier)
         # Of a chain, the end goes first.
         for key in reversed(chain[: len(tiers)]):
-            if key in share.blocks:
-                share.blocks.move_to_end(key)
+            if key in held.blocks:
+                held.blocks.move_to_end(key)
 
     def stored(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
         """The node holds a block; it is its parent's tenant's, or whose chain begins with it. Idempotent."""
@@ -79,22 +79,22 @@ class TenantQuotas:
             self.moved(key, tier)
             return
         tenant = self._roots.get(key) if parent is None else self._owner.get(parent)
-        if tenant is None or tenant not in self._shares:
+        if tenant is None or tenant not in self._tenants:
             return
         self._owner[key] = tenant
         self._parent[key] = parent
         if parent is not None:
             self._children.setdefault(parent, set()).add(key)
         self._tier[key] = tier
-        share = self._shares[tenant]
-        share.blocks[key] = None
-        share.usage.num_blocks[tier] += 1
+        held = self._tenants[tenant]
+        held.blocks[key] = None
+        held.usage.num_blocks[tier] += 1
 
     def moved(self, key: BlockKey, tier: Tier) -> None:
         """Its fastest copy is in another tier now."""
         tenant = self._owner.get(key)
         if tenant is not None:
-            num_blocks = self._shares[tenant].usage.num_blocks
+            num_blocks = self._tenants[tenant].usage.num_blocks
             num_blocks[self._tier[key]] -= 1
             num_blocks[tier] += 1
             self._tier[key] = tier
@@ -107,47 +107,47 @@ class TenantQuotas:
         tenant = self._owner.pop(key, None)
         if tenant is None:
             return
-        share = self._shares[tenant]
-        del share.blocks[key]
-        share.usage.num_blocks[self._tier.pop(key)] -= 1
-        share.usage.num_evicted[reason] += 1
+        held = self._tenants[tenant]
+        del held.blocks[key]
+        held.usage.num_blocks[self._tier.pop(key)] -= 1
+        held.usage.num_evicted[reason] += 1
         parent = self._parent.pop(key)
         if parent is not None and (siblings := self._children.get(parent)) is not None:
             siblings.discard(key)
             if not siblings:
                 del self._children[parent]
 
-    def excess(self, let_go: Callable[[BlockKey], bool]) -> list[BlockKey]:
+    def excess(self, release: Callable[[BlockKey], bool]) -> list[BlockKey]:
         """Blocks beyond their tenants' quotas: the ends of the chains that were not used for longest. Each is
-        forgotten here once ``let_go`` has agreed to it; where one must stay for now, its tenant waits.
+        forgotten here once ``release`` has agreed to it; where one must stay for now, its tenant waits.
         """
         victims = []
-        for share in self._shares.values():
-            while len(share.blocks) > share.limit_blocks:
-                leaf = next(iter(share.blocks))
+        for held in self._tenants.values():
+            while len(held.blocks) > held.limit_blocks:
+                leaf = next(iter(held.blocks))
                 while below := self._children.get(leaf):
                     leaf = next(iter(below))
-                if not let_go(leaf):
+                if not release(leaf):
                     break
                 victims.append(leaf)
                 self._forget(leaf, "quota")
         return victims
 
     def _forget_tenant(self, tenant: str) -> None:
-        share = self._shares.get(tenant)
-        if share is not None:
-            for key in list(share.blocks):
+        held = self._tenants.get(tenant)
+        if held is not None:
+            for key in list(held.blocks):
                 self.gone(key)
-            del self._shares[tenant]
+            del self._tenants[tenant]
 
     def check_integrity(self) -> None:
         """Assert everything this class promises; costs time proportional to what is held."""
-        held = [key for share in self._shares.values() for key in share.blocks]
-        assert len(held) == len(set(held)) == len(self._owner) == len(self._parent), "a block counts twice"
+        keys = [key for held in self._tenants.values() for key in held.blocks]
+        assert len(keys) == len(set(keys)) == len(self._owner) == len(self._parent), "a block counts twice"
         assert self._tier.keys() == self._owner.keys(), "a block without a tier"
-        for share in self._shares.values():
-            assert sum(share.usage.num_blocks) == len(share.blocks), "tiers do not add up"
-        assert all(key in self._shares[tenant].blocks for key, tenant in self._owner.items()), "lost"
+        for held in self._tenants.values():
+            assert sum(held.usage.num_blocks) == len(held.blocks), "tiers do not add up"
+        assert all(key in self._tenants[tenant].blocks for key, tenant in self._owner.items()), "lost"
         for parent, children in self._children.items():
             assert children, "an empty set of children"
             assert all(self._parent[child] == parent for child in children), "a child of another"

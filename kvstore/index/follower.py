@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.lease_watch import LeaseWatch
-from moonpool.kvstore.index.mirror_state import IndexCopy
-from moonpool.kvstore.index.redis.kv_index import Event, KVIndex, Tip
+from moonpool.kvstore.index.mirror_state import MirrorState
+from moonpool.kvstore.index.redis.kv_index import Event, KVIndex, StreamPosition
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _SLICE_S = 0.002
 
 
-class Behind(Exception):
+class MirrorBehind(Exception):
     """The stream cannot be followed from where the copy stands. ``connect`` reads everything again."""
 
     def __init__(self, cause: str, message: str) -> None:
@@ -35,7 +35,7 @@ class Follower:
     def __init__(
         self,
         index: KVIndex,
-        copy: IndexCopy,
+        copy: MirrorState,
         *,
         lease_ttl_s: float,
         clock: Callable[[], float],
@@ -57,9 +57,9 @@ class Follower:
         self._behind: tuple[int, float] | None = None  # a number not reached yet, and when it was seen
         self._next_tick = 0.0
 
-    def lost(self, cause: str = "") -> None:
+    def disconnected(self, cause: str = "") -> None:
         """Redis does not answer, or (with a cause) everything must be read again."""
-        self._leases.lost()
+        self._leases.disconnected()
         self._cause = cause or self._cause
 
     # ------------------------------------------------------------------ reading everything
@@ -67,7 +67,7 @@ class Follower:
     async def connect(self) -> None:
         """Stand where the stream can be followed from."""
         tip = await self._index.watch()
-        cause = self._cause or await self._why_not_resume(tip)
+        cause = self._cause or await self._resume_obstacle(tip)
         if cause:
             metrics.mirror_snapshots.labels(cause).inc()
             await self._read_all(tip, keep_missing=cause not in ("start", "gap"))
@@ -75,7 +75,7 @@ class Follower:
         self._next_tick = 0.0
         self.advanced.set()
 
-    async def _why_not_resume(self, tip: Tip) -> str:
+    async def _resume_obstacle(self, tip: StreamPosition) -> str:
         """Empty when the stream goes on from the event last applied; else the cause to read everything."""
         if tip.instance != self.instance:
             return "instance"
@@ -84,7 +84,7 @@ class Follower:
             return "history"
         return ""
 
-    async def _read_all(self, tip: Tip, keep_missing: bool) -> None:
+    async def _read_all(self, tip: StreamPosition, keep_missing: bool) -> None:
         """Replace what is known, node by node. Changes made meanwhile are in the logs, in the stream, or in
         both; applying them twice is harmless."""
         copy, found = self._copy, set()
@@ -122,7 +122,7 @@ class Follower:
     # ------------------------------------------------------------------ following
 
     async def follow(self) -> None:
-        """For ever. Raises ``Behind``."""
+        """For ever. Raises ``MirrorBehind``."""
         while True:
             if self._clock() >= self._next_tick:
                 await self._tick()
@@ -131,14 +131,16 @@ class Follower:
             started = self._clock()
             for event in events:
                 if event.seq != self.seq + 1:
-                    raise Behind("gap", f"events {self.seq + 1} to {event.seq - 1} are gone from the stream")
+                    raise MirrorBehind(
+                        "gap", f"events {self.seq + 1} to {event.seq - 1} are gone from the stream"
+                    )
                 self._copy.apply(event)
                 self.seq, self._last = event.seq, event
                 if self._clock() - started > _SLICE_S:
                     await asyncio.sleep(0)
                     started = self._clock()
             if not events and self._behind is not None and self.seq < self._behind[0]:
-                raise Behind("gap", f"events up to {self._behind[0]} are gone from the stream")
+                raise MirrorBehind("gap", f"events up to {self._behind[0]} are gone from the stream")
             if events:
                 metrics.mirror_events.inc(len(events))
                 self.advanced.set()
@@ -150,9 +152,9 @@ class Follower:
         now_s = self._clock()
         self._next_tick = now_s + self._tick_s
         if tip.instance != self.instance:
-            raise Behind("instance", "Redis has lost the index it had")
+            raise MirrorBehind("instance", "Redis has lost the index it had")
         if tip.seq < self.seq:
-            raise Behind("history", f"the stream ends at {tip.seq}, {self.seq} was seen")
+            raise MirrorBehind("history", f"the stream ends at {tip.seq}, {self.seq} was seen")
         if self._leases.answered(asked_s, now_s):
             await self._drop_lapsed(tip)
         for node_id in [name for name, until_s in copy.missing.items() if until_s <= now_s]:
@@ -168,7 +170,7 @@ class Follower:
         metrics.mirror_blocks.set(copy.blocks.num_blocks)
         metrics.mirror_nodes.set(len(copy.nodes))
 
-    async def _drop_lapsed(self, tip: Tip) -> None:
+    async def _drop_lapsed(self, tip: StreamPosition) -> None:
         for node_id in tip.lapsed:
             record = self._copy.nodes.get(node_id)
             if record is not None and await self._index.drop(node_id, record.epoch):

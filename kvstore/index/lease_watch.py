@@ -13,7 +13,7 @@ class LeaseWatch:
         self._since: float | None = None
         self._last_s = 0.0
 
-    def lost(self) -> None:
+    def disconnected(self) -> None:
         """Redis does not answer."""
         self._since = None
 

@@ -16,9 +16,9 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index import metrics
-from moonpool.kvstore.index.follower import Behind, Follower
+from moonpool.kvstore.index.follower import Follower, MirrorBehind
 from moonpool.kvstore.index.mirror_check import MirrorCheck
-from moonpool.kvstore.index.mirror_state import IndexCopy
+from moonpool.kvstore.index.mirror_state import MirrorState
 from moonpool.kvstore.index.prefix_map import PrefixMap
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeRecord
@@ -44,8 +44,8 @@ class IndexMirror:
         lease_ttl_s: float = 3.0,
         on_joined: Callable[[NodeRecord], None] | None = None,
         on_left: Callable[[NodeRecord, str], None] | None = None,
-        on_heard: Callable[[NodeRecord], None] | None = None,
-        on_news: Callable[[str], None] | None = None,
+        on_updated: Callable[[NodeRecord], None] | None = None,
+        on_status: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         tick_s: float = 0.5,
         check_interval_s: float = 10.0,
@@ -54,19 +54,19 @@ class IndexMirror:
         dropped. ``tick_s``: how often the stream's end and the leases are looked at. ``check_interval_s``:
         how often a part of the copy is compared with Redis.
 
-        ``on_joined`` is called for every new life of a node, ``on_heard`` for every later record of one,
+        ``on_joined`` is called for every new life of a node, ``on_updated`` for every later record of one,
         ``on_left`` with the record and why; a node that comes back with a new epoch leaves first. All run on
-        the loop, after the mirror has changed. ``on_news`` gets a sentence whenever the mirror loses the
+        the loop, after the mirror has changed. ``on_status`` gets a sentence whenever the mirror loses the
         index, falls behind it, is found to differ from it, and when it is in step again.
         """
         self.connected = False
         self._index = index
         self.joined = on_joined or (lambda record: None)
         self.left = on_left or (lambda record, reason: None)
-        self.heard = on_heard or (lambda record: None)
-        self._news = on_news or (lambda sentence: None)
+        self.updated = on_updated or (lambda record: None)
+        self._status = on_status or (lambda sentence: None)
         self._sweep_due = asyncio.Event()
-        self._copy = IndexCopy(self, self._sweep_due.set)
+        self._copy = MirrorState(self, self._sweep_due.set)
         self._follower = Follower(index, self._copy, lease_ttl_s=lease_ttl_s, clock=clock, tick_s=tick_s)
         self._check = MirrorCheck(index, self._copy, self._follower)
         self._check_interval_s = check_interval_s
@@ -160,19 +160,19 @@ class IndexMirror:
                     if not self.connected:
                         await self._follower.connect()
                         self._set_connected(True)
-                        self._news(
+                        self._status(
                             f"in step with Redis again: {self.num_blocks:,} blocks of {len(self.nodes)} nodes"
                         )
                     attempt = 0
                     await self._follower.follow()
-                except Behind as behind:
+                except MirrorBehind as behind:
                     _log.warning("index mirror reads everything again: %s", behind)
                     self._set_connected(False, behind.cause)
-                    self._news(f"everything is read again ({behind.cause}): {behind}")
+                    self._status(f"everything is read again ({behind.cause}): {behind}")
                 except IndexUnavailable as error:
                     if self.connected:
                         _log.warning("index mirror keeps what it has: %s", error)
-                        self._news(f"keeps what it has: {error}")
+                        self._status(f"keeps what it has: {error}")
                     self._set_connected(False)
                     await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
                     attempt += 1
@@ -194,7 +194,7 @@ class IndexMirror:
             if self.connected:
                 try:
                     if num_blocks := await self._check.compare_next():
-                        self._news(f"{num_blocks:,} blocks differ from Redis: their nodes are read again")
+                        self._status(f"{num_blocks:,} blocks differ from Redis: their nodes are read again")
                 except IndexUnavailable as error:
                     _log.warning("the mirror was not compared with Redis: %s", error)
 
@@ -202,4 +202,4 @@ class IndexMirror:
         self.connected = connected
         metrics.mirror_connected.set(connected)
         if not connected:
-            self._follower.lost(cause)
+            self._follower.disconnected(cause)

@@ -8,7 +8,7 @@ import logging
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.follower import Follower
-from moonpool.kvstore.index.mirror_state import IndexCopy
+from moonpool.kvstore.index.mirror_state import MirrorState
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, pick
 from moonpool.kvstore.index.redis.kv_index import KVIndex, LogPage
 
@@ -25,7 +25,7 @@ class MirrorCheck:
     again.
     """
 
-    def __init__(self, index: KVIndex, copy: IndexCopy, follower: Follower) -> None:
+    def __init__(self, index: KVIndex, copy: MirrorState, follower: Follower) -> None:
         self._index = index
         self._copy = copy
         self._follower = follower

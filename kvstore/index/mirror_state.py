@@ -23,14 +23,14 @@ class Listener(Protocol):
     def joined(self, record: NodeRecord) -> None:
         """A new life of a node."""
 
-    def heard(self, record: NodeRecord) -> None:
+    def updated(self, record: NodeRecord) -> None:
         """A later record of it."""
 
     def left(self, record: NodeRecord, reason: str) -> None:
         """A node that comes back with a new epoch leaves first."""
 
 
-class IndexCopy:
+class MirrorState:
     """Applies what was read, in order. Applying an entry twice is harmless."""
 
     def __init__(self, listener: Listener, on_dirty: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class IndexCopy:
             self.change(node_id, event.data)
         elif event.kind == b"H":
             self.nodes[node_id] = record = NodeRecord.from_json(event.data)
-            self._listener.heard(record)
+            self._listener.updated(record)
         elif event.kind == b"C":
             self.complete(node_id)
         elif event.kind == b"L":
@@ -97,7 +97,7 @@ class IndexCopy:
         if known is not None and known.epoch == record.epoch:
             self.nodes[node_id] = record
             self.blocks.begin(node_id)
-            self._listener.heard(record)
+            self._listener.updated(record)
             return
         if known is not None:
             self.leave(node_id, "restarted")

@@ -93,7 +93,7 @@ class IndexPublisher:
             for listener in self.listeners:
                 listener.removed(key)
 
-    def disown(self, keys: Iterable[BlockKey]) -> int:
+    def retract(self, keys: Iterable[BlockKey]) -> int:
         """Somebody was told that this node holds these blocks. Publishes the removal of those it does not
         hold, whatever the index says of them; only their owner can do that without a race. Returns how many.
         """

@@ -12,13 +12,13 @@ from moonpool.protos import store_pb2
 
 # Chunks of one chain. A tier never evicts a chain to make room for its own end, so an object larger than the
 # host tier must be of several; within one, a lookup or an eviction walks at most so many.
-PART_CHUNKS = 64
+RUN_CHUNKS = 64
 
 _CHUNK = Struct("<16sQQ")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ChainRun:
     """Chunks ``first … first + len(keys) - 1`` of an object, one chain."""
 
     first: int
@@ -26,7 +26,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ChunkPlan:
     """One version of an object of ``nbytes`` in chunks of ``chunk_nbytes``."""
 
     key: bytes
@@ -35,7 +35,7 @@ class Cut:
     chunk_nbytes: int
 
     @classmethod
-    def of(cls, info: store_pb2.ObjectInfo, chunk_nbytes: int) -> Cut:
+    def of(cls, info: store_pb2.ObjectInfo, chunk_nbytes: int) -> ChunkPlan:
         return cls(info.key, info.version, info.nbytes, chunk_nbytes)
 
     @property
@@ -51,12 +51,12 @@ class Cut:
         data = _CHUNK.pack(self.key, self.version, chunk)
         return BlockKey(blake2b(data, digest_size=KEY_NBYTES, person=b"moonpool-chunk").digest())
 
-    def part(self, chunk: int) -> Part:
+    def run_of(self, chunk: int) -> ChainRun:
         """The part that ``chunk`` is in."""
-        first = chunk - chunk % PART_CHUNKS
-        last = min(first + PART_CHUNKS, self.num_chunks)
-        return Part(first, [self.key_of(each) for each in range(first, last)])
+        first = chunk - chunk % RUN_CHUNKS
+        last = min(first + RUN_CHUNKS, self.num_chunks)
+        return ChainRun(first, [self.key_of(each) for each in range(first, last)])
 
-    def parts(self) -> Iterator[Part]:
-        for first in range(0, self.num_chunks, PART_CHUNKS):
-            yield self.part(first)
+    def runs(self) -> Iterator[ChainRun]:
+        for first in range(0, self.num_chunks, RUN_CHUNKS):
+            yield self.run_of(first)

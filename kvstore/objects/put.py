@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonpool.kvstore.objects.chunks import PART_CHUNKS, Cut
+from moonpool.kvstore.objects.chunks import RUN_CHUNKS, ChunkPlan
 from moonpool.kvstore.objects.errors import BadRequest, PutBroken
 from moonpool.kvstore.store import Reservation, TieredStore
 from moonpool.protos import store_pb2
 from moonpool.transfer import checksum
 
-_WINDOW_CHUNKS = 4 * PART_CHUNKS
+_WINDOW_CHUNKS = 4 * RUN_CHUNKS
 
 
-def window_of(store: TieredStore) -> int:
+def window_chunks(store: TieredStore) -> int:
     """Most chunks reserved or leased at a time. Large enough that a window is worth its round trip, small
     enough that one put or get does not take all of memory, nor empty it for what may never come."""
     return max(min(_WINDOW_CHUNKS, store.host.stats.num_blocks // 4), 1)
@@ -32,8 +32,8 @@ class Put:
         self.ttl_s = ttl_s
         self.expires_s = 0.0  # kept by the shelf
         self._store = store
-        self._window = window_of(store)
-        self._cut = Cut.of(record.info, record.chunk_nbytes)
+        self._window = window_chunks(store)
+        self._cut = ChunkPlan.of(record.info, record.chunk_nbytes)
         self._reserved: list[Reservation] = []
         self._first = 0  # of the chunks reserved now
         self._next = 0  # the first chunk not yet reserved
@@ -44,7 +44,7 @@ class Put:
         return not self._reserved and self._next == self._cut.num_chunks
 
     @property
-    def places(self) -> list[int]:
+    def offsets(self) -> list[int]:
         """Where in the store's memory the reserved chunks are to be written, in bytes, in order."""
         return [offset for reservation in self._reserved for offset in reservation.offsets]
 
@@ -56,10 +56,10 @@ class Put:
         cut, self._first = self._cut, self._next
         end = min(self._next + self._window, cut.num_chunks)
         while self._next < end:
-            part = cut.part(self._next)
-            at = self._next - part.first
-            wanted = part.keys[at : at + end - self._next]
-            reservation = self._store.reserve(wanted, parent=part.keys[at - 1] if at else None)
+            run = cut.run_of(self._next)
+            at = self._next - run.first
+            wanted = run.keys[at : at + end - self._next]
+            reservation = self._store.reserve(wanted, parent=run.keys[at - 1] if at else None)
             if reservation.num_held:
                 reservation.abort()
                 raise PutBroken("another put of this very version is under way, or has just ended")
@@ -100,7 +100,7 @@ class Put:
         slot[nbytes:] = 0
         return checksum(slot.data)
 
-    def abort(self) -> Cut:
+    def abort(self) -> ChunkPlan:
         """Give back what is reserved. Returns the cut whose chunks the caller removes."""
         reserved, self._reserved = self._reserved, []
         for reservation in reserved:

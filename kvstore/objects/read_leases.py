@@ -10,8 +10,8 @@ from random import Random
 
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.objects import metrics
-from moonpool.kvstore.objects.chunks import Cut, Part
-from moonpool.kvstore.objects.put import window_of
+from moonpool.kvstore.objects.chunks import ChainRun, ChunkPlan
+from moonpool.kvstore.objects.put import window_chunks
 from moonpool.kvstore.objects.table import ObjectTable
 from moonpool.kvstore.objects.write_behind import WriteBehind
 from moonpool.kvstore.store import TieredStore
@@ -47,7 +47,7 @@ class ObjectLeases:
         self._store = store
         self._table = table
         self._behind = behind
-        self._window = window_of(store)
+        self._window = window_chunks(store)
         self._longest_s = longest_s
         self._clock = clock
         self._rng = rng
@@ -73,8 +73,8 @@ class ObjectLeases:
         at, end = wanted.first_chunk, min(wanted.first_chunk + self._window, cut.num_chunks)
         try:
             while at < end and self._table.get(wanted.key) is record:
-                part = self._table.part(record, at)
-                num_pinned = await self._pin(opened, cut, part, at, ttl_s)
+                run = self._table.run_of(record, at)
+                num_pinned = await self._pin(opened, cut, run, at, ttl_s)
                 if not num_pinned:
                     break
                 at += num_pinned
@@ -88,18 +88,18 @@ class ObjectLeases:
         metrics.LOOKUPS.labels("hit").inc()
         return opened
 
-    async def _pin(self, opened: Opened, cut: Cut, part: Part, at: int, ttl_s: float) -> int:
-        """Pin the part that chunk ``at`` is in; returns how many chunks from ``at`` on can be read."""
-        self._store.use(part.keys)
-        if Tier.SSD in self._store.match(part.keys):
+    async def _pin(self, opened: Opened, cut: ChunkPlan, run: ChainRun, at: int, ttl_s: float) -> int:
+        """Pin the run that chunk ``at`` is in; returns how many chunks from ``at`` on can be read."""
+        self._store.use(run.keys)
+        if Tier.SSD in self._store.match(run.keys):
             # They come to memory, and others have to leave it.
             await self._behind.room()
-        lease = await self._store.pin(part.keys, min(ttl_s, self._longest_s))
+        lease = await self._store.pin(run.keys, min(ttl_s, self._longest_s))
         if lease.id:
             lease_id = self._rng.getrandbits(63) | 1
             self._leases[lease_id] = (lease.id, lease.expires_s)
             opened.lease_ids.append(lease_id)
-        blocks = lease.blocks[at - part.first :]
+        blocks = lease.blocks[at - run.first :]
         opened.offsets += [block.slot * cut.chunk_nbytes for block in blocks]
         opened.checksums += [block.checksum for block in blocks]
         if blocks and at + len(blocks) == cut.num_chunks:
@@ -130,12 +130,12 @@ class ObjectLeases:
         if record.info.surplus:
             self._read_s[record.info.key] = self._clock()
 
-    def cold_surplus(self, cold_s: float) -> list[store_pb2.StoredObject]:
-        """Surplus copies that were not read for ``cold_s``, the one unread for longest first."""
+    def unused_surplus(self, unused_s: float) -> list[store_pb2.StoredObject]:
+        """Surplus copies that were not read for ``unused_s``, the one unread for longest first."""
         surplus = [record for record in self._table if record.info.surplus]
         kept = {record.info.key: self._read_s.get(record.info.key, 0.0) for record in surplus}
         self._read_s = {key: read_s for key, read_s in kept.items() if read_s}
-        cold = [record for record in surplus if kept[record.info.key] <= self._clock() - cold_s]
+        cold = [record for record in surplus if kept[record.info.key] <= self._clock() - unused_s]
         return sorted(cold, key=lambda record: kept[record.info.key])
 
     async def check(self, owner: bytes, key: bytes) -> bool:
@@ -143,8 +143,8 @@ class ObjectLeases:
         record = self._table.find(owner, key)
         if record is None:
             return False
-        for part in self._table.cut(record).parts():
-            lease = await self._store.pin(part.keys, self._longest_s)
+        for run in self._table.cut(record).runs():
+            lease = await self._store.pin(run.keys, self._longest_s)
             try:
                 slots = [block.slot for block in lease.blocks]
                 intact = await asyncio.to_thread(self._all_intact, slots)

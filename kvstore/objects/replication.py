@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.kvstore.objects.chunks import Cut
+from moonpool.kvstore.objects.chunks import ChunkPlan
 from moonpool.kvstore.objects.errors import PutBroken
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.object_store import RemoteStore
@@ -41,10 +41,10 @@ async def copy_object(
         info = store_pb2.ObjectInfo()
         info.CopyFrom(opened.info)
         info.surplus = surplus
-        cut = Cut.of(info, chunk_nbytes)
+        cut = ChunkPlan.of(info, chunk_nbytes)
         put_id, put = await objects.begin(owner, info, ttl_s)
         first = nbytes = 0
-        while places := put.places:
+        while places := put.offsets:
             here = [Span(region.id, offset, cut.nbytes_of(first + i)) for i, offset in enumerate(places)]
             if not unread:
                 unread = [await source.reopen(owner, info, first)]
@@ -58,4 +58,4 @@ async def copy_object(
         objects.abort(put_id)
         raise
     finally:
-        source.let_go(unread)
+        source.release(unread)

@@ -20,7 +20,7 @@ from moonpool.protos import store_pb2
 log = logging.getLogger(__name__)
 
 # A copy made because an object was hot is no longer needed when nobody has read it here for so long.
-_COLD_S = 10.0
+_UNUSED_S = 10.0
 
 
 class ObjectShelf:
@@ -181,7 +181,7 @@ class ObjectShelf:
         short = num_wanted - self._store.host.num_free
         if short <= 0:
             return
-        for record in self.leases.cold_surplus(_COLD_S):
+        for record in self.leases.unused_surplus(_UNUSED_S):
             if short <= 0:
                 break
             metrics.EVICTED_OBJECTS.labels("surplus").inc()

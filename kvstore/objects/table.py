@@ -10,7 +10,7 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.catalog import Catalogue
-from moonpool.kvstore.objects.chunks import PART_CHUNKS, Cut, Part
+from moonpool.kvstore.objects.chunks import RUN_CHUNKS, ChainRun, ChunkPlan
 from moonpool.kvstore.objects.owner_quota import ObjectQuotas
 from moonpool.kvstore.store import TieredStore
 from moonpool.protos import store_pb2
@@ -32,7 +32,7 @@ class ObjectTable:
         self._catalogue = catalogue
         self._objects: dict[bytes, store_pb2.StoredObject] = {}
         self._object_of: dict[BlockKey, bytes] = {}  # by chunk
-        self._parts: dict[bytes, list[Part]] = {}  # of each object: making keys costs more than using them
+        self._runs: dict[bytes, list[ChainRun]] = {}  # of each object: making keys costs more than using them
         self._removals: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -49,21 +49,21 @@ class ObjectTable:
         record = self._objects.get(key)
         return record if record is not None and record.owner == owner else None
 
-    def cut(self, record: store_pb2.StoredObject) -> Cut:
-        return Cut.of(record.info, self._chunk_nbytes)
+    def cut(self, record: store_pb2.StoredObject) -> ChunkPlan:
+        return ChunkPlan.of(record.info, self._chunk_nbytes)
 
     def taken_nbytes(self, record: store_pb2.StoredObject) -> int:
         """What it takes of the store: whole chunks."""
         return self.cut(record).num_chunks * self._chunk_nbytes
 
-    def part(self, record: store_pb2.StoredObject, chunk: int) -> Part:
+    def run_of(self, record: store_pb2.StoredObject, chunk: int) -> ChainRun:
         """The part of an object in the table that ``chunk`` is in."""
-        return self._parts[record.info.key][chunk // PART_CHUNKS]
+        return self._runs[record.info.key][chunk // RUN_CHUNKS]
 
     def is_whole(self, record: store_pb2.StoredObject) -> bool:
         """Whether the store holds every chunk."""
-        parts = self.cut(record).parts()
-        return all(len(self._store.match(part.keys)) == len(part.keys) for part in parts)
+        runs = self.cut(record).runs()
+        return all(len(self._store.match(run.keys)) == len(run.keys) for run in runs)
 
     # ------------------------------------------------------------------ coming and going
 
@@ -76,7 +76,7 @@ class ObjectTable:
                 self._index(record)
             else:
                 self._catalogue.forget(record.info.key)
-        orphans = [key for key, _ in self._store.held() if key not in self._object_of]
+        orphans = [key for key, _ in self._store.blocks() if key not in self._object_of]
         await self._store.remove(orphans)
         log.info(
             "%d of %d objects are back; %d chunks that belong to none were dropped",
@@ -104,12 +104,12 @@ class ObjectTable:
         """Somebody reads an object of the table."""
         self._quotas.used(record.owner, record.info.key)
 
-    def discard(self, cut: Cut) -> None:
+    def discard(self, cut: ChunkPlan) -> None:
         """Remove the chunks of what nobody finds. Returns at once; see ``settle``."""
 
         async def discard() -> None:
-            for part in cut.parts():
-                await self._store.remove(part.keys)
+            for run in cut.runs():
+                await self._store.remove(run.keys)
 
         removal = asyncio.create_task(discard())
         self._removals.add(removal)
@@ -137,16 +137,16 @@ class ObjectTable:
         key = record.info.key
         self._objects[key] = record
         self._quotas.shown(record.owner, key, self.taken_nbytes(record))
-        self._parts[key] = list(self.cut(record).parts())
-        for part in self._parts[key]:
-            for chunk in part.keys:
+        self._runs[key] = list(self.cut(record).runs())
+        for run in self._runs[key]:
+            for chunk in run.keys:
                 self._object_of[chunk] = key
 
     def _forget(self, record: store_pb2.StoredObject) -> None:
         del self._objects[record.info.key]
         self._quotas.gone(record.owner, record.info.key)
-        for part in self._parts.pop(record.info.key):
-            for chunk in part.keys:
+        for run in self._runs.pop(record.info.key):
+            for chunk in run.keys:
                 del self._object_of[chunk]
         self.discard(self.cut(record))
 
@@ -162,4 +162,4 @@ class ObjectTable:
         proportional to the tier."""
         assert all(map(self.is_whole, self._objects.values())), "an object lacks chunks"
         if nothing_else and not self._removals:
-            assert {key for key, _ in self._store.held()} <= self._object_of.keys(), "a chunk of no object"
+            assert {key for key, _ in self._store.blocks()} <= self._object_of.keys(), "a chunk of no object"

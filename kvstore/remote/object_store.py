@@ -110,7 +110,7 @@ class RemoteStore:
     ) -> tuple[list[store_pb2.OpenedObject], int]:
         """Pin the first chunks of each object. Returns what was pinned, and how long a chunk is.
 
-        Everything opened must be handed to ``let_go``; what is not, lapses.
+        Everything opened must be handed to ``release``; what is not, lapses.
         """
         done, self._done = self._done, []
         request = store_pb2.OpenRequest(
@@ -119,7 +119,7 @@ class RemoteStore:
         reply: store_pb2.OpenReply = await self.call("Open", request)
         return list(reply.objects), reply.chunk_nbytes
 
-    def let_go(self, opened: Sequence[store_pb2.OpenedObject]) -> None:
+    def release(self, opened: Sequence[store_pb2.OpenedObject]) -> None:
         """The chunks have been read. Returns at once; the node hears of it with the next call, or soon."""
         self._done += [lease_id for each in opened for lease_id in each.lease_id]
         if self._done and self._closing is None:
@@ -167,10 +167,10 @@ class RemoteStore:
                 at += count
                 if following is None:
                     return checksums
-                self.let_go([opened])
+                self.release([opened])
                 opened, following = await following, None
         finally:
-            self.let_go([opened])
+            self.release([opened])
             if following is not None:
                 following.cancel()
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moonpool.kvstore.blocks.shards import BlockShard, Cuttable, parts
+from moonpool.kvstore.blocks.shards import BlockShard, ShardableLayout, overlaps
 from moonpool.kvstore.remote.rank_reader import AgentReader, RankRead, RankReader
 from moonpool.protos import node_pb2
 from moonpool.transfer import ChecksumMismatch, JointRead, TransferReport
@@ -27,7 +27,7 @@ class ShardedReader:
 
     def __init__(
         self,
-        layout: Cuttable,
+        layout: ShardableLayout,
         targets: Sequence[RankTarget],
         hash_blocks: Callable[[Sequence[int]], Awaitable[list[int]]],
     ) -> None:
@@ -97,12 +97,12 @@ class ShardedReader:
             for place, target in enumerate(self._targets):
                 own = target.shard.block_nbytes(layout)
                 into = [block_ids[i] * own for i in which]
-                for part in parts(layout, shards, target.shard, place):
-                    size = shards[part.source].block_nbytes(layout)
-                    runs = [(run.source, run.target, run.nbytes) for run in part.runs]
+                for overlap in overlaps(layout, shards, target.shard, place):
+                    size = shards[overlap.source].block_nbytes(layout)
+                    runs = [(run.source, run.target, run.nbytes) for run in overlap.runs]
                     # The pool's are named as if they were whole; all others are.
                     begins = [offsets[i] * size // whole for i in which]
-                    agent, region = agents[part.source], owned[part.source]
+                    agent, region = agents[overlap.source], owned[overlap.source]
                     reads.append((target, RankRead(agent, region, begins, into, runs, deadline_s)))
 
         if in_parts:

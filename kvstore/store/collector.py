@@ -41,12 +41,12 @@ class _StoresCollector(Collector):
             stats = store.stats
             rates = {"host": stats.host_load_nbytes_per_s, "ssd": stats.ssd_load_nbytes_per_s}
             for tier in stats.tiers:
-                place = [shelf, tier.name]
-                blocks.add_metric(place, tier.num_blocks)
-                nbytes.add_metric(place, tier.nbytes)
-                room.add_metric(place, tier.capacity_blocks)
-                pinned.add_metric(place, tier.num_pinned)
-                rate.add_metric(place, rates[tier.name])
+                labels = [shelf, tier.name]
+                blocks.add_metric(labels, tier.num_blocks)
+                nbytes.add_metric(labels, tier.nbytes)
+                room.add_metric(labels, tier.capacity_blocks)
+                pinned.add_metric(labels, tier.num_pinned)
+                rate.add_metric(labels, rates[tier.name])
             queues.add_metric([shelf, "write"], stats.num_queued_writes)
             queues.add_metric([shelf, "leaving"], stats.num_leaving)
             queues.add_metric([shelf, "promote"], stats.num_promoting)

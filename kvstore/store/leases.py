@@ -33,9 +33,9 @@ class LeaseTable:
     """Who may read what for how long. ``sweep`` must be called now and then: a dead reader never releases."""
 
     def __init__(
-        self, let_go: Callable[[Lease], None], *, longest_s: float, clock: Callable[[], float]
+        self, release: Callable[[Lease], None], *, longest_s: float, clock: Callable[[], float]
     ) -> None:
-        self._let_go = let_go
+        self._let_go = release
         self._longest_s = longest_s
         self._clock = clock
         self._leases: dict[int, Lease] = {}

@@ -9,7 +9,7 @@ from typing import Self
 from xxhash import xxh3_64_intdigest
 
 from moonpool.kvstore.blocks.keys import BlockKey
-from moonpool.kvstore.store.residency import Holdings
+from moonpool.kvstore.store.residency import Residency
 from moonpool.kvstore.tiers import metrics
 from moonpool.kvstore.tiers.protocols import Bytes
 
@@ -22,16 +22,16 @@ class Reservation:
     after ``abort``, nothing has happened. It may stay open for as long as it takes; its slots do.
     """
 
-    def __init__(self, holdings: Holdings, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
-        self.num_held = len(holdings.match(keys))
+    def __init__(self, residency: Residency, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
+        self.num_held = len(residency.match(keys))
         self.slots: list[int] = []
-        self._holdings = holdings
-        self._host = holdings.host
+        self._residency = residency
+        self._host = residency.host
         self._keys = keys
         self._before = keys[self.num_held - 1] if self.num_held else parent
         self._above: list[int] = []  # pinned, so that the chain is not eaten to make room for its end
         self._open = True
-        if self._before is None or holdings.is_held(self._before):
+        if self._before is None or residency.is_held(self._before):
             self._take()
 
     def _take(self) -> None:
@@ -61,7 +61,7 @@ class Reservation:
         ``keys`` are held now: none where the block before them has gone meanwhile."""
         assert self._open, "a reservation is committed once"
         before = self._before
-        if before is not None and not self._holdings.is_held(before):
+        if before is not None and not self._residency.is_held(before):
             self.abort()
             return 0
         self._open = False
@@ -71,7 +71,7 @@ class Reservation:
             self._host.commit(slot, key, before, value)
             before = key
         for key in keys:
-            self._holdings.kept(key)
+            self._residency.stored(key)
         self._host.release(self._above)
         return self.num_held + len(keys)
 

@@ -19,7 +19,7 @@ from moonpool.runtime.config.options import StoreOptions
 OnChange = Callable[[BlockKey, Tier | None], None]
 
 
-class Holdings:
+class Residency:
     """The tiers together hold a prefix of every chain: the pool and the disk do each, and the block before
     one in host memory is in some tier.
 
@@ -90,7 +90,7 @@ class Holdings:
             tiers.append(tier)
         return tiers
 
-    def held(self) -> Iterator[tuple[BlockKey, Tier]]:
+    def blocks(self) -> Iterator[tuple[BlockKey, Tier]]:
         """Every block with its fastest tier, each once."""
         in_pool = set() if self.pool is None else set(self.pool.keys())
         in_memory = set(self.host.keys()) | self.demoter.coming.keys()
@@ -115,12 +115,12 @@ class Holdings:
 
     # ------------------------------------------------------------------ blocks come
 
-    def kept(self, key: BlockKey) -> None:
+    def stored(self, key: BlockKey) -> None:
         """Host memory holds a new block."""
         self.announce(key)
         if self._write_policy == "write-through":
             self.write(key)
-        self.relieve()
+        self.make_headroom()
 
     def sealed(self, key: BlockKey) -> None:
         """The pool holds a new block."""
@@ -148,7 +148,7 @@ class Holdings:
         assert self.pool is not None
         if self.slot_of(key) is None and key not in self.demoter.coming and not surplus:
             if self.demoter.take(key, parent, block):
-                self.relieve()
+                self.make_headroom()
             else:
                 metrics.REFUSED_BLOCKS.inc()
         tier = self._tier_below(key)
@@ -177,13 +177,13 @@ class Holdings:
             gone |= dict.fromkeys([*self.host.remove(key), key])
         return list(gone)
 
-    def corrupt(self, key: BlockKey) -> None:
+    def drop_corrupt(self, key: BlockKey) -> None:
         """The copy in host memory is not what was put."""
         metrics.CORRUPT_BLOCKS.labels("host").inc()
         for gone in self.remove_from_host([key]):
             self.announce(gone)
 
-    def relieve(self) -> None:
+    def make_headroom(self) -> None:
         """Host memory has got blocks. Write-back: evict ahead of need, through the disk's queue, so that
         there is room at once."""
         writer = self.writer
@@ -220,7 +220,7 @@ class Holdings:
         if key not in self.host:
             metrics.REFUSED_BLOCKS.inc()
         self.announce(key)
-        self.relieve()
+        self.make_headroom()
 
     def _dropped_by_disk(self, keys: Sequence[BlockKey], reason: str) -> None:
         metrics.EVICTED_BLOCKS.labels("ssd", reason).inc(len(keys))

@@ -15,7 +15,7 @@ from moonpool.kvstore.eviction.savings import SavedSeconds
 from moonpool.kvstore.store.leases import Lease, LeaseTable
 from moonpool.kvstore.store.reader import Reader
 from moonpool.kvstore.store.reservation import Reservation
-from moonpool.kvstore.store.residency import Holdings, OnChange
+from moonpool.kvstore.store.residency import OnChange, Residency
 from moonpool.kvstore.store.stats import StoreStats, TierStats
 from moonpool.kvstore.tiers import metrics
 from moonpool.kvstore.tiers.copier import Copier
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _VERIFY_BLOCKS = 32
 
 
-def _nobody(key: BlockKey, tier: Tier | None) -> None:
+def _ignore_change(key: BlockKey, tier: Tier | None) -> None:
     """Who listens where nobody was named."""
 
 
@@ -48,7 +48,7 @@ class TieredStore:
         *,
         pool: PoolTier | None = None,
         ssd: DiskTier | None = None,
-        on_change: OnChange = _nobody,
+        on_change: OnChange = _ignore_change,
         saved_s: SavedSeconds | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,24 +63,24 @@ class TieredStore:
         self._options = options
         self._clock = clock
         self._copier = Copier(options.host.io_threads)
-        self._holdings = Holdings(layout, options, memory, pool, ssd, self._copier, on_change, saved_s)
-        self.host = self._holdings.host
+        self._residency = Residency(layout, options, memory, pool, ssd, self._copier, on_change, saved_s)
+        self.host = self._residency.host
         self.ssd = ssd
-        self._reader = Reader(self._holdings, self._copier, layout.block_nbytes, clock)
-        self._leases = LeaseTable(self._reader.let_go, longest_s=options.lease_ttl_s, clock=clock)
+        self._reader = Reader(self._residency, self._copier, layout.block_nbytes, clock)
+        self._leases = LeaseTable(self._reader.release, longest_s=options.lease_ttl_s, clock=clock)
 
     async def start(self) -> None:
         """Begin writing to disk. What the disk holds already is held from the beginning."""
-        if self._holdings.writer is not None:
-            self._holdings.writer.start()
+        if self._residency.writer is not None:
+            self._residency.writer.start()
 
     async def close(self) -> None:
         """End: leases lapse, the write under way is finished, the disk is closed. What only memory holds is
         lost: ``flush`` first to keep it."""
         self._leases.release_all()
         await self.copied()
-        if self._holdings.writer is not None:
-            await self._holdings.writer.close()
+        if self._residency.writer is not None:
+            await self._residency.writer.close()
         if self._reader.promoter is not None:
             await self._reader.promoter.close()
         if self.ssd is not None:
@@ -91,22 +91,22 @@ class TieredStore:
 
     def tier_of(self, key: BlockKey) -> Tier | None:
         """The fastest tier that holds the block."""
-        return self._holdings.tier_of(key)
+        return self._residency.tier_of(key)
 
     def match(self, keys: Sequence[BlockKey]) -> list[Tier]:
         """The tier of each block of the longest prefix of ``keys`` that is held. Pins nothing, counts as no
         use."""
-        return self._holdings.match(keys)
+        return self._residency.match(keys)
 
-    def held(self) -> Iterator[tuple[BlockKey, Tier]]:
+    def blocks(self) -> Iterator[tuple[BlockKey, Tier]]:
         """Every block with its fastest tier, each once, in no order. Change nothing meanwhile."""
-        return self._holdings.held()
+        return self._residency.blocks()
 
     def use(self, keys: Sequence[BlockKey], found: Sequence[Tier] | None = None) -> None:
         """A request uses this chain: what is held of it stays longer, and under ``selective`` goes to disk.
         ``found``: what ``match`` said when it came, where some time has passed since."""
-        tiers = self._holdings.match(keys) if found is None else found
-        self._holdings.used(keys, len(tiers))
+        tiers = self._residency.match(keys) if found is None else found
+        self._residency.used(keys, len(tiers))
         for tier in Tier:
             if count := tiers.count(tier):
                 metrics.HIT_BLOCKS.labels(tier.name.lower()).inc(count)
@@ -171,7 +171,7 @@ class TieredStore:
         with self.reserve(keys, parent=parent) as reservation:
             new = slice(reservation.num_held, reservation.num_held + len(reservation.slots))
             if checksums is None:
-                found: Sequence[int] = await self._copier.take(spans[new], reservation.spans)
+                found: Sequence[int] = await self._copier.copy_and_hash(spans[new], reservation.spans)
             else:
                 found = checksums[new]
                 bad = await self._copier.copy(spans[new], reservation.spans, found)
@@ -182,11 +182,11 @@ class TieredStore:
 
     def reserve(self, keys: Sequence[BlockKey], *, parent: BlockKey | None = None) -> Reservation:
         """Room in host memory for those of ``keys`` that are not held, for a writer that fills it itself."""
-        return Reservation(self._holdings, keys, parent)
+        return Reservation(self._residency, keys, parent)
 
     def sealed(self, key: BlockKey) -> None:
         """The pool holds a new block: under ``write-through`` it goes to disk."""
-        self._holdings.sealed(key)
+        self._residency.sealed(key)
 
     def demote(
         self,
@@ -198,43 +198,43 @@ class TieredStore:
     ) -> None:
         """The pool drops this block now: keep it in host memory, unless it is ``surplus``, a copy nobody
         needs any more. Returns at once; the block's bytes must not change before ``copied``."""
-        self._holdings.demote(key, parent, block, surplus)
+        self._residency.demote(key, parent, block, surplus)
 
     async def copied(self) -> None:
         """Wait until no block of ``demote`` is being read any more."""
-        await self._holdings.demoter.copied()
+        await self._residency.demoter.copied()
 
     @property
     def is_copying(self) -> bool:
         """Whether ``copied`` has anything to wait for."""
-        return self._holdings.demoter.is_copying
+        return self._residency.demoter.is_copying
 
     async def remove(self, keys: Sequence[BlockKey], *, reason: str = "removed") -> list[BlockKey]:
         """Drop blocks, with what follows them, from host memory and disk; leased ones stay readable until
         their lease ends. Returns those that no tier holds any more. ``reason``: for the metrics."""
-        gone = dict.fromkeys(self._holdings.remove_from_host(keys))
+        gone = dict.fromkeys(self._residency.remove_from_host(keys))
         metrics.EVICTED_BLOCKS.labels("host", reason).inc(len(gone))
         if self.ssd is not None:
             from_disk = await self.ssd.remove(keys)
             metrics.EVICTED_BLOCKS.labels("ssd", reason).inc(len(from_disk))
             gone |= dict.fromkeys(from_disk)
         for key in gone:
-            self._holdings.announce(key)
-        return [key for key in gone if not self._holdings.is_held(key)]
+            self._residency.announce(key)
+        return [key for key in gone if not self._residency.is_held(key)]
 
     async def flush(self, within_s: float) -> None:
         """Write what only memory holds to disk, as far as there is time: for a node that is about to stop.
         Not under ``selective``, which writes what was used again and nothing else."""
-        writer = self._holdings.writer
+        writer = self._residency.writer
         if self.ssd is None or writer is None or self._options.write_policy == "selective":
             return
         try:
             async with asyncio.timeout(within_s):
                 await self.copied()
-                for key, _ in list(self._holdings.held()):
+                for key, _ in list(self._residency.blocks()):
                     if key not in self.ssd and not self.ssd.is_stalled and not writer.offer(key):
                         await writer.flush()
-                        self._holdings.write(key)
+                        self._residency.write(key)
                 await writer.flush()
         except TimeoutError:
             _log.warning("%d blocks were not written to disk in the last %g s", len(writer), within_s)
@@ -243,7 +243,7 @@ class TieredStore:
 
     @property
     def stats(self) -> StoreStats:
-        host, nbytes, writer = self.host.stats, self.layout.block_nbytes, self._holdings.writer
+        host, nbytes, writer = self.host.stats, self.layout.block_nbytes, self._residency.writer
         tiers = [TierStats("host", host.num_blocks, host.num_held, host.num_pinned, host.num_held * nbytes)]
         if self.ssd is not None:
             capacity, num_blocks = self._options.ssd.capacity_nbytes // nbytes, len(self.ssd)
@@ -254,8 +254,8 @@ class TieredStore:
             num_queued_writes=0 if writer is None else len(writer),
             num_leaving=0 if writer is None else len(writer.leaving),
             num_promoting=0 if self._reader.promoter is None else len(self._reader.promoter),
-            host_load_nbytes_per_s=self._reader.host_rate.nbytes_per_s,
-            ssd_load_nbytes_per_s=self._reader.disk_rate.nbytes_per_s,
+            host_load_nbytes_per_s=self._reader.host_bandwidth.nbytes_per_s,
+            ssd_load_nbytes_per_s=self._reader.disk_bandwidth.nbytes_per_s,
         )
 
     async def verify(self, on_progress: Callable[[int, int], None] | None = None) -> list[BlockKey]:
@@ -270,7 +270,7 @@ class TieredStore:
             for key in in_host[first:last]:
                 slot = self.host.slot_of(key)
                 if slot is not None and not self.host.is_intact(slot):
-                    self._holdings.corrupt(key)
+                    self._residency.drop_corrupt(key)
                     bad.append(key)
             some = on_disk[max(first - len(in_host), 0) : max(last - len(in_host), 0)]
             if self.ssd is not None and some:
@@ -283,4 +283,4 @@ class TieredStore:
 
     def check_integrity(self) -> None:
         """Assert everything this class promises; when nothing is under way."""
-        self._holdings.check_integrity()
+        self._residency.check_integrity()

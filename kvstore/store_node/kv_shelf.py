@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import OpaqueLayout
-from moonpool.kvstore.blocks.shards import BlockShard, CutLayout
+from moonpool.kvstore.blocks.shards import BlockShard, SplitLayout
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.errors import OtherLayout
@@ -59,15 +59,15 @@ class KvShelf:
         self._agent = agent
         self._leases = leases
         self._deadline_s = deadline_s
-        self._adopting = asyncio.Lock()
+        self._opening = asyncio.Lock()
 
-    async def adopt(self, layout: OpaqueLayout) -> TieredStore:
+    async def open_layout(self, layout: OpaqueLayout) -> TieredStore:
         """Keep blocks of this shape from now on.
 
         Raises:
             OtherLayout: blocks of another shape are held. Nothing has changed.
         """
-        async with self._adopting:
+        async with self._opening:
             if self.store is None or self.layout != layout:
                 await self._change(layout)
             assert self.store is not None
@@ -75,7 +75,7 @@ class KvShelf:
 
     async def _change(self, layout: OpaqueLayout) -> None:
         if self.store is not None and self.layout is not None:
-            if next(iter(self.store.held()), None) is not None:
+            if next(iter(self.store.blocks()), None) is not None:
                 raise OtherLayout(self._node_id, layout.fingerprint.hex(), self.layout.fingerprint.hex())
             store, self.store, self.layout = self.store, None, None
             await store.close()
@@ -94,8 +94,8 @@ class KvShelf:
         if self.store is not None:
             self.store.sweep()
 
-    def held(self) -> Iterator[tuple[BlockKey, Tier]]:
-        return iter(()) if self.store is None else iter(self.store.held())
+    def blocks(self) -> Iterator[tuple[BlockKey, Tier]]:
+        return iter(()) if self.store is None else iter(self.store.blocks())
 
     # ------------------------------------------------------------------ others read from here
 
@@ -134,7 +134,7 @@ class KvShelf:
             NodeUnavailable, RemoteError, TransferError: nothing more is held than before.
         """
         started_s = time.monotonic()
-        store = await self.adopt(OpaqueLayout(source.block_nbytes, source.layout_fingerprint))
+        store = await self.open_layout(OpaqueLayout(source.block_nbytes, source.layout_fingerprint))
         num_held = len(store.match(keys))
         num_read = 0
         async with self._leases.hold(source, keys[num_held:]) as blocks:
@@ -177,7 +177,7 @@ class KvShelf:
 
     def _reader(self, source: node_pb2.KvAddress) -> ShardedReader:
         """Of blocks whose parts the ranks of ``source`` hold. Raises LayoutError."""
-        layout = CutLayout.of(source.block_nbytes, [shard_of(rank) for rank in source.ranks])
+        layout = SplitLayout.of(source.block_nbytes, [shard_of(rank) for rank in source.ranks])
         target = RankTarget(BlockShard.whole(layout), AgentReader(self._agent, self._region))
         return ShardedReader(layout, [target], self._hash)
 

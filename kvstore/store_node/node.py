@@ -31,7 +31,7 @@ from moonpool.kvstore.store.collector import observe_stores
 from moonpool.kvstore.store_node.kv_shelf import KvShelf
 from moonpool.kvstore.store_node.scrub import Shelf
 from moonpool.kvstore.store_node.service import StoreService
-from moonpool.kvstore.store_node.shelves import ShelfMaker
+from moonpool.kvstore.store_node.shelves import ShelfFactory
 from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.agreement import agreement_of, own_version
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.5
 # How long a node that is told to stop waits for those who read from it or write to it now.
-_FAREWELL_S = 5.0
+_DRAIN_S = 5.0
 
 
 class StoreNode(node_pb2_grpc.NodeServicer):
@@ -82,7 +82,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             for wait in waits:
                 wait.cancel()
             self.state = "draining"
-            await self._farewell()
+            await self._drain()
 
     async def _start(self, stack: AsyncExitStack) -> None:
         """Everything started is ended by ``stack``, the last first."""
@@ -90,7 +90,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         self._health = HealthMonitor(config.health, disk=config.store.ssd.path)
         stack.callback(self._health.close)
         self._health.start()
-        maker = ShelfMaker.of(config, self.node_id)
+        maker = ShelfFactory.of(config, self.node_id)
         agent = await TransferAgent.start(config.transfer, agent_id=self.node_id, epoch=self.epoch)
         self._agent = await stack.enter_async_context(agent)
         leases = RemoteLeases(config.transfer.deadline_s)
@@ -104,8 +104,8 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             self.node_id, kv_region, make_kv, agent, leases, deadline_s=config.transfer.deadline_s
         )
         stack.push_async_callback(self._kv.close, config.node.drain_s)
-        if (kept := maker.kept_layout()) is not None:
-            await self._kv.adopt(kept)
+        if (kept := maker.stored_layout()) is not None:
+            await self._kv.open_layout(kept)
         object_region = await self._start_objects(stack, maker)
         service = StoreService(
             self.node_id,
@@ -134,7 +134,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         sweeper = asyncio.create_task(self._sweep(), name="sweep")
         stack.callback(sweeper.cancel)
 
-    async def _start_objects(self, stack: AsyncExitStack, maker: ShelfMaker) -> Region | None:
+    async def _start_objects(self, stack: AsyncExitStack, maker: ShelfFactory) -> Region | None:
         own = self.config.store_node
         if not own.object_nbytes:
             return None
@@ -159,16 +159,16 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         redis = connect(index.redis_url)
         stack.push_async_callback(redis.aclose)
         self._publisher = IndexPublisher(
-            KVIndex(redis, index.namespace), self.record, index, lambda: self._kv.held()
+            KVIndex(redis, index.namespace), self.record, index, lambda: self._kv.blocks()
         )
         stack.push_async_callback(self._publisher.close)
         await self._publisher.start()
 
-    async def _farewell(self) -> None:
+    async def _drain(self) -> None:
         """Until those who read from here or write here now are done."""
         assert self._publisher is not None
         self._publisher.announce()
-        deadline_s = self._clock() + min(_FAREWELL_S, self.config.node.drain_s)
+        deadline_s = self._clock() + min(_DRAIN_S, self.config.node.drain_s)
         # Polled: an event would have to be kept right by every lease of a life, for its last seconds.
         while self._num_users() and self._clock() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -279,7 +279,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         lease_id, blocks = await self._kv.lease(keys, request.ttl_s)
         if self._publisher is not None:
             # Whoever asks was told by the index that they are here.
-            self._publisher.disown(keys[len(blocks.offset) :])
+            self._publisher.retract(keys[len(blocks.offset) :])
         return node_pb2.LeaseReply(lease_id=lease_id, epoch=self.epoch, blocks=blocks)
 
     async def Release(
@@ -291,7 +291,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     async def Held(
         self, request: node_pb2.HeldRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[node_pb2.HeldBlocks]:
-        for changes in batches(list(self._kv.held()), BATCH_BLOCKS):
+        for changes in batches(list(self._kv.blocks()), BATCH_BLOCKS):
             yield node_pb2.HeldBlocks(epoch=self.epoch, changes=changes)
 
     async def Replicate(

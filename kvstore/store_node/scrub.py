@@ -11,7 +11,7 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.store import TieredStore
 from moonpool.protos import store_pb2
 
-_SAY_EVERY_S = 0.1
+_PROGRESS_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,16 @@ async def verify(shelves: Sequence[Shelf]) -> AsyncIterator[store_pb2.VerifyProg
 
     Damaged copies are dropped. Closing the iterator stops it.
     """
-    told: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
+    progress: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
     num_damaged = before_done = before_total = 0
     for shelf in shelves:
-        checking = asyncio.ensure_future(_check(shelf, told))
+        checking = asyncio.ensure_future(_check(shelf, progress))
         done = total = 0
         said_s = time.monotonic()
         try:
-            while (step := await told.get()) is not None:
+            while (step := await progress.get()) is not None:
                 done, total = step
-                if time.monotonic() >= said_s + _SAY_EVERY_S:
+                if time.monotonic() >= said_s + _PROGRESS_INTERVAL_S:
                     said_s = time.monotonic()
                     yield store_pb2.VerifyProgress(
                         num_done=before_done + done, num_blocks=before_total + total, num_damaged=num_damaged
@@ -56,8 +56,8 @@ async def verify(shelves: Sequence[Shelf]) -> AsyncIterator[store_pb2.VerifyProg
     yield store_pb2.VerifyProgress(num_done=before_done, num_blocks=before_total, num_damaged=num_damaged)
 
 
-async def _check(shelf: Shelf, told: asyncio.Queue[tuple[int, int] | None]) -> list[BlockKey]:
+async def _check(shelf: Shelf, progress: asyncio.Queue[tuple[int, int] | None]) -> list[BlockKey]:
     try:
-        return await shelf.store.verify(lambda done, total: told.put_nowait((done, total)))
+        return await shelf.store.verify(lambda done, total: progress.put_nowait((done, total)))
     finally:
-        told.put_nowait(None)
+        progress.put_nowait(None)

@@ -91,7 +91,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     def _step(self, put_id: int, put: Put) -> store_pb2.PutStep:
         assert self._region is not None
-        places = put.places
+        places = put.offsets
         if not places:
             return store_pb2.PutStep(put_id=put_id, done=True)
         chunks = node_pb2.BlockSpans(region=[self._region.id] * len(places), offset=places)

@@ -21,14 +21,14 @@ _CHUNK_FORMAT = b"moonpool-chunk-1".ljust(16, b"\0")
 
 
 @dataclass(frozen=True, slots=True)
-class ShelfMaker:
+class ShelfFactory:
     """``directory``: of this node, below ``store.ssd.path``; None: there is no disk tier."""
 
     config: Config
     directory: Path | None
 
     @classmethod
-    def of(cls, config: Config, node_id: str) -> ShelfMaker:
+    def of(cls, config: Config, node_id: str) -> ShelfFactory:
         path = config.store.ssd.path
         return cls(config, Path(path) / node_id if path else None)
 
@@ -59,7 +59,7 @@ class ShelfMaker:
         own = self.config.store_node
         return self._folder(f"catalogue-{own.chunk_nbytes}") if own.object_ssd_nbytes else None
 
-    def kept_layout(self) -> OpaqueLayout | None:
+    def stored_layout(self) -> OpaqueLayout | None:
         """The shape of the KV blocks on disk; of several, the one written last. None: there are none."""
         if self.directory is None:
             return None

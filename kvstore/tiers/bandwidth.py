@@ -6,7 +6,7 @@ from __future__ import annotations
 _GAIN = 0.2
 
 
-class Rate:
+class Bandwidth:
     """``nbytes_per_s`` is 0 until something was observed."""
 
     def __init__(self) -> None:

@@ -32,9 +32,9 @@ class Copier:
         """
         return await self._run(sources, lambda: _copy(sources, destinations, checksums))
 
-    async def take(self, sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> list[int]:
+    async def copy_and_hash(self, sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> list[int]:
         """Copy each source; returns the checksums of what was copied. Cancelled, as ``copy``."""
-        return await self._run(sources, lambda: _take(sources, destinations))
+        return await self._run(sources, lambda: _copy_and_hash(sources, destinations))
 
     async def _run(self, sources: Sequence[Bytes], work: Callable[[], Result]) -> Result:
         if sum(source.nbytes for source in sources) <= _INLINE_NBYTES:
@@ -65,7 +65,7 @@ def _copy(sources: Sequence[Bytes], destinations: Sequence[Bytes], checksums: Se
     return None
 
 
-def _take(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> list[int]:
+def _copy_and_hash(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> list[int]:
     checksums = []
     for source, destination in zip(sources, destinations, strict=True):
         np.copyto(destination, source)

@@ -12,7 +12,7 @@ from functools import partial
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.tiers.copier import Copier
 from moonpool.kvstore.tiers.host import HostTier
-from moonpool.kvstore.tiers.in_transit import UnderWay
+from moonpool.kvstore.tiers.in_transit import InTransit
 from moonpool.kvstore.tiers.protocols import PoolTier
 from moonpool.runtime.errors import MoonpoolError
 
@@ -41,7 +41,7 @@ class Demoter:
         self, host: HostTier, pool: PoolTier | None, copier: Copier, on_settled: Callable[[BlockKey], None]
     ) -> None:
         """``on_settled(key)``: host memory holds the block now, or, had it no room after all, does not."""
-        self.coming: UnderWay[_Coming] = UnderWay()
+        self.coming: InTransit[_Coming] = InTransit()
         self._host = host
         self._pool = pool
         # Blocks on their way have slots that cannot be evicted: they may not fill host memory.

@@ -14,8 +14,8 @@ from moonpool.kvstore.blocks.layout import BlockFormat
 from moonpool.kvstore.errors import LayoutError
 from moonpool.kvstore.eviction import make_policy
 from moonpool.kvstore.eviction.chain_cache import ChainCache
-from moonpool.kvstore.eviction.extra_copies import Surplus
 from moonpool.kvstore.eviction.savings import SavedSeconds
+from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -96,7 +96,7 @@ class HostTier:
         return xxh3_64_intdigest(self._memory[slot].data) == self.checksum_of(slot)
 
     @property
-    def surplus(self) -> Surplus[BlockKey]:
+    def surplus(self) -> SurplusCopies[BlockKey]:
         """Blocks that are evicted first, once nobody asks for them: whoever puts them marks them."""
         return self._cache.surplus
 

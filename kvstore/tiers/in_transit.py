@@ -16,7 +16,7 @@ class _Block(Protocol):
 Block = TypeVar("Block", bound=_Block)
 
 
-class UnderWay(Generic[Block]):
+class InTransit(Generic[Block]):
     """By key, as a dict is; ``after`` costs what it finds, however many there are. A block's ``parent``, the
     key before it in its chain, does not change while it is here."""
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.tiers import metrics
-from moonpool.kvstore.tiers.bandwidth import Rate
+from moonpool.kvstore.tiers.bandwidth import Bandwidth
 from moonpool.kvstore.tiers.host import HostTier
 from moonpool.kvstore.tiers.protocols import Bytes, DiskTier
 
 
 @dataclass(frozen=True, slots=True)
-class Loose:
+class UnplacedBlock:
     """A block that was read from disk and found no place in host memory."""
 
     bytes: Bytes
@@ -32,7 +32,7 @@ class Promoter:
         disk: DiskTier,
         is_held: Callable[[BlockKey], bool],
         on_kept: Callable[[BlockKey], None],
-        rate: Rate,
+        rate: Bandwidth,
         clock: Callable[[], float],
     ) -> None:
         """``on_kept(key)``: host memory holds the block now, too."""
@@ -42,41 +42,43 @@ class Promoter:
         self._on_kept = on_kept
         self._rate = rate
         self._clock = clock
-        self._under_way: dict[BlockKey, asyncio.Task[dict[BlockKey, Loose]]] = {}
+        self._promoting: dict[BlockKey, asyncio.Task[dict[BlockKey, UnplacedBlock]]] = {}
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self._promoting)
 
-    async def promote(self, keys: Sequence[BlockKey], *, ahead: bool = False) -> dict[BlockKey, Loose]:
+    async def promote(
+        self, keys: Sequence[BlockKey], *, ahead: bool = False
+    ) -> dict[BlockKey, UnplacedBlock]:
         """Bring blocks to host memory, a run of one chain; ``ahead`` of a use that is certain.
 
         Those that found no place there come back in arrays of their own. Those that could not be read are in
         neither. Cancelled, the read goes on for whoever asks next.
         """
-        mine = [key for key in keys if key not in self._under_way and key not in self._host]
+        mine = [key for key in keys if key not in self._promoting and key not in self._host]
         if mine:
             task = asyncio.create_task(self._read(mine, ahead), name="promote")
-            self._under_way.update(dict.fromkeys(mine, task))
-        tasks = {self._under_way[key] for key in keys if key in self._under_way}
+            self._promoting.update(dict.fromkeys(mine, task))
+        tasks = {self._promoting[key] for key in keys if key in self._promoting}
         if tasks:
             await asyncio.wait(tasks)
-        loose: dict[BlockKey, Loose] = {}
+        unplaced: dict[BlockKey, UnplacedBlock] = {}
         for done in tasks:
-            loose |= done.result()
-        return loose
+            unplaced |= done.result()
+        return unplaced
 
     async def close(self) -> None:
-        if tasks := set(self._under_way.values()):
+        if tasks := set(self._promoting.values()):
             await asyncio.wait(tasks)
 
-    async def _read(self, keys: list[BlockKey], ahead: bool) -> dict[BlockKey, Loose]:
+    async def _read(self, keys: list[BlockKey], ahead: bool) -> dict[BlockKey, UnplacedBlock]:
         try:
             return await self._read_into_host([key for key in keys if key in self._disk], ahead)
         finally:
             for key in keys:
-                del self._under_way[key]
+                del self._promoting[key]
 
-    async def _read_into_host(self, keys: list[BlockKey], ahead: bool) -> dict[BlockKey, Loose]:
+    async def _read_into_host(self, keys: list[BlockKey], ahead: bool) -> dict[BlockKey, UnplacedBlock]:
         host, disk = self._host, self._disk
         parents = [disk.parent_of(key) for key in keys]
         checksums = [disk.checksum_of(key) for key in keys]
@@ -88,7 +90,7 @@ class Promoter:
         destinations = [np.empty(nbytes, np.uint8) if slot is None else host.bytes_of(slot) for slot in slots]
         began_s = self._clock()
         filled = [False] * len(keys)
-        loose: dict[BlockKey, Loose] = {}
+        unplaced: dict[BlockKey, UnplacedBlock] = {}
         try:
             filled = await disk.get(keys, [destination.data for destination in destinations])
         finally:
@@ -97,7 +99,7 @@ class Promoter:
                 reachable = parent is None or self._is_held(parent)
                 if slot is None:
                     if filled[i]:
-                        loose[keys[i]] = Loose(destinations[i], checksums[i])
+                        unplaced[keys[i]] = UnplacedBlock(destinations[i], checksums[i])
                 elif filled[i] and reachable:
                     host.commit(slot, keys[i], parent, checksums[i])
                     self._on_kept(keys[i])
@@ -107,4 +109,4 @@ class Promoter:
         self._rate.observe(sum(filled) * nbytes, seconds)
         metrics.SECONDS.labels("ssd", "load").observe(seconds)
         metrics.PROMOTED_BLOCKS.inc(sum(filled))
-        return loose
+        return unplaced

@@ -11,7 +11,7 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.tiers import metrics
 from moonpool.kvstore.tiers.copier import Copier
 from moonpool.kvstore.tiers.host import HostTier
-from moonpool.kvstore.tiers.in_transit import UnderWay
+from moonpool.kvstore.tiers.in_transit import InTransit
 from moonpool.kvstore.tiers.protocols import DiskTier, PoolTier
 from moonpool.kvstore.tiers.write_batch import Source, WriteBatch
 from moonpool.runtime.errors import MoonpoolError
@@ -56,7 +56,7 @@ class DiskWriter:
     ) -> None:
         """``on_settled(key)``: a block that was taken over is on disk now, or lost; its slot is free.
         ``sources_settled()`` waits for blocks on their way from the pool to host memory."""
-        self.leaving: UnderWay[Leaving] = UnderWay()
+        self.leaving: InTransit[Leaving] = InTransit()
         self._disk = disk
         self._host = host
         self._pool = pool

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from moonpool.engine.errors import OutOfBlocks
 from moonpool.engine.memory.block_pool import BlockPool
 from moonpool.kvstore.blocks.keys import BlockKey
-from moonpool.kvstore.eviction.extra_copies import Surplus
+from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
 
 
 def chain(path: str) -> list[BlockKey]:
@@ -176,7 +176,7 @@ def test_cold_copies_for_busy_times_go_before_what_is_older() -> None:
     now_s = 0.0
     gone: list[BlockKey] = []
     pool = BlockPool(6, 4, on_evicted=lambda block, key: gone.append(key))
-    pool.surplus = Surplus(clock=lambda: now_s)
+    pool.surplus = SurplusCopies(clock=lambda: now_s)
 
     def come(path: str) -> None:
         parent, blocks = None, []

@@ -73,4 +73,4 @@ async def with_disk(
 
 async def settled(store: TieredStore) -> None:
     """Nothing waits to be written."""
-    await store._holdings.writer.flush()
+    await store._residency.writer.flush()

@@ -47,7 +47,7 @@ async def test_blocks_are_found_while_they_are_copied_and_after() -> None:
     drop(store, keys)
     assert store.is_copying
     assert store.match(keys) == [Tier.HOST] * 24
-    assert dict(store.held()) == dict.fromkeys(keys, Tier.HOST)
+    assert dict(store.blocks()) == dict.fromkeys(keys, Tier.HOST)
     spans = [np.zeros(MIB, np.uint8) for _ in keys]
     assert await store.get(keys, spans) == [Tier.HOST] * 24
     assert all(np.array_equal(POOL[i], span) for i, span in enumerate(spans))

@@ -206,7 +206,7 @@ async def test_a_node_disowns_only_what_it_does_not_hold(index: KVIndex) -> None
     node.hold(4)
     await node.settled()
     await index.publish("a", 1, stored=[(key, Tier.POOL) for key in chain(9)])
-    assert node.publisher.disown(chain(9)) == 5
+    assert node.publisher.retract(chain(9)) == 5
     await node.settled()
     assert (await index.snapshot())["a"] == node.held
     await node.kill()

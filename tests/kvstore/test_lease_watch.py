@@ -20,7 +20,7 @@ def test_an_interruption_starts_the_watch_anew(cause: str, restart: float) -> No
         watch.answered(at, at)
     assert watch.answered(4, 4)
     if cause == "lost":
-        watch.lost()
+        watch.disconnected()
     assert not watch.answered(5 if cause == "redis slept" else restart, restart)
     assert [watch.answered(restart + at, restart + at) for at in (1, 2, 2.9, 3.1)] == [
         False,

@@ -35,7 +35,7 @@ class Watcher:
             lease_ttl_s=TTL_S,
             on_joined=self._joined,
             on_left=self._left,
-            on_news=self.news.append,
+            on_status=self.news.append,
         )
 
     def _joined(self, record: NodeRecord) -> None:

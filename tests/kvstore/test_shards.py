@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.kvstore.blocks.layout import KVLayout
-from moonpool.kvstore.blocks.shards import BlockShard, canonical_runs, parts
+from moonpool.kvstore.blocks.shards import BlockShard, canonical_runs, overlaps
 from moonpool.kvstore.errors import LayoutError
 
 
@@ -31,7 +31,7 @@ def pairs(draw: st.DrawFn) -> tuple[KVLayout, list[BlockShard], list[BlockShard]
     return layout, draw(plans(layers, heads)), draw(plans(layers, heads))
 
 
-def shares(layout: KVLayout, shards: list[BlockShard]) -> list[np.ndarray]:
+def num_tasks(layout: KVLayout, shards: list[BlockShard]) -> list[np.ndarray]:
     """Each shard's bytes of a block whose every byte is another."""
     whole = np.arange(layout.block_nbytes, dtype=np.int32).reshape(*layout.shape, -1)
     return [
@@ -43,14 +43,14 @@ def shares(layout: KVLayout, shards: list[BlockShard]) -> list[np.ndarray]:
 @given(pairs())
 def test_every_target_gets_each_of_its_bytes_once(pair) -> None:
     layout, sources, targets = pair
-    held, wanted = shares(layout, sources), shares(layout, targets)
+    held, wanted = num_tasks(layout, sources), num_tasks(layout, targets)
     for place, (target, expected) in enumerate(zip(targets, wanted, strict=True)):
         got = np.full(len(expected), -1)
-        for part in parts(layout, sources, target, place):
-            for run in part.runs:
+        for overlap in overlaps(layout, sources, target, place):
+            for run in overlap.runs:
                 into = got[run.target : run.target + run.nbytes]
                 assert (into == -1).all(), "a byte came twice"
-                into[:] = held[part.source][run.source : run.source + run.nbytes]
+                into[:] = held[overlap.source][run.source : run.source + run.nbytes]
         assert (got == expected).all()
 
 
@@ -58,8 +58,8 @@ def test_every_target_gets_each_of_its_bytes_once(pair) -> None:
 def test_only_those_are_read_that_hold_something(pair) -> None:
     layout, sources, targets = pair
     for target in targets:
-        for part in parts(layout, sources, target):
-            source = sources[part.source]
+        for overlap in overlaps(layout, sources, target):
+            source = sources[overlap.source]
             assert set(source.layers) & set(target.layers)
             assert set(source.heads) & set(target.heads)
 
@@ -68,9 +68,9 @@ def test_only_those_are_read_that_hold_something(pair) -> None:
 def test_equal_layouts_are_one_span_a_block(pair) -> None:
     layout, sources, _ = pair
     for i, source in enumerate(sources):
-        (part,) = parts(layout, sources, source, i)
-        assert sources[part.source] == source
-        assert [(run.source, run.target, run.nbytes) for run in part.runs] == [
+        (overlap,) = overlaps(layout, sources, source, i)
+        assert sources[overlap.source] == source
+        assert [(run.source, run.target, run.nbytes) for run in overlap.runs] == [
             (0, 0, source.block_nbytes(layout))
         ]
 
@@ -79,15 +79,15 @@ def test_equal_layouts_are_one_span_a_block(pair) -> None:
 def test_a_stage_of_all_heads_is_one_run(pair) -> None:
     layout, _, targets = pair
     for target in targets:
-        (part,) = parts(layout, [BlockShard.whole(layout)], target)
+        (overlap,) = overlaps(layout, [BlockShard.whole(layout)], target)
         one = target.heads == range(layout.num_kv_heads)
-        assert len(part.runs) == (1 if one else 2 * len(target.layers))
+        assert len(overlap.runs) == (1 if one else 2 * len(target.layers))
 
 
 @given(pairs())
 def test_the_whole_block_in_order(pair) -> None:
     layout, sources, _ = pair
-    held = shares(layout, sources)
+    held = num_tasks(layout, sources)
     whole = np.concatenate(
         [held[i][run.source : run.source + run.nbytes] for i, run in canonical_runs(layout, sources)]
     )
@@ -97,11 +97,11 @@ def test_the_whole_block_in_order(pair) -> None:
 def test_targets_that_want_the_same_spread_over_copies() -> None:
     layout = KVLayout(2, 1, 8, 4, "float32")
     copies = [BlockShard.whole(layout)] * 2
-    assert [parts(layout, copies, copies[0], place)[0].source for place in range(3)] == [0, 1, 0]
+    assert [overlaps(layout, copies, copies[0], place)[0].source for place in range(3)] == [0, 1, 0]
 
 
 def test_sources_that_lack_something_are_named() -> None:
     layout = KVLayout(4, 2, 8, 4, "float32")
     half = BlockShard(range(2), range(2))
     with pytest.raises(LayoutError, match="layers 0 to 3, KV heads 0 to 1 are not held once each"):
-        parts(layout, [half], BlockShard.whole(layout))
+        overlaps(layout, [half], BlockShard.whole(layout))

@@ -23,8 +23,8 @@ from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.tiers.ssd import SsdTier
 from moonpool.kvstore.tiers.ssd.files.record import BlockRecord, decode, encode
-from moonpool.kvstore.tiers.ssd.files.recovery import readopt
-from moonpool.kvstore.tiers.ssd.gc_pause import uncollected
+from moonpool.kvstore.tiers.ssd.files.recovery import recover
+from moonpool.kvstore.tiers.ssd.gc_pause import gc_paused
 from moonpool.runtime.config.options import IndexOptions, StoreOptions
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import check_every_block, open_tier, put_chain
@@ -127,7 +127,7 @@ def test_a_slot_claimed_twice_is_believed_of_neither() -> None:
         for i, (key, slot) in enumerate(zip(chain(4), (0, 1, 1, 9), strict=True))
     ]
     entries = [(block.key, encode(block)) for block in blocks]
-    found = readopt(entries, whole_slots=[4, 4], slots_per_segment=4, max_slots=9)
+    found = recover(entries, whole_slots=[4, 4], slots_per_segment=4, max_slots=9)
     assert [block.key for block in found.blocks] == chain(1)
     assert found.dropped == chain(4)[1:]
     assert (found.num_lost, found.num_orphans, found.next_sequence) == (3, 0, 4)
@@ -140,7 +140,7 @@ def seconds_to_decode(num_records: int) -> float:
     times_s = []
     for _ in range(3):
         started = time.process_time()
-        with uncollected():
+        with gc_paused():
             assert len({decode(key, value) for key, value in entries}) == num_records
         times_s.append(time.process_time() - started)
     return min(times_s)
@@ -193,7 +193,9 @@ async def test_a_hundred_thousand_blocks_are_held_and_announced_again(
         tier.check_integrity()
         store = TieredStore(layout, StoreOptions(), np.zeros(512, np.uint8), ssd=tier)
         record = NodeRecord("a", 2, "prefill")
-        publisher = IndexPublisher(index, lambda: record, IndexOptions(lease_ttl_s=60), lambda: store.held())
+        publisher = IndexPublisher(
+            index, lambda: record, IndexOptions(lease_ttl_s=60), lambda: store.blocks()
+        )
         mirror = IndexMirror(index)
         await mirror.start()
         published_s = time.perf_counter()

@@ -36,7 +36,7 @@ async def kill_again_and_again(directory: Path, times: int) -> None:
         num_checked += await check_every_block(disk)
         # Orphans there may be: what came before them was being removed.
         assert disk.stats.num_lost == disk.stats.num_corrupt == 0
-        assert dict(store.held()) == dict.fromkeys(disk.keys(), Tier.SSD)
+        assert dict(store.blocks()) == dict.fromkeys(disk.keys(), Tier.SSD)
         await read_all(store)
         await store.close()
         number += 1
@@ -53,7 +53,7 @@ async def read_all(store: TieredStore) -> None:
         await store.get(held, spans)
         assert all(np.array_equal(span, payload(key)) for key, span in zip(held, spans, strict=True))
         num_held += len(held)
-    assert num_held == len(list(store.held())), "a block nobody can reach"
+    assert num_held == len(list(store.blocks())), "a block nobody can reach"
     store.check_integrity()
 
 

@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         held = self.store.match(held_keys)
         damaged = any(name in self.disk and not self.disk._is_intact(name) for name in held_keys)
         # A write that goes on meanwhile may push out of the disk what is about to be read.
-        may_miss = damaged or not self.store._holdings.writer._idle.is_set()
+        may_miss = damaged or not self.store._residency.writer._idle.is_set()
         try:
             self.run(get(self.store, len(held), number))
         except BlockMissing:
@@ -132,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
     def the_listener_knows_what_is_held(self) -> None:
         if hasattr(self, "store"):
             self.store.check_integrity()
-            assert dict(self.store.held()) == self.heard.tiers
+            assert dict(self.store.blocks()) == self.heard.tiers
             for number in range(4):
                 held = [name for name in chain(8, number) if self.store.tier_of(name) is not None]
                 assert held == chain(len(held), number), "a hole in a chain"

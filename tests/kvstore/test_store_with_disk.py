@@ -8,7 +8,7 @@ import pytest
 
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockMissing
-from moonpool.kvstore.eviction.extra_copies import Surplus
+from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain, key
 from tests.kvstore.small_store import (
@@ -39,7 +39,7 @@ async def test_write_back_writes_what_host_memory_evicts_and_what_is_before_it()
 async def test_a_cold_copy_for_busy_times_goes_first_and_is_not_written() -> None:
     now_s = 0.0
     store, disk = await with_disk(8, 64)
-    store.host._cache.surplus = Surplus(clock=lambda: now_s)
+    store.host._cache.surplus = SurplusCopies(clock=lambda: now_s)
     await put(store, 2)
     await put(store, 1, number=1)
     store.host.surplus.mark(chain(1, number=1))
@@ -56,9 +56,9 @@ async def test_a_cold_copy_for_busy_times_goes_first_and_is_not_written() -> Non
     await store.close()
 
 
-@pytest.mark.parametrize("apart", [False, True])
-async def test_write_through_writes_at_once_from_pool_and_host(apart) -> None:
-    pool = FakePool(loop=asyncio.get_running_loop() if apart else None)
+@pytest.mark.parametrize("remote", [False, True])
+async def test_write_through_writes_at_once_from_pool_and_host(remote) -> None:
+    pool = FakePool(loop=asyncio.get_running_loop() if remote else None)
     store, disk = await with_disk(8, 64, write_policy="write-through", pool=pool)
     pool.store = store
     for i, name in enumerate(chain(3)):
@@ -210,9 +210,9 @@ async def test_more_than_host_memory_holds_comes_from_disk_in_one_get() -> None:
     await store.close()
 
 
-@pytest.mark.parametrize("apart", [False, True])
-async def test_flush_writes_everything_also_what_only_the_pool_has(apart) -> None:
-    pool = FakePool(loop=asyncio.get_running_loop() if apart else None)
+@pytest.mark.parametrize("remote", [False, True])
+async def test_flush_writes_everything_also_what_only_the_pool_has(remote) -> None:
+    pool = FakePool(loop=asyncio.get_running_loop() if remote else None)
     store, disk = await with_disk(64, 64, pool=pool)
     pool.store = store
     for i, name in enumerate(chain(3)):

@@ -115,9 +115,9 @@ async def test_a_lease_from_the_middle_of_a_chain_keeps_what_is_before_it() -> N
     store.check_integrity()
 
 
-@pytest.mark.parametrize("apart", [False, True])
-async def test_the_pool_s_blocks_go_to_host_memory(apart) -> None:
-    heard, pool = Listener(), FakePool(loop=asyncio.get_running_loop() if apart else None)
+@pytest.mark.parametrize("remote", [False, True])
+async def test_the_pool_s_blocks_go_to_host_memory(remote) -> None:
+    heard, pool = Listener(), FakePool(loop=asyncio.get_running_loop() if remote else None)
     store = pool.store = make(8, pool=pool, on_change=heard)
     for i, name in enumerate(chain(4)):
         pool.seal(name, key(i - 1) if i else None, payload(name))

@@ -157,7 +157,7 @@ async def test_at_the_node_s_own_door_nobody_but_its_owner_touches_an_object(sha
         await node.call("Close", store_pb2.CloseRequest(lease_id=guesses))
         status = await node_pb2_grpc.NodeStub(node._channel).Status(node_pb2.StatusRequest())
         assert sum(tier.num_used_blocks for tier in status.tiers) >= 1
-        node.let_go([mine])
+        node.release([mine])
         assert (await one.get("mine") == np.arange(4)).all()
 
 

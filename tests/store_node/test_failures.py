@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from moonpool.kvstore.client.errors import (
-    NobodyAnswered,
+    NoNodeAnswered,
     NoStoreNodes,
     ObjectMissing,
     PutFailed,
@@ -141,7 +141,7 @@ async def test_nobody_answering_is_not_an_object_missing(cluster: StoreCluster) 
         await store.put("x", np.arange(3))
         await cluster.kill("a")  # the index names it until its lease lapses
         for ask in (store.get("x"), store.stat("x"), store.exists("x"), store.ls(), store.remove("x")):
-            with pytest.raises(NobodyAnswered, match=r"\(a\)"):
+            with pytest.raises(NoNodeAnswered, match=r"\(a\)"):
                 await ask
 
 

@@ -23,7 +23,7 @@ async def put(shelf: ObjectShelf, name: str, *, surplus: bool = False) -> None:
         key=name.encode().ljust(16), version=1, name=name, nbytes=2 * CHUNK, surplus=surplus
     )
     put_id, under_way = await shelf.begin(OWNER, info, 5.0)
-    await shelf.commit(put_id, [0] * len(under_way.places))
+    await shelf.commit(put_id, [0] * len(under_way.offsets))
 
 
 async def names_after(shelf: ObjectShelf, name: str) -> set[str]:

@@ -35,7 +35,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Tip:
+class StreamPosition:
     """Where the stream stands. Another ``instance`` is another history: nothing known of the old one
     holds."""
 
@@ -158,10 +158,10 @@ class KVIndex:
 
     # ------------------------------------------------------------------ what a mirror reads
 
-    async def watch(self) -> Tip:
+    async def watch(self) -> StreamPosition:
         keys = [self._meta, self._leases, self._events, self._marks]
         instance, seq, lapsed = await self.run("watch", scripts.watch, keys, [token_hex(8)])
-        return Tip(instance.decode(), int(seq), tuple(name.decode() for name in lapsed))
+        return StreamPosition(instance.decode(), int(seq), tuple(name.decode() for name in lapsed))
 
     async def node_ids(self) -> list[str]:
         return [name.decode() for name in await self._do("ZRANGE", self._leases, 0, -1)]

@@ -13,7 +13,7 @@ _was_enabled = False
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Python's garbage collector rests, in this process: each time so many objects have been made it would
     look through all there are, which is two fifths of what it costs to make a hundred thousand records. What
     the collector was before, it is again when the last of those inside has left."""

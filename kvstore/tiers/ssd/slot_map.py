@@ -13,11 +13,11 @@ from moonpool.kvstore.eviction.chain_cache import ChainCache
 from moonpool.kvstore.eviction.savings import SavedSeconds
 from moonpool.kvstore.tiers.ssd.counters import SsdTierStats
 from moonpool.kvstore.tiers.ssd.files.record import StaleRecord
-from moonpool.kvstore.tiers.ssd.files.recovery import Readopted
+from moonpool.kvstore.tiers.ssd.files.recovery import RecoveredIndex
 from moonpool.kvstore.tiers.ssd.files.segments import Segments
 from moonpool.kvstore.tiers.ssd.jobs.read import WantedBlock
 from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes
-from moonpool.kvstore.tiers.ssd.jobs.write import NewBlock, Writing
+from moonpool.kvstore.tiers.ssd.jobs.write import NewBlock, WriteJob
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ _NOT_THE_SLOT = (errno.ENOSPC, errno.EDQUOT, errno.ENODATA)
 OnDropped = Callable[[Sequence[BlockKey], str], None]
 
 
-class Catalog:
+class SlotMap:
     """A block is held once it is durable. Of every chain it holds anything of, it holds the first blocks."""
 
     def __init__(
         self,
         segments: Segments,
-        found: Readopted,
+        found: RecoveredIndex,
         policy: str,
         saved_s: SavedSeconds | None,
         on_dropped: OnDropped | None,
@@ -114,7 +114,7 @@ class Catalog:
                 here = self.cache.parent_of(here)
         return list(slots)
 
-    def stored(self, writing: Writing) -> None:
+    def stored(self, writing: WriteJob) -> None:
         """The end of a write: what is durable is held, the other slots are free again."""
         if writing.is_invalidated:
             self.forgotten(writing.stale)

@@ -19,12 +19,12 @@ from moonpool.kvstore.eviction.savings import SavedSeconds
 from moonpool.kvstore.tiers.ssd.counters import SsdTierStats
 from moonpool.kvstore.tiers.ssd.files.directory import TierFormat
 from moonpool.kvstore.tiers.ssd.files.startup import open_directory
-from moonpool.kvstore.tiers.ssd.gc_pause import uncollected
+from moonpool.kvstore.tiers.ssd.gc_pause import gc_paused
 from moonpool.kvstore.tiers.ssd.jobs.disk import Disk
 from moonpool.kvstore.tiers.ssd.jobs.read import WantedBlock
 from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes
-from moonpool.kvstore.tiers.ssd.slot_map import Catalog, OnDropped
-from moonpool.kvstore.tiers.ssd.writer import Incoming
+from moonpool.kvstore.tiers.ssd.slot_map import OnDropped, SlotMap
+from moonpool.kvstore.tiers.ssd.writer import BlockWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -41,14 +41,16 @@ class SsdTier:
     is counted and logged and makes a miss, never an error: a caller does without the block, or computes it.
     """
 
-    def __init__(self, layout: BlockFormat, catalog: Catalog, disk: Disk, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, layout: BlockFormat, slot_map: SlotMap, disk: Disk, clock: Callable[[], float]
+    ) -> None:
         """For ``open``."""
         self.layout = layout
-        self._catalog = catalog
-        self._cache = catalog.cache
+        self._slot_map = slot_map
+        self._cache = slot_map.cache
         self._disk = disk
         self._clock = clock
-        self._incoming = Incoming(catalog, disk, clock)
+        self._writer = BlockWriter(slot_map, disk, clock)
         self._cleaning: set[asyncio.Task[bool]] = set()
 
     @classmethod
@@ -83,10 +85,10 @@ class SsdTier:
         make_policy(policy, 1)  # an unknown name is refused before anything is touched
         segment = segment_nbytes or max(_MIN_SEGMENT_NBYTES, -(-capacity_nbytes // _MAX_SEGMENTS))
         wanted = TierFormat(layout.fingerprint.hex(), layout.block_nbytes, segment)
-        with uncollected():
+        with gc_paused():
             opened = await asyncio.to_thread(open_directory, directory, wanted, capacity_nbytes, on_mismatch)
             found = opened.found
-            catalog = await asyncio.to_thread(Catalog, opened.segments, found, policy, saved_s, on_dropped)
+            slot_map = await asyncio.to_thread(SlotMap, opened.segments, found, policy, saved_s, on_dropped)
         disk = Disk(
             opened,
             depth=threads,
@@ -94,8 +96,8 @@ class SsdTier:
             deadline_s=io_deadline_s,
             clock=clock,
         )
-        catalog.counts.open_s = clock() - started_s
-        return cls(layout, catalog, disk, clock)
+        slot_map.counts.open_s = clock() - started_s
+        return cls(layout, slot_map, disk, clock)
 
     async def __aenter__(self) -> SsdTier:
         return self
@@ -111,11 +113,11 @@ class SsdTier:
     @property
     def on_dropped(self) -> OnDropped | None:
         """Hears of blocks that go by themselves."""
-        return self._catalog.on_dropped
+        return self._slot_map.on_dropped
 
     @on_dropped.setter
     def on_dropped(self, call: OnDropped | None) -> None:
-        self._catalog.on_dropped = call
+        self._slot_map.on_dropped = call
 
     # ------------------------------------------------------------------ what is here
 
@@ -140,7 +142,7 @@ class SsdTier:
         """xxh3-64 of a held block's bytes as they were put."""
         slot = self._cache.slot_of(key)
         assert slot is not None
-        return self._catalog.checksum_of(slot)
+        return self._slot_map.checksum_of(slot)
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
         """Slots of the longest run of ``keys`` held from the first on. Pins nothing, counts as no use."""
@@ -156,7 +158,7 @@ class SsdTier:
         """A copy."""
         cache, disk = self._cache, self._disk
         return replace(
-            self._catalog.counts,
+            self._slot_map.counts,
             num_blocks=cache.capacity,
             num_held=len(cache),
             num_pinned=cache.num_pinned,
@@ -191,7 +193,7 @@ class SsdTier:
         """
         started_s = self._clock()
         hits = await self._read(keys, [self._bytes(destination) for destination in destinations])
-        counts, num_hits = self._catalog.counts, sum(hits)
+        counts, num_hits = self._slot_map.counts, sum(hits)
         counts.num_hits += num_hits
         counts.num_misses += len(hits) - num_hits
         counts.read_nbytes += num_hits * self.layout.block_nbytes
@@ -203,14 +205,14 @@ class SsdTier:
         return await self._read(keys, [None] * len(keys))
 
     async def _read(self, keys: Sequence[BlockKey], into: Sequence[Bytes | None]) -> list[bool]:
-        wanted = self._catalog.wanted(keys, into)
+        wanted = self._slot_map.wanted(keys, into)
         held = [block for block in wanted if block is not None]
         if held:
             await self._disk.read(held, lambda: self._read_ended(held))
         return [block is not None and block.outcome == "intact" for block in wanted]
 
     def _read_ended(self, blocks: Sequence[WantedBlock]) -> None:
-        if self._catalog.read(blocks):
+        if self._slot_map.read(blocks):
             # Else they would be found again, as bad as they are, when the tier is opened next.
             task = asyncio.get_running_loop().create_task(self._clean())
             self._cleaning.add(task)
@@ -241,33 +243,33 @@ class SsdTier:
             if await self._disk.take_write(num_new):
                 try:
                     blocks = [self._bytes(source) for source in sources]
-                    await self._incoming.put(keys, blocks, parents, checksums or [None] * len(keys))
+                    await self._writer.put(keys, blocks, parents, checksums or [None] * len(keys))
                 finally:
                     self._disk.give_write(num_new)
             else:
-                self._catalog.counts.num_given_up += num_new
-        self._catalog.counts.write_s += self._clock() - started_s
+                self._slot_map.counts.num_given_up += num_new
+        self._slot_map.counts.write_s += self._clock() - started_s
         return [key in self._cache for key in keys]
 
     async def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Drop blocks and what follows them; durable when it returns (or, while the disk stalls, when it
         answers again). Returns the keys that went, the last of a chain first."""
-        gone = self._catalog.remove(keys)
+        gone = self._slot_map.remove(keys)
         await self._clean()
         return gone
 
     async def evict(self, num_blocks: int) -> list[BlockKey]:
         """Drop so many of the blocks worth least, fewer where the rest is pinned. Returns them."""
-        gone = self._catalog.evict(num_blocks)
+        gone = self._slot_map.evict(num_blocks)
         await self._clean()
         return gone
 
     async def _clean(self) -> bool:
         """Delete from the index on disk what is held no more."""
-        _, stale = self._catalog.stale()
+        _, stale = self._slot_map.stale()
         if not stale or self._disk.is_stalled:
             return not stale
-        return await self._disk.forget(stale, lambda: self._catalog.forgotten(stale))
+        return await self._disk.forget(stale, lambda: self._slot_map.forgotten(stale))
 
     def _bytes(self, buffer: Buffer | Bytes) -> Bytes:
         block: Bytes = np.frombuffer(cast("Bytes", buffer), dtype=np.uint8)  # any buffer will do
@@ -276,4 +278,4 @@ class SsdTier:
         return block
 
     def check_integrity(self) -> None:
-        self._catalog.check_integrity()
+        self._slot_map.check_integrity()

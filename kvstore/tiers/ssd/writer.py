@@ -11,8 +11,8 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.tiers.ssd.files.block_index import IndexWriteFailed
 from moonpool.kvstore.tiers.ssd.jobs.disk import Disk
 from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes
-from moonpool.kvstore.tiers.ssd.jobs.write import Writing
-from moonpool.kvstore.tiers.ssd.slot_map import Catalog
+from moonpool.kvstore.tiers.ssd.jobs.write import WriteJob
+from moonpool.kvstore.tiers.ssd.slot_map import SlotMap
 
 log = logging.getLogger(__name__)
 
@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 _ROOM_RETRY_S = 30.0
 
 
-class Incoming:
+class BlockWriter:
     """Many puts may be under way at once. A block that several bring is written once; one that continues
     what another brings is stored after that."""
 
-    def __init__(self, catalog: Catalog, disk: Disk, clock: Callable[[], float]) -> None:
-        self._catalog = catalog
+    def __init__(self, slot_map: SlotMap, disk: Disk, clock: Callable[[], float]) -> None:
+        self._slot_map = slot_map
         self._disk = disk
         self._clock = clock
-        self._being_written: dict[BlockKey, Writing] = {}
+        self._being_written: dict[BlockKey, WriteJob] = {}
         self._growing = asyncio.Lock()
         self._grow_from_s = -_ROOM_RETRY_S
 
@@ -39,20 +39,20 @@ class Incoming:
         parents: Sequence[BlockKey | None],
         checksums: Sequence[int | None],
     ) -> None:
-        """Returns when what the catalog takes of them is stored, has failed, or was given up."""
-        await self._grow(sum(key not in self._catalog.cache for key in keys))
+        """Returns when what the slot_map takes of them is stored, has failed, or was given up."""
+        await self._grow(sum(key not in self._slot_map.cache for key in keys))
         while others := [self._being_written[key] for key in keys if key in self._being_written]:
             await others[0].batch.ended.wait()
-        blocks = self._catalog.reserve(keys, sources, parents, checksums, self._being_written)
+        blocks = self._slot_map.reserve(keys, sources, parents, checksums, self._being_written)
         if not blocks:
             return
-        stale, also_gone = self._catalog.stale({block.slot for block in blocks})
+        stale, also_gone = self._slot_map.stale({block.slot for block in blocks})
         before = {self._being_written[parent] for parent in parents if parent in self._being_written}
 
-        def on_done(writing: Writing) -> None:
+        def on_done(writing: WriteJob) -> None:
             for block in blocks:
                 del self._being_written[block.key]
-            self._catalog.stored(writing)
+            self._slot_map.stored(writing)
 
         writing = self._disk.write(blocks, before, stale, also_gone, on_done)
         self._being_written.update((block.key, writing) for block in blocks)
@@ -63,7 +63,7 @@ class Incoming:
         segments = self._disk.segments
         async with self._growing:
             while (
-                self._catalog.cache.num_free < num_blocks
+                self._slot_map.cache.num_free < num_blocks
                 and segments.num_segments < segments.max_segments
                 and self._clock() >= self._grow_from_s
                 and not self._disk.is_stalled
@@ -71,10 +71,10 @@ class Incoming:
                 await self._disk.grow(self._grown)
 
     def _grown(self, error: OSError | IndexWriteFailed | None) -> None:
-        self._catalog.grow()
+        self._slot_map.grow()
         if error is not None:
             self._grow_from_s = self._clock() + _ROOM_RETRY_S
-            self._catalog.counts.num_no_space += 1
+            self._slot_map.counts.num_no_space += 1
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             what = "no room for another segment" if full else "cannot make another segment"
             message = "%s: %s (%s); blocks are evicted to make room in the %d there are"

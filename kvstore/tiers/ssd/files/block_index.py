@@ -17,7 +17,7 @@ import lmdb
 
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.errors import StoreError
-from moonpool.kvstore.tiers.ssd.files import index_scan as scan_child
+from moonpool.kvstore.tiers.ssd.files import index_scan
 from moonpool.kvstore.tiers.ssd.files.record import BlockRecord, StaleRecord, encode, sequence_of
 
 _SEGMENTS = b"segments"
@@ -133,7 +133,7 @@ def scan(directory: Path) -> tuple[int, list[tuple[bytes, bytes]]]:
     Raises:
         IndexDamaged: it did not.
     """
-    command = [sys.executable, "-P", str(Path(scan_child.__file__)), str(directory)]
+    command = [sys.executable, "-P", str(Path(index_scan.__file__)), str(directory)]
     child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if child.returncode != 0:
         lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
@@ -151,8 +151,8 @@ def scan(directory: Path) -> tuple[int, list[tuple[bytes, bytes]]]:
 def _split(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     at = 0
     while at < len(data):
-        key_nbytes, value_nbytes = scan_child.LENGTHS.unpack_from(data, at)
-        at += scan_child.LENGTHS.size
+        key_nbytes, value_nbytes = index_scan.LENGTHS.unpack_from(data, at)
+        at += index_scan.LENGTHS.size
         yield data[at : at + key_nbytes], data[at + key_nbytes : at + key_nbytes + value_nbytes]
         at += key_nbytes + value_nbytes
 

@@ -11,7 +11,7 @@ from moonpool.kvstore.tiers.ssd.files.record import BlockRecord, decode
 
 
 @dataclass(slots=True)
-class Readopted:
+class RecoveredIndex:
     blocks: list[BlockRecord] = field(default_factory=list)  # oldest first, each after its parent
     dropped: list[bytes] = field(default_factory=list)  # keys of entries that are no use
     num_orphans: int = 0
@@ -19,15 +19,15 @@ class Readopted:
     next_sequence: int = 0
 
 
-def readopt(
+def recover(
     entries: Iterable[tuple[bytes, bytes]], whole_slots: Sequence[int], slots_per_segment: int, max_slots: int
-) -> Readopted:
+) -> RecoveredIndex:
     """Sort out ``entries`` (key, encoded record). ``whole_slots``: slots that each segment's file has.
 
     Lost: damaged records, slots that are not there, and slots claimed twice (neither claim is believed).
     Orphans: blocks without every block before them in their chain; nobody could reach them.
     """
-    result = Readopted()
+    result = RecoveredIndex()
     records = []
     for key, value in entries:
         record = decode(key, value)

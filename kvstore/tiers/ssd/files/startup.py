@@ -10,7 +10,7 @@ from typing import Literal
 from moonpool.kvstore.errors import LayoutError, SsdFormatMismatch, SsdUnusable
 from moonpool.kvstore.tiers.ssd.files.block_index import BlockIndex, IndexDamaged, IndexWriteFailed, scan
 from moonpool.kvstore.tiers.ssd.files.directory import DirectoryLock, TierFormat, set_aside, settle_format
-from moonpool.kvstore.tiers.ssd.files.recovery import Readopted, readopt
+from moonpool.kvstore.tiers.ssd.files.recovery import RecoveredIndex, recover
 from moonpool.kvstore.tiers.ssd.files.segments import Segments
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class OpenDirectory:
     lock: DirectoryLock
     segments: Segments
     index: BlockIndex
-    found: Readopted
+    found: RecoveredIndex
 
     def close(self) -> None:
         self.index.close()
@@ -63,7 +63,7 @@ def _open(directory: Path, lock: DirectoryLock, segments: Segments) -> OpenDirec
     index: BlockIndex | None = None
     try:
         whole_slots = segments.adopt(num_segments)
-        found = readopt(entries, whole_slots, segments.shape.slots_per_segment, segments.max_slots)
+        found = recover(entries, whole_slots, segments.shape.slots_per_segment, segments.max_slots)
         for segment, whole in enumerate(whole_slots):
             _tell_if_short(segments, segment, whole, entries_found=bool(entries))
         index = BlockIndex(directory / "index", segments.max_slots)

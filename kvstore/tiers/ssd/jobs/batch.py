@@ -27,7 +27,7 @@ class Batch:
         self._on_done = [on_done]
         self.ended = asyncio.Event()  # every job has
         self._lock = threading.Lock()
-        self._left = 0
+        self._num_pending = 0
         self._touching = 0
         self.abandoned = False
 
@@ -68,7 +68,7 @@ class Batch:
     def add_jobs(self, count: int) -> None:
         """Before they are given to threads: by the owner, or by a job that has not ended."""
         with self._lock:
-            self._left += count
+            self._num_pending += count
 
     def job(self, about: str, work: Callable[[], None]) -> BatchJob:
         """One of this batch's jobs, for a thread."""
@@ -76,8 +76,8 @@ class Batch:
 
     def job_ended(self) -> None:
         with self._lock:
-            self._left -= 1
-            last = not self._left
+            self._num_pending -= 1
+            last = not self._num_pending
         if last:
             self._loop.call_soon_threadsafe(self._finish)
 
@@ -110,7 +110,7 @@ class BatchJob:
             self.batch.job_ended()
 
 
-class Share(Generic[Block]):
+class ThreadTask(Generic[Block]):
     """One thread's part of a batch: it takes the next run of blocks as long as there is one, so that a batch
     wakes each thread once."""
 

@@ -13,9 +13,9 @@ from moonpool.kvstore.tiers.ssd.files.segments import CALL_NBYTES
 from moonpool.kvstore.tiers.ssd.files.startup import OpenDirectory
 from moonpool.kvstore.tiers.ssd.jobs.batch import Batch
 from moonpool.kvstore.tiers.ssd.jobs.byte_budget import ByteBudget
-from moonpool.kvstore.tiers.ssd.jobs.read import Reading, WantedBlock
+from moonpool.kvstore.tiers.ssd.jobs.read import ReadJob, WantedBlock
 from moonpool.kvstore.tiers.ssd.jobs.threads import IoThreads
-from moonpool.kvstore.tiers.ssd.jobs.write import NewBlock, Writing
+from moonpool.kvstore.tiers.ssd.jobs.write import NewBlock, WriteJob
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Disk:
         try:
             taken = not self.is_stalled and await self._reads.take(nbytes)
             if taken:
-                reading = Reading(wanted, self.segments, self._max_run, on_done)
+                reading = ReadJob(wanted, self.segments, self._max_run, on_done)
                 self._watch_over(reading.batch)
                 begun = True
                 reading.begin(self._data)
@@ -89,15 +89,15 @@ class Disk:
     def write(
         self,
         blocks: Sequence[NewBlock],
-        after: Iterable[Writing],
+        after: Iterable[WriteJob],
         stale: Sequence[StaleRecord],
         also_gone: Sequence[StaleRecord],
-        on_done: Callable[[Writing], None],
-    ) -> Writing:
+        on_done: Callable[[WriteJob], None],
+    ) -> WriteJob:
         """Begin to write; wait for the ``batch`` of what is returned: then the blocks are stored or failed,
         or given up. ``after``: what is under way and has to be stored before. ``on_done`` is called, once,
         when no thread works on it any more."""
-        writing = Writing(blocks, stale, also_gone, self.segments, self._index, self._max_run, on_done)
+        writing = WriteJob(blocks, stale, also_gone, self.segments, self._index, self._max_run, on_done)
         self._watch_over(writing.batch)
         writing.begin(self._data, self._commits, after)
         return writing

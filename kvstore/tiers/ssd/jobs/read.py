@@ -11,7 +11,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.tiers.ssd.files.segments import CALL_NBYTES, Segments
-from moonpool.kvstore.tiers.ssd.jobs.batch import Batch, Share, runs
+from moonpool.kvstore.tiers.ssd.jobs.batch import Batch, ThreadTask, runs
 from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes, IoThreads, Worker
 
 
@@ -25,7 +25,7 @@ class WantedBlock:
     error: OSError | None = None
 
 
-class Reading:
+class ReadJob:
     """Each block is read into a thread's own memory, verified there, and copied out: the caller's memory
     has verified bytes or is untouched, and a read that comes back after the caller left touches nothing."""
 
@@ -47,10 +47,10 @@ class Reading:
 
     def begin(self, threads: IoThreads) -> None:
         shared = iter(self._runs)
-        shares = min(threads.num_threads, len(self._runs))
-        self.batch.add_jobs(shares)
-        for _ in range(shares):
-            threads.submit(Share(self.batch, shared, self._read, self._name), urgent=True)
+        num_tasks = min(threads.num_threads, len(self._runs))
+        self.batch.add_jobs(num_tasks)
+        for _ in range(num_tasks):
+            threads.submit(ThreadTask(self.batch, shared, self._read, self._name), urgent=True)
 
     def _name(self, run: Sequence[WantedBlock]) -> str:
         path, offset = self._segments.where(run[0].slot)
@@ -81,14 +81,14 @@ class Reading:
         """Read the run's slots to the thread's memory. Returns the checksums of what was found."""
         slot_nbytes = self._segments.shape.slot_nbytes
         if len(run) == 1:
-            return [self._fetch_in_pieces(run[0].slot, worker)]
+            return [self._fetch_chunked(run[0].slot, worker)]
         with worker.calling():
             self._segments.read(run[0].slot, worker.buffer[: len(run) * slot_nbytes].data)
         blocks = worker.buffer[: len(run) * slot_nbytes].reshape(len(run), slot_nbytes)
         return [xxh3_64_intdigest(block[: self._block_nbytes].data) for block in blocks]
 
-    def _fetch_in_pieces(self, slot: int, worker: Worker) -> int:
-        """Each piece is checksummed while it is in the cache, and another thread's read is under way."""
+    def _fetch_chunked(self, slot: int, worker: Worker) -> int:
+        """Each call_chunk is checksummed while it is in the cache, and another thread's read is under way."""
         digest = xxh3_64()
         slot_nbytes = self._segments.shape.slot_nbytes
         for at in range(0, slot_nbytes, CALL_NBYTES):

@@ -18,7 +18,7 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.tiers.ssd.files.block_index import BlockIndex, IndexWriteFailed
 from moonpool.kvstore.tiers.ssd.files.record import BlockRecord, StaleRecord
 from moonpool.kvstore.tiers.ssd.files.segments import CALL_NBYTES, Segments
-from moonpool.kvstore.tiers.ssd.jobs.batch import Batch, Share, runs
+from moonpool.kvstore.tiers.ssd.jobs.batch import Batch, ThreadTask, runs
 from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes, IoThreads, Worker
 
 
@@ -39,7 +39,7 @@ class NewBlock:
         return BlockRecord(self.sequence, self.key, self.slot, self.checksum, self.parent)
 
 
-class Writing:
+class WriteJob:
     """``stale``: records of the slots that are written, ``also_gone``: those of other slots.
 
     Where the caller takes slots that have been free for a while, ``stale`` is empty, and all of this is one
@@ -54,7 +54,7 @@ class Writing:
         segments: Segments,
         index: BlockIndex,
         max_run: int,
-        on_done: Callable[[Writing], None],
+        on_done: Callable[[WriteJob], None],
     ) -> None:
         self.blocks = blocks
         self.stale = stale
@@ -71,13 +71,13 @@ class Writing:
         self._num_awaited = len(self._runs)  # before the commit
         self.batch = Batch(lambda: on_done(self))
 
-    def begin(self, data: IoThreads, commits: IoThreads, after: Iterable[Writing]) -> None:
+    def begin(self, data: IoThreads, commits: IoThreads, after: Iterable[WriteJob]) -> None:
         """``commits``: one thread, so that transactions come in the order they were asked for. ``after``:
         others that have not ended, whose blocks come before these: nothing is stored before they are."""
         self._data, self._commits = data, commits
         for other in after:
             self._num_awaited += 1
-            other.batch.when_done(self._one_came)
+            other.batch.when_done(self._prerequisite_done)
         if self.stale:
             self.batch.add_jobs(1)
             commits.submit(self.batch.job(f"writing {self._index.path}", self._invalidate))
@@ -97,10 +97,10 @@ class Writing:
 
     def _submit_data(self) -> None:
         shared = iter(self._runs)
-        shares = min(self._data.num_threads, len(self._runs))
-        self.batch.add_jobs(shares + 1)  # the commit
-        for _ in range(shares):
-            self._data.submit(Share(self.batch, shared, self._write, self._name))
+        num_tasks = min(self._data.num_threads, len(self._runs))
+        self.batch.add_jobs(num_tasks + 1)  # the commit
+        for _ in range(num_tasks):
+            self._data.submit(ThreadTask(self.batch, shared, self._write, self._name))
 
     def _name(self, run: Sequence[NewBlock]) -> str:
         path, offset = self._segments.where(run[0].slot)
@@ -108,22 +108,24 @@ class Writing:
 
     def _write(self, run: Sequence[NewBlock], worker: Worker) -> None:
         slots_nbytes = len(run) * self._segments.shape.slot_nbytes
-        pieces = self._in_pieces(run[0], worker.buffer) if len(run) == 1 else self._whole(run, worker.buffer)
+        call_chunks = (
+            self._chunked(run[0], worker.buffer) if len(run) == 1 else self._joined(run, worker.buffer)
+        )
         done = 0
         try:
-            for piece in pieces:
+            for call_chunk in call_chunks:
                 with worker.calling():
-                    self._segments.write(run[0].slot, piece.data, at=done)
-                done += len(piece)
+                    self._segments.write(run[0].slot, call_chunk.data, at=done)
+                done += len(call_chunk)
         except OSError as error:
             for block in run:
                 block.error = error
         if done == slots_nbytes:
             for block in run:
                 block.is_written = True
-        self._one_came()
+        self._prerequisite_done()
 
-    def _one_came(self) -> None:
+    def _prerequisite_done(self) -> None:
         with self._lock:
             self._num_awaited -= 1
             last = not self._num_awaited
@@ -133,26 +135,26 @@ class Writing:
     # Blocks are copied into the thread's own memory, from where the disk reads faster. The copy ends early
     # when the batch is given up.
 
-    def _in_pieces(self, block: NewBlock, buffer: Bytes) -> Iterator[Bytes]:
-        """A block's slot, in pieces that stay in the cache until they are written, one after the other."""
+    def _chunked(self, block: NewBlock, buffer: Bytes) -> Iterator[Bytes]:
+        """Yield a block's slot in chunks that stay in the CPU cache until they are written."""
         block_nbytes, slot_nbytes = len(block.source), self._segments.shape.slot_nbytes
         digest = None if block.checksum is not None else xxh3_64()
         for at in range(0, slot_nbytes, CALL_NBYTES):
             if not self.batch.begin_touching():
                 return
-            piece = buffer[: min(CALL_NBYTES, slot_nbytes - at)]
-            part = piece[: block_nbytes - at]
+            call_chunk = buffer[: min(CALL_NBYTES, slot_nbytes - at)]
+            part = call_chunk[: block_nbytes - at]
             np.copyto(part, block.source[at : at + len(part)])
             self.batch.end_touching()
-            piece[len(part) :] = 0
+            call_chunk[len(part) :] = 0
             if digest is not None:
                 digest.update(part.data)
-            yield piece
+            yield call_chunk
         if digest is not None:
             block.checksum = digest.intdigest()
 
-    def _whole(self, run: Sequence[NewBlock], buffer: Bytes) -> Iterator[Bytes]:
-        """The slots of a run of small blocks, as one piece."""
+    def _joined(self, run: Sequence[NewBlock], buffer: Bytes) -> Iterator[Bytes]:
+        """The slots of a run of small blocks, as one chunk."""
         slot_nbytes = self._segments.shape.slot_nbytes
         if not self.batch.begin_touching():
             return

@@ -10,14 +10,14 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 # A copy is no longer needed when nobody has used it for so long.
-COLD_S = 10.0
+UNUSED_S = 10.0
 
 
-class Surplus(Generic[Key]):
+class SurplusCopies(Generic[Key]):
     """Which blocks of one tier are such copies, and when each was last used. False while there are none."""
 
-    def __init__(self, *, cold_s: float = COLD_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._cold_s = cold_s
+    def __init__(self, *, unused_s: float = UNUSED_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cold_s = unused_s
         self._clock = clock
         self._used_s: OrderedDict[Key, float] = OrderedDict()  # unused for longest first
 
@@ -42,7 +42,7 @@ class Surplus(Generic[Key]):
         """The tier holds the block no more. Idempotent."""
         self._used_s.pop(key, None)
 
-    def cold(self) -> Iterator[Key]:
+    def unused(self) -> Iterator[Key]:
         """Copies nobody has used lately, the one unused for longest first. Stop before anything changes."""
         before_s = self._clock() - self._cold_s
         for key, used_s in self._used_s.items():
