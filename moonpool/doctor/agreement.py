@@ -11,7 +11,7 @@ import orjson
 from moonpool.conductor.coordination.other_conductors import KEY_FACTS
 from moonpool.doctor.evidence import Evidence
 from moonpool.doctor.finding import Finding
-from moonpool.runtime.config.agreement import OPTIONS, default_of
+from moonpool.runtime.config.agreement import MUST_AGREE, default_of
 
 # Requests' deadlines are usually minutes, their shortest some hundred milliseconds.
 _SKEW_S = 0.1
@@ -72,7 +72,7 @@ def check_options(evidence: Evidence) -> Iterator[Finding]:
     """Options in which nodes and conductors must agree."""
     processes: dict[str, Mapping[str, Any]] = {"the conductor": evidence.cluster.get("facts", {})}
     processes |= {node["node_id"]: node for node in evidence.holders if node.get("version")}
-    for key, means in OPTIONS.items():
+    for key, means in MUST_AGREE.items():
         # What a conductor has of these matters to nobody but for those it keeps the index by.
         asked = {
             name: process.get("options", {}).get(key, default_of(key))

@@ -1,4 +1,4 @@
-"""Options in which the processes of one cluster must agree, and what follows where they do not."""
+"""Options that must be equal in all processes of a cluster."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from typing import Any
 
 from moonpool.runtime.config.options import Config
 
-# What goes wrong between two processes that differ, for a person.
-OPTIONS = {
-    "engine.block_size": "blocks of one are of no use to the other",
-    "engine.kv_dtype": "blocks of one are of no use to the other",
-    "index.lease_ttl_s": "a dead node with the longer lease is noticed later than the conductors expect",
-    "store.lease_ttl_s": "a peer's blocks are let go while the other still reads them",
-    "transfer.checksum": "what the one without checksums reads is not verified",
-    "transfer.transports": "a pair goes by the best transport that both offer, which may be a slow one",
-    "transfer.secret": "they refuse each other: each transfer between them fails, and is computed instead",
-    "transfer.tls": "they refuse each other: each transfer between them fails, and is computed instead",
+_REFUSED = "the processes refuse each other: transfers between them fail and blocks are recomputed"
+# Key -> consequence of a difference.
+MUST_AGREE = {
+    "engine.block_size": "neither process can use the other's blocks",
+    "engine.kv_dtype": "neither process can use the other's blocks",
+    "index.lease_ttl_s": "conductors notice the death of the node with the longer lease late",
+    "store.lease_ttl_s": "one process may evict blocks that the other still reads",
+    "transfer.checksum": "the process without checksums does not verify the blocks it reads",
+    "transfer.transports": "a pair uses the best transport that both offer, which may be slow",
+    "transfer.secret": _REFUSED,
+    "transfer.tls": _REFUSED,
 }
-# Of these only whether they are set is told.
-_ONLY_WHETHER = {"transfer.secret": "transfer.secret", "transfer.tls": "transfer.tls.cert"}
+# For these, only whether they are set is published; value: the option that decides it.
+_PRESENCE_ONLY = {"transfer.secret": "transfer.secret", "transfer.tls": "transfer.tls.cert"}
 
 
 def agreement_of(config: Config) -> dict[str, Any]:
-    """Those of ``OPTIONS`` that are not at their defaults: plain JSON types, no secret among them."""
+    """The options of ``MUST_AGREE`` that differ from their defaults, as JSON types without secrets."""
     default = Config()
-    return {key: _value(config, key) for key in OPTIONS if _value(config, key) != _value(default, key)}
+    return {key: _value(config, key) for key in MUST_AGREE if _value(config, key) != _value(default, key)}
 
 
 def default_of(key: str) -> Any:
-    """What a process has that does not tell of ``key``."""
+    """The value of ``key`` in a process that did not publish it."""
     return _value(Config(), key)
 
 
@@ -39,7 +40,7 @@ def own_version() -> str:
 
 
 def _value(config: Config, key: str) -> Any:
-    value = reduce(getattr, _ONLY_WHETHER.get(key, key).split("."), config)
-    if key in _ONLY_WHETHER:
+    value = reduce(getattr, _PRESENCE_ONLY.get(key, key).split("."), config)
+    if key in _PRESENCE_ONLY:
         return bool(value)
     return list(value) if isinstance(value, tuple) else value

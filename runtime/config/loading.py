@@ -1,4 +1,4 @@
-"""A TOML file and ``--set key=value`` become one frozen ``Config``; what they do not know, they refuse."""
+"""Read a ``Config`` from a TOML file and ``--set key=value``; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
-
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
 
-# Stands for what nobody is shown.
+# Printed in place of a secret.
 HIDDEN = "•••"
 _STDIN = Path("-")
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -26,7 +24,7 @@ _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", 
 
 @dataclass(frozen=True, slots=True)
 class OptionRow:
-    """What ``moonpool config --explain`` says about one option."""
+    """One option as ``moonpool config --explain`` prints it; ``meaning`` includes the bounds."""
 
     key: str
     default: Any
@@ -35,67 +33,69 @@ class OptionRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """One value somebody wrote. ``where`` is for messages; ``text``: it came as text and may be converted."""
+class _Assignment:
+    """A value as written. ``where`` is for messages; ``is_text``: from the command line, to be parsed."""
 
     value: Any
     where: str
-    text: bool
+    is_text: bool
 
 
 def explain() -> list[OptionRow]:
-    """Every option with its default, unit and meaning, in the order of
-    ``moonpool.runtime.config.options``."""
+    """Every option with its default, unit, meaning and bounds, section by section."""
     default = Config()
-    return [
-        OptionRow(key, _get(default, key), field.metadata["unit"], field.metadata["meaning"])
-        for key, (field, _) in _options().items()
-    ]
+    rows = []
+    for key, (field, _) in _options().items():
+        bounds = str(field.metadata["bounds"])
+        meaning = field.metadata["meaning"] + (f" ({bounds})" if bounds else "")
+        rows.append(OptionRow(key, _get(default, key), field.metadata["unit"], meaning))
+    return rows
 
 
 def load_config(file: Path | None = None, sets: Sequence[str] = ()) -> Config:
-    """Defaults, then ``file`` (``-``: stdin), then each ``section.key=value`` of ``sets``, later ones
-    winning. ``section.key=@file`` takes the value from a file.
+    """The defaults, overridden by ``file`` (``-``: stdin), then by each ``section.key=value`` of ``sets``.
+
+    ``section.key=@file`` reads the value from a file.
 
     Raises:
-        ConfigError: unknown key, wrong type, impossible value, unreadable file; names the key, where it was
-            written and, for an unknown key, the nearest valid name.
+        ConfigError: unknown key, wrong type, value out of bounds or unreadable file. The message names the
+            key, where it was written and, for an unknown key, the nearest valid name.
     """
-    given = dict(_read_toml(file)) if file is not None else {}
-    return _configure({}, given | _read_sets(sets))
+    assigned = dict(_read_toml(file)) if file is not None else {}
+    return _configure({}, assigned | _read_sets(sets))
 
 
 def override(config: Config, sets: Sequence[str]) -> Config:
-    """``config`` with each ``section.key=value`` of ``sets`` besides. Raises ConfigError, as above."""
+    """``config`` with each ``section.key=value`` of ``sets`` applied. Raises ConfigError as above."""
     return _configure({key: _get(config, key) for key in _options()}, _read_sets(sets))
 
 
-def _read_sets(sets: Sequence[str]) -> dict[str, _Given]:
-    given = {}
+def _read_sets(sets: Sequence[str]) -> dict[str, _Assignment]:
+    assigned = {}
     for item in sets:
         key, equals, text = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item}: write it as section.key=value", item)
-        given[key.strip()] = _Given(_text(text.strip(), item), f"--set {item}", text=True)
-    return given
+        assigned[key.strip()] = _Assignment(_text(text.strip(), item), f"--set {item}", is_text=True)
+    return assigned
 
 
-def _configure(before: Mapping[str, Any], given: Mapping[str, _Given]) -> Config:
-    for key in given:
+def _configure(before: Mapping[str, Any], assigned: Mapping[str, _Assignment]) -> Config:
+    for key in assigned:
         if key not in _options():
-            raise _unknown(key, given[key].where)
-    values = {**before, **{key: _convert(key, one) for key, one in given.items()}}
+            raise _unknown(key, assigned[key].where)
+    values = {**before, **{key: _convert(key, one) for key, one in assigned.items()}}
     try:
         config: Config = _construct(Config, "", values)
         return config
     except ConfigError as error:
-        # A section checks itself and does not know who wrote the value.
-        where = f"{given[error.key].where}: " if error.key in given else ""
+        # A section checks itself without knowing where its values were written.
+        where = f"{assigned[error.key].where}: " if error.key in assigned else ""
         raise ConfigError(f"{where}{error}", error.key) from None
 
 
 def _text(text: str, item: str) -> str:
-    """What was given, or what stands in the file it names: a secret on a command line is for all to see."""
+    """``text``, or for ``@FILE`` the file's content, because command lines are visible to other users."""
     if not text.startswith("@"):
         return text
     try:
@@ -112,7 +112,7 @@ def to_toml(config: Config) -> str:
 
 
 def shown_options(config: Config) -> list[dict[str, Any]]:
-    """Every option as it is, for people: secrets and what stands in URLs for them are not told."""
+    """Every option with its value, for display; secrets, also those inside URLs, are hidden."""
     default = Config()
     rows = []
     for key, (field, _) in _options().items():
@@ -128,7 +128,7 @@ def shown_options(config: Config) -> list[dict[str, Any]]:
 
 def _without_secrets(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
     if isinstance(value, tuple):
-        # Options of some nodes alone: each is a key=value, and the key may be a secret one.
+        # Options of one role (cluster.prefill_options) are key=value, and the key may name a secret.
         return tuple(_shown_item(item) for item in value)
     value = re.sub(r"(://)[^@/]*@", rf"\1{HIDDEN}@", value)
     return re.sub(r"(?i)([?&;][^=&;]*(?:password|secret|token|key)[^=&;]*=)[^&;]*", rf"\1{HIDDEN}", value)
@@ -177,29 +177,33 @@ def _construct(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
     return cls(**arguments)
 
 
-def _convert(key: str, given: _Given) -> Any:
+def _convert(key: str, assignment: _Assignment) -> Any:
+    # pydantic takes 0.1 s to import; most commands convert nothing.
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
     field, kind = _options()[key]
-    value = given.value
+    value = assignment.value
     is_tuple = kind == tuple[str, ...]
+    is_size = field.metadata["unit"] == "bytes"
     try:
-        if field.metadata["unit"] == "bytes" and isinstance(value, str):
+        if is_size and isinstance(value, str):
             return int(TypeAdapter(ByteSize).validate_python(value))
-        if is_tuple and given.text:
+        if is_tuple and assignment.is_text:
             return tuple(part.strip() for part in value.split(",") if part.strip())
         if is_tuple and isinstance(value, list):
             value = tuple(value)
-        # Types in a file are taken at their word; on the command line all is text, and text is read.
-        return TypeAdapter(kind).validate_python(value, strict=not given.text)
+        # TOML has types, so a file's values are not converted; texts of the command line are.
+        return TypeAdapter(kind).validate_python(value, strict=not assignment.is_text)
     except ValidationError:
         wanted = "a list of texts" if is_tuple else _TYPE_NAMES[kind]
-        if field.metadata["unit"] == "bytes":
+        if is_size:
             wanted = 'a number of bytes, such as 4194304 or "4MiB"'
         raise ConfigError(
-            f"{given.where}: {key} must be {wanted} ({field.metadata['unit']}), got {given.value!r}", key
+            f"{assignment.where}: {key} must be {wanted} ({field.metadata['unit']}), got {value!r}", key
         ) from None
 
 
-def _read_toml(file: Path) -> Iterator[tuple[str, _Given]]:
+def _read_toml(file: Path) -> Iterator[tuple[str, _Assignment]]:
     try:
         text = sys.stdin.read() if file == _STDIN else file.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
@@ -208,19 +212,19 @@ def _read_toml(file: Path) -> Iterator[tuple[str, _Given]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
 
-    def walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, _Given]]:
+    def walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, _Assignment]]:
         for name, value in table.items():
             key = f"{prefix}{name}"
             if isinstance(value, dict):
                 yield from walk(value, f"{key}.")
             else:
-                yield key, _Given(value, f"{file}:{_line_of(text, name)}", text=False)
+                yield key, _Assignment(value, f"{file}:{_line_of(text, name)}", is_text=False)
 
     return walk(tree, "")
 
 
 def _line_of(text: str, name: str) -> int:
-    """The line that first assigns ``name``; 1 when it is written in a way not worth parsing for a message."""
+    """The line that first assigns ``name``; 1 if it cannot be found, as in an inline table."""
     found = re.search(rf"^.*\b{re.escape(name)}[\"']?\s*=", text, re.MULTILINE)
     return text.count("\n", 0, found.start()) + 1 if found else 1
 
@@ -231,10 +235,11 @@ def _unknown(key: str, where: str) -> ConfigError:
     if key in sections:
         inside = ", ".join(name for name in known if name.startswith(f"{key}."))
         return ConfigError(f"{where}: {key} is a section; set one of {inside}", key)
-    # The last part decides what was meant when the section is wrong or left out.
+    # With a wrong or missing section, the last part of the name decides.
     last = key.rpartition(".")[2]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75) or [
-        name for name in known if name.rpartition(".")[2] == last
-    ]
-    close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    close = (
+        difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        or [name for name in known if name.rpartition(".")[2] == last]
+        or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    )
     return ConfigError(f"{where}: unknown option {key}; the nearest is {close[0]}", key)

@@ -34,7 +34,7 @@ def test_file_then_sets_win(tmp_path: Path) -> None:
         ("engine = 4", ["m.toml:1", "engine is a section", "engine.block_size"]),
         ('[engine]\n\nthreads = "many"', ["m.toml:3", "engine.threads", "whole number", "many"]),
         ("[engine]\nthreads = true", ["m.toml:2", "engine.threads", "whole number"]),
-        ("[engine]\nthreads = 0", ["m.toml:2", "engine.threads", "positive", "0"]),
+        ("[engine]\nthreads = 0", ["m.toml:2", "engine.threads", "at least 1", "0"]),
         ('[engine]\npool_nbytes = "1 cow"', ["m.toml:2", "engine.pool_nbytes", "4MiB"]),
         ("[transfer]\ntransports = [1]", ["m.toml:2", "transfer.transports", "list of texts"]),
         ('[transfer]\ntransports = ["pigeon"]', ["m.toml:2", "transfer.transports", "pigeon"]),

@@ -1,0 +1,175 @@
+"""Options of the model and of the engine that runs it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from moonpool.runtime.config.section import Section, option, require, section
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions(Section):
+    NAME: ClassVar[str] = "model"
+
+    path: str = option(
+        "", "path", "Hugging Face checkpoint directory; empty: the model that ships with Moonpool"
+    )
+    name: str = option(
+        "", "text", "name in the API; empty: the directory's name, or moonpool-demo for the shipped model"
+    )
+    dtype: str = option(
+        "auto",
+        "name",
+        "dtype of weights and computation; auto: the fastest measured for the device",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = option("auto", "name", "auto, cpu, cuda or cuda:0, cuda:1 …; auto: the first GPU, if any")
+    max_model_len: int = option(
+        0, "tokens", "longest prompt plus output; 0: the checkpoint's own limit", least=0
+    )
+
+    def _check(self) -> None:
+        known = self.device in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:\d+", self.device)
+        require(bool(known), "model.device", "auto, cpu, cuda or cuda:NUMBER", self.device)
+
+    @property
+    def directory(self) -> Path:
+        """The checkpoint directory: ``path``, or the model that ships. It need not exist."""
+        return Path(self.path) if self.path else Path(__file__).parents[2] / "demo" / "model"
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in the API."""
+        return self.name or (self.directory.resolve().name if self.path else "moonpool-demo")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelOptions(Section):
+    NAME: ClassVar[str] = "engine.parallel"
+
+    tp: int = option(1, "ranks", "tensor parallel: ranks that each layer is split over", least=1)
+    pp: int = option(1, "stages", "pipeline parallel: stages that the layers are split into", least=1)
+    ep: int = option(1, "ranks", "expert parallel: TP ranks that MoE experts are distributed over", least=1)
+    expert_plan_path: str = option(
+        "", "path", "expert parallel: file that assigns experts to ranks, written by `moonpool experts`"
+    )
+    all_to_all_tokens: int = option(
+        0,
+        "tokens",
+        "expert parallel: steps of at least this many tokens use all-to-all, shorter ones broadcast all "
+        "tokens to all ranks; 0: by a measured rule",
+        least=0,
+    )
+    dp: int = option(
+        1,
+        "replicas",
+        "data parallel: replicas of one node; each has its own ranks, GPUs, pool, tiers and port "
+        "(counted from node.port)",
+        least=1,
+    )
+    cp: int = option(
+        1, "ranks", "context parallel: ranks that the tokens of a long prompt are split over", least=1
+    )
+    hosts: int = option(
+        1,
+        "machines",
+        "machines that a node's ranks are distributed over, in whole stages (pp); all but the first run "
+        "`moonpool ranks`",
+        least=1,
+    )
+    listen: str = option(
+        "",
+        "host:port",
+        "with hosts: address at which `moonpool ranks` elsewhere reach this node; replica r uses port + r",
+    )
+    link: str = option(
+        "auto",
+        "name",
+        "how ranks exchange tensors: shm (shared memory), gloo, nccl, shm+gloo (shared memory on a machine, "
+        "Gloo between machines); auto: nccl on GPUs, shm+gloo with several hosts, else shm",
+        choices=("auto", "shm", "gloo", "nccl", "shm+gloo"),
+    )
+    timeout_s: float = option(
+        5.0, "seconds", "a rank or replica that is silent for this long is considered lost", above=0
+    )
+    start_timeout_s: float = option(
+        120.0, "seconds", "longest time the ranks may take to start and load", above=0
+    )
+    piece_tokens: int = option(
+        128, "tokens", "pipeline parallel: most prompt tokens in one micro-batch", least=1
+    )
+    share_tokens: int = option(
+        8, "tokens", "context parallel: steps of fewer tokens are computed by every rank, not split", least=1
+    )
+
+    def _check(self) -> None:
+        valid = [n for n in range(1, self.pp + 1) if self.pp % n == 0]
+        require(
+            self.hosts in valid,
+            "engine.parallel.hosts",
+            f"one of {', '.join(map(str, valid))}, so that each machine has as many of the {self.pp} stages "
+            "(engine.parallel.pp)",
+            self.hosts,
+        )
+        _, _, port = self.listen.rpartition(":")
+        require(
+            (self.hosts == 1 and not self.listen) or port.isdigit(),
+            "engine.parallel.listen",
+            "an address of this machine and a port that the other machines reach, such as 10.0.0.1:7400",
+            self.listen,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one replica."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Rank r is on machine ``r // ranks_per_host``; the leader's is 0."""
+        return self.world_size // self.hosts
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions(Section):
+    NAME: ClassVar[str] = "engine"
+
+    block_size: int = option(16, "tokens", "tokens in a KV block", choices=(8, 16, 32, 64, 128, 256, 512))
+    kv_dtype: str = option(
+        "auto",
+        "name",
+        "dtype of the KV pool; auto: as computed; fp8_e4m3 uses the k_scale and v_scale of the checkpoint",
+        choices=("auto", "fp8_e4m3"),
+    )
+    pool_nbytes: int = option(
+        0,
+        "bytes",
+        "memory of a node's paged KV pool; 0: 256 MiB, on a GPU what engine.gpu_memory leaves",
+        least=0,
+    )
+    gpu_memory: float = option(
+        0.9, "fraction", "part of a GPU's memory that one node may use, weights included", above=0, most=1
+    )
+    decode_graphs: bool = option(
+        True, "flag", "on a GPU: capture decode steps as CUDA graphs at start, one a batch size"
+    )
+    max_batch_size: int = option(64, "sequences", "most sequences in one step", least=1)
+    max_batch_tokens: int = option(
+        512, "tokens", "most tokens in one step; longer prompts are computed in chunks", least=1
+    )
+    threads: int = option(1, "threads", "compute threads of a node process", least=1)
+    parallel: ParallelOptions = section(ParallelOptions)
+
+    def _check(self) -> None:
+        # Context parallelism splits tokens in whole blocks.
+        most = max(1, self.max_batch_tokens // self.block_size)
+        must_be = f"at most {most}, the blocks of a step (engine.max_batch_tokens / engine.block_size)"
+        require(self.parallel.cp <= most, "engine.parallel.cp", must_be, self.parallel.cp)
+
+    @property
+    def host_pool_nbytes(self) -> int:
+        """Size of the KV pool on a node that computes on CPUs."""
+        return self.pool_nbytes or 256 << 20

@@ -1,0 +1,153 @@
+"""Options of the conductor and of node processes: addresses, admission, health, logs and tracing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moonpool.runtime.config.section import Section, option, require
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions(Section):
+    NAME: ClassVar[str] = "node"
+
+    id: str = option("", "text", "name of this node; empty: its role, host and port")
+    host: str = option("127.0.0.1", "address", "address to listen on and to announce to the cluster")
+    port: int = option(0, "port", "gRPC port; 0: a free one", least=0, most=65535)
+    metrics_port: int = option(0, "port", "HTTP port of /metrics; 0: a free one", least=0, most=65535)
+    orphan_s: float = option(
+        5.0, "seconds", "how long a decode node keeps the requests of a conductor that disconnected"
+    )
+    drain_s: float = option(30.0, "seconds", "how long SIGTERM waits for running requests")
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorOptions(Section):
+    NAME: ClassVar[str] = "conductor"
+
+    host: str = option("127.0.0.1", "address", "address of the API")
+    port: int = option(8000, "port", "port of the API; 0: a free one", least=0, most=65535)
+    max_body_nbytes: int = option(8 << 20, "bytes", "largest request body", least=1)
+    request_timeout_s: float = option(300.0, "seconds", "deadline of a request that sets none", above=0)
+    max_requests: int = option(1024, "requests", "requests in flight; more are answered 429", least=1)
+    max_attempts: int = option(4, "times", "how often a request is placed before it fails", least=1)
+    slo_ttft_s: float = option(0.0, "seconds", "SLO of the time to first token; 0: none", least=0)
+    slo_tbt_s: float = option(0.0, "seconds", "SLO of the time between two tokens; 0: none", least=0)
+    rejection: str = option(
+        "predicted",
+        "name",
+        "which requests to reject when an SLO would be violated: none, baseline (at each stage), early "
+        "(both stages at arrival) or predicted (decode load as predicted for the end of the prefill)",
+        choices=("none", "baseline", "early", "predicted"),
+    )
+    tenants_path: str = option(
+        "", "path", "TOML file of API keys with their limits and weights; empty: no authentication"
+    )
+    results_path: str = option(
+        "",
+        "path",
+        "directory of `moonpool bench … --json` files for the dashboard; empty: the checkout's own",
+    )
+    policy: str = option(
+        "goodput",
+        "name",
+        "placement policy",
+        choices=("goodput", "kv-aware", "local-cache", "least-loaded", "round-robin", "random"),
+    )
+    replicate_nbytes_per_s: int = option(
+        256 << 20,
+        "bytes/second",
+        "bandwidth for copies of hot prefixes to other prefill nodes and to a store node; 0: no copies",
+        least=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions(Section):
+    NAME: ClassVar[str] = "cluster"
+
+    prefill: int = option(2, "nodes", "prefill nodes `moonpool up` starts", least=1)
+    decode: int = option(2, "nodes", "decode nodes `moonpool up` starts", least=1)
+    store: int = option(0, "nodes", "store nodes `moonpool up` starts", least=0)
+    prefill_options: tuple[str, ...] = option(
+        (), "names", "options of prefill nodes alone, as key=value, such as engine.parallel.tp=2"
+    )
+    decode_options: tuple[str, ...] = option((), "names", "options of decode nodes alone, as key=value")
+
+
+@dataclass(frozen=True, slots=True)
+class HealthOptions(Section):
+    NAME: ClassVar[str] = "health"
+
+    interval_s: float = option(
+        5.0, "seconds", "how often a node reads the state of its host and GPUs; 0: never", least=0
+    )
+    bad_readings: int = option(
+        3, "readings", "consecutive readings beyond a limit that make a node unhealthy", least=1
+    )
+    good_readings: int = option(
+        6, "readings", "consecutive readings within the limits that make it healthy again", least=1
+    )
+    gpu_lost: bool = option(True, "flag", "drain and end the node when the driver reports its GPU as lost")
+    gpu_memory_errors: int = option(
+        1,
+        "errors",
+        "uncorrectable GPU memory errors since the start at which the node drains and ends; 0: no limit",
+        least=0,
+    )
+    gpu_temperature_margin: float = option(
+        2.0, "celsius", "least distance to the temperature where a GPU slows down; 0: no limit", least=0
+    )
+    gpu_throttled_s: float = option(
+        30.0,
+        "seconds",
+        "longest a GPU may be slowed down by its hardware (heat, power); 0: no limit",
+        least=0,
+    )
+    host_memory_free: float = option(
+        0.02, "fraction", "least part of the host's memory that must be available; 0: no limit", least=0
+    )
+    disk_free_nbytes: int = option(
+        256 << 20, "bytes", "least free space at store.ssd.path; 0: no limit", least=0
+    )
+    disk_write_s: float = option(
+        1.0, "seconds", "longest a durable write of a page at store.ssd.path may take; 0: no limit", least=0
+    )
+    network_errors_per_s: float = option(
+        100.0, "packets/second", "most packets with errors or dropped; 0: no limit", least=0
+    )
+
+    def _check(self) -> None:
+        require(self.host_memory_free < 1, "health.host_memory_free", "less than 1", self.host_memory_free)
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions(Section):
+    NAME: ClassVar[str] = "log"
+
+    level: str = option(
+        "info", "name", "least level of log lines", choices=("debug", "info", "warning", "error")
+    )
+    format: str = option("text", "name", "format of log lines", choices=("text", "json"))
+    prompt_chars: int = option(
+        0,
+        "characters",
+        "characters of each prompt and answer that a conductor logs; 0: prompts are never logged",
+        least=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TracingOptions(Section):
+    NAME: ClassVar[str] = "tracing"
+
+    otlp_endpoint: str = option(
+        "",
+        "URL",
+        "where OpenTelemetry spans are sent (OTLP over gRPC), such as http://127.0.0.1:4317; empty: not sent",
+    )
+
+    def _check(self) -> None:
+        known = self.otlp_endpoint.startswith(("http://", "https://")) or not self.otlp_endpoint
+        require(known, "tracing.otlp_endpoint", "an http:// or https:// URL, or empty", self.otlp_endpoint)

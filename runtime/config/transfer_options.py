@@ -1,0 +1,63 @@
+"""Options of the transfer agent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moonpool.runtime.config.section import Section, option, require, section
+
+
+@dataclass(frozen=True, slots=True)
+class TcpOptions(Section):
+    NAME: ClassVar[str] = "transfer.tcp"
+
+    streams: int = option(
+        2, "connections", "parallel connections to each address of a peer", least=1, most=64
+    )
+    slice_nbytes: int = option(4 << 20, "bytes", "most bytes of one send call", least=4096)
+    host: str = option("127.0.0.1", "address", "address to listen on and to announce")
+    rails: tuple[str, ...] = option(
+        (), "addresses", "further interfaces (at most 16); batches are spread over them by their speed"
+    )
+
+    def _check(self) -> None:
+        require(len(self.rails) <= 16, "transfer.tcp.rails", "at most 16 addresses", len(self.rails))
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions(Section):
+    NAME: ClassVar[str] = "transfer.tls"
+
+    cert: str = option("", "path", "this node's certificate (PEM); empty: no TLS between transfer agents")
+    key: str = option("", "path", "private key of the certificate (PEM)")
+    ca: str = option("", "path", "the authority that signed the certificates of all nodes (PEM)")
+
+    def _check(self) -> None:
+        given = [bool(path) for path in (self.cert, self.key, self.ca)]
+        require(all(given) or not any(given), "transfer.tls", "cert, key and ca together, or none", self)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions(Section):
+    NAME: ClassVar[str] = "transfer"
+
+    transports: tuple[str, ...] = option(
+        ("local", "cuda-ipc", "shm", "tcp"),
+        "names",
+        "transports to offer, best first",
+        choices=("local", "cuda-ipc", "shm", "tcp", "ucx"),
+    )
+    checksum: bool = option(True, "flag", "verify the checksum of every block that arrives")
+    deadline_s: float = option(10.0, "seconds", "longest a batch may take", above=0)
+    secret: str = option("", "text", "shared secret that peers must prove to know; empty: none", secret=True)
+    tcp: TcpOptions = section(TcpOptions)
+    tls: TlsOptions = section(TlsOptions)
+
+    def _check(self) -> None:
+        require(
+            not (self.tls.cert and "ucx" in self.transports),
+            "transfer.transports",
+            "without ucx where transfer.tls is set, because UCX does not encrypt",
+            self.transports,
+        )
