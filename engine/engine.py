@@ -32,7 +32,7 @@ from moonpool.engine.errors import (
     SequenceTooLong,
     UnknownToken,
 )
-from moonpool.engine.execution.cost_profile import CostProfile
+from moonpool.engine.execution.cost_profile import NOT_MEASURED
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.execution.step_loop import StepLoop
 from moonpool.engine.memory.block_pool import BlockPool
@@ -461,7 +461,7 @@ class Engine:
 
     def profile(self) -> dict[str, float]:
         """The fields of ``protos.Profile``: measured at the start, corrected by every step since."""
-        return (self._loop.costs if self._loop else CostProfile()).coefficients()
+        return (self._loop.costs if self._loop else NOT_MEASURED).coefficients()
 
     def _running(self) -> StepLoop:
         if self._loop is None or self._task is None or self._task.done() or self._closed:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.costs.output_lengths import OutputLengths
 from moonpool.conductor.costs.prediction_errors import PredictionErrors
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
+from moonpool.runtime.cost_profile import CostProfile
 
-# A node that gave no profile yet: a small model on a CPU. Its first requests correct it.
-_UNKNOWN_PREFILL_S = (2e-3, 2e-5, 0.0)
-_UNKNOWN_DECODE_S = (1e-3, 2e-4, 0.0)
 # Tiers that were not measured: memory copies and O_DIRECT reads where they were.
 _UNKNOWN_HOST_NBYTES_PER_S = 5e9
 _UNKNOWN_SSD_NBYTES_PER_S = 1.5e9
@@ -30,27 +28,20 @@ _HALF_LIFE_S = 60.0
 # So many measurements weigh as much as what is known of the other nodes.
 _DOUBT = 2.0
 
-
 _LOADS = ("host_load_nbytes_per_s", "ssd_load_nbytes_per_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """A node's own measurement of itself: the coefficients of ``protos.Profile``, by the same names."""
+class Profile(CostProfile[float]):
+    """A node's measurement of itself: the fields of ``protos.Profile``."""
 
-    prefill_base_s: float = _UNKNOWN_PREFILL_S[0]
-    prefill_token_s: float = _UNKNOWN_PREFILL_S[1]
-    prefill_attention_s: float = _UNKNOWN_PREFILL_S[2]
-    decode_base_s: float = _UNKNOWN_DECODE_S[0]
-    decode_sequence_s: float = _UNKNOWN_DECODE_S[1]
-    decode_context_s: float = _UNKNOWN_DECODE_S[2]
     host_load_nbytes_per_s: float = 0.0  # from host memory into the pool; 0: not measured, or no such tier
     ssd_load_nbytes_per_s: float = 0.0
 
     @classmethod
     def from_record(cls, coefficients: Mapping[str, object]) -> Profile:
-        """From a node record, whatever is in it; a node that measured nothing (zeros, or nothing at all)
-        gets the defaults.
+        """From a node record. Unknown and invalid entries are ignored; without any measured cost, the
+        costs are those of ``UNKNOWN``.
         """
         known = {field.name for field in fields(cls)}
         values = {
@@ -59,25 +50,12 @@ class Profile:
             if name in known and isinstance(value, int | float) and 0 <= value < math.inf
         }
         if not any(value for name, value in values.items() if name not in _LOADS):
-            return cls(**{name: values[name] for name in _LOADS if name in values})
+            return replace(UNKNOWN, **{name: values[name] for name in _LOADS if name in values})
         return cls(**(dict.fromkeys(known, 0.0) | values))
 
-    def prefill_s(self, uncached_tokens: int, cached_tokens: int) -> float:
-        """Compute time of ``uncached_tokens`` whose attention also sees ``cached_tokens`` before them."""
-        context = cached_tokens + uncached_tokens / 2  # of the average uncached token
-        return (
-            self.prefill_base_s
-            + uncached_tokens * self.prefill_token_s
-            + uncached_tokens * context * self.prefill_attention_s
-        )
 
-    def step_s(self, num_sequences: float, context_tokens: float) -> float:
-        """Time of one decode step over ``num_sequences`` with ``context_tokens`` of KV together."""
-        return (
-            self.decode_base_s
-            + num_sequences * self.decode_sequence_s
-            + context_tokens * self.decode_context_s
-        )
+# A small model on a CPU, until the first requests correct it.
+UNKNOWN = Profile(2e-3, 2e-5, 0.0, 1e-3, 2e-4, 0.0)
 
 
 class Correction:

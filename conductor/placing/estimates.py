@@ -141,7 +141,7 @@ def estimate_decode(
     # Without room it waits until others end; each of those ahead holds about as much as this one wants.
     has_room = node.num_free_blocks >= needed - held
     wait_s = 0.0 if has_room else decode_s * (node.num_waiting + 1)
-    longer_s = factor * (profile.decode_sequence_s + profile.decode_context_s * num_tokens)
+    longer_s = factor * profile.step_growth_s(num_tokens)
     return DecodeEstimate(
         node.node_id,
         transfer_s,

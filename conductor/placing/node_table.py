@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.placing.node_view import NodeView
+from moonpool.runtime.cost_profile import CostProfile
 
 # Up to so many nodes each one is looked at; beyond, arrays say which are worth it. Arrays cost 60 µs whatever
 # the size, and one node 3 µs.
@@ -127,24 +128,27 @@ class NodeTable(Sequence[NodeView]):
             self._stale.clear()
         return table[:, :count]
 
+    def costs(self, now_s: float) -> CostProfile[npt.NDArray[np.float64]]:
+        """The corrected cost profiles of all nodes: views of rows of ``table``."""
+        return CostProfile(*self.table(now_s)[PREFILL_BASE_S : STEP_CONTEXT_S + 1])
+
     def slots(self) -> npt.NDArray[np.int64]:
         """int64 [nodes]: ``NodeView.slot`` of each, as of the last ``table``."""
         return self._slots[: len(self._nodes)]
 
 
 def _row(node: NodeView, now_s: float) -> tuple[float, ...]:
-    profile, queue = node.cost.profile, node.queue
-    prefill = node.cost.prefill_correction.factor(now_s)
-    decode = node.cost.decode_correction.factor(now_s)
+    cost, queue = node.cost, node.queue
+    costs = cost.profile.scaled(cost.prefill_correction.factor(now_s), cost.decode_correction.factor(now_s))
     return (
         queue.ends_s,
         queue.waiting_s + node.foreign_queue_s,
-        profile.prefill_base_s * prefill,
-        profile.prefill_token_s * prefill,
-        profile.prefill_attention_s * prefill,
-        profile.decode_base_s * decode,
-        profile.decode_sequence_s * decode,
-        profile.decode_context_s * decode,
+        costs.prefill_base_s,
+        costs.prefill_token_s,
+        costs.prefill_attention_s,
+        costs.decode_base_s,
+        costs.decode_sequence_s,
+        costs.decode_context_s,
         node.num_running,
         node.num_waiting,
         node.num_context_tokens,

@@ -52,7 +52,7 @@ def prefill_shortlist(
     score += table[rows.JITTER_S]
     score += table[rows.NUM_PLACED] * _PLACED_S
     if policy.counts_cache:
-        score += _prefill_s(request, view, table, usable, fetchable)
+        score += _prefill_s(request, view, usable, fetchable)
     return _best(fleet, score, needed, view)
 
 
@@ -66,9 +66,9 @@ def decode_shortlist(
     table = fleet.table(view.now_s)
     num_blocks = -(-request.num_tokens // view.block_size)
     held = np.minimum(_held(fleet, view.prefix_blocks), num_blocks)
-    step_s = table[rows.STEP_BASE_S] + table[rows.STEP_SEQUENCE_S] * (table[rows.NUM_RUNNING] + 1)
-    step_s += table[rows.STEP_CONTEXT_S] * (table[rows.NUM_CONTEXT_TOKENS] + request.num_tokens)
-    score = step_s * request.expected_tokens
+    num_sequences, context_tokens = table[rows.NUM_RUNNING] + 1, table[rows.NUM_CONTEXT_TOKENS]
+    score = fleet.costs(view.now_s).step_s(num_sequences, context_tokens + request.num_tokens)
+    score *= request.expected_tokens
     wanted = num_blocks + -(-request.expected_tokens // view.block_size)
     has_room = table[rows.NUM_FREE_BLOCKS] + held >= wanted
     score *= np.where(has_room, 1.0, table[rows.NUM_WAITING] + 2)
@@ -97,23 +97,18 @@ def _best(fleet: NodeTable, score: _Array, needed: int, view: ClusterView) -> Se
     return _fitting(nodes, needed, view)
 
 
-def _prefill_s(
-    request: PlaceRequest, view: ClusterView, table: _Array, usable: int, fetchable: Sequence[Source]
-) -> _Array:
+def _prefill_s(request: PlaceRequest, view: ClusterView, usable: int, fetchable: Sequence[Source]) -> _Array:
     """Fetch and compute on every node; loading from slower tiers is left to the closer look."""
-    base_s, token_s, attention_s = table[rows.PREFILL_BASE_S : rows.PREFILL_ATTENTION_S + 1]
+    costs = view.prefill.costs(view.now_s)
     local = np.minimum(_held(view.prefill, view.prefix_blocks), usable) * float(view.block_size)
-    uncached = request.num_tokens - local
-    compute_s = uncached * (token_s + attention_s * (local + 0.5 * uncached))
+    compute_s = costs.prefill_s(request.num_tokens - local, local)
     if fetchable:
         held = fetchable[0].num_blocks * view.block_size
-        rest = request.num_tokens - held
         latency_s, byte_s = view.links.usual
         fetch_s = (held - local) * (view.block_nbytes / view.block_size * byte_s) + latency_s
-        fetch_s += rest * (token_s + attention_s * (held + 0.5 * rest))
+        fetch_s += costs.prefill_s(request.num_tokens - held, held)
         np.minimum(compute_s, fetch_s, out=compute_s)
-    total_s: _Array = compute_s + base_s
-    return total_s
+    return compute_s
 
 
 def _held(fleet: NodeTable, prefix_blocks: Mapping[str, int]) -> _Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import Chunk, Plan
+from moonpool.runtime.cost_profile import CostProfile
 
 if TYPE_CHECKING:
     from moonpool.engine.execution.runner import ModelRunner
@@ -22,44 +23,25 @@ _REPETITIONS = 4
 
 
 @dataclass(slots=True)
-class CostProfile:
-    """The coefficients of ``protos.Profile``, in seconds, each half with a factor learned while running."""
+class StepCosts:
+    """A measured profile, and for each half a factor that follows the steps that ran since."""
 
-    prefill_base_s: float = 0.0
-    prefill_token_s: float = 0.0
-    prefill_attention_s: float = 0.0
-    decode_base_s: float = 0.0
-    decode_sequence_s: float = 0.0
-    decode_context_s: float = 0.0
+    profile: CostProfile[float]
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
 
     def coefficients(self) -> dict[str, float]:
-        return {
-            "prefill_base_s": self.prefill_base_s * self.prefill_scale,
-            "prefill_token_s": self.prefill_token_s * self.prefill_scale,
-            "prefill_attention_s": self.prefill_attention_s * self.prefill_scale,
-            "decode_base_s": self.decode_base_s * self.decode_scale,
-            "decode_sequence_s": self.decode_sequence_s * self.decode_scale,
-            "decode_context_s": self.decode_context_s * self.decode_scale,
-        }
+        """The fields of ``protos.Profile``, corrected."""
+        return asdict(self.profile.scaled(self.prefill_scale, self.decode_scale))
 
     def predict_s(self, plan: Plan) -> float:
         """Seconds the step will take."""
-        seconds = 0.0
+        seconds, profile = 0.0, self.profile
         if plan.decodes:
             contexts = sum([sequence.num_tokens for sequence in plan.decodes])
-            seconds = self.decode_scale * (
-                self.decode_base_s
-                + self.decode_sequence_s * len(plan.decodes)
-                + self.decode_context_s * contexts
-            )
+            seconds = self.decode_scale * profile.step_s(len(plan.decodes), contexts)
         for chunk in plan.chunks:
-            context = chunk.start + chunk.num_tokens / 2
-            seconds += self.prefill_scale * (
-                self.prefill_base_s
-                + chunk.num_tokens * (self.prefill_token_s + self.prefill_attention_s * context)
-            )
+            seconds += self.prefill_scale * profile.prefill_s(chunk.num_tokens, chunk.start)
         return seconds
 
     def correct(self, plan: Plan, predicted_s: float, actual_s: float) -> None:
@@ -73,7 +55,10 @@ class CostProfile:
             self.prefill_scale *= gain
 
 
-def measure(runner: ModelRunner, clock: Callable[[], float]) -> CostProfile:
+NOT_MEASURED = StepCosts(CostProfile(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+
+
+def measure(runner: ModelRunner, clock: Callable[[], float]) -> StepCosts:
     """Time prefills and decode steps of a few shapes within about a second and fit the coefficients to them.
 
     Writes to the pool's first blocks. A model so slow that a second is not enough is known from its cheapest
@@ -82,20 +67,19 @@ def measure(runner: ModelRunner, clock: Callable[[], float]) -> CostProfile:
     bench = _Bench(runner, clock)
     if runner.device.runs_ahead:
         bench.warm_up()
-    profile = CostProfile()
-    profile.prefill_base_s, profile.prefill_token_s, profile.prefill_attention_s = _fit(
+    prefill = _fit(
         [
             ([1.0, n, n * (start + n / 2)], bench.prefill_s(start, n))
             for start, n in bench.in_time(bench.prefill_shapes())
         ]
     )
-    profile.decode_base_s, profile.decode_sequence_s, profile.decode_context_s = _fit(
+    decode = _fit(
         [
             ([1.0, n, n * context], bench.decode_s(n, context))
             for n, context in bench.in_time(bench.decode_shapes())
         ]
     )
-    return profile
+    return StepCosts(CostProfile(*prefill, *decode))
 
 
 class _Bench:

@@ -18,7 +18,7 @@ from moonpool.engine.collectives.link import Link
 from moonpool.engine.device.device import Device
 from moonpool.engine.device.selection import TORCH_DTYPES, page_dtype
 from moonpool.engine.errors import WeightsTooLarge
-from moonpool.engine.execution.cost_profile import CostProfile, measure
+from moonpool.engine.execution.cost_profile import StepCosts, measure
 from moonpool.engine.execution.decode_graphs import DecodeGraphs
 from moonpool.engine.execution.gpu_memory import choose_num_blocks
 from moonpool.engine.execution.input_builder import BatchInputs
@@ -134,7 +134,7 @@ class ModelRunner:
         token_ids = [] if step.token_ids is None else step.token_ids.tolist()
         return StepOutput(token_ids, step.logprobs, step.prompt_logprobs)
 
-    def measure_costs(self, clock: Callable[[], float]) -> CostProfile:
+    def measure_costs(self, clock: Callable[[], float]) -> StepCosts:
         """Time steps of several shapes. Uses the pool's memory: call it before anything else does."""
         return measure(self, clock)
 

@@ -14,7 +14,7 @@ from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
 from moonpool.engine.batching.step_plan import Plan, StepOutput
 from moonpool.engine.errors import RankLost
-from moonpool.engine.execution.cost_profile import CostProfile
+from moonpool.engine.execution.cost_profile import StepCosts
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.execution.step_metrics import DECODE_SECONDS, PREFILL_SECONDS
 
@@ -36,7 +36,7 @@ class StepLoop:
         scheduler: Scheduler,
         reservations: Reservations,
         runner: ModelRunner,
-        costs: CostProfile,
+        costs: StepCosts,
         worker: ThreadPoolExecutor,
         clock: Callable[[], float],
         report: Callable[[list[StepEvent]], None],

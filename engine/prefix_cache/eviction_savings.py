@@ -7,6 +7,7 @@ from collections.abc import Callable
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.eviction.savings import Costs, saved_s
 from moonpool.kvstore.store import TieredStore
+from moonpool.runtime.cost_profile import CostProfile
 
 
 class TierSavings:
@@ -34,12 +35,10 @@ class TierSavings:
         return stats.host_load_nbytes_per_s, stats.ssd_load_nbytes_per_s
 
     def _costs(self, load_nbytes_per_s: float, below_nbytes_per_s: float) -> Costs:
-        profile = self._profile()
         return Costs(
             block_size=self._layout.block_size,
             block_nbytes=self._layout.block_nbytes,
-            prefill_token_s=profile["prefill_token_s"],
-            prefill_attention_s=profile["prefill_attention_s"],
+            profile=CostProfile(**self._profile()),
             load_nbytes_per_s=load_nbytes_per_s,
             below_nbytes_per_s=below_nbytes_per_s,
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moonpool.runtime.cost_profile import CostProfile
+
 # Where in its chain a block is (0: the first) -> seconds that a hit of it saves; more than 0.
 SavedSeconds = Callable[[int], float]
 
@@ -23,8 +25,7 @@ class Costs:
 
     block_size: int  # tokens
     block_nbytes: int
-    prefill_token_s: float  # for each token computed
-    prefill_attention_s: float  # for each token computed and token before it
+    profile: CostProfile[float]
     load_nbytes_per_s: float  # from this tier
     below_nbytes_per_s: float = 0.0  # from the tier that takes in what this one evicts
 
@@ -35,8 +36,7 @@ def saved_s(costs: Costs, position: int) -> float:
     The deeper it lies, the more tokens each of its own attends to, and the more it saves; unless it is on a
     slower tier too, from where it comes at the same price as any other.
     """
-    context = (position + 0.5) * costs.block_size
-    compute_s = costs.block_size * (costs.prefill_token_s + costs.prefill_attention_s * context)
+    compute_s = costs.profile.tokens_s(costs.block_size, position * costs.block_size)
     if compute_s <= 0:
         return 1.0
     lost_s = compute_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from moonpool.conductor.costs.model import Profile
@@ -79,16 +79,7 @@ class Hardware:
 
     def scaled(self, *, prefill: float = 1.0, decode: float = 1.0) -> Hardware:
         """The same where prefills, and decode steps, take so many times as long."""
-        p = self.profile
-        profile = replace(
-            p,
-            prefill_base_s=p.prefill_base_s * prefill,
-            prefill_token_s=p.prefill_token_s * prefill,
-            prefill_attention_s=p.prefill_attention_s * prefill,
-            decode_base_s=p.decode_base_s * decode,
-            decode_sequence_s=p.decode_sequence_s * decode,
-            decode_context_s=p.decode_context_s * decode,
-        )
+        profile = replace(self.profile, **asdict(self.profile.scaled(prefill, decode)))
         return replace(self, profile=profile)
 
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from moonpool.conductor.costs.links import LinkModel
-from moonpool.conductor.costs.model import CostModel, NodeCost, Profile
+from moonpool.conductor.costs.model import UNKNOWN, CostModel, NodeCost, Profile
 from moonpool.conductor.costs.prediction_errors import PredictionErrors
 from moonpool.conductor.fleet.step_timing import StepWindow
 
@@ -25,8 +25,8 @@ def test_a_profile_ignores_what_it_does_not_know_and_a_node_without_one_gets_def
     profile = Profile.from_record({"prefill_token_s": 3e-5, "later_field": 1.0})
     assert profile.prefill_token_s == 3e-5
     assert profile.prefill_base_s == 0.0
-    assert Profile.from_record({"prefill_token_s": "fast", "decode_base_s": -1.0}) == Profile()
-    assert Profile.from_record({}) == Profile.from_record({"prefill_token_s": 0.0}) == Profile()
+    assert Profile.from_record({"prefill_token_s": "fast", "decode_base_s": -1.0}) == UNKNOWN
+    assert Profile.from_record({}) == Profile.from_record({"prefill_token_s": 0.0}) == UNKNOWN
 
 
 def test_the_correction_reaches_a_node_twice_as_slow_and_forgets_it() -> None:
@@ -194,6 +194,6 @@ def test_errors_are_exported_as_percentages() -> None:
 def test_a_node_that_measured_only_its_tiers_computes_like_any_unknown_one() -> None:
     tiers = {"host_load_nbytes_per_s": 8e9, "ssd_load_nbytes_per_s": 2e9}
     profile = Profile.from_record({"prefill_token_s": 0.0, **tiers})
-    assert profile.prefill_s(100, 0) == Profile().prefill_s(100, 0)
+    assert profile.prefill_s(100, 0) == UNKNOWN.prefill_s(100, 0)
     assert NodeCost(profile).load_s(8_000_000, 2_000_000) == pytest.approx(2e-3)
-    assert NodeCost(Profile()).load_s(8_000_000, 0) > 0
+    assert NodeCost(UNKNOWN).load_s(8_000_000, 0) > 0

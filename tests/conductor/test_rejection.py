@@ -15,7 +15,7 @@ from moonpool.conductor.placing.decode_schedule import DecodeSchedule
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.conductor.placing.placement import Placement, PrefillEstimate, Reason
 
-STEP = Profile(decode_base_s=0.0, decode_sequence_s=0.01, decode_context_s=0.0)
+STEP = Profile(0.0, 0.0, 0.0, decode_base_s=0.0, decode_sequence_s=0.01, decode_context_s=0.0)
 SLO = Slo(ttft_s=10.0, tbt_s=0.1)  # ten sequences in a batch
 
 

@@ -10,15 +10,16 @@ from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import Chunk, Plan
 from moonpool.engine.device.device import CpuDevice
-from moonpool.engine.execution.cost_profile import CostProfile, measure
+from moonpool.engine.execution.cost_profile import StepCosts, measure
 from moonpool.runtime.config.options import EngineOptions
+from moonpool.runtime.cost_profile import CostProfile
 
 
 class Machine:
     """A runner whose steps take exactly what the formula says, on a clock that only they move."""
 
     def __init__(self, slowness: float = 1.0, max_len: int = 4096) -> None:
-        self.truth = CostProfile(2e-3, 1e-4, 3e-8, 1e-3, 2e-4, 5e-8)
+        self.truth = StepCosts(CostProfile(2e-3, 1e-4, 3e-8, 1e-3, 2e-4, 5e-8))
         self.slowness = slowness
         self.now_s = 100.0
         self.num_steps = 0
@@ -74,7 +75,7 @@ def test_a_short_model_is_not_measured_beyond_its_length() -> None:
 
 
 def test_steps_correct_the_profile_and_a_single_odd_one_hardly_does() -> None:
-    profile, plan = CostProfile(1e-3, 1e-4, 0, 1e-3, 1e-4, 0), decode_plan(4, 100)
+    profile, plan = StepCosts(CostProfile(1e-3, 1e-4, 0, 1e-3, 1e-4, 0)), decode_plan(4, 100)
     profile.correct(plan, profile.predict_s(plan), 100 * profile.predict_s(plan))
     assert profile.decode_scale < 1.2
     for _ in range(300):

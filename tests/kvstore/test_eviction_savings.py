@@ -11,18 +11,23 @@ from hypothesis import strategies as st
 
 from moonpool.kvstore.eviction import make_policy
 from moonpool.kvstore.eviction.savings import Costs, SavedSeconds, saved_s
+from moonpool.runtime.cost_profile import CostProfile
+
+
+def profile(token_s: float, attention_s: float) -> CostProfile[float]:
+    return CostProfile(0.0, token_s, attention_s, 0.0, 0.0, 0.0)
+
 
 COSTS = Costs(
     block_size=16,
     block_nbytes=1 << 20,
-    prefill_token_s=1e-3,
-    prefill_attention_s=1e-6,
+    profile=profile(1e-3, 1e-6),
     load_nbytes_per_s=8e9,
 )
 
 
 def test_what_was_not_measured_saves_the_same_everywhere() -> None:
-    unknown = replace(COSTS, prefill_token_s=0.0, prefill_attention_s=0.0)
+    unknown = replace(COSTS, profile=profile(0.0, 0.0))
     assert {saved_s(unknown, position) for position in range(100)} == {1.0}
 
 
@@ -42,7 +47,7 @@ RATES = st.floats(1, 1e12) | st.just(0.0)
 def test_a_hit_always_saves_something(
     token_s: float, attention_s: float, load: float, below: float, position: int
 ) -> None:
-    costs = Costs(16, 1 << 20, token_s, attention_s, load, below)
+    costs = Costs(16, 1 << 20, profile(token_s, attention_s), load, below)
     assert 0 < saved_s(costs, position) < float("inf")
 
 
@@ -63,7 +68,7 @@ def victim(saved: SavedSeconds | None) -> str:
 
 
 def test_prefix_keeps_what_saves_more() -> None:
-    attention = replace(COSTS, prefill_attention_s=1e-4)
+    attention = replace(COSTS, profile=profile(1e-3, 1e-4))
     assert victim(lambda position: saved_s(attention, position)) == "short"
     assert victim(lambda position: 1 / (1 + position)) == "long"
 
