@@ -1,14 +1,64 @@
-"""What can keep a cluster on this machine from starting or going on."""
+"""Errors of the command line and of a cluster on this machine, and their exit codes."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
-from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.errors import ConfigError, MoonpoolError
+
+# The extras of pyproject.toml: what they add, and the modules without which that does not run.
+_EXTRAS = {
+    "serve": ("the engine", ("torch", "safetensors", "tokenizers", "jinja2")),
+    "bench": ("the plots", ("matplotlib",)),
+    "otlp": ("the OpenTelemetry SDK", ("opentelemetry.sdk", "opentelemetry.exporter")),
+}
+
+
+class ExtraMissing(MoonpoolError):
+    """The installation lacks an extra that ``command`` needs."""
+
+    def __init__(self, command: str, extra: str) -> None:
+        super().__init__(f"{command} needs {_EXTRAS[extra][0]}: pip install 'moonpool[{extra}]'")
+
+
+def has_extra(extra: str) -> bool:
+    """Whether the modules of ``extra`` are installed. Imports none of them."""
+    return all(find_spec(module) is not None for module in _EXTRAS[extra][1])
+
+
+def require_extra(command: str, extra: str) -> None:
+    """Raise ``ExtraMissing`` unless ``extra`` is installed."""
+    if not has_extra(extra):
+        raise ExtraMissing(command, extra)
+
+
+@contextmanager
+def exit_on_error(command: str) -> Iterator[None]:
+    """Print an expected error as one sentence and exit: 2 for a wrong option, 1 for anything else."""
+    try:
+        yield
+    except ConfigError as error:
+        _exit(error, 2)
+    except (MoonpoolError, OSError) as error:
+        _exit(error, 1)
+    except ModuleNotFoundError as error:
+        for extra, (_, modules) in _EXTRAS.items():
+            if error.name is not None and error.name.startswith(modules):
+                _exit(ExtraMissing(command, extra), 1)
+        raise
+
+
+def _exit(error: Exception, code: int) -> None:
+    print(f"moonpool: {error}", file=sys.stderr)
+    sys.exit(code)
 
 
 class LocalClusterError(MoonpoolError):
-    """Root of this package's errors. The cluster has been, or will now be, stopped."""
+    """A local cluster cannot start or go on. It is stopped."""
 
 
 class RedisMissing(LocalClusterError):
@@ -33,7 +83,7 @@ class TooLittleMemory(LocalClusterError):
 
 
 class ModelMissing(LocalClusterError):
-    """The checkpoint directory is not one. Nothing has been started."""
+    """The directory is not a checkpoint. Nothing has been started."""
 
     def __init__(self, directory: Path, reason: str) -> None:
         super().__init__(
@@ -44,14 +94,14 @@ class ModelMissing(LocalClusterError):
 
 
 class IndexUnreachable(LocalClusterError):
-    """The Redis somebody named does not answer. Nothing has been started."""
+    """The configured Redis does not answer. Nothing has been started."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"the Redis at {url} does not answer ({reason}): start it, or leave out --redis")
 
 
 class ReportSourceInvalid(MoonpoolError):
-    """A file that is to go into a report is not what ``moonpool bench … --json`` writes."""
+    """A file for ``moonpool report`` was not written by ``moonpool bench … --json``."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"{path} is no report of `moonpool bench … --json`: {what}")

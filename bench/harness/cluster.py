@@ -1,34 +1,16 @@
-"""How a benchmark gets a cluster: from whoever runs the command, because bench knows nothing above it."""
+"""A cluster on this machine for one benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
-import click
-
-from moonpool.runtime.errors import ConfigError
+from moonpool.local.cluster import LocalCluster
+from moonpool.runtime.config.loading import load_config
 
 
-class StartCluster(Protocol):
-    """Starts a cluster of processes on this machine, with options as ``key=value``.
-
-    Gives the URL of its API; at the end of the context every process is gone. ``moonpool`` passes its own as
-    the object of click's context.
-    """
-
-    def __call__(self, sets: Sequence[str]) -> AbstractAsyncContextManager[str]: ...
-
-
-def cluster_starter() -> StartCluster:
-    """The one of the running command.
-
-    Raises:
-        ConfigError: the command was not started through ``moonpool``.
-    """
-    found = click.get_current_context().find_root().obj
-    if not callable(found):
-        raise ConfigError("this command cannot start a cluster by itself: name one with --url", key="url")
-    starter: StartCluster = found
-    return starter
+@asynccontextmanager
+async def local_cluster(sets: Sequence[str]) -> AsyncIterator[str]:
+    """Start a cluster with options as ``key=value``; yields the URL of its API and stops it at the end."""
+    async with LocalCluster(load_config(None, sets)) as cluster:
+        yield cluster.url

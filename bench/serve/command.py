@@ -10,7 +10,6 @@ import click
 import uvloop
 from rich.console import Console
 
-from moonpool.bench.harness.cluster import StartCluster, cluster_starter
 from moonpool.bench.harness.plot import draw
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import Slo
@@ -80,8 +79,7 @@ def serve(json_path: Path | None, plot_path: Path | None, **given: Any) -> None:
         slo=Slo(given["slo_ttft"], given["slo_tpot"]),
         sets=tuple(sets),
     )
-    starter: StartCluster | None = None if settings.url else cluster_starter()
-    rows = uvloop.run(measure(settings, starter, lambda line: console.print(line, style="dim")))
+    rows = uvloop.run(measure(settings, lambda line: console.print(line, style="dim")))
     finished = report.Report(report.measure_environment(_PACKAGES), rows)
     report.show(finished)
     if plot_path is not None:

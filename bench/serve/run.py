@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moonpool.bench.harness.cluster import StartCluster
+from moonpool.bench.harness.cluster import local_cluster
 from moonpool.bench.serve import cases
 from moonpool.bench.serve import tracing_overhead as tracing
 from moonpool.bench.serve.client import load
@@ -52,7 +52,7 @@ class Settings:
     sets: Sequence[str]
 
 
-async def measure(settings: Settings, start_cluster: StartCluster | None, say: Say) -> list[Row]:
+async def measure(settings: Settings, say: Say) -> list[Row]:
     """Run the cases; their rows in the order of ``CASES``, those of ``TRACING`` first.
 
     Raises:
@@ -60,17 +60,16 @@ async def measure(settings: Settings, start_cluster: StartCluster | None, say: S
     """
     rows: list[Row] = []
     if TRACING in settings.cases:
-        if start_cluster is None:
+        if settings.url:
             raise ConfigError("the case tracing starts its own clusters: leave --url out", "--url")
-        rows += await tracing.measure(start_cluster, settings.sets, settings.workload, settings.rounds, say)
+        rows += await tracing.measure(settings.sets, settings.workload, settings.rounds, say)
     if not set(CASES) & set(settings.cases):
         return rows
     async with AsyncExitStack() as stack:
         url = settings.url
         if not url:
-            assert start_cluster is not None, "without a URL somebody must start a cluster"
             say("starting a local cluster")
-            url = await stack.enter_async_context(start_cluster(settings.sets))
+            url = await stack.enter_async_context(local_cluster(settings.sets))
         http = await stack.enter_async_context(HttpClient(url, api_key=settings.api_key))
         ours = await Server.find("the server", http, model=settings.model, plain=settings.plain)
         rounds, seed = settings.rounds, settings.seed

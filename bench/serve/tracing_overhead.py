@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 
-from moonpool.bench.harness.cluster import StartCluster
+from moonpool.bench.harness.cluster import local_cluster
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import read_json, read_text
 from moonpool.bench.serve.client.http_client import HttpClient
@@ -73,9 +73,7 @@ class Side:
         return Turn(output_rate(outcome), tpot_s, cpu_s / num_tokens)
 
 
-async def measure(
-    start_cluster: StartCluster, sets: Sequence[str], work: Workload, rounds: int, say: Say
-) -> list[Row]:
+async def measure(sets: Sequence[str], work: Workload, rounds: int, say: Say) -> list[Row]:
     """``rounds`` turns of each, after one that does not count; who begins changes from round to round.
 
     Raises:
@@ -83,8 +81,8 @@ async def measure(
     """
     async with (
         collector() as spans,
-        _side("tracing off", start_cluster, sets) as off,
-        _side("tracing on", start_cluster, [*sets, f"tracing.otlp_endpoint={spans.url}"]) as on,
+        _side("tracing off", sets) as off,
+        _side("tracing on", [*sets, f"tracing.otlp_endpoint={spans.url}"]) as on,
     ):
         turns: dict[Side, list[Turn]] = {off: [], on: []}
         for number in range(-1, rounds):
@@ -163,11 +161,11 @@ def cost_of_a_span_s(url: str) -> float:
 
 
 @asynccontextmanager
-async def _side(name: str, start_cluster: StartCluster, sets: Sequence[str]) -> AsyncIterator[Side]:
+async def _side(name: str, sets: Sequence[str]) -> AsyncIterator[Side]:
     before = os.environ.get("OTEL_BSP_SCHEDULE_DELAY")
     os.environ["OTEL_BSP_SCHEDULE_DELAY"] = before or str(EXPORT_EVERY_MS)
     try:
-        async with start_cluster(sets) as url, HttpClient(url) as http:
+        async with local_cluster(sets) as url, HttpClient(url) as http:
             server = await Server.find(name, http)
             _, cluster = read_json(await http.get("/v1/cluster"))
             urls = [f"{url}/metrics", *(node["metrics_url"] for node in cluster["nodes"])]

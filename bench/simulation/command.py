@@ -13,7 +13,6 @@ import uvloop
 from click.core import ParameterSource
 from rich.console import Console
 
-from moonpool.bench.harness.cluster import cluster_starter
 from moonpool.bench.paper import FIGURES
 from moonpool.bench.simulation import plot
 from moonpool.bench.simulation import validation as validate
@@ -151,9 +150,7 @@ def _validate(given: dict[str, Any], sets: Sequence[str], json_path: Path | None
     # The default port may be in use by a cluster that serves. A node a core is what a laptop has room for.
     sets = ("conductor.port=0", "cluster.prefill=1", "cluster.decode=1", *sets)
     settings = validate.Settings(replace(work, block_tokens=block_tokens), sets)
-    rows = uvloop.run(
-        validate.validate(settings, cluster_starter(), lambda line: console.print(line, style="dim"))
-    )
+    rows = uvloop.run(validate.validate(settings, lambda line: console.print(line, style="dim")))
     finish(rows, json_path)
 
 

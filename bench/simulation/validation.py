@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from moonpool.bench.harness.cluster import StartCluster
+from moonpool.bench.harness.cluster import local_cluster
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.figures import percentile
@@ -53,7 +53,7 @@ def default_workload(seed: int) -> Workload:
     )
 
 
-async def validate(settings: Settings, start_cluster: StartCluster, say: Callable[[str], None]) -> list[Row]:
+async def validate(settings: Settings, say: Callable[[str], None]) -> list[Row]:
     """Start a cluster, run workloads on it that differ in their seeds; fit a factor for prefills and one for
     decode steps to every other one, and simulate those between with them.
 
@@ -64,7 +64,7 @@ async def validate(settings: Settings, start_cluster: StartCluster, say: Callabl
     seed = settings.workload.seed
     runs: list[Replayed] = []
     say("starting a local cluster")
-    async with start_cluster(settings.sets) as url, HttpClient(url) as http:
+    async with local_cluster(settings.sets) as url, HttpClient(url) as http:
         server = await Server.find("the cluster", http)
         prefill, decode = await measured_hardware(
             server,

@@ -7,11 +7,26 @@ import contextlib
 import signal
 import sys
 from contextlib import aclosing
+from typing import Any
 
+import click
 from rich.console import Console
 
 from moonpool.client import Client, Message, Reply
+from moonpool.commands.options import console as terminal
+from moonpool.commands.options import run_with_client, url_option
 from moonpool.errors import ApiError
+
+
+@click.command("chat")
+@url_option
+@click.option("--system", default="", metavar="TEXT", help="A system message.")
+@click.option("--max-tokens", default=256, show_default=True)
+@click.option("--temperature", default=0.7, show_default=True)
+@click.argument("message", nargs=-1)
+def chat_command(url: str, message: tuple[str, ...], **options: Any) -> None:
+    """Talk to the model; with MESSAGE, get one answer."""
+    run_with_client(url, lambda client: chat(client, terminal, first=" ".join(message), **options))
 
 
 async def chat(
@@ -20,7 +35,7 @@ async def chat(
     """Answer ``first`` and return; without it, converse until end of input. Ctrl-C stops one answer.
 
     Raises:
-        ApiError: the first thing asked failed; later failures are printed.
+        ApiError: the first request failed; later failures are printed.
     """
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     if first:
@@ -40,16 +55,16 @@ async def chat(
             text = await _interruptible(client, console, messages, max_tokens, temperature)
         except ApiError as error:
             console.print(str(error), style="red", markup=False)
-            messages.pop()  # not asked, as far as the next question knows
+            messages.pop()  # the next request does not repeat it
         else:
             messages.append({"role": "assistant", "content": text})
 
 
 async def _ask(console: Console) -> str | None:
-    """The next line; None at the end of the input or on Ctrl-C."""
+    """Return the next line; None at the end of the input or on Ctrl-C."""
     prompt = "[bold]you[/] " if sys.stdin.isatty() else ""
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        # In this thread: nothing else runs while we wait, and readline wants the main one.
+        # Blocks the loop on purpose: nothing else runs meanwhile, and readline needs the main thread.
         return console.input(prompt)
     return None
 
@@ -57,7 +72,7 @@ async def _ask(console: Console) -> str | None:
 async def _interruptible(
     client: Client, console: Console, messages: list[Message], max_tokens: int, temperature: float
 ) -> str:
-    """The answer, or what there was of it at Ctrl-C."""
+    """Return the answer, or the part that had streamed at Ctrl-C."""
     reply = Reply()
     task = asyncio.ensure_future(_answer(client, console, messages, max_tokens, temperature, reply))
     loop = asyncio.get_running_loop()
@@ -91,5 +106,5 @@ async def _answer(
             f"[dim]{reply.usage['prompt_tokens']} prompt tokens, {cached} from cache; "
             f"{reply.usage['completion_tokens']} tokens; first after {reply.pieces_s[0] * 1e3:.0f} ms[/]"
             if reply.pieces_s
-            else "[dim](nothing was said)[/]"
+            else "[dim](empty answer)[/]"
         )

@@ -1,4 +1,4 @@
-"""``moonpool experts``: how evenly a node's experts are used, and a plan that copies the hot ones."""
+"""``moonpool experts``: the load of a node's MoE experts, and a placement with copies of the hot ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import click
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 
 from moonpool.client import Client
+from moonpool.commands.options import console, output_option, run_with_client, url_option
 from moonpool.conductor.observing.replica_groups import holders
 from moonpool.engine.experts.load import skew
 from moonpool.engine.sharding.expert_placement import ExpertPlan, plan_experts
@@ -24,15 +24,52 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """rows: [num_layers, num_experts], since the node's life began, of all its replicas."""
+    """rows: [num_layers, num_experts], summed over the node's replicas since the node started."""
 
     rows: npt.NDArray[np.int64]
     num_ranks: int
-    rank_skew: float  # as the experts lie now
+    rank_skew: float  # with the current placement
+
+
+@click.command("experts")
+@click.argument("node", metavar="NODE")
+@click.option(
+    "--copies",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    help="Copies of hot experts, a layer.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Ranks to plan for (engine.parallel.ep); default: as many as NODE has.",
+)
+@output_option(help="Write the plan there.")
+@url_option
+def experts_command(node: str, copies: int, ranks: int | None, output: Path | None, url: str) -> None:
+    """Print the load of NODE's experts since it started, and plan a placement with copies of the hot ones.
+
+    Nodes that are started with engine.parallel.expert_plan_path=FILE use the plan.
+    """
+    measured = run_with_client(url, lambda client: measure(client, node))
+    if ranks is None and output is not None and measured.num_ranks == 1:
+        raise click.ClickException(
+            f"{node} has its experts on one rank: set the ranks to plan for with --ranks N"
+        )
+    plan = plan_experts(measured.rows, ranks or measured.num_ranks, copies)
+    _show(node, measured, plan, copies)
+    if output is not None:
+        output.write_text(plan.to_json())
+        console.print(
+            f"{output} is written: start nodes with --set engine.parallel.ep={plan.num_ranks} "
+            f"--set engine.parallel.expert_plan_path={output}"
+        )
 
 
 async def measure(client: Client, node_id: str) -> Measured:
-    """Ask the node itself. Raises ClickException where it is not in the cluster, or has nothing to tell."""
+    """Ask the node for its load. Raises ClickException: unknown node, or no load to plan by."""
     nodes = (await client.cluster())["nodes"]
     found = [node for node in nodes if node["node_id"] == node_id]
     if not found:
@@ -57,37 +94,16 @@ async def _ask(node: dict[str, Any]) -> node_pb2.ExpertLoadReply:
     return reply
 
 
-def show(console: Console, node_id: str, measured: Measured, plan: ExpertPlan, copies: int) -> None:
-    """Where the rows went, and what the plan would make of it."""
+def _show(node_id: str, measured: Measured, plan: ExpertPlan, copies: int) -> None:
     rows, of_layers = measured.rows, skew(measured.rows)
     table = Table(title=f"experts of {node_id}", title_justify="left", show_header=False, box=None)
     table.add_row("rows", f"{rows.sum():,}")
     table.add_row("busiest expert over mean", f"{of_layers.mean():.2f}, worst layer {of_layers.max():.2f}")
     if measured.num_ranks > 1:
         table.add_row(
-            f"busiest of {measured.num_ranks} ranks over mean, as they lie now", f"{measured.rank_skew:.2f}"
+            f"busiest of {measured.num_ranks} ranks over mean, current placement", f"{measured.rank_skew:.2f}"
         )
     deal = ExpertPlan.deal(len(rows), rows.shape[1], plan.num_ranks)
-    table.add_row(f"dealt out evenly to {plan.num_ranks} ranks", f"{deal.skew(rows):.2f}")
+    table.add_row(f"distributed evenly over {plan.num_ranks} ranks", f"{deal.skew(rows):.2f}")
     table.add_row(f"by this plan, {copies} copies a layer", f"{plan.skew(rows):.2f}")
     console.print(table)
-
-
-async def make_plan(
-    console: Console, url: str, node_id: str, *, num_ranks: int | None, copies: int, output: Path | None
-) -> None:
-    """``num_ranks`` None: as many as the node deals its experts out to."""
-    async with Client(url) as client:
-        measured = await measure(client, node_id)
-    if num_ranks is None and output is not None and measured.num_ranks == 1:
-        raise click.ClickException(
-            f"{node_id} has its experts on one rank: say for how many to plan, --ranks N"
-        )
-    plan = plan_experts(measured.rows, num_ranks or measured.num_ranks, copies)
-    show(console, node_id, measured, plan, copies)
-    if output is not None:
-        output.write_text(plan.to_json())
-        console.print(
-            f"{output} is written: start nodes with --set engine.parallel.ep={plan.num_ranks} "
-            f"--set engine.parallel.expert_plan_path={output}"
-        )

@@ -1,4 +1,4 @@
-"""``moonpool index``: is the index right, and engines that are not ours in it."""
+"""``moonpool index``: verify the index of KV blocks, and follow other engines' KV events."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from moonpool.client import Client
+from moonpool.commands.options import config_options, console, plain_table
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.kvstore.blocks.keys import root_key
 from moonpool.kvstore.events.external_engine import ExternalNode
@@ -28,40 +27,33 @@ from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
 
-# Into a file or a pipe, tables are as wide as they need.
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-
 
 @click.group()
 def index() -> None:
-    """The index of KV blocks: verify it, follow engines that are not ours."""
+    """Verify the index of KV blocks, or follow the KV events of other engines."""
 
 
-def _redis_options(command: Any) -> Any:
-    command = click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set one option.")(
-        command
-    )
-    command = click.option(
-        "--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="TOML file of options."
-    )(command)
-    return click.option("--redis", metavar="URL", help="The index's Redis (index.redis_url).")(command)
+_redis_option = click.option("--redis", metavar="URL", help="The index's Redis (index.redis_url).")
 
 
 def _config(file: Path | None, sets: Sequence[str], redis: str | None) -> Config:
     config = load_config(file, [*sets, *([f"index.redis_url={redis}"] if redis else [])])
     if not config.index.redis_url:
-        raise ConfigError("say where the index is: --redis redis://HOST:PORT", "index.redis_url")
+        raise ConfigError(
+            "the index is not configured: name its Redis with --redis redis://HOST:PORT", "index.redis_url"
+        )
     return config
 
 
 @index.command("verify")
 @click.option("--url", multiple=True, envvar="MOONPOOL_URL", help="Compare this conductor's mirror too.")
-@click.option("--repair", "mend", is_flag=True, help="Publish what is true where something differs.")
-@_redis_options
+@click.option("--repair", "mend", is_flag=True, help="Correct the index where it differs.")
+@_redis_option
+@config_options
 def verify_command(
     url: Sequence[str], mend: bool, redis: str | None, file: Path | None, sets: Sequence[str]
 ) -> None:
-    """Compare the index in Redis with what nodes hold, and conductors' mirrors with the index.
+    """Compare the index in Redis with the nodes' blocks, and conductors' mirrors with the index.
 
     Exit code 1: something differs (or, with --repair, differed), or a node could not be asked.
     """
@@ -83,26 +75,22 @@ async def _verify(config: Config, urls: Sequence[str], mend: bool) -> int:
             console.print(f"no node is in the index {config.index.namespace} at {config.index.redis_url}")
         differs = any(any(finding.differences) for finding in findings)
         if differs and mend:
-            console.print(f"put right: {await repair(kv_index, findings):,} entries")
+            console.print(f"corrected: {await repair(kv_index, findings):,} entries")
         elif differs:
-            console.print("put it right with: moonpool index verify --repair")
+            console.print("correct it with: moonpool index verify --repair")
     unasked = any(finding.unasked and finding.record.role != EXTERNAL_ROLE for finding in findings)
     return int(differs or unasked)
 
 
 def _mirror_of(client: Client) -> AskMirror:
-    async def held(node_id: str) -> Held:
+    async def read_node_blocks(node_id: str) -> Held:
         return replay([await client.index_blocks(node_id)])
 
-    return held
+    return read_node_blocks
 
 
 def _show(findings: Sequence[NodeFinding]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("node", "role", "compared"):
-        table.add_column(name)
-    for name in ("blocks", "missing", "wrong tier", "stale"):
-        table.add_column(name, justify="right")
+    table = plain_table(("node", "role", "compared"), ("blocks", "missing", "wrong tier", "stale"))
     for finding in findings:
         record = finding.record
         if finding.unasked:
@@ -122,11 +110,14 @@ def _show(findings: Sequence[NodeFinding]) -> None:
 
 
 @index.command("follow")
-@click.option("--zmq", "endpoint", required=True, metavar="ADDRESS", help="Its KV events: tcp://HOST:5557.")
-@click.option("--replay", default="", metavar="ADDRESS", help="Its replay socket: tcp://HOST:5558.")
+@click.option(
+    "--zmq", "endpoint", required=True, metavar="ADDRESS", help="The engine's KV events: tcp://HOST:5557."
+)
+@click.option("--replay", default="", metavar="ADDRESS", help="The engine's replay socket: tcp://HOST:5558.")
 @click.option("--topic", default="", metavar="TEXT", help="Only this topic (kv@POD@MODEL).")
-@click.option("--node", required=True, metavar="NAME", help="What it is called in the index.")
-@_redis_options
+@click.option("--node", required=True, metavar="NAME", help="The engine's name in the index.")
+@_redis_option
+@config_options
 def follow_command(
     endpoint: str,
     replay: str,
@@ -136,12 +127,11 @@ def follow_command(
     file: Path | None,
     sets: Sequence[str],
 ) -> None:
-    """Keep the blocks of an engine that is not ours (vLLM, SGLang) in the index, by its KV events.
+    """Keep the blocks of another engine (vLLM, SGLang) in the index, by its KV events.
 
     Start the engine with --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq",
     "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'. It must serve the model of this
-    configuration (model.path), and a node of ours must be in the index: the same tokens are then found on
-    both.
+    configuration (model.path), and a Moonpool node of that model must be in the index.
     """
     config = _config(file, sets, redis)
     try:
@@ -157,8 +147,8 @@ async def _follow(config: Config, endpoint: str, replay_endpoint: str, topic: st
         stack.callback(source.close)
         stack.push_async_callback(redis.aclose)
         kv_index = KVIndex(redis, config.index.namespace)
-        like = await _one_of_ours(kv_index, config)
         layouts = _layouts(config)
+        like = await _node_with_layout(kv_index, config, layouts)
         record = NodeRecord(name, time.time_ns(), EXTERNAL_ROLE, model=like.model)
         follower = ExternalNode(
             kv_index,
@@ -171,7 +161,7 @@ async def _follow(config: Config, endpoint: str, replay_endpoint: str, topic: st
         )
         await follower.publisher.start()
         stack.push_async_callback(follower.publisher.close)
-        console.print(f"following {endpoint} as {name}; Ctrl-C ends it, and takes it out of the index")
+        console.print(f"following {endpoint} as {name}; Ctrl-C ends it and removes it from the index")
         task = asyncio.create_task(follower.follow(source.batches()))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -187,9 +177,12 @@ def _layouts(config: Config) -> dict[str, Any]:
     return model.layouts()
 
 
-async def _one_of_ours(kv_index: KVIndex, config: Config) -> NodeRecord:
-    """A node that serves this configuration's model: it says by which revision and dtype blocks are named."""
-    layouts = _layouts(config)
+async def _node_with_layout(kv_index: KVIndex, config: Config, layouts: Mapping[str, Any]) -> NodeRecord:
+    """Return a node that serves the configured model: its record has the revision and dtype of block keys.
+
+    Raises:
+        ConfigError: there is none.
+    """
     for record in (await kv_index.nodes()).values():
         if record.model and record.layout in layouts:
             return record

@@ -1,4 +1,4 @@
-"""The dashboard's page as one file, with its data inside: it runs nothing else and asks nobody."""
+"""The dashboard's page as one HTML file with its data inside, and without network access."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from base64 import b64encode
 from collections.abc import Mapping
 from hashlib import sha256
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 import orjson
 
-from moonpool.conductor.dashboard.routes import STATIC
+STATIC = files("moonpool.conductor.dashboard") / "static"
 
 _IMPORT = re.compile(r'^import (?:\* as (\w+)|\{ ([^}]*) \}) from "\./([\w-]+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+))", re.MULTILINE)
@@ -21,10 +22,10 @@ _MODULE = re.compile(r'<script type="module" src="/static/[^"]+"></script>\n')
 
 
 def single_page(title: str, data: Mapping[str, Any], entry: str = "report.js") -> str:
-    """HTML that draws ``data`` by ``conductor/static/ENTRY``, which finds it in ``#report-data``.
+    """Return HTML that draws ``data`` by ``conductor/dashboard/static/ENTRY``, which reads ``#report-data``.
 
-    Whatever ``data`` holds stays data: it cannot end its element, and only the scripts written here may run,
-    by their hashes. Nothing may be fetched, from anywhere.
+    ``data`` cannot end its element. A content security policy allows only these scripts, by their hashes,
+    and no network request.
     """
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     scripts: list[str] = []
@@ -43,9 +44,8 @@ def single_page(title: str, data: Mapping[str, Any], entry: str = "report.js") -
     scripts.append(_as_element(bundle(entry)))
     page = _MODULE.sub("", page)
     packed = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS).decode()
-    # Neither "</script" nor "<!--" may stand in an element: HTML sees them before anybody sees JSON.
+    # HTML would end or escape the element at "</script" or "<!--".
     packed = packed.replace("<", "\\u003c")
-    # The last script, when everything it draws on is there.
     tail = (
         f'<script type="application/json" id="report-data">{packed}</script>\n'
         f"<script>{scripts[-1]}</script>\n"
@@ -62,9 +62,9 @@ def single_page(title: str, data: Mapping[str, Any], entry: str = "report.js") -
 
 
 def bundle(entry: str) -> str:
-    """A module and all it imports as one script: each a function of its own, so that names stay apart.
+    """Bundle a module and its imports into one script; each module is a function with its own scope.
 
-    It knows imports and exports as the dashboard writes them: one a line, from ``./NAME.js``.
+    Understands imports and exports as the dashboard writes them: one a line, from ``./NAME.js``.
     """
     parts: dict[str, str] = {}
 
@@ -75,7 +75,9 @@ def bundle(entry: str) -> str:
                 add(match[3])
         exported = ", ".join(_EXPORT.findall(source))
         source = _EXPORT.sub("", _IMPORT.sub(_as_constant, source))
-        assert not re.search(r"^(import|export)\b", source, re.MULTILINE), f"{name}: written in another way"
+        assert not re.search(r"^(import|export)\b", source, re.MULTILINE), (
+            f"{name}: an import or export that bundle() does not understand"
+        )
         parts[name] = f'modules["{name}"] = (() => {{\n{source}return {{ {exported} }};\n}})();\n'
 
     add(entry)
@@ -88,7 +90,7 @@ def _as_constant(match: re.Match[str]) -> str:
 
 
 def _as_element(script: str) -> str:
-    """Checked to be what HTML leaves alone inside a script."""
+    """Return ``script`` after checking that HTML leaves it unchanged inside a script element."""
     assert "</script" not in script.lower() and "<!--" not in script, "HTML would end the script here"
     return script
 

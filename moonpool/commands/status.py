@@ -1,12 +1,16 @@
-"""The cluster as its conductor sees it, as a table."""
+"""``moonpool status``: the conductor's view of the cluster, as a table."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import click
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
+
+from moonpool.client import Client
+from moonpool.commands.options import console, json_option, plain_table, run_with_client, url_option
 
 _STYLES = {
     "ready": "green",
@@ -18,21 +22,25 @@ _STYLES = {
 }
 
 
+_TEXTS = ("node", "role", "state", "host", "pid", "ranks", "joined in")
+_FIGURES = ("running", "waiting", "queued tokens", "pool blocks used", "host blocks", "disk blocks", "placed")
+
+
+@click.command("status")
+@url_option
+@json_option
+def status_command(url: str, as_json: bool) -> None:
+    """Print the cluster's nodes and their load."""
+    cluster = run_with_client(url, Client.cluster)
+    if as_json:
+        click.echo(json.dumps(cluster, indent=2))
+    else:
+        console.print(cluster_view(url, cluster))
+
+
 def cluster_view(url: str, cluster: dict[str, Any]) -> RenderableType:
-    """A row a node, and below a node of several replicas a row a replica."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("node", "role", "state", "host", "pid", "ranks", "joined in"):
-        table.add_column(heading, no_wrap=True)
-    for heading in (
-        "running",
-        "waiting",
-        "queued tokens",
-        "pool blocks used",
-        "host blocks",
-        "disk blocks",
-        "placed",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    """A table with a row for each node, and below it one for each of its replicas."""
+    table = plain_table(_TEXTS, _FIGURES)
     for node in sorted(cluster["nodes"], key=lambda node: (node["role"] != "prefill", node["node_id"])):
         table.add_row(*_row(node, node["node_id"]))
         for one in node.get("replicas", ()):
@@ -43,7 +51,7 @@ def cluster_view(url: str, cluster: dict[str, Any]) -> RenderableType:
 
 
 def state_of(node: dict[str, Any]) -> str:
-    """In words: of a node of several replicas, how many serve."""
+    """Return the state; for a partial node, how many of its replicas serve."""
     if node["state"] != "partial":
         return str(node["state"])
     return f"{node['num_serving']} of {node['num_replicas']} serve"
@@ -70,7 +78,7 @@ def _row(node: dict[str, Any], name: str) -> list[str | Text]:
 
 
 def _fill(node: dict[str, Any], name: str) -> str:
-    """How much a tier holds, of how much it has room for."""
+    """Return used/capacity in blocks of a tier."""
     for tier in node.get("tiers", ()):
         if tier["name"] == name:
             return f"{tier['num_used_blocks']}/{tier['num_blocks']}"

@@ -1,47 +1,51 @@
-"""``moonpool top``: what the dashboard shows, in a terminal."""
+"""``moonpool top``: the dashboard in a terminal."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from moonpool.client import Client
+from moonpool.commands.options import console, plain_table, run_with_client, url_option
 from moonpool.commands.status import cluster_view
 from moonpool.errors import ApiError
 
 _RETRY_S = 2.0
 _ROUTES, _REQUESTS, _EVENTS = 6, 8, 5
 _STATES = {"done": "green", "running": "yellow", "cancelled": "dim"}
-_EVENT_STYLES = {
-    "left": "red",
-    "joined": "green",
-    "retry": "yellow",
-    "unhealthy": "red",
-    "healthy": "green",
-}
+_EVENT_STYLES = {"left": "red", "joined": "green", "retry": "yellow", "unhealthy": "red", "healthy": "green"}
+
+
+@click.command("top")
+@url_option
+def top_command(url: str) -> None:
+    """Watch nodes, cache, transfers, requests and events, refreshed once a second."""
+    with contextlib.suppress(KeyboardInterrupt):
+        run_with_client(url, lambda client: show_top(client, console))
 
 
 @dataclass(slots=True)
 class Rates:
-    """What went up between two snapshots, by the second."""
+    """Rates per second of counters, between two snapshots."""
 
     before: dict[str, Any] | None = None
 
     def of(self, now: dict[str, Any], name: str) -> float:
-        """Of one of the request-level metrics."""
+        """Return the rate of a request-level metric."""
         past = self.before["metrics"].get(name, 0.0) if self.before else None
         return self._per_s(now, now["metrics"][name], past)
 
     def route(self, now: dict[str, Any], route: dict[str, Any]) -> float:
-        """Bytes a second between two nodes."""
+        """Return the bytes a second between two nodes."""
         pair = (route["source"], route["target"])
         known = {(r["source"], r["target"]): r["nbytes"] for r in (self.before or {}).get("routes", ())}
         return self._per_s(now, route["nbytes"], known.get(pair, 0) if self.before else None)
@@ -52,7 +56,7 @@ class Rates:
 
 
 async def show_top(client: Client, console: Console) -> None:
-    """Until interrupted. A conductor that does not answer is waited for."""
+    """Redraw until interrupted; retry a conductor that does not answer."""
     rates = Rates()
     with Live(Text(f"waiting for {client.url}"), console=console, auto_refresh=False, screen=True) as view:
         while True:
@@ -66,7 +70,7 @@ async def show_top(client: Client, console: Console) -> None:
 
 
 def top_view(url: str, now: dict[str, Any], rates: Rates) -> RenderableType:
-    """One screen of a snapshot, as ``/v1/live`` sends it."""
+    """Draw one screen from a snapshot of ``/v1/live``."""
     return Group(
         _figures(now, rates),
         Text(),
@@ -93,7 +97,7 @@ def _figures(now: dict[str, Any], rates: Rates) -> Text:
         "tokens/s": f"{rates.of(now, 'output_tokens'):,.0f}",
         "from cache": f"{metrics['prefix_hit_tokens'] / queried:.1%}" if queried else "–",
         "blocks": f"{now['cluster']['index']['num_blocks']:,}",
-        "turned away": str(sum(now["rejections"].values())),
+        "rejected": str(sum(now["rejections"].values())),
     }
     line = Text()
     for name, value in figures.items():
@@ -143,9 +147,7 @@ def _events(now: dict[str, Any]) -> list[Text]:
 
 
 def _table(title: str, headings: Iterable[str], rows: list[tuple[str | Text, ...]]) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
+    table = plain_table(headings)
     for row in rows:
         table.add_row(*row)
     return table if rows else Text(f"no {title} yet", style="dim")

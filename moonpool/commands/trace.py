@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import click
+
+from moonpool.commands.options import console, output_option, run_with_client, url_option
 from moonpool.conductor.observing.timeline_spans import CONDUCTOR, TimelineSpan, spans_of
 
 API = "api"  # the conductor's HTTP side
 
 
-def chrome_trace(timeline: Mapping[str, Any]) -> dict[str, Any]:
-    """The Trace Event Format (JSON object form) of what ``GET /v1/requests/{id}/timeline`` answers.
+@click.command("trace")
+@url_option
+@click.argument("request_id")
+@output_option(help="File to write (default: trace-REQUEST_ID.json).")
+def trace_command(url: str, request_id: str, output: Path | None) -> None:
+    """Write a request's timeline for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-    One process a node, times in microseconds since the Unix epoch; a request of several sequences gets one
-    thread for each.
+    REQUEST_ID is the answer's id, or the x-request-id the client sent; the conductor keeps the latest ones.
+    """
+    trace = chrome_trace(run_with_client(url, lambda client: client.timeline(request_id)))
+    file = output or Path(f"trace-{request_id}.json")
+    file.write_text(json.dumps(trace))
+    console.print(f"{len(trace['traceEvents'])} events in {file}: open it at ui.perfetto.dev")
+
+
+def chrome_trace(timeline: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a reply of ``GET /v1/requests/{id}/timeline`` to the Trace Event Format (JSON object form).
+
+    Each node is a process, each sequence of the request a thread; times are µs since the Unix epoch.
     """
     sequences = timeline.get("sequences") or [timeline]
     rows: list[tuple[float, int, TimelineSpan]] = []
@@ -22,7 +41,7 @@ def chrome_trace(timeline: Mapping[str, Any]) -> dict[str, Any]:
         rows += [(sequence["started_unix_s"], thread, span) for span in spans_of(sequence)]
     if timeline.get("api"):
         rows += [(timeline["api"]["received_unix_s"], 0, span) for span in _api_spans(timeline["api"])]
-    # The conductor first, then nodes as they come in.
+    # The conductor comes first, then nodes by their first span.
     began_by_process = {CONDUCTOR: 0.0} | {
         span.process: began_s for began_s, _, span in sorted(rows, key=lambda row: row[0] + row[2].began_s)
     }
@@ -32,9 +51,9 @@ def chrome_trace(timeline: Mapping[str, Any]) -> dict[str, Any]:
         for process, number in numbers.items()
     ]
     for began_s, thread, span in rows:
-        place = {"pid": numbers[span.process], "tid": thread, "ts": 1e6 * (began_s + span.began_s)}
+        position = {"pid": numbers[span.process], "tid": thread, "ts": 1e6 * (began_s + span.began_s)}
         kind = {"ph": "X", "dur": 1e6 * span.seconds} if span.seconds else {"ph": "i", "s": "t"}
-        events.append({"name": span.name, "cat": "moonpool", **kind, **place, "args": dict(span.facts)})
+        events.append({"name": span.name, "cat": "moonpool", **kind, **position, "args": dict(span.facts)})
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 

@@ -1,15 +1,21 @@
-"""``moonpool doctor``: what is slow, missing or wrong here and in a cluster, and what to do about it."""
+"""``moonpool doctor``: findings about this machine and a cluster, with advice."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
+import click
 import orjson
 from rich.console import Console
 from rich.markup import escape
 
+from moonpool.commands.options import config_options
+from moonpool.commands.options import console as terminal
 from moonpool.doctor.agreement import check_clocks, check_conductors, check_options
 from moonpool.doctor.evidence import Evidence, gather
 from moonpool.doctor.finding import Finding
@@ -18,7 +24,8 @@ from moonpool.doctor.index_state import check_index
 from moonpool.doctor.machine import check_machine
 from moonpool.doctor.nodes import check_nodes
 from moonpool.doctor.transfer_paths import check_paths
-from moonpool.errors import ApiError
+from moonpool.errors import ApiError, has_extra
+from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.config.options import Config
 from moonpool.transfer.host_report import host_report
 
@@ -34,10 +41,27 @@ _CLUSTER_CHECKS = (
 )
 
 
-async def doctor(config: Config, url: str | None, console: Console, *, as_json: bool = False) -> int:
-    """Print a line a finding, or all of them as JSON; the exit code is 1 where something is missing or wrong.
+@click.command("doctor")
+@click.option("--url", envvar="MOONPOOL_URL", help="Also diagnose the cluster of this conductor.")
+@click.option("--redis", metavar="URL", help="Also read the cluster's index (index.redis_url).")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@config_options
+def doctor_command(
+    url: str | None, redis: str | None, as_json: bool, file: Path | None, sets: Sequence[str]
+) -> None:
+    """Report what is slow, missing or wrong on this machine and in a cluster, and what to do about it.
 
-    Without ``url`` this machine is looked at, with it the cluster too.
+    In a cluster (--url): nodes that do not serve, causes of cache misses, slow paths, clocks that differ,
+    options that contradict each other. Exit code 1: something is missing or wrong.
+    """
+    config = load_config(file, [*sets, *([f"index.redis_url={redis}"] if redis else [])])
+    sys.exit(asyncio.run(doctor(config, url, terminal, as_json=as_json)))
+
+
+async def doctor(config: Config, url: str | None, console: Console, *, as_json: bool = False) -> int:
+    """Print the findings about this machine, and about the cluster at ``url``.
+
+    Returns the exit code: 1 if something is missing or wrong.
     """
     findings: list[Finding] = []
 
@@ -48,12 +72,13 @@ async def doctor(config: Config, url: str | None, console: Console, *, as_json: 
                 _print(finding, console)
 
     show(check_machine(config))
-    show(check_kernels())
+    if has_extra("serve"):
+        show(check_kernels())
     show(check_transfer(config))
     if url:
         show(await check_cluster(url, config))
     if as_json:
-        # Not wrapped, as a console would.
+        # The console would wrap the line.
         console.file.write(orjson.dumps([asdict(finding) for finding in findings]).decode() + "\n")
     return int(any(finding.state in ("missing", "wrong") for finding in findings))
 
@@ -67,13 +92,13 @@ def _print(finding: Finding, console: Console) -> None:
 
 
 def check_transfer(config: Config) -> Iterator[Finding]:
-    """The ways to peers: what there is, what would be chosen, and why."""
+    """Report the transports to peers: which there are, which would be chosen, and why."""
     for what, fact in host_report(config.transfer).items():
         yield Finding(what, "ok", fact)
 
 
 def check_kernels() -> Iterator[Finding]:
-    """What computes here; imports torch, which takes a second."""
+    """Report the kernels that compute here. Imports torch, which takes a second."""
     from moonpool.kernels import backend_report
 
     report = backend_report()
@@ -93,7 +118,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 async def check_cluster(url: str, config: Config) -> list[Finding]:
-    """What the conductor at ``url`` and its nodes say, and Redis where ``index.redis_url`` says which."""
+    """Diagnose the cluster of the conductor at ``url``, and its index if ``index.redis_url`` is set."""
     try:
         evidence = await gather(url, config.index)
     except ApiError as error:
@@ -102,6 +127,6 @@ async def check_cluster(url: str, config: Config) -> list[Finding]:
 
 
 def diagnose(evidence: Evidence) -> Iterator[Finding]:
-    """Everything there is to say of a cluster, in the order in which one thing explains the next."""
+    """Run the cluster's checks; causes come before their effects."""
     for check in _CLUSTER_CHECKS:
         yield from check(evidence)

@@ -1,4 +1,4 @@
-"""What `moonpool doctor` looks at on this machine. Each check only looks, and takes milliseconds."""
+"""Checks of this machine for ``moonpool doctor``. They change nothing and take milliseconds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
 from moonpool.doctor.finding import Finding
-from moonpool.errors import LocalClusterError
+from moonpool.errors import ExtraMissing, LocalClusterError, has_extra
 from moonpool.local.node_configs import pools_nbytes
 from moonpool.local.preflight import check_memory, check_model
 from moonpool.local.redis_server import find_redis
@@ -28,20 +28,17 @@ from moonpool.runtime.service.child import tied_command
 
 
 def check_machine(config: Config) -> Iterator[Finding]:
-    """Findings in the order of ``CHECKS``, each as soon as it is known."""
-    for check in CHECKS:
+    """Yield the findings, each as soon as it is known; without the engine only what a store node needs."""
+    yield Finding("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+    if has_extra("serve"):
+        yield Finding("torch", "ok", version("torch"))
+        for check in _ENGINE_CHECKS:
+            yield check(config)
+    else:
+        fact = "not installed; store nodes and clients run without it"
+        yield Finding("engine", "ok", fact, str(ExtraMissing("`moonpool up`", "serve")))
+    for check in _CHECKS:
         yield check(config)
-
-
-def python(config: Config) -> Finding:
-    return Finding("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
-
-
-def torch(config: Config) -> Finding:
-    try:
-        return Finding("torch", "ok", version("torch"))
-    except PackageNotFoundError:
-        return Finding("torch", "missing", "not installed", "run `make env`")
 
 
 def compiler(config: Config) -> Finding:
@@ -192,19 +189,19 @@ def disk(config: Config) -> Finding:
     return Finding("disk", "ok", fact)
 
 
-CHECKS: tuple[Callable[[Config], Finding], ...] = (
-    python,
-    torch,
+_ENGINE_CHECKS: tuple[Callable[[Config], Finding], ...] = (
     compiler,
     redis,
     model,
     memory,
     shared_memory,
+    threads,
+)
+_CHECKS: tuple[Callable[[Config], Finding], ...] = (
     peer_memory,
     host_health,
     open_files,
     huge_pages,
-    threads,
     clock,
     disk,
 )

@@ -1,4 +1,4 @@
-"""``moonpool store``: objects and their nodes from the command line."""
+"""``moonpool store``: objects on store nodes, and the nodes themselves."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from moonpool.commands.options import DEFAULT_URL, config_options, console, json_option, plain_table
 from moonpool.kvstore.client.errors import BadObject, BadUrl, UnknownNode
 from moonpool.kvstore.client.queries import ObjectStat
 from moonpool.kvstore.client.store import StoreClient
@@ -25,25 +26,22 @@ from moonpool.objects.discovery import connect
 from moonpool.objects.verification import verify_nodes
 from moonpool.runtime.config.loading import load_config
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-
-# Into a file or a pipe, tables are as wide as they need. stdout is for what was asked for.
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+# stdout carries the result alone.
 messages = Console(highlight=False, stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
-class _Where:
+class _Target:
     url: str
     tenant: str
-    config: Path | None
+    file: Path | None
     sets: tuple[str, ...]
 
     def run(self, work: Callable[[StoreClient], Awaitable[int | None]]) -> None:
-        """Connect, do ``work``, exit with its code. Wrong input is a sentence and code 2."""
+        """Connect, do ``work``, exit with its code; code 2 for wrong input."""
 
         async def main() -> int | None:
-            config = load_config(self.config, self.sets)
+            config = load_config(self.file, self.sets)
             salt = os.environ.get("MOONPOOL_TENANT_SALT", "")
             async with connect(
                 self.url,
@@ -60,51 +58,43 @@ class _Where:
             raise click.UsageError(str(error)) from error
 
 
-def _with_where(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that say which store and whose; the command gets them as its first argument."""
+def _on_target(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that name the store and the tenant; the command gets a ``_Target`` first."""
 
     @functools.wraps(command)
-    def run(url: str, tenant: str, config: Path | None, sets: tuple[str, ...], **given: Any) -> None:
-        command(_Where(url, tenant, config, sets), **given)
+    def run(url: str, tenant: str, file: Path | None, sets: tuple[str, ...], **given: Any) -> None:
+        command(_Target(url, tenant, file, sets), **given)
 
-    options = (
-        click.option(
-            "--url",
-            default=DEFAULT_URL,
-            envvar="MOONPOOL_URL",
-            show_default=True,
-            help="The conductor's API, or the index's Redis.",
-        ),
-        click.option(
-            "--tenant",
-            default="",
-            envvar="MOONPOOL_TENANT",
-            metavar="NAME",
-            help="Whose objects. The salt they are named with is read from MOONPOOL_TENANT_SALT.",
-        ),
-        click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set one option."),
-        click.option(
-            "--config", type=click.Path(path_type=Path), metavar="FILE", help="TOML file of options."
-        ),
+    url = click.option(
+        "--url",
+        default=DEFAULT_URL,
+        envvar="MOONPOOL_URL",
+        show_default=True,
+        help="The conductor's API, or the index's Redis.",
     )
-    for option in options:
-        run = option(run)
-    return run
+    tenant = click.option(
+        "--tenant",
+        default="",
+        envvar="MOONPOOL_TENANT",
+        metavar="NAME",
+        help="The tenant of the objects; MOONPOOL_TENANT_SALT has its salt.",
+    )
+    return config_options(tenant(url(run)))
 
 
 @click.group()
 def store() -> None:
-    """Put objects on the cluster's store nodes, get them, look after them."""
+    """Put objects on the cluster's store nodes, get, list, describe, evict and verify them."""
 
 
 @store.command("put")
 @click.argument("file", metavar="FILE|-")
 @click.option("--name", metavar="NAME", help="Its name in the store (default: the file's).")
 @click.option("--copies", default=1, show_default=True, type=click.IntRange(min=1), help="On how many nodes.")
-@click.option("--node", default="", metavar="ID", help="The node that is to have it first.")
-@_with_where
-def put_command(where: _Where, file: str, name: str | None, copies: int, node: str) -> None:
-    """Store a file's bytes; - reads standard input."""
+@click.option("--node", default="", metavar="ID", help="The node of the first copy.")
+@_on_target
+def put_command(target: _Target, file: str, name: str | None, copies: int, node: str) -> None:
+    """Store the bytes of FILE; - reads standard input."""
     if file == "-" and name is None:
         raise click.UsageError("standard input has no name: give it one with --name")
     stored_as = name if name is not None else Path(file).name
@@ -121,17 +111,17 @@ def put_command(where: _Where, file: str, name: str | None, copies: int, node: s
             f"{stored_as}: {size(data.nbytes)} on {holders} in {seconds:.3f} s, {rate}", markup=False
         )
 
-    where.run(work)
+    target.run(work)
 
 
 @store.command("get")
 @click.argument("name")
 @click.argument("file", metavar="FILE|-", default="-")
-@_with_where
-def get_command(where: _Where, name: str, file: str) -> None:
+@_on_target
+def get_command(target: _Target, name: str, file: str) -> None:
     """Write an object's bytes into FILE, or to standard output."""
     if file == "-" and sys.stdout.isatty():
-        raise click.UsageError("an object's bytes would not do your terminal good: name a file")
+        raise click.UsageError("standard output is a terminal: name a file for the object's bytes")
     if file != "-" and not Path(file).parent.is_dir():
         raise click.UsageError(f"{file} cannot be written: there is no directory {Path(file).parent}")
 
@@ -142,7 +132,7 @@ def get_command(where: _Where, name: str, file: str) -> None:
         if file == "-":
             sys.stdout.buffer.write(data.data)
             return
-        # A file that is there is whole, whatever happens meanwhile.
+        # FILE is complete or absent, also after a crash.
         unfinished = Path(f"{file}.part")
         try:
             unfinished.write_bytes(data.data)
@@ -150,14 +140,14 @@ def get_command(where: _Where, name: str, file: str) -> None:
         except OSError as error:
             raise click.ClickException(f"{file} cannot be written: {error.strerror}") from error
 
-    where.run(work)
+    target.run(work)
 
 
 @store.command("ls")
 @click.argument("prefix", default="")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_with_where
-def ls_command(where: _Where, prefix: str, as_json: bool) -> None:
+@json_option
+@_on_target
+def ls_command(target: _Target, prefix: str, as_json: bool) -> None:
     """List the objects whose names begin with PREFIX."""
 
     async def work(client: StoreClient) -> None:
@@ -167,15 +157,15 @@ def ls_command(where: _Where, prefix: str, as_json: bool) -> None:
         else:
             console.print(_objects_table(objects))
 
-    where.run(work)
+    target.run(work)
 
 
 @store.command("stat")
 @click.argument("name", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_with_where
-def stat_command(where: _Where, name: str | None, as_json: bool) -> None:
-    """Describe the object NAME; without it, what each store node lends and keeps."""
+@json_option
+@_on_target
+def stat_command(target: _Target, name: str | None, as_json: bool) -> None:
+    """Describe the object NAME; without it, the capacity and use of each store node."""
 
     async def work(client: StoreClient) -> None:
         if name is None:
@@ -191,17 +181,17 @@ def stat_command(where: _Where, name: str | None, as_json: bool) -> None:
         else:
             console.print(_objects_table([found]))
 
-    where.run(work)
+    target.run(work)
 
 
 @store.command("evict")
 @click.argument("names", nargs=-1, metavar="NAME...")
 @click.option("--all", "everything", is_flag=True, help="Every object of this tenant.")
-@_with_where
-def evict_command(where: _Where, names: tuple[str, ...], everything: bool) -> None:
+@_on_target
+def evict_command(target: _Target, names: tuple[str, ...], everything: bool) -> None:
     """Drop every copy of these objects."""
     if bool(names) == everything:
-        raise click.UsageError("name the objects to drop, or say --all")
+        raise click.UsageError("name the objects to drop, or give --all")
 
     async def work(client: StoreClient) -> int:
         wanted = [each.name for each in await client.ls()] if everything else list(names)
@@ -209,19 +199,21 @@ def evict_command(where: _Where, names: tuple[str, ...], everything: bool) -> No
         messages.print(f"{num_removed} of {len(wanted)} objects dropped")
         return 0 if num_removed == len(wanted) else 1
 
-    where.run(work)
+    target.run(work)
 
 
 @store.command("verify")
-@_with_where
-def verify_command(where: _Where) -> None:
-    """Check every block and chunk on every store node; damaged ones are dropped. Exit code 1: there were
-    some, or a node could not be asked."""
+@_on_target
+def verify_command(target: _Target) -> None:
+    """Check every block and chunk on every store node, and drop damaged ones.
+
+    Exit code 1: something was damaged, or a node did not answer.
+    """
 
     async def work(client: StoreClient) -> int:
         return await verify_nodes(await client.nodes(), messages)
 
-    where.run(work)
+    target.run(work)
 
 
 def _read(file: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -231,7 +223,7 @@ def _read(file: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if not path.is_file():
         raise click.UsageError(f"{file} is not a file")
     try:
-        # Mapped, not read: its pages go from the page cache to the node. An empty file cannot be.
+        # Mapped, so that pages go from the page cache to the node. An empty file cannot be mapped.
         return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     except OSError as error:
         raise click.UsageError(f"{file} cannot be read: {error.strerror}") from error
@@ -242,7 +234,7 @@ def _plain(stat: ObjectStat) -> dict[str, Any]:
 
 
 def _objects_table(objects: list[ObjectStat]) -> Table:
-    table = _table(("name", "dtype", "shape", "put", "on"), right=("size",))
+    table = plain_table(("name", "dtype", "shape", "put", "on"), right=("size",))
     for each in objects:
         put_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.version / 1e9))
         shape = "×".join(map(str, each.shape)) or "scalar"
@@ -267,7 +259,7 @@ def _usage_rows(usage: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _usage_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table(("node", "keeps", "tier"), right=("used", "of", "blocks", "your objects"))
+    table = plain_table(("node", "keeps", "tier"), right=("used", "of", "blocks", "your objects"))
     for row in rows:
         own = row["own_objects"]
         table.add_row(
@@ -279,15 +271,6 @@ def _usage_table(rows: list[dict[str, Any]]) -> Table:
             str(row["blocks"]),
             "" if own is None else str(own),
         )
-    return table
-
-
-def _table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in left:
-        table.add_column(heading, no_wrap=True)
-    for heading in right:
-        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 

@@ -15,7 +15,7 @@ from moonpool.runtime.config.options import TransferOptions
 
 
 class ApiDirectory:
-    """Asks a conductor."""
+    """The store nodes that a conductor lists."""
 
     def __init__(self, url: str) -> None:
         self._client = Client(url)
@@ -41,15 +41,17 @@ async def connect(
     deadline_s: float = 30.0,
     transfer: TransferOptions | None = None,
 ) -> AsyncIterator[StoreClient]:
-    """A client of the store nodes of a cluster, around the block.
+    """Yield a client of a cluster's store nodes. Connects with the first call.
 
-    ``url``: the conductor's API (``http://HOST:PORT``), or the index's Redis (``redis://``, ``unix://``) with
-    its ``namespace``. ``tenant`` and ``salt``: objects are found only by those who give the same two.
-    ``deadline_s``: longest that one call or batch of transfers may take. ``transfer``: needed where the nodes
-    have a ``transfer.secret``, or are on other machines.
+    Args:
+        url: the conductor's API (``http://HOST:PORT``), or the index's Redis (``redis://``, ``unix://``)
+            with its ``namespace``.
+        tenant, salt: objects are isolated by tenant and salt.
+        deadline_s: limit on one call or batch of transfers.
+        transfer: needed if the nodes have a ``transfer.secret`` or are on other machines.
 
     Raises:
-        BadUrl: neither an API nor a Redis. Whether anybody answers there shows with the first call.
+        BadUrl: ``url`` is neither an API nor a Redis.
     """
     async with (
         aclosing(_directory(url, namespace)) as directory,

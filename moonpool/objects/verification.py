@@ -1,4 +1,4 @@
-"""``moonpool store verify``: every checksum on every node, with a progress bar for each."""
+"""``moonpool store verify``: check every checksum on every node, with a progress bar a node."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from moonpool.runtime.errors import NodeUnavailable, RemoteError
 
 
 async def verify_nodes(nodes: Mapping[str, RemoteStore], console: Console) -> int:
-    """Have all nodes verify what they hold, at the same time. Returns the exit code: 1 when something was
-    damaged, or a node could not be asked to the end."""
+    """Verify all nodes at once. Returns the exit code: 1 if something was damaged or a node failed."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -40,7 +39,7 @@ async def verify_nodes(nodes: Mapping[str, RemoteStore], console: Console) -> in
 
 
 async def _verify(node: RemoteStore, progress: Progress, task: TaskID) -> tuple[int, int, str]:
-    """Blocks checked, blocks damaged, and why it ended early where it did."""
+    """Return blocks checked, blocks damaged, and the error that ended it early ("" for none)."""
     num_done = num_damaged = 0
     try:
         with rpc.calling(node.node_id):

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import pynvml
-
 from moonpool.runtime.health.readings import GpuReading
+
+try:
+    import pynvml
+except ModuleNotFoundError:  # it comes with moonpool[serve]
+    pynvml = None
 
 T = TypeVar("T")
 
-_LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
+_NOT_INSTALLED = "NVML's Python binding is not installed: pip install 'moonpool[serve]'"
 _THROTTLES = {
-    "hw_slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
-    "hw_thermal": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
-    "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
-    "sw_thermal": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
-    "sw_power_cap": pynvml.nvmlClocksEventReasonSwPowerCap,
+    "hw_slowdown": "nvmlClocksEventReasonHwSlowdown",
+    "hw_thermal": "nvmlClocksEventReasonHwThermalSlowdown",
+    "hw_power_brake": "nvmlClocksEventReasonHwPowerBrakeSlowdown",
+    "sw_thermal": "nvmlClocksEventReasonSwThermalSlowdown",
+    "sw_power_cap": "nvmlClocksEventReasonSwPowerCap",
 }
 
 
@@ -31,6 +34,9 @@ class GpuWatch:
         self.missing = ""
         self._gpus: list[tuple[str, Any]] = []  # its number, NVML's handle
         if not uuids:
+            return
+        if pynvml is None:
+            self.missing = f"the health of GPUs is not known: {_NOT_INSTALLED}"
             return
         try:
             pynvml.nvmlInit()
@@ -51,6 +57,8 @@ class GpuWatch:
 
 def nvml_report() -> str:
     """Whether the health of GPUs here can be known, for a person."""
+    if pynvml is None:
+        return f"not watched, {_NOT_INSTALLED}"
     try:
         pynvml.nvmlInit()
         return f"{pynvml.nvmlDeviceGetCount()} watched, NVML {pynvml.nvmlSystemGetNVMLVersion()}"
@@ -68,7 +76,7 @@ def _read(number: str, handle: Any) -> GpuReading:
         try:
             return question(handle, *arguments)
         except pynvml.NVMLError as error:
-            if error.value in _LOST:
+            if error.value in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED):
                 raise _GpuLost(str(error)) from error
             return None
 
@@ -93,7 +101,7 @@ def _read(number: str, handle: Any) -> GpuReading:
             clock_hertz=None if clock is None else clock * 1e6,
             corrected_errors=errors(pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
             uncorrected_errors=errors(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
-            throttles=tuple(name for name, bit in _THROTTLES.items() if reasons & bit),
+            throttles=tuple(name for name, bit in _THROTTLES.items() if reasons & getattr(pynvml, bit)),
         )
     except _GpuLost as lost:
         return GpuReading(number, lost=str(lost))

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.bench.serve.tracing_overhead import Turn, cost_when_off_s, rows
-from moonpool.cli import cli, start_local_cluster
+from moonpool.cli import cli
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
 
@@ -32,7 +32,7 @@ def test_a_span_that_nobody_asked_for_costs_next_to_nothing() -> None:
 
 def test_the_case_starts_its_own_clusters() -> None:
     arguments = ["bench", "serve", "--case", "tracing", "--url", "http://127.0.0.1:9"]
-    result = CliRunner().invoke(cli, arguments, obj=start_local_cluster)
+    result = CliRunner().invoke(cli, arguments)
     assert isinstance(result.exception, ConfigError)
 
 
@@ -43,9 +43,7 @@ async def test_two_clusters_are_compared(tmp_path: Path) -> None:
     arguments += ["--concurrency", "2", "--output-tokens", "4", "--json", str(file)]
     for role in ("prefill", "decode"):
         arguments += ["--set", f"cluster.{role}=1"]
-    result = await asyncio.to_thread(
-        CliRunner().invoke, cli, arguments, obj=start_local_cluster, catch_exceptions=False
-    )
+    result = await asyncio.to_thread(CliRunner().invoke, cli, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     content = json.loads(file.read_text())
     report.validate(content)

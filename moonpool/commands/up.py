@@ -1,0 +1,40 @@
+"""The options of ``moonpool up``."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from moonpool.commands.options import config_options, console
+from moonpool.local.up import up
+from moonpool.runtime.config.loading import load_config
+
+# The configuration key that each option sets.
+_KEYS = {
+    "model": "model.path",
+    "prefill": "cluster.prefill",
+    "decode": "cluster.decode",
+    "store": "cluster.store",
+    "port": "conductor.port",
+    "redis": "index.redis_url",
+}
+
+
+@click.command("up")
+@click.option("--model", metavar="DIR", help="Hugging Face checkpoint directory (default: the shipped one).")
+@click.option("--prefill", type=int, metavar="N", help="Prefill nodes (default: 2).")
+@click.option("--decode", type=int, metavar="N", help="Decode nodes (default: 2).")
+@click.option("--store", type=int, metavar="N", help="Store nodes (default: 0).")
+@click.option("--port", type=int, metavar="P", help="Port of the API (default: 8000; 0: a free one).")
+@click.option("--redis", metavar="URL", help="Use this Redis (default: start a private one).")
+@click.option("--once", is_flag=True, help="Stop after the first conversation.")
+@config_options
+def up_command(file: Path | None, sets: Sequence[str], once: bool, **given: Any) -> None:
+    """Run a whole cluster on this machine and talk to it."""
+    options = [f"{_KEYS[name]}={value}" for name, value in given.items() if value is not None]
+    sys.exit(asyncio.run(up(load_config(file, [*sets, *options]), console, once=once)))
