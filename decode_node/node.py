@@ -96,7 +96,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         num_local = len(self.engine.pool.match(block_keys.unpack(work.block_keys)))
         takeover = asyncio.create_task(self._take_over(request, sequence))
         self._requests[sequence.key] = _Request(
-            request.conductor_id, sequence, takeover, time.monotonic(), tracing.here()
+            request.conductor_id, sequence, takeover, time.monotonic(), tracing.current_context()
         )
         return node_pb2.DecodeReply(
             num_cached_tokens=num_local * self.engine.pool.block_size, epoch=self.epoch
@@ -164,7 +164,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                 batches.setdefault(request.conductor_id, []).append(token_out(event))
             if event.finish_reason:
                 ago_s = time.monotonic() - request.began_s
-                tracing.past("decode", ago_s=ago_s, seconds=ago_s, within=request.within)
+                tracing.record_span("decode", ago_s=ago_s, seconds=ago_s, within=request.within)
                 del self._requests[key]
         DECODE_TOKENS.inc(num_tokens)
         for conductor_id, tokens in batches.items():

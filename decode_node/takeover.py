@@ -51,7 +51,7 @@ async def take_over(
     )
     chunks = aiter(call)
     try:
-        with engine.expecting(sequence), rpc.calling(prefill_address):
+        with engine.expecting(sequence), rpc.node_errors(prefill_address):
             await _load_prefix(engine, store, sequence)
             chunk = await anext(chunks, None)
         if chunk is None:
@@ -62,7 +62,7 @@ async def take_over(
         await engine.reserved(sequence)
         num_local = sequence.num_computed_tokens // engine.pool.block_size
         received = node_pb2.KvReceived(num_local_blocks=num_local)
-        with rpc.calling(prefill_address):
+        with rpc.node_errors(prefill_address):
             token = await _read_chunks(engine, exchange, sequence, chunk, chunks, received, deadline_s)
     finally:
         # Also how the prefill node learns that it may let the blocks go.

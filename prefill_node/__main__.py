@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.replicas.group import Replicas
+from moonpool.runtime.replicas.group import ReplicaGroup
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 
 
 async def main(config: Config, context: ServiceContext) -> None:
     if config.engine.parallel.dp > 1:
-        await Replicas(config, "prefill", [sys.executable, "-m", "moonpool.prefill_node"]).run(context)
+        await ReplicaGroup(config, "prefill", [sys.executable, "-m", "moonpool.prefill_node"]).run(context)
         return
     # Here: who only looks after replicas needs no torch.
     from moonpool.prefill_node.node import PrefillNode

@@ -263,7 +263,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         num_host = min(loaded.num_host * block_size, num_cached - num_fetched - num_ssd)
         num_pool = num_cached - num_fetched - num_ssd - num_host
         for began_s, ended_s, num_tokens in sequence.chunks:
-            tracing.past(
+            tracing.record_span(
                 "compute chunk", ago_s=now_s - began_s, seconds=ended_s - began_s, num_tokens=num_tokens
             )
         by_source = {

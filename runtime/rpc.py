@@ -82,11 +82,11 @@ def request_metadata() -> tuple[tuple[str, str], ...]:
     An argument rather than an interceptor, because grpc.aio runs an intercepted call in a task of its own.
     """
     about = request_id.get()
-    return ((_REQUEST_ID, about), *tracing.outgoing()) if about else ()
+    return ((_REQUEST_ID, about), *tracing.outgoing_headers()) if about else ()
 
 
 @contextmanager
-def calling(node_id: str) -> Iterator[None]:
+def node_errors(node_id: str) -> Iterator[None]:
     """Around a call to ``node_id``: gRPC's errors become ``NodeUnavailable`` or ``RemoteError``."""
     try:
         yield
@@ -132,7 +132,7 @@ def _unary(behaviour: Any, method: str, about: str, parent: str) -> Callable[[An
     async def call(request: Any, context: Any) -> Any:
         request_id.set(about)
         try:
-            with tracing.serving(_short(method), parent), _logged(method, about):
+            with tracing.server_span(_short(method), parent), _logged(method, about):
                 return await behaviour(request, context)
         except grpc.aio.AbortError:
             raise
@@ -146,7 +146,7 @@ def _stream(behaviour: Any, method: str, about: str, parent: str) -> Callable[[A
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         request_id.set(about)
         try:
-            with tracing.serving(_short(method), parent), _logged(method, about):
+            with tracing.server_span(_short(method), parent), _logged(method, about):
                 async for response in behaviour(request, context):
                     yield response
         except grpc.aio.AbortError:

@@ -41,7 +41,7 @@ class Heads:
         pool = torch.empty(shape, dtype=dtype, device=device)
         for block in torch.split(pool, max(1, (256 << 20) // max(1, pool[0].nbytes))):
             values = torch.randn(block.shape, device=device)
-            block.copy_(reference.as_stored(values, SCALE, dtype))
+            block.copy_(reference.to_pool_dtype(values, SCALE, dtype))
         return pool
 
 

@@ -91,7 +91,7 @@ def _written(machine: Machine, heads: Heads, pages: torch.dtype, n: int) -> Iter
     def stored() -> tuple[Tensor, Tensor]:
         write_kv(k[0], v[0], pool, 0, slots, **scales)
         found = pool[slots // heads.block_size, 0, 1, :, slots % heads.block_size].float()
-        return found, reference.as_stored(v[0], SCALE, pages).float()
+        return found, reference.to_pool_dtype(v[0], SCALE, pages).float()
 
     goal = goals.WRITE_OF_COPY if machine.is_cuda and n >= 8192 else None
     kinds = f"{name_of(dtype)} to {name_of(pages)}"

@@ -21,7 +21,7 @@ from moonpool.bench.kernels.attention import Decode, Heads, Prefill
 from moonpool.bench.kernels.clock import CudaClock
 from moonpool.bench.kernels.contest import OURS
 from moonpool.bench.kernels.device_limits import Machine
-from moonpool.kernels.compilation.attention_cases import Attended, decode_case, prefill_case
+from moonpool.kernels.compilation.attention_cases import AttentionCase, decode_case, prefill_case
 from moonpool.kernels.compilation.compiler import compile_case
 from moonpool.kernels.reference import FP8
 from moonpool.kernels.triton import launch
@@ -47,8 +47,8 @@ class Slot:
         return row | ({"rows": launch.padded(self.group, 16)} if self.of == "decode" else {})
 
     @property
-    def attended(self) -> Attended:
-        return Attended(torch.bfloat16, self.pages, self.head_dim, self.group)
+    def attended(self) -> AttentionCase:
+        return AttentionCase(torch.bfloat16, self.pages, self.head_dim, self.group)
 
 
 def slots() -> Iterator[Slot]:

@@ -150,12 +150,12 @@ def cost_of_a_span_s(url: str) -> float:
     began_s = time.process_time()
     for _ in range(num_requests):
         with (
-            tracing.serving("call", "", root=True),
+            tracing.server_span("call", "", root=True),
             tracing.span("read blocks", num_blocks=8, nbytes=1 << 20),
         ):
-            tracing.outgoing()
+            tracing.outgoing_headers()
             for _ in range(3):
-                tracing.past("compute chunk", ago_s=0.2, seconds=0.1, num_tokens=512)
+                tracing.record_span("compute chunk", ago_s=0.2, seconds=0.1, num_tokens=512)
     end()
     return (time.process_time() - began_s) / (5 * num_requests)
 

@@ -61,7 +61,7 @@ class GenerationExchange:
         )
         self._client = ANYONE
         self._runs: list[SequenceRun] = []
-        self._span = tracing.serving(http.path, http.headers.get(tracing.TRACEPARENT, ""), root=True)
+        self._span = tracing.server_span(http.path, http.headers.get(tracing.TRACEPARENT, ""), root=True)
 
     def __enter__(self) -> GenerationExchange:
         self._context.recent.add(self.record)

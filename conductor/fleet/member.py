@@ -249,7 +249,7 @@ class Member:
             "pid": record.pid,
             "ranks": str(record.extra.get("ranks", "")),  # such as tp 2 × pp 1; empty: one process
             "join_s": record.extra.get("join_s"),  # from its life's begin until it served
-            "num_lives": record.extra.get("num_lives", 1),  # of its process
+            "num_starts": record.extra.get("num_starts", 1),  # of its process
             "versions": record.extra.get("versions", {}),
             "epoch": str(record.epoch),  # JSON readers lose 64-bit integers
             "state": self.state,

@@ -92,7 +92,7 @@ class NodeClient:
 
     async def prefill(self, request: node_pb2.PrefillRequest, timeout_s: float) -> node_pb2.PrefillReply:
         """Cancelling this cancels the work on the node."""
-        with rpc.calling(self.node_id):
+        with rpc.node_errors(self.node_id):
             reply: node_pb2.PrefillReply = await self._prefill.Prefill(
                 request, timeout=timeout_s, metadata=rpc.request_metadata()
             )
@@ -103,14 +103,14 @@ class NodeClient:
     ) -> node_pb2.ReplicateReply:
         """Have the node read what it lacks of a chain from ``source``, and keep it as long as it is used."""
         request = node_pb2.ReplicateRequest(source=source, keys=b"".join(keys), surplus=True)
-        with rpc.calling(self.node_id):
+        with rpc.node_errors(self.node_id):
             reply: node_pb2.ReplicateReply = await self._node.Replicate(request, timeout=timeout_s)
         return reply
 
     async def let_go(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> int:
         """Have the node drop the last blocks of a chain; how many went."""
         request = node_pb2.LetGoRequest(keys=b"".join(keys), num_blocks=num_blocks)
-        with rpc.calling(self.node_id):
+        with rpc.node_errors(self.node_id):
             reply: node_pb2.LetGoReply = await self._node.LetGo(request, timeout=timeout_s)
         return reply.num_blocks
 
@@ -153,7 +153,7 @@ class NodeClient:
             key = next(iter(self._cancels))
             request = node_pb2.CancelRequest(request_id=key[0], attempt=key[1])
             try:
-                with rpc.calling(self.node_id):
+                with rpc.node_errors(self.node_id):
                     await self._node.Cancel(request, timeout=_CANCEL_TIMEOUT_S)
             except NodeUnavailable:
                 return  # kept: sent again when the node is back
@@ -182,7 +182,7 @@ class DecodeClient(NodeClient):
         self._decode = node_pb2_grpc.DecodeNodeStub(self._channel)
 
     async def decode(self, request: node_pb2.DecodeRequest, timeout_s: float) -> node_pb2.DecodeReply:
-        with rpc.calling(self.node_id):
+        with rpc.node_errors(self.node_id):
             reply: node_pb2.DecodeReply = await self._decode.Decode(
                 request, timeout=timeout_s, metadata=rpc.request_metadata()
             )
@@ -196,7 +196,7 @@ class DecodeClient(NodeClient):
             self._set_connected(True, "")
             reason = "it closed the token stream"
             try:
-                with rpc.calling(self.node_id):
+                with rpc.node_errors(self.node_id):
                     async for step in stream:
                         pause_s = _REOPEN_FIRST_S
                         self._deliver(step)

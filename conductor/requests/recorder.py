@@ -237,4 +237,4 @@ class Recorder:
                 facts: dict[str, Any] = {
                     name: value for name, value in one.facts.items() if isinstance(value, str | int | float)
                 }
-                tracing.past(one.name, ago_s=age_s - one.began_s, seconds=one.seconds, **facts)
+                tracing.record_span(one.name, ago_s=age_s - one.began_s, seconds=one.seconds, **facts)

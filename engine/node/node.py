@@ -39,7 +39,7 @@ from moonpool.runtime.health.monitor import HealthMonitor, NodeUnfit
 from moonpool.runtime.machine.description import versions_of
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.replicas.identity import Replica
-from moonpool.runtime.service.crash_loop import ShortLives
+from moonpool.runtime.service.crash_loop import CrashLoop
 from moonpool.runtime.service.lifecycle import ServiceContext
 from moonpool.runtime.service.load_progress import LoadProgress
 from moonpool.transfer import TransferAgent
@@ -75,7 +75,7 @@ class EngineNode:
         self.rpc_address = ""
         self.metrics_url = ""
         self.draining = asyncio.Event()
-        self.num_lives = self.replica.life if self.replica is not None else 1
+        self.num_starts = self.replica.start_number if self.replica is not None else 1
         self._versions = versions_of(("moonpool", "torch"))
         self._began_s = self._ready_s = 0.0  # of this life
         self.tenant_labels = TenantLabels()
@@ -99,7 +99,7 @@ class EngineNode:
     def begin_again(self) -> None:
         """All that was of the life that ended is forgotten."""
         self.epoch = time.time_ns()
-        self.num_lives += 1
+        self.num_starts += 1
         self.state = "starting"
         self._ready_s = 0.0
         self.events = self._trim = None
@@ -138,12 +138,12 @@ class EngineNode:
 
         Raises whatever keeps the node from starting, and what stopped its engine; it has left the index then.
         """
-        lives = ShortLives()
+        crashes = CrashLoop()
         while (lost := await self._live(context)) is not None:
             RANKS_LOST.inc()
             # Of a life that ended before it served there is nothing to count.
-            too_many = lives.too_many(time.monotonic() - self._ready_s if self._ready_s else 0.0)
-            if too_many or context.draining.is_set() or self.draining.is_set():
+            gives_up = crashes.gives_up(time.monotonic() - self._ready_s if self._ready_s else 0.0)
+            if gives_up or context.draining.is_set() or self.draining.is_set():
                 raise lost
             log.error("%s: node %s begins a new life", lost, self.node_id)
             self.begin_again()
@@ -157,7 +157,7 @@ class EngineNode:
             try:
                 memory = await self._open_memory(context, agent)
             except RankLost as lost:
-                if self.num_lives == 1:
+                if self.num_starts == 1:
                     raise  # as it would be again
                 return lost
             if memory is None:
@@ -358,7 +358,7 @@ class EngineNode:
         plan = self.engine.plan
         extra: dict[str, Any] = {
             "join_s": round(self.join_s, 3),
-            "num_lives": self.num_lives,
+            "num_starts": self.num_starts,
             "versions": self._versions,
             "evicted": evicted_totals(),
             "paths": path_totals(),

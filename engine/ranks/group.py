@@ -22,7 +22,7 @@ from moonpool.engine.device.selection import page_dtype
 from moonpool.engine.errors import LinkBroken, RankLost
 from moonpool.engine.experts.load import ExpertLoad
 from moonpool.engine.ranks.assignment import Assignment, check_identity
-from moonpool.engine.ranks.heartbeat import Heart
+from moonpool.engine.ranks.heartbeat import Heartbeat
 from moonpool.engine.ranks.hosts.channel import PipeChannel
 from moonpool.engine.ranks.hosts.listener import RankHosts
 from moonpool.engine.ranks.hosts.remote_host import FarHost
@@ -70,7 +70,7 @@ class RankGroup:
         self._expert_load: ExpertLoad | None = None
         self._forgotten: torch.Tensor | None = None  # of it, what ranks apart still count
         self._watcher: asyncio.Task[None] | None = None
-        self._beating: Heart | None = None
+        self._beating: Heartbeat | None = None
 
     @property
     def pools(self) -> list[npt.NDArray[np.uint8]]:
@@ -130,7 +130,7 @@ class RankGroup:
         assignments = self._assign(config, assignment)
         board = self._board
         assert board is not None
-        self._beating = Heart(board)
+        self._beating = Heartbeat(board)
         self._watcher = asyncio.create_task(self._watch(board), name="ranks")
         total = TotalProgress(progress, self.world_size)
         clock = ExchangeClock()

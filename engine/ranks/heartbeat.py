@@ -6,7 +6,7 @@ from moonpool.engine.collectives.board import Board
 from moonpool.runtime.service import heartbeat as heart
 
 
-class Heart(heart.Heart):
+class Heartbeat(heart.Heartbeat):
     """Beats on the group's board, several times within its timeout."""
 
     def __init__(self, board: Board) -> None:

@@ -31,7 +31,7 @@ from moonpool.engine.execution.runner import pool_tensor
 from moonpool.engine.experts.load import ExpertLoad
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.ranks.assignment import Assignment, unpack_transfer_options
-from moonpool.engine.ranks.heartbeat import Heart
+from moonpool.engine.ranks.heartbeat import Heartbeat
 from moonpool.engine.ranks.link_factory import open_link
 from moonpool.engine.ranks.stage import Stage, run_steps
 from moonpool.engine.sharding.tensor_slices import Slices
@@ -134,7 +134,7 @@ def serve(assignment: Assignment, control: Control) -> None:
     board = Board(
         SharedMemory.open(assignment.board), assignment.rank, assignment.plan.world_size, parallel.timeout_s
     )
-    heart = Heart(board)
+    heart = Heartbeat(board)
     try:
         _run(assignment, board, control)
     finally:

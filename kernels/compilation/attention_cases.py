@@ -20,7 +20,7 @@ from moonpool.kernels.triton.launch import decode_choice, padded, prefill_choice
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionCase:
     """What attention is compiled for."""
 
     q_dtype: torch.dtype
@@ -38,22 +38,22 @@ class Attended:
         return f"{kind} D{self.head_dim} G{self.group} B{self.block_size}{several}"
 
 
-def attended(arch: int) -> Iterator[Attended]:
+def attended(arch: int) -> Iterator[AttentionCase]:
     """Every dtype and head_dim of the launch table, then what else changes the code."""
     for head_dim in (64, 128, 256):
         for dtype in (torch.bfloat16, torch.float16):
-            yield Attended(dtype, dtype, head_dim)
-        yield Attended(torch.bfloat16, FP8, head_dim)
-        yield Attended(torch.float32, torch.float32, head_dim)
+            yield AttentionCase(dtype, dtype, head_dim)
+        yield AttentionCase(torch.bfloat16, FP8, head_dim)
+        yield AttentionCase(torch.float32, torch.float32, head_dim)
     for group, block_size in ((1, 16), (7, 16), (8, 256), (8, 64), (32, 64)):
-        yield Attended(torch.bfloat16, torch.bfloat16, 128, group, block_size)
-        yield Attended(torch.bfloat16, FP8, 128, group, block_size)
+        yield AttentionCase(torch.bfloat16, torch.bfloat16, 128, group, block_size)
+        yield AttentionCase(torch.bfloat16, FP8, 128, group, block_size)
     for queries in (4, 16):
-        yield Attended(torch.bfloat16, torch.bfloat16, 128, queries=queries)
-        yield Attended(torch.bfloat16, FP8, 128, queries=queries)
+        yield AttentionCase(torch.bfloat16, torch.bfloat16, 128, queries=queries)
+        yield AttentionCase(torch.bfloat16, FP8, 128, queries=queries)
 
 
-def decode_case(what: Attended, arch: int, choice: Any = None) -> Case:
+def decode_case(what: AttentionCase, arch: int, choice: Any = None) -> Case:
     """``choice``: another than the table's."""
     rows = padded(what.queries * what.group, 16)
     choice = choice or decode_choice(what.head_dim, rows, what.q_dtype, what.pool_dtype, arch)
@@ -68,7 +68,7 @@ def decode_case(what: Attended, arch: int, choice: Any = None) -> Case:
     )
     return Case(
         f"decode {what.name}",
-        triton_decode.decode_part,
+        triton_decode.decode_partition,
         {
             "q": given,
             "pool": POINTERS[what.pool_dtype],
@@ -93,7 +93,7 @@ def decode_case(what: Attended, arch: int, choice: Any = None) -> Case:
     )
 
 
-def prefill_case(what: Attended, arch: int, choice: Any = None) -> Case:
+def prefill_case(what: AttentionCase, arch: int, choice: Any = None) -> Case:
     """``choice``: another than the table's."""
     choice = choice or prefill_choice(what.head_dim, what.q_dtype, what.pool_dtype, arch)
     given = POINTERS[what.q_dtype]

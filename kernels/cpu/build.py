@@ -31,4 +31,4 @@ KERNELS = CompiledLibrary(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(KERNELS.build_aloud())
+    raise SystemExit(KERNELS.build_verbosely())

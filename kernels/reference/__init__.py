@@ -30,7 +30,7 @@ from moonpool.kernels.reference.experts import (
     route_experts,
 )
 from moonpool.kernels.reference.kv import rotate, rotate_and_write, write_kv
-from moonpool.kernels.reference.pool_dtype import FP8, FP8_MAX, as_stored
+from moonpool.kernels.reference.pool_dtype import FP8, FP8_MAX, to_pool_dtype
 from moonpool.kernels.reference.precision import wide
 from moonpool.kernels.reference.rows import argmax_rows, rms_norm, silu_mul
 
@@ -39,7 +39,6 @@ __all__ = [
     "FP8_MAX",
     "add_lora",
     "argmax_rows",
-    "as_stored",
     "bits",
     "block_checksums",
     "combine_experts",
@@ -58,6 +57,7 @@ __all__ = [
     "route_experts",
     "scatter_blocks",
     "silu_mul",
+    "to_pool_dtype",
     "wide",
     "write_kv",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonpool.kernels.reference.pool_dtype import as_stored
+from moonpool.kernels.reference.pool_dtype import to_pool_dtype
 from moonpool.kernels.reference.precision import wide
 
 
@@ -103,5 +103,5 @@ def reshard_blocks(
     for kv, (of_source, of_target) in enumerate((k_scales, v_scales)):
         values = moved[:, :, kv]
         if source.dtype != target.dtype or of_source != of_target:
-            values = as_stored(wide(values) * of_source, of_target, target.dtype)
+            values = to_pool_dtype(wide(values) * of_source, of_target, target.dtype)
         part[token // target_size, :, kv, :, token % target_size] = values

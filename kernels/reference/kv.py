@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonpool.kernels.reference.pool_dtype import as_stored
+from moonpool.kernels.reference.pool_dtype import to_pool_dtype
 from moonpool.kernels.reference.precision import wide
 
 
@@ -28,8 +28,8 @@ def write_kv(
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     blocks, offsets = slots // block_size, slots % block_size
-    pool[blocks, layer, 0, :, offsets] = as_stored(k[kept], k_scale, pool.dtype)
-    pool[blocks, layer, 1, :, offsets] = as_stored(v[kept], v_scale, pool.dtype)
+    pool[blocks, layer, 0, :, offsets] = to_pool_dtype(k[kept], k_scale, pool.dtype)
+    pool[blocks, layer, 1, :, offsets] = to_pool_dtype(v[kept], v_scale, pool.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

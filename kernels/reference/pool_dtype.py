@@ -12,7 +12,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 
-def as_stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def to_pool_dtype(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """``x`` in the pool's dtype; for float8, divided by ``scale`` first. NaN stays NaN."""
     if dtype != FP8:
         return x.to(dtype)

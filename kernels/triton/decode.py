@@ -23,12 +23,12 @@ from moonpool.kernels.triton.launch import (
     padded,
 )
 from moonpool.kernels.triton.merge import PARTS, merge_split
-from moonpool.kernels.triton.partition import FEWEST_TOKENS, plan_parts
+from moonpool.kernels.triton.partition import MIN_PARTITION_TOKENS, partition_contexts
 
 
 # What changes from step to step is not compiled in, so that nothing compiles while serving.
 @triton.jit(do_not_specialize=["batch", "wanted", "window"])
-def decode_part(
+def decode_partition(
     q,
     pool,
     table,
@@ -71,7 +71,7 @@ def decode_part(
     QUERIES * GROUP, DIM], and scratch_lse: [programs, num_kv_heads, QUERIES * GROUP].
     """
     head, program = tl.program_id(0), tl.program_id(1)
-    first_tile, parts, part_ends, tiles_per_part = plan_parts(
+    first_tile, parts, part_ends, tiles_per_part = partition_contexts(
         contexts, positions, batch, wanted, window, QUERIES, TILE, FEWEST, BATCH_PADDED, POSITIONS
     )
     sequence = tl.sum((part_ends <= program).to(tl.int32), 0)
@@ -173,14 +173,14 @@ def decode_constants(
     choice: DecodeChoice,
     positions: bool = False,
 ) -> dict[str, Any]:
-    """What ``decode_part`` and ``merge_split`` share."""
+    """What ``decode_partition`` and ``merge_split`` share."""
     return {
         "QUERIES": queries,
         "GROUP": group,
         "DIM": head_dim,
         "DIM_PADDED": padded(head_dim, 16),
         "TILE": choice.tile,
-        "FEWEST": max(1, FEWEST_TOKENS // choice.tile),
+        "FEWEST": max(1, MIN_PARTITION_TOKENS // choice.tile),
         "BATCH_PADDED": padded(batch, 256),  # the same for all that are likely
         "POSITIONS": positions,
     }
@@ -218,7 +218,7 @@ def paged_decode_attention(
         num_programs = choice.programs_per_multiprocessor * num_multiprocessors(q.device)
     longest = block_table.shape[1] * block_size
     # As many parts as fill the device, unless the longest context there can be is too short to be cut.
-    wanted = -(-num_programs // num_kv_heads) if longest > max(FEWEST_TOKENS, choice.tile) else 1
+    wanted = -(-num_programs // num_kv_heads) if longest > max(MIN_PARTITION_TOKENS, choice.tile) else 1
     splits = wanted > 1
     num_parts = batch + wanted
     shape = (num_parts, num_kv_heads, queries * group) if splits else (1,)
@@ -236,7 +236,7 @@ def paged_decode_attention(
     strides = pool.stride()
     given = context_lens if q_positions is None else q_positions
     written = scratch_lse if lse is None else lse
-    decode_part[(num_kv_heads, num_parts)](
+    decode_partition[(num_kv_heads, num_parts)](
         q,
         as_bytes(pool),
         block_table,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moonpool.kernels.triton.launch import padded
-from moonpool.kernels.triton.partition import plan_parts
+from moonpool.kernels.triton.partition import partition_contexts
 
 PARTS = 32  # a step of a merge takes
 
@@ -68,9 +68,9 @@ def merge_split(
     WRITE_LSE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """What ``decode_part`` left in scratch, put together. Grid: (batch, QUERIES * num_heads)."""
+    """What ``decode_partition`` left in scratch, put together. Grid: (batch, QUERIES * num_heads)."""
     sequence = tl.program_id(0)
-    _, parts, part_ends, _ = plan_parts(
+    _, parts, part_ends, _ = partition_contexts(
         contexts, positions, batch, wanted, window, QUERIES, TILE, FEWEST, BATCH_PADDED, POSITIONS
     )
     mine = tl.arange(0, BATCH_PADDED) == sequence

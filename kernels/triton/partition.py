@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FEWEST_TOKENS = 256  # worth a program of their own
+MIN_PARTITION_TOKENS = 256  # worth a program of their own
 
 
 @triton.jit
-def plan_parts(
+def partition_contexts(
     contexts,
     positions,
     batch,

@@ -61,7 +61,7 @@ def attend_tiles(
     MASKED: tl.constexpr,
 ):
     """Takes key tiles begin … end - 1 into the online softmax. MASKED: some keys are unseen by some rows. Of
-    float8, ``gathered`` is the even columns and ``odd`` the others, as in ``decode_part``."""
+    float8, ``gathered`` is the even columns and ``odd`` the others, as in ``decode_partition``."""
     dims = tl.arange(0, DIM_PADDED)
     pairs = tl.arange(0, DIM_PADDED // 2)
     # From scores as they come out of the product to powers of two.

@@ -58,7 +58,7 @@ async def ask_node(record: NodeRecord) -> Held:
     """What a node says it holds. Raises ``NodeUnavailable``, ``RemoteError``."""
     held: Held = {}
     async with rpc.channel(record.rpc_address) as channel:
-        with rpc.calling(record.node_id):
+        with rpc.node_errors(record.node_id):
             call = node_pb2_grpc.NodeStub(channel).Held(node_pb2.HeldRequest(), timeout=_CALL_TIMEOUT_S)
             async for part in call:
                 held |= replay([part.changes])

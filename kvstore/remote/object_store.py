@@ -80,17 +80,17 @@ class RemoteStore:
 
     async def call(self, method: str, request: Any) -> Any:
         """One call of ``protos.Store``."""
-        with rpc.calling(self.node_id):
+        with rpc.node_errors(self.node_id):
             return await getattr(self._stub, method)(request, timeout=self._deadline_s)
 
     def verify(self) -> Any:
-        """The stream of ``VerifyProgress``; iterate it inside ``rpc.calling``. It may take minutes."""
+        """The stream of ``VerifyProgress``; iterate it inside ``rpc.node_errors``. It may take minutes."""
         return self._stub.Verify(store_pb2.VerifyRequest())
 
     async def kv_address(self) -> node_pb2.KvAddress:
         """Where its memory can be read, as it was when first asked, or after ``forget_peer``."""
         if self._kv is None:
-            with rpc.calling(self.node_id):
+            with rpc.node_errors(self.node_id):
                 status = await self._node.Status(node_pb2.StatusRequest(), timeout=self._deadline_s)
             self._kv = status.kv
         return self._kv

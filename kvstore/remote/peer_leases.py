@@ -53,7 +53,7 @@ class RemoteLeases:
         """
         stub = node_pb2_grpc.NodeStub(self.channel(source.rpc_address))
         request = node_pb2.LeaseRequest(keys=block_keys.pack(wanted), ttl_s=2 * self._deadline_s)
-        with rpc.calling(source.node_id):
+        with rpc.node_errors(source.node_id):
             reply = await stub.Lease(request, timeout=self._deadline_s, metadata=rpc.request_metadata())
         try:
             yield reply.blocks
@@ -66,7 +66,7 @@ class RemoteLeases:
 
     async def _release(self, stub: node_pb2_grpc.NodeAsyncStub, node_id: str, lease_id: int) -> None:
         try:
-            with rpc.calling(node_id):
+            with rpc.node_errors(node_id):
                 await stub.Release(node_pb2.ReleaseRequest(lease_id=lease_id), timeout=self._deadline_s)
         except (NodeUnavailable, RemoteError) as error:
             log.info("a lease was not given back and will lapse: %s", error)

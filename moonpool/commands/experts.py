@@ -87,7 +87,7 @@ async def measure(client: Client, node_id: str) -> Measured:
 
 async def _ask(node: dict[str, Any]) -> node_pb2.ExpertLoadReply:
     async with rpc.channel(node["rpc_address"]) as channel:
-        with rpc.calling(node["node_id"]):
+        with rpc.node_errors(node["node_id"]):
             reply: node_pb2.ExpertLoadReply = await node_pb2_grpc.ExpertsStub(channel).Load(
                 node_pb2.ExpertLoadRequest(), timeout=_TIMEOUT_S
             )

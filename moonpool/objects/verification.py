@@ -42,7 +42,7 @@ async def _verify(node: RemoteStore, progress: Progress, task: TaskID) -> tuple[
     """Return blocks checked, blocks damaged, and the error that ended it early ("" for none)."""
     num_done = num_damaged = 0
     try:
-        with rpc.calling(node.node_id):
+        with rpc.node_errors(node.node_id):
             async for news in node.verify():
                 num_done, num_damaged = news.num_done, news.num_damaged
                 progress.update(task, completed=news.num_done, total=news.num_blocks)

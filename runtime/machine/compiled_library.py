@@ -125,7 +125,7 @@ class CompiledLibrary:
             reason = lines[0] if lines else f"exit {done.returncode}"
             raise BuildFailed(self, f"{command[0]} failed: {reason}")
 
-    def build_aloud(self) -> int:
+    def build_verbosely(self) -> int:
         """For the command line: build it, say so, and return the exit code."""
         begin = time.perf_counter()
         try:

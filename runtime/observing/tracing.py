@@ -65,7 +65,7 @@ def span(name: str, **attributes: Attribute) -> AbstractContextManager[Span]:
     return _export.tracer.start_as_current_span(name, attributes=attributes)
 
 
-def serving(name: str, traceparent: str, *, root: bool = False) -> AbstractContextManager[Span]:
+def server_span(name: str, traceparent: str, *, root: bool = False) -> AbstractContextManager[Span]:
     """Around the answer to a call that came with ``traceparent``; without one only if it may be a
     ``root``."""
     if _export is None or not (traceparent or root):
@@ -74,7 +74,7 @@ def serving(name: str, traceparent: str, *, root: bool = False) -> AbstractConte
     return _export.tracer.start_as_current_span(name, context, SpanKind.SERVER)
 
 
-def outgoing() -> tuple[tuple[str, str], ...]:
+def outgoing_headers() -> tuple[tuple[str, str], ...]:
     """The header that makes what a peer does for us a child of what we are doing."""
     if _export is None:
         return ()
@@ -83,16 +83,16 @@ def outgoing() -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, value in carrier.items() if name == TRACEPARENT)
 
 
-def here() -> Context:
-    """The span we are in, for a ``past`` from elsewhere."""
+def current_context() -> Context:
+    """The span we are in, for a ``record_span`` from elsewhere."""
     return get_current()
 
 
-def past(
+def record_span(
     name: str, *, ago_s: float, seconds: float, within: Context | None = None, **attributes: Attribute
 ) -> None:
     """A span of something that began ``ago_s`` ago and took ``seconds``, a child of the span we are in, or
-    were in when ``here`` was asked."""
+    were in when ``current_context`` was asked."""
     if _export is None:
         return
     parent = trace.get_current_span(within).get_span_context()

@@ -1,4 +1,4 @@
-"""A node of several replicas: one command and one name, a process each, started again when one is lost."""
+"""A node of several replicas: one command and one name, with a supervised process for each replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from moonpool.runtime.config.loading import to_toml
-from moonpool.runtime.config.options import Config, EventsOptions
+from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ChildFailed, ConfigError
 from moonpool.runtime.machine.gpus import replica_devices
 from moonpool.runtime.replicas.identity import Replica
@@ -24,22 +24,21 @@ from moonpool.runtime.service.load_progress import LoadProgress, TotalProgress
 
 log = logging.getLogger(__name__)
 
-# Beyond what draining may take by the options; a replica that is stopped (SIGSTOP) would never end.
-_LATE_S = 10.0
-# A second SIGTERM gives replicas this long to leave the index.
+# Grace beyond the drain time of the options; a replica stopped by SIGSTOP would never end.
+_GRACE_S = 10.0
+# Time that a second SIGTERM leaves replicas to remove themselves from the index.
 _STOP_S = 3.0
 
 
-class Replicas:
-    """``engine.parallel.dp`` processes of the same daemon, each with its own share of what the node has.
+class ReplicaGroup:
+    """``engine.parallel.dp`` processes of one daemon, each with its own GPUs, pool, tiers and ports.
 
-    They are ready together, drain together, and end with this process, however it ends; between that each
-    lives and dies on its own. They take requests and hold blocks under names of their own; one node they
-    are because each says in the index whose replica it is.
+    The group is ready when all are, drains them together, and ends them with this process. In between, each
+    is restarted on its own. Each has its own node id in the index; its record there names the group.
     """
 
     def __init__(self, config: Config, role: str, command: Sequence[str]) -> None:
-        """``command`` starts the daemon, without options. Raises ConfigError: too few GPUs or ports."""
+        """``command`` starts the daemon, without options. Raises ConfigError if GPUs or ports are too few."""
         self.node_id = config.node.id or f"{role}-{config.node.host}-{os.getpid()}"
         self._config = config
         self._command = list(command)
@@ -49,7 +48,7 @@ class Replicas:
         self._replicas: list[ReplicaProcess] = []
 
     async def run(self, context: ServiceContext) -> None:
-        """Until drained. Raises what ``ReplicaProcess.keep`` does; the others have drained then."""
+        """Run until drained. Raises as ``ReplicaProcess.supervise`` once the others have drained."""
         began_s = time.monotonic()
         metrics = ReplicaMetrics(self._config.node.host, self._config.node.metrics_port)
         loading = LoadProgress(self.node_id, context.loaded)
@@ -62,10 +61,10 @@ class Replicas:
             )
             for number in range(len(self._configs))
         ]
-        keepers = [asyncio.create_task(one.keep(), name=f"replica {one.number}") for one in replicas]
-        asked = [asyncio.create_task(event.wait()) for event in (context.draining, self._drain)]
+        supervisors = [asyncio.create_task(one.supervise(), name=f"replica {one.number}") for one in replicas]
+        drains = [asyncio.create_task(event.wait()) for event in (context.draining, self._drain)]
         ready = asyncio.gather(*(one.was_ready.wait() for one in replicas))
-        ends: list[asyncio.Future[Any]] = [*asked, *keepers]
+        ends: list[asyncio.Future[Any]] = [*drains, *supervisors]
         try:
             await asyncio.wait([ready, *ends], return_when=asyncio.FIRST_COMPLETED)
             loading.close()
@@ -79,40 +78,38 @@ class Replicas:
                     replicas=[one.facts for one in replicas],
                 )
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            await self._end(keepers)
+            await self._end(supervisors)
         finally:
             loading.close()
             ready.cancel()
             for task in ends:
                 task.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await asyncio.gather(*supervisors, return_exceptions=True)
             await asyncio.gather(*(one.stop(_STOP_S) for one in replicas))
 
-    async def _end(self, keepers: list[asyncio.Task[None]]) -> None:
-        """Let all drain. Raises what the first one ended with, or ChildFailed: it did not end."""
-        for keeper in keepers:
-            if keeper.done():
-                log.error("%s: the others drain, and the node ends", keeper.exception())
+    async def _end(self, supervisors: list[asyncio.Task[None]]) -> None:
+        """Drain all replicas. Raises the first replica's error, or ChildFailed if one does not end."""
+        for supervisor in supervisors:
+            if supervisor.done():
+                log.error("%s: the other replicas drain and the node ends", supervisor.exception())
         for one in self._replicas:
             one.drain()
-        options = self._config
-        limit_s = options.node.drain_s + options.store.flush_s + _LATE_S
-        await asyncio.wait(keepers, timeout=limit_s)
-        for one, keeper in zip(self._replicas, keepers, strict=True):
-            if not keeper.done():
+        limit_s = self._config.node.drain_s + self._config.store.flush_s + _GRACE_S
+        await asyncio.wait(supervisors, timeout=limit_s)
+        for one, supervisor in zip(self._replicas, supervisors, strict=True):
+            if not supervisor.done():
                 raise ChildFailed(
                     f"replica {self.node_id}.{one.number}",
-                    f"has not ended {limit_s:g} s after it was told to drain, and is killed",
+                    f"did not end within {limit_s:g} s of the request to drain and is killed",
                 )
-            keeper.result()
+            supervisor.result()
 
     def _create(self, replica: Replica) -> Child:
-        # On stdin, rather than as arguments or in a file: there may be secrets among the options, and
-        # every life is to have the same ones.
+        # Options go through stdin because they may contain secrets, and a file could change between starts.
         config = self._configs[replica.number]
         command = [*self._command, "--config", "-"]
         if config.node.id:
-            command += ["--set", f"node.id={config.node.id}"]  # it is there too: this one is for `ps`
+            command += ["--set", f"node.id={config.node.id}"]  # repeated for `ps`
         loaded = self._loaded.of(replica.number)
         return Child(
             f"replica {replica.replica_id}",
@@ -121,23 +118,25 @@ class Replicas:
             environment=replica.environment(),
             speaks=True,
             given=to_toml(config).encode(),
-            on_message=self._hear,
+            on_message=self._on_message,
             on_loaded=lambda done, total: loaded(done, total, ""),
             beat_s=config.engine.parallel.timeout_s / BEATS_PER_TIMEOUT,
         )
 
-    def _hear(self, message: dict[str, Any]) -> None:
-        """What one replica is told to do by another than us, all do."""
+    def _on_message(self, message: dict[str, Any]) -> None:
+        """Drain all replicas when one of them was told to drain."""
         if message.get("draining"):
             self._drain.set()
 
 
 def replica_configs(config: Config) -> list[Config]:
-    """What each replica of a node is told. Raises ConfigError: there are too few GPUs or ports for them."""
+    """The configuration of each replica. Raises ConfigError if there are too few GPUs or ports."""
     node, dp = config.node, config.engine.parallel.dp
     if node.port and node.port + dp > 65536:
         raise ConfigError(
-            f"node.port is {node.port}: {dp} replicas need as many ports from it on", "node.port"
+            f"node.port is {node.port}, but {dp} replicas need {dp} ports from there up to 65535; "
+            "set a lower node.port",
+            "node.port",
         )
     return [
         replace(
@@ -155,19 +154,15 @@ def replica_configs(config: Config) -> list[Config]:
                 port=node.port + number if node.port else 0,
                 metrics_port=0,
             ),
-            events=_events(config.events, number),
+            # As in vLLM, each replica publishes events on its own port, counted from the configured one.
+            events=replace(
+                config.events,
+                zmq_endpoint=_endpoint(config.events.zmq_endpoint, number),
+                replay_endpoint=_endpoint(config.events.replay_endpoint, number),
+            ),
         )
         for number, device in enumerate(replica_devices(config))
     ]
-
-
-def _events(events: EventsOptions, number: int) -> EventsOptions:
-    """Where a replica publishes: as vLLM has it, on the port of the replica before it plus one."""
-    return replace(
-        events,
-        zmq_endpoint=_endpoint(events.zmq_endpoint, number),
-        replay_endpoint=_endpoint(events.replay_endpoint, number),
-    )
 
 
 def _endpoint(endpoint: str, number: int) -> str:
@@ -177,6 +172,6 @@ def _endpoint(endpoint: str, number: int) -> str:
 
 
 def _next_port(address: str, number: int) -> str:
-    """Replica ``number``'s, where replica 0 has ``address``; the same where that has no port, or any."""
-    where, _, port = address.rpartition(":")
-    return f"{where}:{int(port) + number}" if port.isdigit() and int(port) else address
+    """``address`` with ``number`` added to its port; unchanged without a port or with port 0."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + number}" if port.isdigit() and int(port) else address

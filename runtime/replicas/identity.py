@@ -1,4 +1,4 @@
-"""Which replica of a node a process is."""
+"""The identity of a replica, passed from the node to each process it starts."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ _VARIABLE = "MOONPOOL_REPLICA"
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One of the processes behind one node's name, told by the node to each process it starts."""
+    """One of the processes of a node with data parallelism."""
 
-    node_id: str  # the node's
+    node_id: str  # of the whole node
     number: int  # 0 to count - 1
     count: int
     node_pid: int = 0
-    metrics_url: str = ""  # the node's, which shows all replicas
-    life: int = 1  # which of this replica's processes
+    metrics_url: str = ""  # of the node's page, which shows all replicas
+    start_number: int = 1  # counts the processes started for this replica
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Replica:
-        """From what was JSON. Raises KeyError, TypeError or ValueError."""
+        """Parse ``asdict`` of a replica. Raises KeyError, TypeError or ValueError."""
         return cls(
             str(facts["node_id"]),
             int(facts["number"]),
             int(facts["count"]),
             int(facts["node_pid"]),
             str(facts["metrics_url"]),
-            int(facts["life"]),
+            int(facts["start_number"]),
         )
 
     @property
     def replica_id(self) -> str:
-        """The name under which it holds blocks and takes requests."""
+        """Its node id in the index and for requests."""
         return f"{self.node_id}.{self.number}"
 
     def environment(self) -> dict[str, str]:
-        """For the process that is to be this replica."""
+        """Environment variables for the process of this replica."""
         return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def ours(cls) -> Replica | None:
-        """What this process was started as; None: it is a node of its own."""
+        """The replica that this process was started as; None for a node without replicas."""
         given = os.environ.get(_VARIABLE)
         return cls.of(json.loads(given)) if given else None

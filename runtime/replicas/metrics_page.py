@@ -1,4 +1,4 @@
-"""The /metrics page of a node of several replicas: all of theirs in one, told apart by a label."""
+"""The /metrics page of a node of several replicas; the label ``replica`` distinguishes their samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMEOUT_S = 2.0
 
 
 class ReplicaMetrics(Collector):
-    """Asks each replica at every scrape; one that does not answer is left out."""
+    """Fetches the pages of all replicas at every scrape; a replica that does not answer is omitted."""
 
     def __init__(self, host: str, port: int) -> None:
         """Serve the page. Raises PortInUse."""
@@ -33,19 +33,23 @@ class ReplicaMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Each replica's samples with its number as the label ``replica``, family by family."""
         serving = {one.number: str(one.facts["metrics_url"]) for one in self.replicas if one.facts}
-        yield GaugeMetricFamily("moonpool_replicas", "Replicas this node is made of", len(self.replicas))
-        yield GaugeMetricFamily("moonpool_replicas_ready", "Of those, the ones that serve", len(serving))
-        lives = CounterMetricFamily("moonpool_replica_lives", "Times it was started", labels=["replica"])
+        yield GaugeMetricFamily("moonpool_replicas", "Replicas of this node", len(self.replicas))
+        yield GaugeMetricFamily(
+            "moonpool_replicas_ready", "Replicas of this node that are ready", len(serving)
+        )
+        starts = CounterMetricFamily(
+            "moonpool_replica_starts", "Times the replica was started", labels=["replica"]
+        )
         for one in self.replicas:
-            lives.add_metric([str(one.number)], one.num_lives)
-        yield lives
+            starts.add_metric([str(one.number)], one.num_starts)
+        yield starts
         with ThreadPoolExecutor(max(len(serving), 1)) as threads:
             pages = dict(zip(serving, threads.map(_read, serving.values()), strict=True))
         yield from merged(pages)
 
 
 def merged(pages: dict[int, str]) -> Iterator[Metric]:
-    """The pages by replica as one: a family stands there once, with the samples of all."""
+    """Merge the pages (by replica number): one family per metric, with the samples of all replicas."""
     families: dict[str, Metric] = {}
     for number, page in pages.items():
         for family in text_string_to_metric_families(page):
@@ -61,5 +65,5 @@ def _read(url: str) -> str:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             return str(answer.read().decode())
     except OSError as error:
-        log.warning("a replica's metrics at %s are left out: %s", url, error)
+        log.warning("metrics of the replica at %s are omitted: %s", url, error)
         return ""

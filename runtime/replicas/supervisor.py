@@ -1,4 +1,4 @@
-"""One replica of a node: a process that is started again when it ends, and killed when it is silent."""
+"""One replica of a node: a process that is restarted when it ends and killed when it is silent."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from moonpool.runtime.config.options import ParallelOptions
 from moonpool.runtime.errors import ChildFailed, ConfigError
 from moonpool.runtime.replicas.identity import Replica
 from moonpool.runtime.service.child import Child
-from moonpool.runtime.service.crash_loop import MAX_SHORT_LIVES, SHORT_LIFE_S, ShortLives
+from moonpool.runtime.service.crash_loop import MAX_SHORT_RUNS, MIN_UPTIME_S, CrashLoop
 from moonpool.runtime.service.heartbeat import BEATS_PER_TIMEOUT, until_silent
 
 log = logging.getLogger(__name__)
 
-# What a daemon's exit code says: see ``run_service``.
+# Exit code of a daemon with a wrong configuration: see ``run_service``.
 _WRONG_OPTIONS = 2
 
 
 class ReplicaProcess:
-    """``was_ready``: one of its processes has served; ``num_lives`` counts them."""
+    """A supervised process. ``was_ready``: set once one of its ``num_starts`` processes has served."""
 
     def __init__(
         self, replica: Replica, create: Callable[[Replica], Child], options: ParallelOptions
     ) -> None:
-        """``create`` gives the process of one life, not started; it says that it runs several times in
+        """``create`` makes the process of one run, not started, with ``BEATS_PER_TIMEOUT`` heartbeats in
         ``options.timeout_s``."""
         self.number = replica.number
         self.was_ready = asyncio.Event()
-        self.num_lives = 0
+        self.num_starts = 0
         self._replica = replica
         self._create = create
         self._options = options
@@ -41,25 +41,25 @@ class ReplicaProcess:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its ready line said; empty while it does not serve."""
+        """The content of its ready line; empty while it does not serve."""
         return self._child.ready if self._child is not None and self._child.returncode is None else {}
 
-    async def keep(self) -> None:
-        """Start it, and start it again whenever it ends. Returns when it was told to drain and has.
+    async def supervise(self) -> None:
+        """Start the process, and restart it whenever it ends, until it has drained.
 
         Raises:
-            ConfigError: it refused its options.
-            ChildFailed: it did not become ready the first time, its lives became too short, or it died while
-                it drained. It is not running then.
+            ConfigError: the process rejected its options.
+            ChildFailed: it did not become ready the first time, failed ``MAX_SHORT_RUNS`` times in a row, or
+                failed while it drained. It is not running then.
         """
-        lives = ShortLives()
+        crashes = CrashLoop()
         while True:
-            self.num_lives += 1
-            child = self._child = self._create(replace(self._replica, life=self.num_lives))
+            self.num_starts += 1
+            child = self._child = self._create(replace(self._replica, start_number=self.num_starts))
             await child.start()
             if self._ends:
                 child.kill()
-            lived_s = await self._follow(child)
+            uptime_s = await self._follow(child)
             code = child.returncode or 0
             how = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
             if self._ends:
@@ -68,17 +68,17 @@ class ReplicaProcess:
                 return
             if not self.was_ready.is_set():
                 if code == _WRONG_OPTIONS:
-                    raise ConfigError(f"{child.name} refused its options, see above")
-                raise child.failure(f"{how} before it was ready; its last lines above say why")
-            if lives.too_many(lived_s):
+                    raise ConfigError(f"{child.name} rejected its options; its log lines above say why")
+                raise child.failure(f"{how} before it was ready; its log lines above say why")
+            if crashes.gives_up(uptime_s):
                 raise child.failure(
-                    f"{how}, and {MAX_SHORT_LIVES} times in a row less than {SHORT_LIFE_S:g} s after it was "
-                    "ready: starting it again does not mend it; its lines above say what is wrong"
+                    f"{how} {MAX_SHORT_RUNS} times in a row within {MIN_UPTIME_S:g} s of getting ready and "
+                    "is not restarted; its log lines above say why"
                 )
-            log.error("%s %s: it is started again", child.name, how)
+            log.error("%s %s and is restarted", child.name, how)
 
     def drain(self) -> None:
-        """Let it finish what it has, and end; at once where it does not serve. Idempotent."""
+        """Let it finish its requests and end; kill it if it does not serve yet. Idempotent."""
         if self._ends:
             return
         self._ends = True
@@ -89,15 +89,15 @@ class ReplicaProcess:
                 self._child.kill()
 
     async def stop(self, timeout_s: float) -> None:
-        """End it within ``timeout_s``, whatever it does. ``keep`` must not be running."""
+        """End it within ``timeout_s``. ``supervise`` must not be running."""
         self._ends = True
         if self._child is not None:
             await self._child.stop(timeout_s)
 
     async def _follow(self, child: Child) -> float:
-        """Until it ends, by itself or because it was silent; for how long it was ready, seconds."""
+        """Wait until the process ends or is killed for silence; return how long it was ready, in seconds."""
         began_s = time.monotonic()
-        watch = asyncio.create_task(self._watch(child), name=f"heart of {child.name}")
+        watch = asyncio.create_task(self._watch(child), name=f"heartbeat of {child.name}")
         try:
             await child.wait_ready()
             ready_s = time.monotonic()
@@ -113,14 +113,14 @@ class ReplicaProcess:
             watch.cancel()
 
     async def _watch(self, child: Child) -> None:
-        """Kill it once it is silent, as one is that is stopped: SIGTERM would not end that."""
+        """Kill the process when its heartbeat stops; a process stopped by SIGSTOP ignores SIGTERM."""
 
         def bound_s() -> float:
-            # What is imported and loaded may hold the interpreter for long, from a cold disk.
+            # Imports and loading may hold the GIL for long when the disk is cold.
             return self._options.timeout_s if child.ready else self._options.start_timeout_s
 
         look_s = self._options.timeout_s / BEATS_PER_TIMEOUT
         await until_silent(lambda: child.num_heard, bound_s, look_s)
-        if not self._ends:  # how long a drain takes is limited, too
-            log.error("%s has been silent for %g s: it is killed", child.name, bound_s())
+        if not self._ends:  # the duration of a drain has its own limit
+            log.error("%s has been silent for %g s and is killed", child.name, bound_s())
             child.kill()

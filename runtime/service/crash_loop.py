@@ -1,19 +1,18 @@
-"""When starting something again does not mend it."""
+"""Detection of processes that fail again soon after every start."""
 
 from __future__ import annotations
 
-# Who is lost again and again this soon after it was ready is not mended by a new life.
-SHORT_LIFE_S = 10.0
-MAX_SHORT_LIVES = 5
+MIN_UPTIME_S = 10.0
+MAX_SHORT_RUNS = 5
 
 
-class ShortLives:
-    """Counts the short lives in a row."""
+class CrashLoop:
+    """Counts consecutive runs that ended within ``MIN_UPTIME_S`` of getting ready."""
 
     def __init__(self) -> None:
-        self._in_a_row = 0
+        self._num_short = 0
 
-    def too_many(self, lived_s: float) -> bool:
-        """A life has ended ``lived_s`` after it was ready (0: it never was): is another one useless?"""
-        self._in_a_row = self._in_a_row + 1 if lived_s < SHORT_LIFE_S else 0
-        return self._in_a_row >= MAX_SHORT_LIVES
+    def gives_up(self, uptime_s: float) -> bool:
+        """Record a run that ended ``uptime_s`` after it was ready (0: never ready); True: do not restart."""
+        self._num_short = self._num_short + 1 if uptime_s < MIN_UPTIME_S else 0
+        return self._num_short >= MAX_SHORT_RUNS

@@ -9,7 +9,7 @@ from collections.abc import Callable
 BEATS_PER_TIMEOUT = 20
 
 
-class Heart:
+class Heartbeat:
     """Beats on a thread of its own, so that only a process that is stopped or gone falls silent: an event
     loop that is busy for a while does not."""
 

@@ -23,7 +23,7 @@ from moonpool.runtime.errors import ConfigError, MoonpoolError
 from moonpool.runtime.observing.log import setup_logging
 from moonpool.runtime.observing.tracing import setup_tracing
 from moonpool.runtime.service.child import BEAT_S, HEARS_LOADING
-from moonpool.runtime.service.heartbeat import Heart
+from moonpool.runtime.service.heartbeat import Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def run_service(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     context = ServiceContext(role, arguments)
     beat_s = os.environ.get(BEAT_S)
-    heart = Heart(context.beat, float(beat_s)) if beat_s else None
+    heart = Heartbeat(context.beat, float(beat_s)) if beat_s else None
     try:
         uvloop.run(_supervise(main, config, context))
     except MoonpoolError as error:

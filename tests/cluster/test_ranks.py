@@ -117,7 +117,7 @@ async def is_back(client: Client, before: dict[str, Any]) -> bool:
     if node is None or node["state"] != "ready" or node["epoch"] == before["epoch"]:
         return False
     assert node["pid"] == before["pid"]
-    assert node["num_lives"] == before["num_lives"] + 1
+    assert node["num_starts"] == before["num_starts"] + 1
     assert 0 < node["join_s"] < 60
     return True
 

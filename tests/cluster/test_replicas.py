@@ -201,7 +201,7 @@ async def test_a_replica_lost_while_decoding_costs_no_token_and_comes_back(
     after = await replicas(client)
     sibling = next(other for other in before if other.startswith("decode") and other != name)
     assert after[sibling]["epoch"] == before[sibling]["epoch"]
-    assert after[name]["num_lives"] == before[name]["num_lives"] + 1
+    assert after[name]["num_starts"] == before[name]["num_starts"] + 1
     assert 0 < after[name]["join_s"] < 60
     assert (await nodes(client))["decode-0"]["pid"] == cluster.children["decode-0"].pid
     assert (await ask(client, prompt, **long)).text == expected

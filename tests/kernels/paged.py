@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moonpool.kernels.reference import as_stored
+from moonpool.kernels.reference import to_pool_dtype
 
 # Largest error allowed, relative to the largest value expected; a result in 16 bits is rounded once.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -60,8 +60,8 @@ class PagedBatch:
         queries = [torch.empty(0, shape.num_heads, dim, dtype=shape.dtype)]
         for i, (new, total) in enumerate(shape.lens):
             k, v = torch.randn(2, total, shape.num_kv_heads, dim, generator=generator).unbind(0)
-            k = as_stored(k, shape.k_scale, self.pool.dtype)
-            v = as_stored(v, shape.v_scale, self.pool.dtype)
+            k = to_pool_dtype(k, shape.k_scale, self.pool.dtype)
+            v = to_pool_dtype(v, shape.v_scale, self.pool.dtype)
             first_seen = max(0, total - new - shape.window + 1) if shape.window and new else 0
             for block in range(first_seen // size, counts[i]):
                 place = free.pop()

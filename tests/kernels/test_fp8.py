@@ -116,7 +116,7 @@ def test_resharding_converts(source_dtype: torch.dtype, target_dtype: torch.dtyp
     v_scales = (0.05 if source_dtype == FP8 else 1.0, 0.04 if target_dtype == FP8 else 1.0)
     source = torch.empty(values.shape, dtype=source_dtype)
     for kv, scales in enumerate((k_scales, v_scales)):
-        source[:, :, kv] = reference.as_stored(values[:, :, kv], scales[0], source_dtype)
+        source[:, :, kv] = reference.to_pool_dtype(values[:, :, kv], scales[0], source_dtype)
     target = torch.zeros(4, 2, 2, 1, 8, 8).to(target_dtype)
     kernels.reshard_blocks(
         source, target, num_tokens=32, source_head=1, num_heads=1, num_layers=2, k_scales=k_scales,

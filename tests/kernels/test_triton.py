@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from moonpool.kernels.compilation.attention_cases import Attended, decode_case, prefill_case
+from moonpool.kernels.compilation.attention_cases import AttentionCase, decode_case, prefill_case
 from moonpool.kernels.compilation.catalog import all_cases, other_cases
 from moonpool.kernels.compilation.compiler import Resources, compile_all
 from moonpool.kernels.triton import decode as triton_decode
@@ -50,7 +50,7 @@ def test_right_in_the_interpreter() -> None:
 def test_what_is_served_compiles_for_a_hopper() -> None:
     """No spills, shared memory within bounds, tensor cores by warp groups, loads of 16 bytes, and as many
     programs on a multiprocessor as the launch table counts on."""
-    served = [Attended(torch.bfloat16, pages, 128) for pages in (torch.bfloat16, torch.float8_e4m3fn)]
+    served = [AttentionCase(torch.bfloat16, pages, 128) for pages in (torch.bfloat16, torch.float8_e4m3fn)]
     cases = [make(what, 90) for what in served for make in (decode_case, prefill_case)]
     cases += other_cases()
     assert len(cases) == 4 + 16
@@ -69,7 +69,7 @@ def test_every_row_of_the_launch_table_is_compiled() -> None:
         (case.constants["DIM"], case.constants["TILE"], case.num_warps, case.num_stages)
         for arch in (80, 90)
         for case in all_cases(arch)
-        if "TILE" in case.constants and case.kernel is triton_decode.decode_part
+        if "TILE" in case.constants and case.kernel is triton_decode.decode_partition
     }
     chosen = {
         (row["head_dim"], row["choice"]["tile"], row["choice"]["num_warps"], row["choice"]["num_stages"])

@@ -33,7 +33,7 @@ def test_a_record_survives_json_and_keeps_what_a_newer_version_wrote() -> None:
         load=NodeLoad(num_running=3, free_blocks=7),
         profile={"x": 0.5},
         links={"b": 2.5e9},
-        replica=Replica("n", 1, 2, node_pid=17, metrics_url="http://node/metrics", life=3),
+        replica=Replica("n", 1, 2, node_pid=17, metrics_url="http://node/metrics", start_number=3),
     )
     assert NodeRecord.from_json(full.to_json()) == full
     newer = full.to_json()[:-1] + b',"colour":"blue"}'

@@ -37,12 +37,12 @@ import asyncio, os, sys, time
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.replicas.identity import Replica
-from moonpool.runtime.replicas.group import Replicas
+from moonpool.runtime.replicas.group import ReplicaGroup
 from moonpool.runtime.service.lifecycle import run_service
 
 async def main(config, context):
     if config.engine.parallel.dp > 1:
-        await Replicas(config, "test", [sys.executable, __file__]).run(context)
+        await ReplicaGroup(config, "test", [sys.executable, __file__]).run(context)
         return
     replica = Replica.ours()
     if config.node.id == "refused.1":
@@ -50,7 +50,8 @@ async def main(config, context):
     if config.node.id == "slow.1":
         await asyncio.Event().wait()
     url = f"http://127.0.0.1:{serve_metrics('127.0.0.1', 0)}/metrics"
-    context.ready(node_id=config.node.id, life=replica.life, secret=config.transfer.secret, metrics_url=url)
+    start, secret = replica.start_number, config.transfer.secret
+    context.ready(node_id=config.node.id, start_number=start, secret=secret, metrics_url=url)
     if replica.node_id == "short":
         os._exit(3)
     if config.node.id == "told.1":
@@ -143,7 +144,7 @@ def test_one_that_dies_is_started_again_beside_the_other(tmp_path: Path) -> None
         url = running.ready()["metrics_url"]
         before = running.replicas()
         before["n.1"].kill()
-        until(lambda: 'moonpool_replica_lives_total{replica="1"} 2.0' in page(url))
+        until(lambda: 'moonpool_replica_starts_total{replica="1"} 2.0' in page(url))
         until(lambda: "moonpool_replicas_ready 2.0" in page(url))
         after = running.replicas()
         assert after["n.0"].pid == before["n.0"].pid
@@ -151,7 +152,7 @@ def test_one_that_dies_is_started_again_beside_the_other(tmp_path: Path) -> None
         running.process.send_signal(signal.SIGTERM)
         code, log = running.end()
     assert code == 0
-    assert "replica n.1 ended by signal 9: it is started again" in log
+    assert "replica n.1 ended by signal 9 and is restarted" in log
 
 
 def test_one_that_is_stopped_is_started_again_and_one_that_is_busy_is_not(tmp_path: Path) -> None:
@@ -163,15 +164,15 @@ def test_one_that_is_stopped_is_started_again_and_one_that_is_busy_is_not(tmp_pa
         before["busy.1"].wait(timeout=60)
         assert 1.4 < time.monotonic() - began_s < 20  # twenty looks, late ones on a busy machine
         until(lambda: "moonpool_replicas_ready 2.0" in page(url))
-        assert 'moonpool_replica_lives_total{replica="1"} 2.0' in page(url)
+        assert 'moonpool_replica_starts_total{replica="1"} 2.0' in page(url)
         # Longer than the bound, and nobody was found silent.
         time.sleep(max(0, began_s + 4 - time.monotonic()))
         assert running.replicas()["busy.0"].pid == before["busy.0"].pid
         running.process.send_signal(signal.SIGTERM)
         code, log = running.end()
     assert code == 0
-    assert "replica busy.1 has been silent for 1.5 s: it is killed" in log
-    assert "replica busy.1 ended by signal 9: it is started again" in log
+    assert "replica busy.1 has been silent for 1.5 s and is killed" in log
+    assert "replica busy.1 ended by signal 9 and is restarted" in log
     assert re.search(r"replica busy\.1 serves again \d+\.\d\d s after its start", log)
     assert "busy.0 has been silent" not in log
 
@@ -182,7 +183,7 @@ def test_one_that_is_stopped_before_it_serves_is_noticed_too(tmp_path: Path) -> 
         running.replicas()["slow.1"].suspend()
         code, log = running.end()
     assert code == 1
-    assert "replica slow.1 has been silent for 5 s: it is killed" in log
+    assert "replica slow.1 has been silent for 5 s and is killed" in log
     assert "replica slow.1 ended by signal 9 before it was ready" in log
 
 
@@ -199,7 +200,7 @@ def test_short_lives_end_it_with_a_sentence(tmp_path: Path) -> None:
     with node(tmp_path, "short") as running:
         code, log = running.end()
     assert code == 1
-    assert "5 times in a row less than 10 s after it was ready" in log
+    assert "5 times in a row within 10 s of getting ready" in log
     assert "the others drain, and the node ends" in log
 
 
@@ -208,7 +209,7 @@ def test_options_that_one_refuses_are_refused(tmp_path: Path) -> None:
         code, log = running.end()
     assert code == 2
     assert "no, not like this" in log
-    assert "replica refused.1 refused its options" in log
+    assert "replica refused.1 rejected its options" in log
 
 
 def test_one_that_is_told_to_drain_drains_all(tmp_path: Path) -> None:
@@ -297,7 +298,7 @@ def test_each_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_replica_is_told_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Replica.ours() is None
-    replica = Replica("n", 1, 2, 17, "http://here/metrics", life=3)
+    replica = Replica("n", 1, 2, 17, "http://here/metrics", start_number=3)
     for name, value in replica.environment().items():
         monkeypatch.setenv(name, value)
     assert Replica.ours() == replica

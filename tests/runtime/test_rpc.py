@@ -61,7 +61,7 @@ async def test_request_id_travels() -> None:
 async def test_our_error_arrives_with_its_sentence() -> None:
     async with served() as (_, _, channel):
         stub: Any = node_pb2_grpc.NodeStub(channel)
-        with pytest.raises(RemoteError, match="node n: the sentence") as caught, rpc.calling("n"):
+        with pytest.raises(RemoteError, match="node n: the sentence") as caught, rpc.node_errors("n"):
             await stub.Drain(node_pb2.DrainRequest())
         assert (caught.value.kind, caught.value.status) == ("ConfigError", "INVALID_ARGUMENT")
 
@@ -69,7 +69,7 @@ async def test_our_error_arrives_with_its_sentence() -> None:
 async def test_a_bug_arrives_as_internal() -> None:
     async with served() as (_, _, channel):
         stub: Any = node_pb2_grpc.NodeStub(channel)
-        with pytest.raises(RemoteError) as caught, rpc.calling("n"):
+        with pytest.raises(RemoteError) as caught, rpc.node_errors("n"):
             await stub.Release(node_pb2.ReleaseRequest())
         assert (caught.value.kind, caught.value.status) == ("ZeroDivisionError", "INTERNAL")
 
@@ -78,7 +78,7 @@ async def test_a_stream_fails_after_its_messages() -> None:
     async with served() as (_, _, channel):
         stub: Any = node_pb2_grpc.DecodeNodeStub(channel)
         seen = []
-        with pytest.raises(RemoteError, match="after the first"), rpc.calling("n"):
+        with pytest.raises(RemoteError, match="after the first"), rpc.node_errors("n"):
             async for step in stub.Tokens(node_pb2.TokensRequest()):
                 seen.append(step.num_running)
         assert seen == [1]
@@ -88,7 +88,7 @@ async def test_a_dead_node_is_unavailable() -> None:
     async with served() as (server, _, channel):
         await server.stop(None)
         stub: Any = node_pb2_grpc.NodeStub(channel)
-        with pytest.raises(NodeUnavailable, match="node n is unavailable"), rpc.calling("n"):
+        with pytest.raises(NodeUnavailable, match="node n is unavailable"), rpc.node_errors("n"):
             await asyncio.wait_for(stub.Status(node_pb2.StatusRequest()), 60)
 
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from moonpool.transfer.native.compiled_copy import forms, library
 
-raise SystemExit(library(forms()[0]).build_aloud())
+raise SystemExit(library(forms()[0]).build_verbosely())
