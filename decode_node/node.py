@@ -61,8 +61,8 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         for key in list(self._requests):
             self.cancel(key)
 
-    def begin_again(self) -> None:
-        super().begin_again()
+    def restart(self) -> None:
+        super().restart()
         # What was not told of the last life must not be told of this one.
         self._outboxes.clear()
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.engine import Engine
-from moonpool.engine.prefix_cache.peer_exchange import KvExchange, KvSource
+from moonpool.engine.prefix_cache.peer_exchange import KvSource, PeerExchange
 from moonpool.engine.prefix_cache.store import USE_DELAY_S, NodeStore
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.protos import node_pb2, node_pb2_grpc
@@ -24,7 +24,7 @@ class HandoverBroken(MoonpoolError):
 
 async def take_over(
     engine: Engine,
-    exchange: KvExchange,
+    exchange: PeerExchange,
     store: NodeStore,
     sequence: Sequence,
     prefill_address: str,
@@ -88,7 +88,7 @@ async def _load_prefix(engine: Engine, store: NodeStore, sequence: Sequence) -> 
 
 async def _read_chunks(
     engine: Engine,
-    exchange: KvExchange,
+    exchange: PeerExchange,
     sequence: Sequence,
     chunk: node_pb2.KvChunk | None,
     chunks: AsyncIterator[node_pb2.KvChunk],

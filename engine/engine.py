@@ -38,10 +38,10 @@ from moonpool.engine.execution.step_loop import StepLoop
 from moonpool.engine.memory.block_pool import BlockPool
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.group import RankGroup
-from moonpool.engine.ranks.hosts.listener import RankHosts
+from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.engine.ranks.leader import ParallelRunner, StepTimes
 from moonpool.engine.ranks.link_factory import choose_link
-from moonpool.engine.sharding.expert_placement import ExpertPlan
+from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
@@ -96,14 +96,14 @@ class Engine:
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
         ranks: RankGroup | None = None,
-        hosts: RankHosts | None = None,
-        ranks_apart: bool = False,
+        hosts: HostListener | None = None,
+        separate_pools: bool = False,
     ) -> None:
         """Reads the checkpoint's configuration, not yet its weights.
 
-        ``ranks``: started already, of another engine that has closed; None: of our own, where the plan asks
-        for any; ``ranks_apart``: see ``RankGroup``. ``hosts``: with ``options.parallel.hosts``, the door by
-        which the other machines come.
+        ``ranks``: a started group of another engine that has closed; None: start one where the plan needs it.
+        ``separate_pools``: see ``RankGroup``. ``hosts``: the listener for the other machines, needed with
+        ``options.parallel.hosts``.
 
         ``pool_memory``: uint8, the memory the KV pool (rank 0's part) lives in (on a CPU; rounded down to
         whole blocks); None: the engine's own, ``options.pool_nbytes`` for all ranks. ``device``: None means
@@ -126,7 +126,7 @@ class Engine:
             head_dim=self.config.head_dim,
             dtype=page_dtype(options, self.dtype),
         )
-        self.plan = ParallelPlan.of(options.parallel, self.config, self.device.torch)
+        self.plan = ParallelPlan.from_options(options.parallel, self.config, self.device.torch)
         self.shards = self.plan.shards(self.config)
         self.rank_layouts = [
             shard.layout(self.config, options.block_size, self.layout.dtype) for shard in self.shards
@@ -134,7 +134,7 @@ class Engine:
         self.ranks = ranks
         self._keep_ranks = ranks is not None
         self._hosts = hosts
-        self._ranks_apart = ranks_apart
+        self._separate_pools = separate_pools
         self.model_fingerprint = fingerprint(self.config.path)
         self.on_step: Callable[[list[StepEvent]], None] | None = None
         self._on_full: Callable[[Sequence, int], None] | None = None
@@ -174,7 +174,7 @@ class Engine:
     def _divide_pool(self, num_blocks: int) -> None:
         options = self.options
         self.max_model_len = min(self._longest, num_blocks * options.block_size)
-        self.pool = BlockPool(num_blocks, options.block_size, on_freed=self._freed)
+        self.pool = BlockPool(num_blocks, options.block_size, on_release=self._freed)
         self._scheduler = Scheduler(
             self.pool,
             max_batch_size=options.max_batch_size,
@@ -266,7 +266,7 @@ class Engine:
         if self.ranks is None:
             assert parallel.hosts == 1 or self._hosts is not None, "nobody can come in"
             self.ranks = RankGroup(
-                self.plan.world_size, parallel.timeout_s, self._hosts, apart=self._ranks_apart
+                self.plan.world_size, parallel.timeout_s, self._hosts, separate_pools=self._separate_pools
             )
             await self.ranks.start(self.options.threads)
         return await self.ranks.open(
@@ -300,14 +300,14 @@ class Engine:
             await self.ranks.refresh_expert_load()
 
     @property
-    def far_hosts(self) -> list[str]:
+    def remote_hosts(self) -> list[str]:
         """The machines of our ranks, but for this one. From ``start`` on."""
-        return [host.name for host in self.ranks.far_hosts] if self.ranks is not None else []
+        return [host.name for host in self.ranks.remote_hosts] if self.ranks is not None else []
 
     @property
-    def expert_plan(self) -> ExpertPlan:
+    def expert_placement(self) -> ExpertPlacement:
         """Which ranks hold which experts."""
-        return self.plan.expert_plan(self.config)
+        return self.plan.expert_placement(self.config)
 
     def exchange_clock(self) -> ExchangeClock | None:
         """What rank 0's exchanges with others took; None where it is alone. Started."""
@@ -394,8 +394,8 @@ class Engine:
 
     def release(self, sequence: Sequence) -> None:
         """Let go of the blocks of a sequence only reserved, or prefilled only. Idempotent."""
-        if sequence.state in (State.NEW, State.HELD):
-            self._scheduler.let_go(sequence)
+        if sequence.state in (State.NEW, State.KEPT_FOR_TRANSFER):
+            self._scheduler.release(sequence)
             if self._loop is not None:
                 self._loop.sequences.pop(sequence.key, None)
 

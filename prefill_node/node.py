@@ -64,8 +64,8 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         for task in list(self._holds):
             task.cancel()
 
-    def begin_again(self) -> None:
-        super().begin_again()
+    def restart(self) -> None:
+        super().restart()
         self._first_tokens.clear()
         self._handovers.clear()
 

@@ -710,7 +710,7 @@ class ReleaseReply(_message.Message):
 Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
 
 @_typing.final
-class HeldRequest(_message.Message):
+class ListBlocksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -722,10 +722,10 @@ class HeldRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HeldRequest: _TypeAlias = HeldRequest  # noqa: Y015
+Global___ListBlocksRequest: _TypeAlias = ListBlocksRequest  # noqa: Y015
 
 @_typing.final
-class HeldBlocks(_message.Message):
+class BlockListing(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -745,7 +745,7 @@ class HeldBlocks(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HeldBlocks: _TypeAlias = HeldBlocks  # noqa: Y015
+Global___BlockListing: _TypeAlias = BlockListing  # noqa: Y015
 
 @_typing.final
 class ReplicateRequest(_message.Message):
@@ -806,7 +806,7 @@ class ReplicateReply(_message.Message):
 Global___ReplicateReply: _TypeAlias = ReplicateReply  # noqa: Y015
 
 @_typing.final
-class LetGoRequest(_message.Message):
+class EvictRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
@@ -827,10 +827,10 @@ class LetGoRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LetGoRequest: _TypeAlias = LetGoRequest  # noqa: Y015
+Global___EvictRequest: _TypeAlias = EvictRequest  # noqa: Y015
 
 @_typing.final
-class LetGoReply(_message.Message):
+class EvictReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -846,7 +846,7 @@ class LetGoReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LetGoReply: _TypeAlias = LetGoReply  # noqa: Y015
+Global___EvictReply: _TypeAlias = EvictReply  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):

@@ -56,20 +56,20 @@ class NodeStub:
                 request_serializer=moonpool_dot_protos_dot_node__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=moonpool_dot_protos_dot_node__pb2.ReleaseReply.FromString,
                 _registered_method=True)
-        self.Held = channel.unary_stream(
-                '/moonpool.Node/Held',
-                request_serializer=moonpool_dot_protos_dot_node__pb2.HeldRequest.SerializeToString,
-                response_deserializer=moonpool_dot_protos_dot_node__pb2.HeldBlocks.FromString,
+        self.ListBlocks = channel.unary_stream(
+                '/moonpool.Node/ListBlocks',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.ListBlocksRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.BlockListing.FromString,
                 _registered_method=True)
         self.Replicate = channel.unary_unary(
                 '/moonpool.Node/Replicate',
                 request_serializer=moonpool_dot_protos_dot_node__pb2.ReplicateRequest.SerializeToString,
                 response_deserializer=moonpool_dot_protos_dot_node__pb2.ReplicateReply.FromString,
                 _registered_method=True)
-        self.LetGo = channel.unary_unary(
-                '/moonpool.Node/LetGo',
-                request_serializer=moonpool_dot_protos_dot_node__pb2.LetGoRequest.SerializeToString,
-                response_deserializer=moonpool_dot_protos_dot_node__pb2.LetGoReply.FromString,
+        self.Evict = channel.unary_unary(
+                '/moonpool.Node/Evict',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.EvictRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.EvictReply.FromString,
                 _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/moonpool.Node/Cancel',
@@ -109,7 +109,7 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Held(self, request, context):
+    def ListBlocks(self, request, context):
         """Everything the node holds and publishes, for those who compare it with the index.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -123,7 +123,7 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LetGo(self, request, context):
+    def Evict(self, request, context):
         """Make the room free that the end of a chain takes in the pool, which was only a copy for busy times: it goes
         where evicted blocks go. What is in use, or what a longer chain goes on from, stays.
         """
@@ -161,20 +161,20 @@ def add_NodeServicer_to_server(servicer, server):
                     request_deserializer=moonpool_dot_protos_dot_node__pb2.ReleaseRequest.FromString,
                     response_serializer=moonpool_dot_protos_dot_node__pb2.ReleaseReply.SerializeToString,
             ),
-            'Held': grpc.unary_stream_rpc_method_handler(
-                    servicer.Held,
-                    request_deserializer=moonpool_dot_protos_dot_node__pb2.HeldRequest.FromString,
-                    response_serializer=moonpool_dot_protos_dot_node__pb2.HeldBlocks.SerializeToString,
+            'ListBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.ListBlocksRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.BlockListing.SerializeToString,
             ),
             'Replicate': grpc.unary_unary_rpc_method_handler(
                     servicer.Replicate,
                     request_deserializer=moonpool_dot_protos_dot_node__pb2.ReplicateRequest.FromString,
                     response_serializer=moonpool_dot_protos_dot_node__pb2.ReplicateReply.SerializeToString,
             ),
-            'LetGo': grpc.unary_unary_rpc_method_handler(
-                    servicer.LetGo,
-                    request_deserializer=moonpool_dot_protos_dot_node__pb2.LetGoRequest.FromString,
-                    response_serializer=moonpool_dot_protos_dot_node__pb2.LetGoReply.SerializeToString,
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.EvictRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.EvictReply.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -303,7 +303,7 @@ class Node:
             _registered_method=True)
 
     @staticmethod
-    def Held(request,
+    def ListBlocks(request,
             target,
             options=(),
             channel_credentials=None,
@@ -316,9 +316,9 @@ class Node:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/moonpool.Node/Held',
-            moonpool_dot_protos_dot_node__pb2.HeldRequest.SerializeToString,
-            moonpool_dot_protos_dot_node__pb2.HeldBlocks.FromString,
+            '/moonpool.Node/ListBlocks',
+            moonpool_dot_protos_dot_node__pb2.ListBlocksRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.BlockListing.FromString,
             options,
             channel_credentials,
             insecure,
@@ -357,7 +357,7 @@ class Node:
             _registered_method=True)
 
     @staticmethod
-    def LetGo(request,
+    def Evict(request,
             target,
             options=(),
             channel_credentials=None,
@@ -370,9 +370,9 @@ class Node:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/moonpool.Node/LetGo',
-            moonpool_dot_protos_dot_node__pb2.LetGoRequest.SerializeToString,
-            moonpool_dot_protos_dot_node__pb2.LetGoReply.FromString,
+            '/moonpool.Node/Evict',
+            moonpool_dot_protos_dot_node__pb2.EvictRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.EvictReply.FromString,
             options,
             channel_credentials,
             insecure,

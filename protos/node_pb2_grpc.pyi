@@ -41,11 +41,11 @@ class NodeStub:
     Lease: _grpc.UnaryUnaryMultiCallable[_node_pb2.LeaseRequest, _node_pb2.LeaseReply]
     """Pin the longest prefix of `keys` this node holds, so that the caller may read it until the lease ends."""
     Release: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReleaseRequest, _node_pb2.ReleaseReply]
-    Held: _grpc.UnaryStreamMultiCallable[_node_pb2.HeldRequest, _node_pb2.HeldBlocks]
+    ListBlocks: _grpc.UnaryStreamMultiCallable[_node_pb2.ListBlocksRequest, _node_pb2.BlockListing]
     """Everything the node holds and publishes, for those who compare it with the index."""
     Replicate: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReplicateRequest, _node_pb2.ReplicateReply]
     """Read what is missing here of `keys` from another node, keep it and publish it."""
-    LetGo: _grpc.UnaryUnaryMultiCallable[_node_pb2.LetGoRequest, _node_pb2.LetGoReply]
+    Evict: _grpc.UnaryUnaryMultiCallable[_node_pb2.EvictRequest, _node_pb2.EvictReply]
     """Make the room free that the end of a chain takes in the pool, which was only a copy for busy times: it goes
     where evicted blocks go. What is in use, or what a longer chain goes on from, stays.
     """
@@ -63,11 +63,11 @@ class NodeAsyncStub(NodeStub):
     Lease: _aio.UnaryUnaryMultiCallable[_node_pb2.LeaseRequest, _node_pb2.LeaseReply]  # type: ignore[assignment]
     """Pin the longest prefix of `keys` this node holds, so that the caller may read it until the lease ends."""
     Release: _aio.UnaryUnaryMultiCallable[_node_pb2.ReleaseRequest, _node_pb2.ReleaseReply]  # type: ignore[assignment]
-    Held: _aio.UnaryStreamMultiCallable[_node_pb2.HeldRequest, _node_pb2.HeldBlocks]  # type: ignore[assignment]
+    ListBlocks: _aio.UnaryStreamMultiCallable[_node_pb2.ListBlocksRequest, _node_pb2.BlockListing]  # type: ignore[assignment]
     """Everything the node holds and publishes, for those who compare it with the index."""
     Replicate: _aio.UnaryUnaryMultiCallable[_node_pb2.ReplicateRequest, _node_pb2.ReplicateReply]  # type: ignore[assignment]
     """Read what is missing here of `keys` from another node, keep it and publish it."""
-    LetGo: _aio.UnaryUnaryMultiCallable[_node_pb2.LetGoRequest, _node_pb2.LetGoReply]  # type: ignore[assignment]
+    Evict: _aio.UnaryUnaryMultiCallable[_node_pb2.EvictRequest, _node_pb2.EvictReply]  # type: ignore[assignment]
     """Make the room free that the end of a chain takes in the pool, which was only a copy for busy times: it goes
     where evicted blocks go. What is in use, or what a longer chain goes on from, stays.
     """
@@ -108,11 +108,11 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_node_pb2.ReleaseReply, _abc.Awaitable[_node_pb2.ReleaseReply]]: ...
 
     @_abc_1.abstractmethod
-    def Held(
+    def ListBlocks(
         self,
-        request: _node_pb2.HeldRequest,
+        request: _node_pb2.ListBlocksRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_node_pb2.HeldBlocks], _abc.AsyncIterator[_node_pb2.HeldBlocks]]:
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.BlockListing], _abc.AsyncIterator[_node_pb2.BlockListing]]:
         """Everything the node holds and publishes, for those who compare it with the index."""
 
     @_abc_1.abstractmethod
@@ -124,11 +124,11 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         """Read what is missing here of `keys` from another node, keep it and publish it."""
 
     @_abc_1.abstractmethod
-    def LetGo(
+    def Evict(
         self,
-        request: _node_pb2.LetGoRequest,
+        request: _node_pb2.EvictRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_node_pb2.LetGoReply, _abc.Awaitable[_node_pb2.LetGoReply]]:
+    ) -> _typing.Union[_node_pb2.EvictReply, _abc.Awaitable[_node_pb2.EvictReply]]:
         """Make the room free that the end of a chain takes in the pool, which was only a copy for busy times: it goes
         where evicted blocks go. What is in use, or what a longer chain goes on from, stays.
         """

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from moonpool.engine.node.engine_memory import NodeMemory
+from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.kvstore.blocks.shards import BlockShard, overlaps
 from moonpool.transfer import move_runs
 
@@ -17,7 +17,7 @@ from moonpool.transfer import move_runs
 class Pools:
     """Memory of this process as a node's ranks have it, for as many blocks."""
 
-    def __init__(self, node: NodeMemory, num_blocks: int) -> None:
+    def __init__(self, node: EngineMemory, num_blocks: int) -> None:
         self.layout = node.engine.layout
         self.shards = [BlockShard(shard.layers, shard.kv_heads) for shard in node.engine.shards]
         # All pages there.

@@ -110,7 +110,7 @@ async def _rows(
         rows += _all_to_all_rows(case, clock.all_to_all_samples_s, count / rounds, nbytes / rounds / longest)
         rows.append(Row(case, "in all-to-all, most", _most(times), "of the step"))
     await session.engine.refresh_expert_load()
-    skew = session.engine.expert_plan.skew(session.engine.expert_load())
+    skew = session.engine.expert_placement.skew(session.engine.expert_load())
     return [*rows, Row(case, "busiest rank over mean", skew, "×")]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from moonpool.bench.parallel.copy_limit import Pools, RunCopy
-from moonpool.engine.node.engine_memory import NodeMemory
-from moonpool.engine.prefix_cache.peer_exchange import KvExchange, KvSource
+from moonpool.engine.node.engine_memory import EngineMemory
+from moonpool.engine.prefix_cache.peer_exchange import KvSource, PeerExchange
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import Config, EngineOptions, ModelOptions, ParallelOptions
@@ -34,8 +34,8 @@ _DEADLINE_S = 30.0
 @dataclass(frozen=True, slots=True)
 class Side:
     agent: TransferAgent
-    memory: NodeMemory
-    exchange: KvExchange
+    memory: EngineMemory
+    exchange: PeerExchange
     address: node_pb2.KvAddress
     blocks: list[int]
 
@@ -47,11 +47,11 @@ async def side(
     plan: ParallelPlan,
     device: str,
     *,
-    apart: bool = False,
+    separate_pools: bool = False,
     # As between nodes: the leaders of both sides are one process here, which no two nodes are.
     transports: tuple[str, ...] = ("shm", "tcp"),
 ) -> AsyncIterator[Side]:
-    """``apart``: ranks share no pools with their leader."""
+    """``separate_pools``: ranks share no pools with their leader."""
     options = EngineOptions(
         block_size=BLOCK_TOKENS,
         # Room for the blocks of a large model on GPUs, of the one that ships elsewhere.
@@ -63,9 +63,9 @@ async def side(
     model_options = ModelOptions(path=str(model), device=device)
     config = replace(config, engine=options, model=model_options, transfer=transfer)
     async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
-        memory = await NodeMemory.open(config, agent, lambda *_: None, apart=apart)
+        memory = await EngineMemory.open(config, agent, lambda *_: None, separate_pools=separate_pools)
         layout = memory.engine.layout
-        exchange = KvExchange(
+        exchange = PeerExchange(
             memory.blocks, agent, deadline_s=_DEADLINE_S, reader=memory.reader, in_parts=bool(memory.ranks)
         )
         address = node_pb2.KvAddress(

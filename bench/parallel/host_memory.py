@@ -50,9 +50,9 @@ async def measure(model: Path, plans: Sequence[ParallelPlan], rounds: int, devic
     for plan in (plan for plan in plans if plan.world_size > 1):
         async with AsyncExitStack() as stack:
             stores = []
-            for kind, apart, transports in kinds:
+            for kind, separate_pools, transports in kinds:
                 node = await stack.enter_async_context(
-                    side(model, kind, plan, device, apart=apart, transports=transports)
+                    side(model, kind, plan, device, separate_pools=separate_pools, transports=transports)
                 )
                 nbytes = node.memory.engine.layout.block_nbytes
                 region = node.agent.allocate(NUM_BLOCKS * nbytes, "host")

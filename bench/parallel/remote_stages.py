@@ -12,7 +12,7 @@ from pathlib import Path
 from moonpool.bench.engine.driver import Session
 from moonpool.bench.parallel import steps
 from moonpool.engine.ranks.group import RankGroup
-from moonpool.engine.ranks.hosts.listener import RankHosts
+from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
 from moonpool.runtime.config.options import ParallelOptions, TransferOptions
 from moonpool.runtime.reports import report
@@ -49,7 +49,7 @@ def _beside(here: Sequence[Row], there: Sequence[Row]) -> list[Row]:
 async def _over_hosts(model: Path) -> AsyncIterator[Session]:
     """An engine whose second stage runs under a rank host of its own."""
     timeout_s = ParallelOptions().timeout_s
-    door = RankHosts(NUM_HOSTS - 1, "127.0.0.1:0", "bench", timeout_s, TransferOptions())
+    door = HostListener(NUM_HOSTS - 1, "127.0.0.1:0", "bench", timeout_s, TransferOptions())
     group = RankGroup(PLAN.world_size, timeout_s, door)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(group.close)

@@ -48,7 +48,7 @@ async def running(
 ) -> AsyncIterator[Session]:
     """ranks: those of several ``hosts``, started already."""
     parallel = ParallelOptions(
-        tp=plan.tp, pp=plan.pp, cp=plan.cp, piece_tokens=_PIECE_TOKENS, hosts=hosts, listen=listen
+        tp=plan.tp, pp=plan.pp, cp=plan.cp, micro_batch_tokens=_PIECE_TOKENS, hosts=hosts, listen=listen
     )
     options = EngineOptions(
         max_batch_tokens=_MAX_BATCH_TOKENS, pool_nbytes=pool_nbytes(device, plan), parallel=parallel

@@ -109,9 +109,9 @@ class NodeClient:
 
     async def let_go(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> int:
         """Have the node drop the last blocks of a chain; how many went."""
-        request = node_pb2.LetGoRequest(keys=b"".join(keys), num_blocks=num_blocks)
+        request = node_pb2.EvictRequest(keys=b"".join(keys), num_blocks=num_blocks)
         with rpc.node_errors(self.node_id):
-            reply: node_pb2.LetGoReply = await self._node.LetGo(request, timeout=timeout_s)
+            reply: node_pb2.EvictReply = await self._node.Evict(request, timeout=timeout_s)
         return reply.num_blocks
 
     def cancel(self, key: RequestKey) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from moonpool.engine.batching.events import StepEvent
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State, TokenLogprobs
-from moonpool.engine.batching.step_plan import Chunk, Plan, StepOutput
+from moonpool.engine.batching.step_plan import Chunk, StepOutput, StepPlan
 from moonpool.engine.memory.block_pool import BlockPool
 
 
@@ -31,7 +31,7 @@ class Scheduler:
         self.ready: list[Sequence] = []  # by order; their KV is in place, they only need a row
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []  # decoding[i].row == i
-        self.held_back = False  # nobody is admitted while something runs: room is gathered for an older one
+        self.admission_paused = False  # while anything runs, to gather room for an older sequence
         self.version = 0  # changes whenever ``decoding`` does
         # Called with a sequence and the first of its blocks that are full now, just before they are sealed.
         self.on_full: Callable[[Sequence, int], None] | None = None
@@ -79,7 +79,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run now. Its sequences have all the blocks they need."""
         while self.ready and self.num_running < self.max_running:
             self._start_decoding(self.ready.pop(0))
@@ -89,7 +89,7 @@ class Scheduler:
         for sequence in self.prefilling:
             budget -= self._add_chunk(chunks, sequence, budget)
         # Those just preempted would come straight back for the blocks they gave.
-        takes_more = not preempted and (not self.held_back or self.num_running == 0)
+        takes_more = not preempted and (not self.admission_paused or self.num_running == 0)
         while budget > 0 and self.waiting and takes_more and self.num_running < self.max_running:
             sequence = self.waiting[0]
             if not self._admit(sequence):
@@ -101,9 +101,9 @@ class Scheduler:
         if not self.decoding and not chunks and not preempted:
             return None
         moved, self._moved_blocks = self._moved_blocks, []
-        return Plan(self.decoding.copy(), chunks, preempted, self.version, moved)
+        return StepPlan(self.decoding.copy(), chunks, preempted, self.version, moved)
 
-    def postprocess(self, plan: Plan, output: StepOutput, now_s: float) -> list[StepEvent]:
+    def postprocess(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[StepEvent]:
         """Take the step's results in: tokens are appended, full blocks sealed, finished sequences let go."""
         events = [_preempted(sequence) for sequence in plan.preempted]
         block_size = self.pool.block_size
@@ -129,7 +129,7 @@ class Scheduler:
             sequence.computed_s = now_s
             self.prefilling.remove(sequence)
             if sequence.prefill_only:
-                sequence.state = State.HELD
+                sequence.state = State.KEPT_FOR_TRANSFER
             else:
                 self._start_decoding(sequence)
             self._take_token(
@@ -163,10 +163,10 @@ class Scheduler:
         """Take the sequence out wherever it is, release its blocks, report it. Not while a step runs it."""
         self._remove(sequence)
         sequence.finish_reason = reason
-        self.let_go(sequence)
+        self.release(sequence)
         events.append(StepEvent(sequence, sequence.num_computed_tokens, finish_reason=reason, error=error))
 
-    def let_go(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence that is in no queue."""
         sequence.state = State.FINISHED
         self.pool.release(sequence.block_table)
@@ -184,9 +184,9 @@ class Scheduler:
         events.append(StepEvent(sequence, sequence.num_computed_tokens, token_id, index, reason, logprobs))
         if reason:
             sequence.finish_reason = reason
-            if sequence.state is not State.HELD:
+            if sequence.state is not State.KEPT_FOR_TRANSFER:
                 self._remove(sequence)
-                self.let_go(sequence)
+                self.release(sequence)
 
     def _finish_reason(self, sequence: Sequence, token_id: int, index: int) -> FinishReason:
         sampling = sequence.sampling

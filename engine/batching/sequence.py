@@ -34,13 +34,13 @@ class TokenLogprobs:
 
 
 class State(Enum):
-    """Where a sequence is in its life. HELD: prefilled, its blocks kept until ``Engine.release``."""
+    """State of a sequence. KEPT_FOR_TRANSFER: prefilled; the blocks stay until ``Engine.release``."""
 
     NEW = auto()
     WAITING = auto()
     PREFILLING = auto()
     DECODING = auto()
-    HELD = auto()
+    KEPT_FOR_TRANSFER = auto()
     FINISHED = auto()
 
 

@@ -19,7 +19,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """One step: a token for each decoding sequence, and pieces of prompts with what room is left."""
 
     decodes: list[Sequence]  # decodes[i].row == i

@@ -102,7 +102,7 @@ class ModelConfig:
         if family not in _FAMILY_DEFAULTS:
             known = ", ".join(_FAMILY_DEFAULTS)
             raise UnsupportedModel(path, f"model_type {family!r} is none of {known}")
-        words = _Words(path, {**_FAMILY_DEFAULTS[family], **raw})
+        words = _ConfigReader(path, {**_FAMILY_DEFAULTS[family], **raw})
         if "quantization_config" in raw:
             raise UnsupportedModel(path, "quantized weights (quantization_config)")
         if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
@@ -146,7 +146,7 @@ class ModelConfig:
         )
 
 
-class _Words:
+class _ConfigReader:
     """config.json with the family's defaults, read with checks."""
 
     def __init__(self, path: Path, raw: Mapping[str, Any]) -> None:
@@ -198,7 +198,7 @@ def _windows(path: Path, family: str, raw: Mapping[str, Any], num_layers: int) -
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _moe(words: _Words, family: str, num_layers: int) -> MoeConfig | None:
+def _moe(words: _ConfigReader, family: str, num_layers: int) -> MoeConfig | None:
     """Which layers are mixtures: all of Mixtral's; of Qwen's every decoder_sparse_step-th that is not among
     mlp_only_layers."""
     if family not in _NUM_EXPERTS:

@@ -117,7 +117,7 @@ class Checkpoint:
         """In which the tensor is stored."""
         return _DTYPES[self._entries[name].dtype]
 
-    def let_go(self) -> None:
+    def drop_pages(self) -> None:
         """What was read has been copied: its pages are mapped no longer. Views stay good, at the cost of
         reading again."""
         for mapped in self._maps.values():

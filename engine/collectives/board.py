@@ -28,7 +28,7 @@ _NAP_S = 0.00005
 _MONITOR_S = 0.05
 
 
-class Count(IntEnum):
+class BoardWord(IntEnum):
     """Words of a rank, in cache lines of their own where they are waited for."""
 
     EXCHANGED = 0  # with those it splits matrices with
@@ -41,7 +41,7 @@ class Count(IntEnum):
     COLLECTIVE_NS = 42
     BUBBLE_NS = 43
     ALL_TO_ALL_NS = 44
-    SHARED = 56  # with the other shares of its stage
+    CP_EXCHANGED = 56  # with the other shares of its stage
     HEARTBEAT_NS = 48  # CLOCK_MONOTONIC, which all processes of a machine share
 
 
@@ -78,20 +78,20 @@ class SharedMemory:
             self.fd = -1
 
 
-class Board:
+class SharedBoard:
     """One rank's view. Each word has one writer; on x86-64 its stores are seen in their order.
 
     Waiting ends with RankLost when the leader has aborted the group, or is not heard of any more.
 
-    far: ranks of other machines, of which others write here what they hear. ``on_publish``: called with every
-    step's number and batch, in the thread that published it.
+    remote_ranks: ranks of other machines; the relay's thread writes their words here. ``on_publish``: called
+    with every step's number and batch, in the thread that published it.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self.far = range(0)
+        self.remote_ranks = range(0)
         self.on_publish: Callable[[int, npt.NDArray[np.uint8]], None] | None = None
         self._memory = memory
         control_nbytes = self._control_nbytes(world_size)
@@ -99,10 +99,10 @@ class Board:
         self._words = memoryview(words.data)
         self._payload = memory.array[control_nbytes:]
         self._step = Futex(words, _STEP)
-        self._done = [Futex(words, self._index(other, Count.DONE)) for other in range(world_size)]
+        self._done = [Futex(words, self._index(other, BoardWord.DONE)) for other in range(world_size)]
 
     @classmethod
-    def create(cls, world_size: int, payload_nbytes: int, timeout_s: float) -> Board:
+    def create(cls, world_size: int, payload_nbytes: int, timeout_s: float) -> SharedBoard:
         """The leader's. ``payload_nbytes``: of the largest batch of a step."""
         memory = SharedMemory.create("board", cls._control_nbytes(world_size) + payload_nbytes)
         return cls(memory, 0, world_size, timeout_s)
@@ -111,9 +111,9 @@ class Board:
     def _control_nbytes(world_size: int) -> int:
         return 8 * (_GROUP_WORDS + _RANK_WORDS * world_size)
 
-    def as_rank(self, rank: int) -> Board:
+    def as_rank(self, rank: int) -> SharedBoard:
         """The same board as ``rank`` has it: for who writes here what that rank says elsewhere."""
-        return Board(self._memory, rank, self.world_size, self.timeout_s)
+        return SharedBoard(self._memory, rank, self.world_size, self.timeout_s)
 
     @property
     def path(self) -> str:
@@ -125,17 +125,17 @@ class Board:
     # ------------------------------------------------------------------ words
 
     @staticmethod
-    def _index(rank: int, word: Count) -> int:
+    def _index(rank: int, word: BoardWord) -> int:
         return _GROUP_WORDS + _RANK_WORDS * rank + word
 
-    def count(self, rank: int, word: Count) -> int:
+    def count(self, rank: int, word: BoardWord) -> int:
         return self._words[_GROUP_WORDS + _RANK_WORDS * rank + word]
 
-    def post(self, word: Count, value: int) -> None:
+    def post(self, word: BoardWord, value: int) -> None:
         """Set one of our own words; what was written to shared memory before is seen with it."""
         self._words[_GROUP_WORDS + _RANK_WORDS * self.rank + word] = value
 
-    def wait(self, rank: int, word: Count, value: int) -> None:
+    def wait(self, rank: int, word: BoardWord, value: int) -> None:
         """Until ``rank`` has come to ``value``. Raises RankLost when the group is aborted meanwhile."""
         words, index = self._words, _GROUP_WORDS + _RANK_WORDS * rank + word
         for _ in range(_EAGER_LOOKS):
@@ -153,18 +153,18 @@ class Board:
                 monitored_s = now_s
                 self.check()
 
-    def finish(self, step: int) -> None:
+    def post_done(self, step: int) -> None:
         """This rank is done with ``step``; what it tells of it is posted already."""
-        self.post(Count.DONE, step)
+        self.post(BoardWord.DONE, step)
         self._done[self.rank].wake()
 
     def wait_done(self, rank: int, step: int) -> None:
         """As ``wait``. Sleeps in the kernel at once where ``rank`` is far: looking again and again would keep
         the thread that hears of it from running."""
-        if rank not in self.far:
-            self.wait(rank, Count.DONE, step)
+        if rank not in self.remote_ranks:
+            self.wait(rank, BoardWord.DONE, step)
             return
-        while (done := self.count(rank, Count.DONE)) < step:
+        while (done := self.count(rank, BoardWord.DONE)) < step:
             self._done[rank].wait(done, _MONITOR_S)
             self.check()
 
@@ -173,11 +173,11 @@ class Board:
     def beat(self, age_ns: int = 0) -> None:
         """Tell the others that this process runs, or ran ``age_ns`` ago; from any thread, several times
         within the timeout."""
-        self.post(Count.HEARTBEAT_NS, time.monotonic_ns() - age_ns)
+        self.post(BoardWord.HEARTBEAT_NS, time.monotonic_ns() - age_ns)
 
     def silent_s(self, rank: int) -> float:
         """For how long ``rank`` has not been heard of; 0 where it never was."""
-        beat_ns = self.count(rank, Count.HEARTBEAT_NS)
+        beat_ns = self.count(rank, BoardWord.HEARTBEAT_NS)
         return (time.monotonic_ns() - beat_ns) / 1e9 if beat_ns else 0.0
 
     def abort(self, rank: int) -> None:

@@ -7,24 +7,31 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moonpool.engine.collectives.board import Board, Count
+from moonpool.engine.collectives.board import BoardWord, SharedBoard
 
 _LINE_NBYTES = 64
 
 
-class Circle:
+class ExchangeBuffer:
     """One rank's side of exchanges, numbered from 1, in which every rank of the circle takes part.
 
-    Each rank has two halves; exchange k uses half k & 1. Nobody reads what is half written: a rank posts k
-    only after it has written all it gives in k, and others read it only when they have seen k (stores are
-    seen in their order, see ``Board``). Nobody writes what is still read: in every exchange each rank must
-    ask for something of every other (of nothing, where it has nothing for it), which waits for it; so who
-    gives in k has seen everybody post k - 1, which they did after they had read all of k - 2, the last that
-    used this half. That holds for one circle, so each has its own word of the board and its own halves.
+    Each rank has two buffers; exchange k uses buffer k & 1.
+
+    - No rank reads a partly written buffer. A rank posts k after it has written all its data of k; others
+      read after they have seen k. Stores are seen in order, see ``SharedBoard``.
+    - No rank writes a buffer that is still read. In every exchange each rank must ``read`` from every other
+      rank, also when it wants nothing, and that waits for it. So a rank that writes k has seen all others
+      post k - 1, which they do after reading all of k - 2, the last exchange in this buffer.
+
+    Every ExchangeBuffer therefore needs its own board word and its own buffers.
     """
 
     def __init__(
-        self, board: Board, word: Count, ranks: Sequence[int], halves: Mapping[int, Sequence[Tensor]]
+        self,
+        board: SharedBoard,
+        word: BoardWord,
+        ranks: Sequence[int],
+        halves: Mapping[int, Sequence[Tensor]],
     ) -> None:
         """halves: uint8, two for each of ``ranks``, of a whole number of ``lines``, the same on all."""
         self.ranks = list(ranks)

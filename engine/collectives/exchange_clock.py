@@ -34,7 +34,7 @@ class ExchangeClock:
         self.collective_ns += took_ns
         self.samples_s.append(took_ns / 1e9)
 
-    def went_on(self, began_ns: int) -> None:
+    def extend_last(self, began_ns: int) -> None:
         """The exchange counted last was not over: what it took since ``began_ns`` belongs to it."""
         took_ns = time.perf_counter_ns() - began_ns
         self.collective_ns += took_ns

@@ -14,7 +14,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 _NAME = "gloo_here"
 
 
-def gloo_at(address: str) -> str:
+def gloo_backend(address: str) -> str:
     """The name of a torch.distributed backend, valid until the next call: Gloo, listening at ``address``.
 
     Left to itself Gloo listens where the machine's own name leads, and tells the others to connect to that:

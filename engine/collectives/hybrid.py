@@ -9,7 +9,7 @@ from moonpool.engine.collectives.torch_distributed import TorchLink
 from moonpool.engine.sharding.parallel_plan import Shard
 
 
-class JoinedLink:
+class HybridLink:
     """See ``Link``. Whole stages are on one machine, so what the ranks of a stage exchange stays there."""
 
     def __init__(self, near: ShmLink, far: TorchLink, shard: Shard, stages_per_machine: int) -> None:
@@ -23,7 +23,7 @@ class JoinedLink:
         self.all_gather = near.all_gather
         self.reduce_scatter = near.reduce_scatter
         self.all_to_all = near.all_to_all
-        self.swap = near.swap
+        self.exchange_cp = near.exchange_cp
 
     def send(self, hidden: Tensor) -> None:
         self._next.send(hidden)

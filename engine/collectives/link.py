@@ -41,12 +41,13 @@ class Link(Protocol):
         """
         ...
 
-    def swap(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
+    def exchange_cp(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
         """Begin to exchange rows with the other shares of this stage and place.
 
         part: [counts[share], width], which may be changed when this returns; ``counts`` is the same on all.
-        Returns what waits for a share and has its part, [counts[that share], width], until the next ``swap``.
-        Before that every rank must take the part of each of the others, also where it is nothing.
+        Returns a function that waits for one cp rank and returns its part, [counts[cp_rank], width], valid
+        until the next ``exchange_cp``. Before that every rank must take the part of each other rank, also an
+        empty one.
         """
         ...
 

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from moonpool.engine.collectives.board import Board
-from moonpool.engine.collectives.gloo import INTERFACE, gloo_at
-from moonpool.engine.collectives.work_waiter import Waiter
+from moonpool.engine.collectives.board import SharedBoard
+from moonpool.engine.collectives.gloo import INTERFACE, gloo_backend
+from moonpool.engine.collectives.work_waiter import WorkWaiter
 from moonpool.engine.errors import LinkBroken
 
 # Gloo ends no wait by itself: a rank that computes for long is not lost, and the board says who is.
-_EVER = timedelta(days=365)
+_NO_TIMEOUT = timedelta(days=365)
 
 
-class TorchRanks:
+class ProcessGroup:
     """One rank's side, of all ranks at once.
 
     What they exchange over Gloo has no time limit; waiting ends with RankLost when the board says so. Over
@@ -32,7 +32,7 @@ class TorchRanks:
         self,
         backend: str,
         store: Store,
-        board: Board,
+        board: SharedBoard,
         device: torch.device,
         *,
         address: str,
@@ -46,22 +46,22 @@ class TorchRanks:
         self._board = board
         self._device = device
         self._start = timedelta(seconds=start_timeout_s)
-        self._waiter: Waiter | None = None
+        self._waiter: WorkWaiter | None = None
         hint = ""
         # Of a lost rank NCCL gives its waiting kernels up and no more: by default it ends this process too.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         if backend == "gloo":
-            self._waiter = Waiter(board.check)
+            self._waiter = WorkWaiter(board.check)
             hint = (
                 f"; this rank listens at {address}: where machines reach each other by another network, set "
                 f"{INTERFACE} to its interface on each of them"
             )
-        with losing(board.rank, hint):
+        with raising_rank_lost(board.rank, hint):
             # What comes now has NCCL's time limit, and other ranks may still be importing.
             store.set(f"here/{board.rank}", "")
             store.wait([f"here/{rank}" for rank in range(board.world_size)], self._start)
             dist.init_process_group(
-                gloo_at(address) if backend == "gloo" else backend,
+                gloo_backend(address) if backend == "gloo" else backend,
                 store=store,
                 rank=board.rank,
                 world_size=board.world_size,
@@ -77,12 +77,12 @@ class TorchRanks:
 
     def _lift_limit(self, group: dist.ProcessGroup | None) -> None:
         if self._waiter is not None:
-            _set_pg_timeout(_EVER, group)
+            _set_pg_timeout(_NO_TIMEOUT, group)
 
     def groups(self, of: Iterable[Sequence[int]]) -> dist.ProcessGroup:
         """Make a group of each of these runs of ranks, in the same order on all; ours of them."""
         mine: dist.ProcessGroup | None = None
-        with losing(self._board.rank):
+        with raising_rank_lost(self._board.rank):
             for ranks in of:
                 # Every rank makes every group, also those it is not in.
                 group = dist.new_group(list(ranks), timeout=self._limit)
@@ -97,7 +97,7 @@ class TorchRanks:
         nobody knows better."""
         if work is None:
             return
-        with losing(rank):
+        with raising_rank_lost(rank):
             if self._waiter is None:
                 work.wait()
             else:
@@ -110,7 +110,7 @@ class TorchRanks:
 
 
 @contextmanager
-def losing(rank: int, hint: str = "") -> Iterator[None]:
+def raising_rank_lost(rank: int, hint: str = "") -> Iterator[None]:
     """torch.distributed's errors become RankLost; ``rank``: the one that may be to blame."""
     try:
         yield

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.collectives.board import Board, Count, SharedMemory
-from moonpool.engine.collectives.exchange_buffer import Circle, lines
+from moonpool.engine.collectives.board import BoardWord, SharedBoard, SharedMemory
+from moonpool.engine.collectives.exchange_buffer import ExchangeBuffer, lines
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 
@@ -59,13 +59,12 @@ class ShmLink:
     """See ``Link``. A rank writes into its own half-buffers, posts its count, and reads those of the
     others.
 
-    Exchanges of ranks that split matrices are those of a ``Circle``, of whatever kind they are, and those of
-    ranks that split tokens of another.
+    All exchanges between tp ranks go through one ``ExchangeBuffer``, those between cp ranks through another.
     """
 
     def __init__(
         self,
-        board: Board,
+        board: SharedBoard,
         memory: SharedMemory,
         shape: ExchangeShape,
         config: ModelConfig,
@@ -91,9 +90,9 @@ class ShmLink:
                 areas.append(whole[first:end])
             self._areas.append(areas)
         halves = {rank: self._areas[rank][:2] for rank in shard.tensor_ranks}
-        self._circle = Circle(board, Count.EXCHANGED, shard.tensor_ranks, halves)
+        self._circle = ExchangeBuffer(board, BoardWord.EXCHANGED, shard.tensor_ranks, halves)
         halves = {rank: self._areas[rank][6:] for rank in shard.context_ranks}
-        self._shares = Circle(board, Count.SHARED, shard.context_ranks, halves)
+        self._shares = ExchangeBuffer(board, BoardWord.CP_EXCHANGED, shard.context_ranks, halves)
 
     def all_reduce(self, part: Tensor) -> Tensor:
         began_ns = time.perf_counter_ns()
@@ -121,7 +120,7 @@ class ShmLink:
 
     def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
         began_ns = time.perf_counter_ns()
-        width, place = whole.shape[1:].numel(), self._shard.place
+        width, place = whole.shape[1:].numel(), self._shard.tp_rank
         first, n = sum(counts[:place]) * width, counts[place] * width
         k = self._circle.give(whole)
         total = _total([self._circle.given(rank, k, whole.dtype, first, n) for rank in self._circle.ranks])
@@ -130,7 +129,7 @@ class ShmLink:
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         began_ns = time.perf_counter_ns()
-        width, place = rows.shape[1:].numel(), self._shard.place
+        width, place = rows.shape[1:].numel(), self._shard.tp_rank
         # Whoever reads must know where its rows begin, which only we do: a line of offsets before them.
         starts = torch.tensor([0, *accumulate(sent)])
         k = self._circle.give(rows, starts)
@@ -144,7 +143,7 @@ class ShmLink:
         self._clock.all_to_all(began_ns, rows.nbytes)
         return arrived
 
-    def swap(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
+    def exchange_cp(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
         began_ns = time.perf_counter_ns()
         k, width, dtype = self._shares.give(part), part.shape[1], part.dtype
         self._clock.collective(began_ns, part.nbytes)
@@ -153,7 +152,7 @@ class ShmLink:
             began_ns = time.perf_counter_ns()
             n = counts[share]
             theirs = self._shares.given(self._shares.ranks[share], k, dtype, 0, n * width).view(n, width)
-            self._clock.went_on(began_ns)
+            self._clock.extend_last(began_ns)
             return theirs
 
         return take
@@ -161,20 +160,20 @@ class ShmLink:
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()
         self._num_sent = k = self._num_sent + 1
-        self._board.wait(self._shard.rank + self._shard.stage_size, Count.RECEIVED, k - 2)
+        self._board.wait(self._shard.rank + self._shard.stage_size, BoardWord.RECEIVED, k - 2)
         self._area(self._shard.rank, 2, k, hidden.dtype)[: hidden.numel()].copy_(hidden.view(-1))
-        self._board.post(Count.SENT, k)
+        self._board.post(BoardWord.SENT, k)
         self._clock.collective(began_ns, hidden.nbytes)
 
     def receive(self, num_tokens: int) -> Tensor:
         began_ns = time.perf_counter_ns()
         self._num_received = k = self._num_received + 1
         source = self._shard.rank - self._shard.stage_size
-        self._board.wait(source, Count.SENT, k)
+        self._board.wait(source, BoardWord.SENT, k)
         width = self._shape.hidden_size
         area = self._area(source, 2, k, self._shape.dtype)
         hidden = area[: num_tokens * width].view(num_tokens, width).clone()
-        self._board.post(Count.RECEIVED, k)
+        self._board.post(BoardWord.RECEIVED, k)
         self._clock.bubble(began_ns)
         return hidden
 
@@ -184,9 +183,9 @@ class ShmLink:
         rank, board = self._shard.rank, self._board
         if rank:
             assert logits is not None
-            board.wait(0, Count.GATHERED, k - 2)
+            board.wait(0, BoardWord.GATHERED, k - 2)
             self._area(rank, 4, k, logits.dtype)[: logits.numel()].copy_(logits.view(-1))
-            board.post(Count.GATHERED, k)
+            board.post(BoardWord.GATHERED, k)
             self._clock.collective(began_ns, logits.nbytes)
             return None
         parts = []
@@ -195,11 +194,11 @@ class ShmLink:
                 assert logits is not None
                 parts.append(logits)
                 continue
-            board.wait(other, Count.GATHERED, k)
+            board.wait(other, BoardWord.GATHERED, k)
             area = self._area(other, 4, k, self._shape.dtype)
             parts.append(area[: num_rows * words].view(num_rows, words))
         whole = torch.cat(parts, dim=1)
-        board.post(Count.GATHERED, k)
+        board.post(BoardWord.GATHERED, k)
         self._clock.collective(began_ns, whole.nbytes)
         return whole
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
-from moonpool.engine.collectives.process_group import TorchRanks, losing
+from moonpool.engine.collectives.process_group import ProcessGroup, raising_rank_lost
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 
 # As many of a rank's tensors may be on their way to others.
@@ -24,7 +24,7 @@ class TorchLink:
 
     def __init__(
         self,
-        ranks: TorchRanks,
+        ranks: ProcessGroup,
         config: ModelConfig,
         plan: ParallelPlan,
         shard: Shard,
@@ -76,7 +76,7 @@ class TorchLink:
         flat = given.flatten(0, 1)
         self._finish(dist.reduce_scatter_single(total, flat, group=self._tensor_group, async_op=True))
         self._clock.collective(began_ns, whole.nbytes)
-        return total[: counts[self._shard.place]]
+        return total[: counts[self._shard.tp_rank]]
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         began_ns = time.perf_counter_ns()
@@ -86,9 +86,9 @@ class TorchLink:
         self._clock.all_to_all(began_ns, rows.nbytes)
         return arrived
 
-    def swap(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
+    def exchange_cp(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
         began_ns = time.perf_counter_ns()
-        ours, ranks = self._shard.share, self._shard.context_ranks
+        ours, ranks = self._shard.cp_rank, self._shard.context_ranks
         given = part.clone(memory_format=torch.contiguous_format)
         taken = [part.new_empty((n, *part.shape[1:])) for n in counts]
         others = [share for share in range(len(counts)) if share != ours]
@@ -96,7 +96,7 @@ class TorchLink:
         operations += [
             dist.P2POp(dist.irecv, taken[share], ranks[share]) for share in others if counts[share]
         ]
-        with losing(self._shard.rank):
+        with raising_rank_lost(self._shard.rank):
             works = dist.batch_isend_irecv(operations) if operations else []
         self._clock.collective(began_ns, part.nbytes)
 
@@ -104,7 +104,7 @@ class TorchLink:
             began_ns = time.perf_counter_ns()
             while works:
                 self._ranks.finish(ranks[share], works.pop())
-            self._clock.went_on(began_ns)
+            self._clock.extend_last(began_ns)
             return taken[share]
 
         return take
@@ -150,12 +150,12 @@ class TorchLink:
             work, _ = self._sent.popleft()
             self._ranks.finish(rank, work)
         given = tensor.clone(memory_format=torch.contiguous_format)
-        with losing(rank):
+        with raising_rank_lost(rank):
             self._sent.append((dist.isend(given, rank), given))
 
     def _take(self, rank: int, *shape: int) -> Tensor:
         taken = torch.empty(shape, dtype=self._dtype, device=self._device)
-        with losing(rank):
+        with raising_rank_lost(rank):
             work = dist.irecv(taken, rank)
         self._ranks.finish(rank, work)
         return taken

@@ -12,7 +12,7 @@ from torch.distributed import Work
 _LOOK_S = 0.05
 
 
-class Waiter:
+class WorkWaiter:
     """A thread that waits. Only a peer's end, or its answer, ends a wait in Gloo: neither comes from a
     machine that is dark, nor from a process that is stopped; so whoever needs the result looks elsewhere
     meanwhile."""

@@ -37,7 +37,7 @@ class DeviceMemory:
 
     total_nbytes: int
     free_nbytes: int  # other processes' share is not in it
-    held_nbytes: int  # by tensors of this process, and what the allocator keeps for more
+    reserved_nbytes: int  # by tensors of this process, and what the allocator keeps for more
 
 
 class Device(Protocol):

@@ -10,7 +10,7 @@ import numpy as np
 
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
-from moonpool.engine.batching.step_plan import Chunk, Plan
+from moonpool.engine.batching.step_plan import Chunk, StepPlan
 from moonpool.runtime.cost_profile import CostProfile
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class StepCosts:
         """The fields of ``protos.Profile``, corrected."""
         return asdict(self.profile.scaled(self.prefill_scale, self.decode_scale))
 
-    def predict_s(self, plan: Plan) -> float:
+    def predict_s(self, plan: StepPlan) -> float:
         """Seconds the step will take."""
         seconds, profile = 0.0, self.profile
         if plan.decodes:
@@ -44,7 +44,7 @@ class StepCosts:
             seconds += self.prefill_scale * profile.prefill_s(chunk.num_tokens, chunk.start)
         return seconds
 
-    def correct(self, plan: Plan, predicted_s: float, actual_s: float) -> None:
+    def correct(self, plan: StepPlan, predicted_s: float, actual_s: float) -> None:
         """Learn from a step that was of one kind only. A single odd step (a busy machine) moves little."""
         if predicted_s <= 0 or (plan.decodes and plan.chunks):
             return
@@ -130,11 +130,11 @@ class _Bench:
 
     def prefill_s(self, start: int, n: int) -> float:
         sequence = self._sequence(start + n)
-        return self._time(Plan([], [Chunk(sequence, start, n, True)], [], -1, []))
+        return self._time(StepPlan([], [Chunk(sequence, start, n, True)], [], -1, []))
 
     def decode_s(self, n: int, context: int) -> float:
         self._version -= 1
-        return self._time(Plan([self._sequence(context, i) for i in range(n)], [], [], self._version, []))
+        return self._time(StepPlan([self._sequence(context, i) for i in range(n)], [], [], self._version, []))
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -148,7 +148,7 @@ class _Bench:
         sequence.block_table = list(range(i * num_blocks, (i + 1) * num_blocks))
         return sequence
 
-    def _time(self, plan: Plan) -> float:
+    def _time(self, plan: StepPlan) -> float:
         """Seconds of the step, the best of a few: what the machine can do, not what else it is doing."""
         seconds: list[float] = []
         for _ in range(_REPETITIONS):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moonpool.engine.batching.step_plan import Plan
+from moonpool.engine.batching.step_plan import StepPlan
 from moonpool.engine.device.device import Device
-from moonpool.engine.execution.input_builder import BatchInputs, PaddedRows
+from moonpool.engine.execution.input_builder import InputBuilder, PaddedRows
 from moonpool.engine.model.inputs import StepInputs
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class DecodeGraphs:
     def __init__(
         self,
         device: Device,
-        inputs: BatchInputs,
+        inputs: InputBuilder,
         forward: Callable[[StepInputs], Tensor],
         *,
         max_batch_size: int,
@@ -63,7 +63,7 @@ class DecodeGraphs:
         self.seconds = time.monotonic() - begun_s
         log.info("decode steps of %d batch sizes recorded in %.1f s", len(self._graphs), self.seconds)
 
-    def run(self, plan: Plan) -> Tensor:
+    def run(self, plan: StepPlan) -> Tensor:
         """Logits [num_decodes, vocab] of a plan without chunks; they stay until the next call."""
         n = len(plan.decodes)
         graph = next(graph for graph in self._graphs if graph.rows.size >= n)

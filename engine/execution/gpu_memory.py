@@ -33,7 +33,7 @@ SPARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryNeeds:
     """Bytes that are not the pool's."""
 
     weights_nbytes: int
@@ -41,11 +41,11 @@ class Needs:
     graphs_nbytes: int
 
 
-def pool_room(memory: DeviceMemory, share: float, needs: Needs) -> int:
+def pool_room(memory: DeviceMemory, share: float, needs: MemoryNeeds) -> int:
     """Bytes left for the pool of a process that may take ``share`` of the device in all, and no more than
     other processes leave it; not below 0. ``memory`` is as it is with the weights loaded.
     """
-    allowed = int(memory.total_nbytes * share) - memory.held_nbytes - CONTEXT_NBYTES
+    allowed = int(memory.total_nbytes * share) - memory.reserved_nbytes - CONTEXT_NBYTES
     left = memory.free_nbytes - int(memory.total_nbytes * SPARE)
     return max(0, min(allowed, left) - needs.step_nbytes - needs.graphs_nbytes)
 
@@ -68,7 +68,7 @@ def choose_num_blocks(runner: ModelRunner, layout: KVLayout, num_blocks: int | N
     logits_nbytes = sum(padded_sizes(rows)) * config.vocab_size * itemsize
     # Steps that wait for other ranks are not recorded.
     records = options.decode_graphs and alone
-    needs = Needs(memory.held_nbytes, step_nbytes, logits_nbytes + GRAPHS_NBYTES if records else 0)
+    needs = MemoryNeeds(memory.reserved_nbytes, step_nbytes, logits_nbytes + GRAPHS_NBYTES if records else 0)
     room = pool_room(memory, options.gpu_memory, needs)
     fitting = room // layout.block_nbytes
     log.info(

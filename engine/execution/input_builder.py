@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.batching.sequence import Sequence
-from moonpool.engine.batching.step_plan import Chunk, Plan
+from moonpool.engine.batching.step_plan import Chunk, StepPlan
 from moonpool.engine.device.device import Device
 from moonpool.engine.model.inputs import StepInputs
 
@@ -41,7 +41,7 @@ class PaddedRows:
         return StepInputs(token_ids, positions, slots, self.size, table[: self.size], self.lens)
 
 
-class BatchInputs:
+class InputBuilder:
     """Builds ``StepInputs`` from plans.
 
     On a CPU the tensors handed out are the persistent arrays themselves; on a GPU they are copied, block
@@ -78,7 +78,7 @@ class BatchInputs:
         if device.runs_ahead:
             self.table = device.upload(self.table)
 
-    def prepare(self, plan: Plan) -> StepInputs:
+    def prepare(self, plan: StepPlan) -> StepInputs:
         """The tensors of the plan; valid until the next call."""
         n, same = len(plan.decodes), plan.version == self._version
         self._update(plan, same)
@@ -88,7 +88,7 @@ class BatchInputs:
             self._decode_only = self._decode_inputs(n, n)
         return self._decode_only
 
-    def prepare_padded(self, plan: Plan, rows: PaddedRows) -> None:
+    def prepare_padded(self, plan: StepPlan, rows: PaddedRows) -> None:
         """Put a plan without chunks into ``rows``; those beyond the plan's compute nothing anybody reads."""
         n, size = len(plan.decodes), rows.size
         self._update(plan, plan.version == self._version)
@@ -100,7 +100,7 @@ class BatchInputs:
         rows.packed.copy_(self._device.upload(torch.from_numpy(packed)))
         rows.lens.copy_(self._device.upload(torch.from_numpy(lens)))
 
-    def _update(self, plan: Plan, same: bool) -> None:
+    def _update(self, plan: StepPlan, same: bool) -> None:
         """Bring tokens, positions, slots, lengths and block tables of the decodes up to date."""
         n = len(plan.decodes)
         if not same:
@@ -114,7 +114,7 @@ class BatchInputs:
             changed = torch.from_numpy(self._table[:n, :width])
             self.table[:n, :width].copy_(self._device.upload(changed))
 
-    def _load_rows(self, plan: Plan) -> None:
+    def _load_rows(self, plan: StepPlan) -> None:
         """The batch changed: write the block tables of the rows that hold another sequence than before."""
         before = self._sequences
         for i, sequence in enumerate(plan.decodes):
@@ -156,7 +156,7 @@ class BatchInputs:
         lens = self._device.upload(torch.from_numpy(self._lens[:n]))
         return StepInputs(token_ids, positions, slots, n, self.table[:n, : self._width(n)], lens)
 
-    def _with_chunks(self, plan: Plan, n: int) -> StepInputs:
+    def _with_chunks(self, plan: StepPlan, n: int) -> StepInputs:
         starts = np.zeros(len(plan.chunks) + 1, np.int32)
         lens = np.zeros(len(plan.chunks), np.int32)
         width = max(len(chunk.sequence.block_table) for chunk in plan.chunks)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moonpool.engine.batching.step_plan import Plan
+from moonpool.engine.batching.step_plan import StepPlan
 from moonpool.engine.execution.runner import LOGIT_ROWS
 
 
-def logit_rows(plan: Plan) -> list[list[int]]:
+def logit_rows(plan: StepPlan) -> list[list[int]]:
     """Rows of the step's tokens, a list for each time the runner asks: for the prompt logprobs of each chunk,
     some rows at a time, and then for all that a token follows."""
     rounds: list[list[int]] = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.batching.sequence import Sequence, TokenLogprobs
-from moonpool.engine.batching.step_plan import Plan, StepOutput
+from moonpool.engine.batching.step_plan import StepOutput, StepPlan
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.link import Link
@@ -21,12 +21,12 @@ from moonpool.engine.errors import WeightsTooLarge
 from moonpool.engine.execution.cost_profile import StepCosts, measure
 from moonpool.engine.execution.decode_graphs import DecodeGraphs
 from moonpool.engine.execution.gpu_memory import choose_num_blocks
-from moonpool.engine.execution.input_builder import BatchInputs
+from moonpool.engine.execution.input_builder import InputBuilder
 from moonpool.engine.execution.sampler import SamplingBatch, describe, sample
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
-from moonpool.engine.sharding.tensor_slices import Slices
+from moonpool.engine.sharding.tensor_slices import TensorSlices
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.service.load_progress import Progress
@@ -47,7 +47,7 @@ class _Step:
 class ModelRunner:
     """The model, its KV pool and the step's inputs. One call at a time, from any thread."""
 
-    alone = True  # no step waits for another rank, for how long nobody knows
+    is_single_rank = True  # no step waits for another rank, for how long nobody knows
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ModelRunner:
         self.device = device
         self._dtype = TORCH_DTYPES[dtype]
         shard = shard or ParallelPlan().shard(config, 0)
-        checkpoint = Checkpoint(config.path, progress, Slices(config, shard))
+        checkpoint = Checkpoint(config.path, progress, TensorSlices(config, shard))
         memory = device.memory()
         try:
             self.model = device.run(
@@ -104,7 +104,7 @@ class ModelRunner:
         self.max_len = min(max_len, self.num_blocks * options.block_size)
         self.pool = device.run(lambda: pool_tensor(layout, self.num_blocks, device.torch, pool_memory)).wait()
         self._inputs = device.run(
-            lambda: BatchInputs(
+            lambda: InputBuilder(
                 max_batch_size=options.max_batch_size,
                 max_batch_tokens=options.max_batch_tokens,
                 max_len=self.max_len,
@@ -124,7 +124,7 @@ class ModelRunner:
                 max_batch_size=min(options.max_batch_size, options.max_batch_tokens),
             )
 
-    def execute(self, plan: Plan) -> StepOutput:
+    def execute(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's tokens, writing their KV. After an error their blocks hold undefined bytes.
 
         When this returns the device has ended the step, so that what reads its blocks next, a transfer or a
@@ -147,7 +147,7 @@ class ModelRunner:
         self.model.expert_load.zero_()
 
     @torch.inference_mode()
-    def _compute(self, plan: Plan) -> _Step:
+    def _compute(self, plan: StepPlan) -> _Step:
         """Launch the step. Nothing here may need a value that the device computes, but for logprobs."""
         if not plan.chunks:
             if self._graphs is not None:
@@ -158,7 +158,7 @@ class ModelRunner:
             return _Step(self.device.download(token_ids), logprobs, {})
         return self._finish_with_chunks(plan, self._forward(plan, self._inputs.prepare(plan)))
 
-    def _forward(self, plan: Plan, inputs: StepInputs) -> Tensor:
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The last hidden states of the step's tokens: [num_tokens, hidden]."""
         return self.model.forward(inputs, self.pool)
 
@@ -166,7 +166,7 @@ class ModelRunner:
         """Of all rows of ``hidden``, or of those named: [n, vocab]."""
         return self.model.logits(hidden if rows is None else hidden[rows])
 
-    def _finish_with_chunks(self, plan: Plan, hidden: Tensor) -> _Step:
+    def _finish_with_chunks(self, plan: StepPlan, hidden: Tensor) -> _Step:
         """Sample what decodes and what ends its prompt here; describe prompt tokens where asked for."""
         num_decodes = len(plan.decodes)
         rows = list(range(num_decodes))
@@ -210,7 +210,7 @@ class ModelRunner:
             rows += describe(raw, some, [num_top] * len(some))
         return rows
 
-    def _decode_sampling(self, plan: Plan) -> SamplingBatch:
+    def _decode_sampling(self, plan: StepPlan) -> SamplingBatch:
         """The decode batch's parameters as tensors, made again when its sequences change."""
         if self._sampling is None or self._sampling_version != plan.version:
             self._sampling = SamplingBatch(plan.decodes, self.config.vocab_size, self.device)

@@ -12,7 +12,7 @@ from moonpool.engine.batching.events import StepEvent
 from moonpool.engine.batching.reservations import Reservations
 from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
-from moonpool.engine.batching.step_plan import Plan, StepOutput
+from moonpool.engine.batching.step_plan import StepOutput, StepPlan
 from moonpool.engine.errors import RankLost
 from moonpool.engine.execution.cost_profile import StepCosts
 from moonpool.engine.execution.runner import ModelRunner
@@ -55,7 +55,7 @@ class StepLoop:
         self._clock = clock
         self._report = report
         self._wake = asyncio.Event()
-        self._in_worker: Plan | None = None
+        self._in_worker: StepPlan | None = None
         self._error: RankLost | None = None
 
     def fail(self, error: RankLost) -> None:
@@ -99,7 +99,7 @@ class StepLoop:
                 chunk.sequence.scheduled_s = chunk.sequence.scheduled_s or begun_s
             self._in_worker = plan
             await self.scheduler.pool.ready()
-            if predicted_s > INLINE_STEP_S or self.runner.device.runs_ahead or not self.runner.alone:
+            if predicted_s > INLINE_STEP_S or self.runner.device.runs_ahead or not self.runner.is_single_rank:
                 result = await self._run_in_worker(plan, events)
                 # They are told while the next step runs, so that a GPU does not wait for it.
                 events = self._take_in(plan, begun_s, predicted_s, result)
@@ -120,16 +120,16 @@ class StepLoop:
         """Give blocks to those who wait for them outside the queue, each in its turn."""
         waiting, first = self.scheduler.waiting, self.reservations.first
         if first is None:
-            self.scheduler.held_back = False
+            self.scheduler.admission_paused = False
             return
         # Sequences that ran before and were preempted come before those that have not started.
         is_next = not waiting or (not waiting[0].num_preemptions and first.order < waiting[0].order)
         if is_next:
             self.reservations.grant()
         # Younger ones must not take, bit by bit, the room that it waits for.
-        self.scheduler.held_back = is_next and self.reservations.first is first
+        self.scheduler.admission_paused = is_next and self.reservations.first is first
 
-    async def _run_in_worker(self, plan: Plan, events: list[StepEvent]) -> Callable[[], StepOutput]:
+    async def _run_in_worker(self, plan: StepPlan, events: list[StepEvent]) -> Callable[[], StepOutput]:
         """Run the plan, and tell the events of the step before meanwhile."""
         step = asyncio.get_running_loop().run_in_executor(self._worker, self._execute, plan)
         try:
@@ -141,7 +141,7 @@ class StepLoop:
         return step.result
 
     def _take_in(
-        self, plan: Plan, begun_s: float, predicted_s: float, result: Callable[[], StepOutput]
+        self, plan: StepPlan, begun_s: float, predicted_s: float, result: Callable[[], StepOutput]
     ) -> list[StepEvent]:
         """What the step's results mean; a failure ends the sequences of this step, no others."""
         try:
@@ -162,14 +162,14 @@ class StepLoop:
         (PREFILL_SECONDS if plan.chunks else DECODE_SECONDS).observe(output.model_s)
         return events
 
-    def _execute(self, plan: Plan) -> StepOutput:
+    def _execute(self, plan: StepPlan) -> StepOutput:
         """On either thread: the tensors only."""
         begun_s = self._clock()
         output = self.runner.execute(plan)
         output.model_s = self._clock() - begun_s
         return output
 
-    def _fail(self, plan: Plan, error: Exception) -> list[StepEvent]:
+    def _fail(self, plan: StepPlan, error: Exception) -> list[StepEvent]:
         events = _preemptions(plan)
         message = f"{type(error).__name__}: {error}"
         for sequence in plan.sequences():
@@ -189,11 +189,11 @@ class StepLoop:
         self._report(events)
 
 
-def _preemptions(plan: Plan) -> list[StepEvent]:
+def _preemptions(plan: StepPlan) -> list[StepEvent]:
     return [StepEvent(sequence, 0, preempted=True) for sequence in plan.preempted]
 
 
-def _named(plan: Plan) -> str:
+def _named(plan: StepPlan) -> str:
     """Whose step it was, as a log has room for it."""
     names = [sequence.request_id for sequence in plan.sequences()]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""

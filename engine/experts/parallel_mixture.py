@@ -19,12 +19,12 @@ _LEAST_TOKENS = 256
 _NEVER = 1 << 62
 
 
-def least_tokens(num_ranks: int, top_k: int) -> int:
+def min_exchange_tokens(num_ranks: int, top_k: int) -> int:
     """From how many tokens on a step sends them to their experts, where the options do not say."""
     return _LEAST_TOKENS if num_ranks >= _RANKS_PER_CHOICE * top_k else _NEVER
 
 
-class SpreadMixture:
+class ExpertParallelMixture:
     """Two forms, which give the same but for the order of a sum; no expert has a limit of rows, so no token
     is ever dropped.
 
@@ -54,7 +54,7 @@ class SpreadMixture:
         self._shard = shard
         self._link = link
         self._num_ranks = shard.ep
-        holders, held = shard.expert_plan.layers[layer], shard.experts(layer)
+        holders, held = shard.expert_placement.layers[layer], shard.experts(layer)
         self._num_held = len(held)
         device = load.device
         self._num_copies = torch.tensor([len(ranks) for ranks in holders], device=device)
@@ -77,11 +77,11 @@ class SpreadMixture:
         rows = x.new_zeros((len(order), x.shape[1]))
         rows[:num_rows] = self._experts(x[order[:num_rows] // self.router.top_k], offsets)
         out = combine_experts(rows, order, weights)
-        return out.add_(self._shared_parts[self._shard.place](x)) if self._shared_parts else out
+        return out.add_(self._shared_parts[self._shard.tp_rank](x)) if self._shared_parts else out
 
-    def pays(self, num_tokens: int) -> bool:
+    def worth_exchanging(self, num_tokens: int) -> bool:
         """Whether a step of so many tokens exchanges them."""
-        least = self._shard.all_to_all_tokens or least_tokens(self._shard.tp, self.router.top_k)
+        least = self._shard.all_to_all_tokens or min_exchange_tokens(self._shard.tp, self.router.top_k)
         return num_tokens >= least
 
     def exchange(self, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -92,7 +92,7 @@ class SpreadMixture:
         all_ids = self._link.all_gather(ids, counts)
         self._count(all_ids)
         ranks = self._ranks(all_ids)
-        first = sum(counts[: self._shard.place])
+        first = sum(counts[: self._shard.tp_rank])
         order, _ = group_by_expert(ranks[first : first + len(x)].int(), self._num_ranks)
         sent, received = self._num_rows(ranks, counts)
         rows = self._link.all_to_all(self._for_each(x[order // self.router.top_k], sent), sent, received)
@@ -127,7 +127,7 @@ class SpreadMixture:
         source = torch.repeat_interleave(places, torch.tensor(counts, device=ranks.device))
         pairs = (source[:, None] * self._num_ranks + ranks).flatten()
         table = torch.bincount(pairs, minlength=len(counts) * self._num_ranks).view(-1, self._num_ranks)
-        sent = table[self._shard.place].repeat_interleave(self._sharers)
+        sent = table[self._shard.tp_rank].repeat_interleave(self._sharers)
         return sent.tolist(), table[:, self._shard.expert_rank].tolist()
 
     def _for_each(self, rows: Tensor, sent: Sequence[int]) -> Tensor:

@@ -21,7 +21,7 @@ class BlockPool:
     can always go leaf first: what the pool holds of a chain is a prefix of it at any time.
 
     ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` just before
-    its block is given to somebody else, while its bytes are still there. ``on_freed()`` is called after a
+    its block is given to somebody else, while its bytes are still there. ``on_release()`` is called after a
     release. Cold copies in ``surplus`` are evicted before anything else. Who writes to allocated blocks
     awaits ``ready`` first: whoever hears of evictions may still read what was there, and says so by
     ``when_read``.
@@ -34,13 +34,13 @@ class BlockPool:
         *,
         on_sealed: BlockCallback | None = None,
         on_evicted: BlockCallback | None = None,
-        on_freed: Callable[[], None] | None = None,
+        on_release: Callable[[], None] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.on_sealed = on_sealed
         self.on_evicted = on_evicted
-        self.on_freed = on_freed
+        self.on_release = on_release
         self.surplus: SurplusCopies[BlockKey] = SurplusCopies()
         self.when_read: Callable[[], Awaitable[None]] | None = None
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -155,8 +155,8 @@ class BlockPool:
                     self._idle[block] = None
             assert refs[block] >= 0, f"block {block} was released more often than it was held"
         self._touch(block_ids)
-        if self.on_freed is not None and block_ids:
-            self.on_freed()
+        if self.on_release is not None and block_ids:
+            self.on_release()
 
     def block_of(self, key: object) -> int | None:
         """The block that carries the key."""

@@ -29,7 +29,7 @@ _LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Holder:
+class _RankPart:
     """A rank: where its part of block i begins is ``i * block_nbytes`` of ``region``. The runs are (in the
     whole block, in the part, nbytes): ``reads`` of all holders take each byte once, ``writes`` reach every
     copy."""
@@ -42,14 +42,14 @@ class _Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BlockSpans:
     """Whole blocks in one region of ours."""
 
     region: int
     begins: list[int]
 
 
-class ApartBytes:
+class RemoteRankBytes:
     """See ``BlockBytes``. Outside the pool a block is whole, so that it serves any plan.
 
     The leader's agent reads parts, and writes them, straight between the ranks' pools and memory that is
@@ -107,7 +107,7 @@ class ApartBytes:
             self._wait(self._move("read", block_ids, place))
         else:
 
-            def take(some: slice, staged: _Place, copies: Sequence[Bytes]) -> None:
+            def take(some: slice, staged: _BlockSpans, copies: Sequence[Bytes]) -> None:
                 self._wait(self._move("read", block_ids[some], staged))
                 for copy, destination in zip(copies, destinations[some], strict=True):
                     np.copyto(destination, copy)
@@ -120,7 +120,7 @@ class ApartBytes:
     ) -> int | None:
         wrong: list[int] = []
 
-        def give(some: slice, place: _Place, given: Sequence[Bytes]) -> None:
+        def give(some: slice, place: _BlockSpans, given: Sequence[Bytes]) -> None:
             writing = self._begin(self._move("write", block_ids[some], place))
             try:
                 # Hashed while they are on their way: what is sent is what lies there.
@@ -136,7 +136,7 @@ class ApartBytes:
             give(slice(0, len(sources)), place, sources)
         else:
 
-            def stage(some: slice, staged: _Place, copies: Sequence[Bytes]) -> None:
+            def stage(some: slice, staged: _BlockSpans, copies: Sequence[Bytes]) -> None:
                 for copy, source in zip(copies, sources[some], strict=True):
                     np.copyto(copy, source)
                 give(some, staged, copies)
@@ -147,7 +147,7 @@ class ApartBytes:
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         found: list[int] = []
 
-        def look(some: slice, staged: _Place, copies: Sequence[Bytes]) -> None:
+        def look(some: slice, staged: _BlockSpans, copies: Sequence[Bytes]) -> None:
             self._wait(self._move("read", block_ids[some], staged))
             found.extend(checksum(copy.data) for copy in copies)
 
@@ -156,19 +156,19 @@ class ApartBytes:
 
     # ------------------------------------------------------------------ whole blocks in memory of ours
 
-    def _registered(self, arrays: Sequence[Bytes]) -> _Place | None:
+    def _registered(self, arrays: Sequence[Bytes]) -> _BlockSpans | None:
         """Where the arrays lie, if all of them are in one region of the agent's."""
         if not arrays:
-            return _Place(self._staging.id, [])
+            return _BlockSpans(self._staging.id, [])
         begins = [array.__array_interface__["data"][0] for array in arrays]
         last = max(begins) + self._layout.block_nbytes
         for region in self._agent.regions:
             inside = region.address <= min(begins) and last <= region.address + region.nbytes
             if inside and region.device is None:
-                return _Place(region.id, [begin - region.address for begin in begins])
+                return _BlockSpans(region.id, [begin - region.address for begin in begins])
         return None
 
-    def _staged(self, num_blocks: int, work: Callable[[slice, _Place, Sequence[Bytes]], None]) -> None:
+    def _staged(self, num_blocks: int, work: Callable[[slice, _BlockSpans, Sequence[Bytes]], None]) -> None:
         """Call ``work`` with so many blocks at a time as staging holds, and where they may be."""
         nbytes = self._layout.block_nbytes
         with self._staging_lock:
@@ -177,7 +177,7 @@ class ApartBytes:
             array = self._staging.array.reshape(self._num_staged, nbytes)
             for first in range(0, num_blocks, self._num_staged):
                 n = min(self._num_staged, num_blocks - first)
-                place = _Place(self._staging.id, [i * nbytes for i in range(n)])
+                place = _BlockSpans(self._staging.id, [i * nbytes for i in range(n)])
                 work(slice(first, first + n), place, list(array[:n]))
 
     # ------------------------------------------------------------------ from a thread to the loop
@@ -207,7 +207,7 @@ class ApartBytes:
     # ------------------------------------------------------------------ on the loop
 
     async def _move(
-        self, direction: Literal["read", "write"], block_ids: Sequence[int], place: _Place
+        self, direction: Literal["read", "write"], block_ids: Sequence[int], place: _BlockSpans
     ) -> None:
         """Between blocks and whole ones in our memory. However it ends, nothing moves any more then."""
         if (lost := self._lost()) is not None:
@@ -235,7 +235,11 @@ class ApartBytes:
                 raise self._lost() or error
 
     async def _move_part(
-        self, direction: Literal["read", "write"], holder: _Holder, block_ids: Sequence[int], place: _Place
+        self,
+        direction: Literal["read", "write"],
+        holder: _RankPart,
+        block_ids: Sequence[int],
+        place: _BlockSpans,
     ) -> None:
         """One rank's part."""
         loop = self._loop
@@ -254,14 +258,14 @@ class ApartBytes:
             await peer.write(ours, remote, deadline_s=left_s)
 
 
-def _holders(layout: KVLayout, ranks: Sequence[node_pb2.RankMemory]) -> list[_Holder]:
+def _holders(layout: KVLayout, ranks: Sequence[node_pb2.RankMemory]) -> list[_RankPart]:
     shards = [shard_of(rank) for rank in ranks]
     reads: list[list[Run]] = [[] for _ in ranks]
     for number, run in canonical_runs(layout, shards):
         reads[number].append(run)
     whole = BlockShard.whole(layout)
     return [
-        _Holder(
+        _RankPart(
             AgentDescriptor.unpack(rank.agent),
             rank.region,
             shard.block_nbytes(layout),

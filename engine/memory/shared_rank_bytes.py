@@ -15,7 +15,7 @@ from moonpool.transfer import move_runs
 U64 = npt.NDArray[np.uint64]
 
 
-class ShardedBytes:
+class SharedRankBytes:
     """See ``BlockBytes``. Outside the pool a block is whole, so that it serves any plan."""
 
     in_main_memory = False

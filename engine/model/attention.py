@@ -11,7 +11,7 @@ from torch import Tensor
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.rope import rope_tables
 from moonpool.engine.collectives.link import Link
-from moonpool.engine.model.inputs import Keys, OtherTokens, StepInputs
+from moonpool.engine.model.inputs import ChunkKeys, RemoteTokens, StepInputs
 from moonpool.engine.model.weight_loader import Layer
 from moonpool.engine.sharding.parallel_plan import Shard
 from moonpool.kernels import (
@@ -59,10 +59,10 @@ class Attention:
             q = self._write(qkv, inputs.positions, inputs.slots, pool, i, layer, num_heads, scales)
             return _attend(q, inputs, pool, i, **rules).view(len(qkv), -1)
         assert self._link is not None
-        take = self._link.swap(qkv[:, num_heads * head_dim :], inputs.share_sizes)
+        take = self._link.exchange_cp(qkv[:, num_heads * head_dim :], inputs.share_sizes)
         q = self._write(qkv, inputs.positions, inputs.slots, pool, i, layer, num_heads, scales)
 
-        def receive(other: OtherTokens) -> None:
+        def receive(other: RemoteTokens) -> None:
             self._write(take(other.share), other.positions, other.slots, pool, i, layer, 0, scales)
 
         if layer.window:
@@ -135,7 +135,7 @@ def _attend(q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, **rules: An
 
 
 def _attend_in_parts(
-    q: Tensor, inputs: StepInputs, receive: Callable[[OtherTokens], None], pool: Tensor, i: int, **rules: Any
+    q: Tensor, inputs: StepInputs, receive: Callable[[RemoteTokens], None], pool: Tensor, i: int, **rules: Any
 ) -> Tensor:
     """As ``_attend``, over what is there while the rest comes: over our own keys first, then over those of
     one share after the other, merged by the logarithms of their sums."""
@@ -148,7 +148,7 @@ def _attend_in_parts(
     lses = q.new_empty(outs.shape[:-1], dtype=torch.float32)
     free = iter(zip(outs, lses, strict=True))
 
-    def attend(keys: Keys | None) -> None:
+    def attend(keys: ChunkKeys | None) -> None:
         if keys is None:
             return
         assert inputs.chunk_starts is not None

@@ -9,29 +9,29 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Keys:
+class ChunkKeys:
     """Some of what each of the prompt chunks attends to."""
 
     table: Tensor  # int32 [num_chunks, max_blocks], padded with -1
     lens: Tensor  # int32 [num_chunks]: keys in them
     first: Tensor  # int32 [num_chunks]: where among them the chunk's first token stands; of lens, behind all
 
-    def to(self, device: torch.device) -> Keys:
-        return Keys(self.table.to(device), self.lens.to(device), self.first.to(device))
+    def to(self, device: torch.device) -> ChunkKeys:
+        return ChunkKeys(self.table.to(device), self.lens.to(device), self.first.to(device))
 
 
 @dataclass(slots=True)
-class OtherTokens:
+class RemoteTokens:
     """Tokens of the same step that another share computes, whose KV this rank keeps too."""
 
     share: int
     positions: Tensor  # int64 [n]
     slots: Tensor  # int64 [n]
-    keys: Keys | None  # of them, where our chunks attend to any
+    keys: ChunkKeys | None  # of them, where our chunks attend to any
 
-    def to(self, device: torch.device) -> OtherTokens:
+    def to(self, device: torch.device) -> RemoteTokens:
         keys = None if self.keys is None else self.keys.to(device)
-        return OtherTokens(self.share, self.positions.to(device), self.slots.to(device), keys)
+        return RemoteTokens(self.share, self.positions.to(device), self.slots.to(device), keys)
 
 
 @dataclass(slots=True)
@@ -51,8 +51,8 @@ class StepInputs:
     chunk_table: Tensor | None = None  # int32 [num_chunks, max_blocks]
     chunk_starts: Tensor | None = None  # int32 [num_chunks + 1], cumulative new tokens
     chunk_lens: Tensor | None = None  # int32 [num_chunks], cached and new tokens
-    own_keys: Keys | None = None
-    others: tuple[OtherTokens, ...] = ()
+    own_keys: ChunkKeys | None = None
+    others: tuple[RemoteTokens, ...] = ()
     share_sizes: tuple[int, ...] = ()  # tokens of each share, this one's too
 
     def to(self, device: torch.device) -> StepInputs:

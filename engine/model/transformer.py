@@ -11,7 +11,7 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.link import Link
 from moonpool.engine.experts.load import new_table
-from moonpool.engine.experts.parallel_mixture import SpreadMixture
+from moonpool.engine.experts.parallel_mixture import ExpertParallelMixture
 from moonpool.engine.model.attention import Attention
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.model.weight_loader import Loader
@@ -65,7 +65,7 @@ class Model:
         for i, layer in enumerate(self.layers):
             x, residual = self._norm(hidden, layer.input_norm, residual)
             part = layer.o(self.attention(layer.qkv(x), inputs, pool, i, layer))
-            if isinstance(layer.mlp, SpreadMixture) and layer.mlp.pays(len(part)):
+            if isinstance(layer.mlp, ExpertParallelMixture) and layer.mlp.worth_exchanging(len(part)):
                 hidden, residual = self._exchange(part, residual, layer.post_norm, layer.mlp), None
                 continue
             x, residual = self._norm(self._sum(part), layer.post_norm, residual)
@@ -83,7 +83,9 @@ class Model:
         normed, residual = rms_norm(hidden, weight, eps, residual=residual)
         return normed, residual
 
-    def _exchange(self, part: Tensor, residual: Tensor, norm: Tensor, mixture: SpreadMixture) -> Tensor:
+    def _exchange(
+        self, part: Tensor, residual: Tensor, norm: Tensor, mixture: ExpertParallelMixture
+    ) -> Tensor:
         """What follows a layer's attention where every rank has a run of the step's tokens for its own.
 
         part: [num_tokens, hidden], this rank's of the attention's sum. Returns that sum, what was before it
@@ -91,7 +93,7 @@ class Model:
         """
         assert self.link is not None
         runs = [run_of(len(part), self.shard.tp, place) for place in range(self.shard.tp)]
-        counts, own = [len(run) for run in runs], runs[self.shard.place]
+        counts, own = [len(run) for run in runs], runs[self.shard.tp_rank]
         attended = self.link.reduce_scatter(part, counts)
         x, residual = self._norm(attended, norm, residual[own.start : own.stop])
         return self.link.all_gather(mixture.exchange(x, counts) + residual, counts)

@@ -12,7 +12,7 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint, expected_tensors
 from moonpool.engine.collectives.link import Link
 from moonpool.engine.experts.mixture import Experts, MixtureOfExperts, Router, SharedExpert
-from moonpool.engine.experts.parallel_mixture import SpreadMixture
+from moonpool.engine.experts.parallel_mixture import ExpertParallelMixture
 from moonpool.engine.sharding.parallel_plan import Shard, run_of
 from moonpool.kernels import PackedExperts, PackedLinear, silu_mul
 
@@ -62,7 +62,7 @@ class Loader:
         checkpoint.check(expected_tensors(config, shard), expected_tensors(config))
         self._config = config
         self._shard = shard
-        self._leads = shard.place == 0  # what is added to a sum over ranks is added once
+        self._adds_bias = shard.tp_rank == 0  # what is added to a sum over ranks is added once
         self._expert_load = expert_load
         self._link = link
         self._checkpoint = checkpoint
@@ -76,7 +76,7 @@ class Loader:
         embedding = self._checkpoint.read("model.embed_tokens.weight")
         narrow = embedding.dtype.itemsize <= self._dtype.itemsize
         ours = embedding.to(self._device, embedding.dtype if narrow else self._dtype, copy=True)
-        self._checkpoint.let_go()
+        self._checkpoint.drop_pages()
         return ours
 
     def head(self) -> PackedLinear:
@@ -93,7 +93,7 @@ class Loader:
             qkv=self._linear([f"{attention}.{part}_proj" for part in "qkv"], bias=config.qkv_bias),
             q_norm=self.tensor(f"{attention}.q_norm.weight") if config.qk_norm else None,
             k_norm=self.tensor(f"{attention}.k_norm.weight") if config.qk_norm else None,
-            o=self._linear([f"{attention}.o_proj"], bias=config.o_bias and self._leads),
+            o=self._linear([f"{attention}.o_proj"], bias=config.o_bias and self._adds_bias),
             post_norm=self.tensor(f"model.layers.{i}.post_attention_layernorm.weight"),
             mlp=self._mixture(i) if sparse else self._mlp(f"model.layers.{i}.mlp", bias=config.mlp_bias),
             window=config.windows[i],
@@ -104,10 +104,10 @@ class Loader:
     def _mlp(self, name: str, *, bias: bool) -> Mlp:
         return Mlp(
             gate_up=self._linear([f"{name}.gate_proj", f"{name}.up_proj"], bias=bias),
-            down=self._linear([f"{name}.down_proj"], bias=bias and self._leads),
+            down=self._linear([f"{name}.down_proj"], bias=bias and self._adds_bias),
         )
 
-    def _mixture(self, i: int) -> MixtureOfExperts | SpreadMixture:
+    def _mixture(self, i: int) -> MixtureOfExperts | ExpertParallelMixture:
         """Layer i's, with the shard's experts."""
         moe = self._config.moe
         assert moe is not None
@@ -124,7 +124,7 @@ class Loader:
             shared = self._shared_expert(name) if moe.shared_inter else None
             return MixtureOfExperts(router=router, experts=experts, shared=shared, load=load)
         parts = self._shared_parts(name) if moe.shared_inter else []
-        return SpreadMixture(router, experts, parts, load, i, self._shard, self._link)
+        return ExpertParallelMixture(router, experts, parts, load, i, self._shard, self._link)
 
     def _shared_expert(self, name: str) -> SharedExpert:
         return SharedExpert(mlp=self._mlp(f"{name}.shared_expert", bias=False), gate=self._shared_gate(name))
@@ -180,7 +180,7 @@ class Loader:
         # One after the other into its place: beside what is kept there is one matrix, and once.
         for part, place in zip(parts, torch.split(whole, rows), strict=True):
             place.copy_(part)
-            self._checkpoint.let_go()
+            self._checkpoint.drop_pages()
         return whole
 
     def _linear(self, names: list[str], *, bias: bool) -> PackedLinear:

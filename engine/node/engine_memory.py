@@ -6,10 +6,10 @@ from moonpool.engine.device.selection import choose_device
 from moonpool.engine.engine import Engine
 from moonpool.engine.memory.block_bytes import BlockBytes, DeviceBytes, HostBytes
 from moonpool.engine.memory.block_memory import BlockMemory
-from moonpool.engine.memory.remote_rank_bytes import ApartBytes
-from moonpool.engine.memory.shared_rank_bytes import ShardedBytes
+from moonpool.engine.memory.remote_rank_bytes import RemoteRankBytes
+from moonpool.engine.memory.shared_rank_bytes import SharedRankBytes
 from moonpool.engine.ranks.group import RankGroup
-from moonpool.engine.ranks.hosts.listener import RankHosts
+from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.kvstore.blocks.shards import BlockShard
 from moonpool.kvstore.remote.rank_reader import AgentReader, RankReader
 from moonpool.kvstore.remote.sharded_reader import RankTarget, ShardedReader, rank_memory
@@ -20,7 +20,7 @@ from moonpool.runtime.service.load_progress import Progress
 from moonpool.transfer import Region, TransferAgent
 
 
-class NodeMemory:
+class EngineMemory:
     """``blocks``: the pool; ``ranks``: who holds which part of them, empty where they are whole."""
 
     def __init__(
@@ -37,15 +37,15 @@ class NodeMemory:
 
     @classmethod
     async def open(
-        cls, config: Config, agent: TransferAgent, progress: Progress, *, apart: bool = False
-    ) -> NodeMemory:
+        cls, config: Config, agent: TransferAgent, progress: Progress, *, separate_pools: bool = False
+    ) -> EngineMemory:
         """Start the engine. Raises what ``Engine.start`` raises; nothing is left of it then.
 
-        ``apart``: ranks share no memory with us though they could.
+        ``separate_pools``: ranks share no memory with us though they could.
         """
         device = choose_device(config.model.device)
         model, options = config.model.directory, config.engine
-        hosts = RankHosts.of(options.parallel, agent.agent_id, config.transfer)
+        hosts = HostListener.from_options(options.parallel, agent.agent_id, config.transfer)
         region: Region | None = None
         if device.memory() is None:
             # Of the memory for all ranks, rank 0's is ours to allocate.
@@ -59,7 +59,7 @@ class NodeMemory:
             device=device,
             pool_memory=None if region is None else region.array,
             hosts=hosts,
-            ranks_apart=apart,
+            separate_pools=separate_pools,
         )
         await _start(engine, progress)
         if region is None:
@@ -81,7 +81,7 @@ class NodeMemory:
     @classmethod
     async def _of_ranks(
         cls, engine: Engine, group: RankGroup, config: Config, agent: TransferAgent, region: Region
-    ) -> NodeMemory:
+    ) -> EngineMemory:
         agents = await group.start_agents(config.transfer, agent.agent_id, agent.epoch)
         shards = [BlockShard(shard.layers, shard.kv_heads) for shard in engine.shards]
         readers: list[RankReader] = [AgentReader(agent, region), *group.ranks]
@@ -91,10 +91,10 @@ class NodeMemory:
         bytes_: BlockBytes
         if group.pools:
             pools = [_pool(memory, engine, rank) for rank, memory in enumerate([region.array, *group.pools])]
-            bytes_ = ShardedBytes(engine.layout, shards, pools)
+            bytes_ = SharedRankBytes(engine.layout, shards, pools)
         else:
             deadline_s = max(config.transfer.deadline_s, 2 * config.engine.parallel.timeout_s)
-            bytes_ = ApartBytes(engine.layout, agent, ranks, lambda: group.lost, deadline_s=deadline_s)
+            bytes_ = RemoteRankBytes(engine.layout, agent, ranks, lambda: group.lost, deadline_s=deadline_s)
         blocks = BlockMemory(engine.pool, region, engine.layout, bytes_)
         return cls(engine, blocks, ShardedReader(engine.layout, targets, blocks.hash), ranks)
 

@@ -29,5 +29,5 @@ class ExpertService(node_pb2_grpc.ExpertsServicer):
             num_experts=load.shape[1],
             rows=load.flatten().tolist(),
             num_ranks=engine.plan.ep,
-            skew=engine.expert_plan.skew(load),
+            skew=engine.expert_placement.skew(load),
         )

@@ -62,7 +62,7 @@ class PromptTokens:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's own counts at each scrape, so that a step pays nothing for them."""
+    """Reads the engine's own counts at each scrape, so that a step costs nothing extra."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -99,7 +99,7 @@ def _spread_metrics(engine: Engine) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "moonpool_expert_rank_skew_ratio",
         "Rows of a layer's busiest rank over the mean of its ranks, since the start: the mean of all layers",
-        value=engine.expert_plan.skew(engine.expert_load()),
+        value=engine.expert_placement.skew(engine.expert_load()),
     )
     clock = engine.exchange_clock()
     assert clock is not None

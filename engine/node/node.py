@@ -14,11 +14,11 @@ from prometheus_client import REGISTRY
 
 from moonpool.engine.device.cuda import gpu_uuids
 from moonpool.engine.errors import NodeDraining, RankLost
-from moonpool.engine.node.engine_memory import NodeMemory
+from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.engine.node.expert_service import ExpertService
 from moonpool.engine.node.metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
 from moonpool.engine.node.service import NodeService
-from moonpool.engine.prefix_cache.peer_exchange import KvExchange
+from moonpool.engine.prefix_cache.peer_exchange import PeerExchange
 from moonpool.engine.prefix_cache.store import NodeStore
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
@@ -96,7 +96,7 @@ class EngineNode:
         """End what still runs. Called once, before the engine closes."""
         raise NotImplementedError
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """All that was of the life that ended is forgotten."""
         self.epoch = time.time_ns()
         self.num_starts += 1
@@ -146,7 +146,7 @@ class EngineNode:
             if gives_up or context.draining.is_set() or self.draining.is_set():
                 raise lost
             log.error("%s: node %s begins a new life", lost, self.node_id)
-            self.begin_again()
+            self.restart()
 
     async def _live(self, context: ServiceContext) -> RankLost | None:
         """One life of the node; the loss it ended with, or None when it has drained."""
@@ -184,10 +184,10 @@ class EngineNode:
                 await self._close()
         return None
 
-    async def _open_memory(self, context: ServiceContext, agent: TransferAgent) -> NodeMemory | None:
+    async def _open_memory(self, context: ServiceContext, agent: TransferAgent) -> EngineMemory | None:
         """None: it was told to drain meanwhile, and has let go of everything."""
         with closing(LoadProgress(self.node_id, context.loaded)) as progress:
-            opening = asyncio.create_task(NodeMemory.open(self.config, agent, progress), name="open")
+            opening = asyncio.create_task(EngineMemory.open(self.config, agent, progress), name="open")
             asked = asyncio.create_task(context.draining.wait())
             try:
                 await asyncio.wait((opening, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -197,12 +197,12 @@ class EngineNode:
                 opening.cancel()
                 await asyncio.wait((opening,))
 
-    async def _start(self, agent: TransferAgent, memory: NodeMemory) -> None:
+    async def _start(self, agent: TransferAgent, memory: EngineMemory) -> None:
         config, self.agent = self.config, agent
         self.engine = engine = memory.engine
         self.memory = memory.blocks
         self.quotas = TenantQuotas(engine.layout.block_nbytes)
-        self.exchange = KvExchange(
+        self.exchange = PeerExchange(
             self.memory,
             agent,
             deadline_s=config.transfer.deadline_s,
@@ -374,7 +374,7 @@ class EngineNode:
     @property
     def ranks(self) -> str:
         """How many of what kind, and where: "tp 1 × pp 2 on 10.0.0.1, gpu-2 (10.0.0.2)"."""
-        far = self.engine.far_hosts
+        far = self.engine.remote_hosts
         return str(self.engine.plan) + (f" on {', '.join([self.config.node.host, *far])}" if far else "")
 
     def profile(self) -> dict[str, float]:

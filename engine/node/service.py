@@ -71,12 +71,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._node.store.tiers.release(request.lease_id)
         return node_pb2.ReleaseReply()
 
-    async def Held(
-        self, request: node_pb2.HeldRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[node_pb2.HeldBlocks]:
+    async def ListBlocks(
+        self, request: node_pb2.ListBlocksRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.BlockListing]:
         node = self._node
         for changes in batches(list(node.store.tiers.blocks()), BATCH_BLOCKS):
-            yield node_pb2.HeldBlocks(epoch=node.epoch, changes=changes)
+            yield node_pb2.BlockListing(epoch=node.epoch, changes=changes)
 
     async def Replicate(
         self, request: node_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -96,9 +96,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
             seconds=fetched.seconds,
         )
 
-    async def LetGo(
-        self, request: node_pb2.LetGoRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.LetGoReply:
+    async def Evict(
+        self, request: node_pb2.EvictRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.EvictReply:
         node = self._node
         chain = block_keys.unpack(request.keys)
         num_blocks = 0
@@ -106,7 +106,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             if not node.engine.pool.evict(chain[-1 - num_blocks]):
                 break
             num_blocks += 1
-        return node_pb2.LetGoReply(num_blocks=num_blocks)
+        return node_pb2.EvictReply(num_blocks=num_blocks)
 
     async def Cancel(
         self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -10,7 +10,7 @@ from moonpool.kvstore.store import TieredStore
 from moonpool.runtime.cost_profile import CostProfile
 
 
-class TierSavings:
+class EvictionSavings:
     """``host`` and ``ssd`` are what their eviction policies ask. ``store`` is set as soon as there is one: it
     measures its loads."""
 

@@ -50,7 +50,7 @@ class Fetched:
     seconds: float = 0.0
 
 
-class KvExchange:
+class PeerExchange:
     """Reads blocks from peers into the pool. One for each node, on its event loop."""
 
     def __init__(

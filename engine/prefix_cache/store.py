@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from moonpool.engine.engine import Engine
 from moonpool.engine.memory.block_memory import BlockMemory
-from moonpool.engine.prefix_cache.eviction_savings import TierSavings
+from moonpool.engine.prefix_cache.eviction_savings import EvictionSavings
 from moonpool.engine.prefix_cache.pool_tier import PoolTier
-from moonpool.engine.prefix_cache.tier_loader import PrefixLoader
+from moonpool.engine.prefix_cache.tier_loader import TierLoader
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.store import Lease, TieredStore
@@ -44,7 +44,7 @@ class NodeStore:
         self, engine: Engine, memory: BlockMemory, region: Region, tiers: TieredStore, on_change: OnChange
     ) -> None:
         self.tiers = tiers
-        self.loader = PrefixLoader(memory, tiers, engine.profile)
+        self.loader = TierLoader(memory, tiers, engine.profile)
         self._engine = engine
         self._memory = memory
         self._region = region
@@ -77,7 +77,7 @@ class NodeStore:
                 key,
             )
         region = agent.allocate(options.host.capacity_nbytes, "host")
-        savings = TierSavings(engine.layout, engine.profile)
+        savings = EvictionSavings(engine.layout, engine.profile)
         ssd: SsdTier | None = None
         if options.ssd.path:
             # Here, as below: who has no disk tier and no index needs neither of their packages.

@@ -34,7 +34,7 @@ class Loaded:
     seconds: float = 0.0
 
 
-class PrefixLoader:
+class TierLoader:
     """Loads where that is predicted to take less time than computing; on the node's event loop."""
 
     def __init__(

@@ -11,7 +11,7 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import fingerprint
 from moonpool.engine.errors import RankRefused
 from moonpool.engine.execution.runner import LOGIT_ROWS
-from moonpool.engine.sharding.expert_placement import ExpertPlan
+from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 from moonpool.runtime.config.options import (
     EngineOptions,
@@ -45,7 +45,7 @@ class Assignment:
     num_blocks: int
     max_len: int
     first_device: int = 0  # of the GPUs that the node has on each machine
-    experts: dict[str, object] | None = None  # an ExpertPlan's ``asdict``
+    experts: dict[str, object] | None = None  # an ExpertPlacement's ``asdict``
     board: str = ""
     exchange: str = ""
     pool: str = ""
@@ -55,7 +55,7 @@ class Assignment:
 
     @property
     def plan(self) -> ParallelPlan:
-        experts = ExpertPlan.unpack(self.experts) if self.experts else None
+        experts = ExpertPlacement.unpack(self.experts) if self.experts else None
         return ParallelPlan(
             self.tp,
             self.pp,

@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.collectives.board import Board, SharedMemory
+from moonpool.engine.collectives.board import SharedBoard, SharedMemory
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.device import Device
 from moonpool.engine.device.selection import page_dtype
@@ -24,8 +24,8 @@ from moonpool.engine.experts.load import ExpertLoad
 from moonpool.engine.ranks.assignment import Assignment, check_identity
 from moonpool.engine.ranks.heartbeat import Heartbeat
 from moonpool.engine.ranks.hosts.channel import PipeChannel
-from moonpool.engine.ranks.hosts.listener import RankHosts
-from moonpool.engine.ranks.hosts.remote_host import FarHost
+from moonpool.engine.ranks.hosts.listener import HostListener
+from moonpool.engine.ranks.hosts.remote_host import RemoteHost
 from moonpool.engine.ranks.leader import ParallelRunner
 from moonpool.engine.ranks.link_factory import exchange_shape, open_link, open_store
 from moonpool.engine.ranks.process_handle import RankProcess
@@ -49,24 +49,29 @@ class RankGroup:
     """
 
     def __init__(
-        self, world_size: int, timeout_s: float, hosts: RankHosts | None = None, *, apart: bool = False
+        self,
+        world_size: int,
+        timeout_s: float,
+        hosts: HostListener | None = None,
+        *,
+        separate_pools: bool = False,
     ) -> None:
-        """``hosts``: where some ranks are on other machines, the door by which these come. It is the group's
-        to open and to shut. ``apart``: share no pools with any rank, as it is anyway with several machines,
-        and on GPUs."""
+        """``hosts``: the listener for other machines, where ranks run there; the group opens and closes it.
+        ``separate_pools``: share no pool memory with any rank; always so with several machines and on GPUs.
+        """
         self.world_size = world_size
-        self.far_hosts: list[FarHost] = []
+        self.remote_hosts: list[RemoteHost] = []
         self._door = hosts
         self.ranks = [RankProcess(rank) for rank in range(1, world_size)]
         self.on_lost: Callable[[RankLost], None] | None = None
         self.lost: RankLost | None = None
         self._pools: list[SharedMemory] = []  # of ranks 1 and up, while a model is open on CPUs
         self._timeout_s = timeout_s
-        self._board: Board | None = None
+        self._board: SharedBoard | None = None
         self._runner: ParallelRunner | None = None
         self._store: TCPStore | None = None
         self._memories: list[SharedMemory] = []
-        self._apart = apart
+        self._separate_pools = separate_pools
         self._expert_load: ExpertLoad | None = None
         self._forgotten: torch.Tensor | None = None  # of it, what ranks apart still count
         self._watcher: asyncio.Task[None] | None = None
@@ -85,14 +90,14 @@ class RankGroup:
         """
         if self._door is not None:
             self._door.open()
-            self.far_hosts = await self._door.gather()
-        per_host = self.world_size // (1 + len(self.far_hosts))
+            self.remote_hosts = await self._door.gather()
+        per_host = self.world_size // (1 + len(self.remote_hosts))
         for rank in self.ranks:
             rank.on_end = self.lose
             if rank.rank < per_host:
                 rank.start(await PipeChannel.start(rank.rank, threads))
             else:
-                rank.start(self.far_hosts[rank.rank // per_host - 1].start_rank(rank.rank, threads))
+                rank.start(self.remote_hosts[rank.rank // per_host - 1].start_rank(rank.rank, threads))
 
     async def open(
         self,
@@ -165,7 +170,7 @@ class RankGroup:
                 found = await asyncio.gather(*loads)
         except TimeoutError:
             # Those that had not come were cancelled with the wait; where there is none, we are late.
-            late = [rank.rank for rank, load in zip(self.ranks, loads, strict=True) if not _came(load)]
+            late = [rank.rank for rank, load in zip(self.ranks, loads, strict=True) if not _succeeded(load)]
             where = self.ranks[late[0] - 1].where if late else ""
             reason = f"it was not ready within {limit_s:g} s{where}"
             raise RankLost(late[0] if late else 0, reason) from None
@@ -203,7 +208,7 @@ class RankGroup:
         self._expert_load.tables[1:] = tables if self._forgotten is None else tables - self._forgotten
 
     async def forget_expert_load(self) -> None:
-        """Count anew. No step is running. Raises RankLost."""
+        """Reset the counts. No step is running. Raises RankLost."""
         self._forgotten = None
         await self.refresh_expert_load()
         if self._expert_load is not None:
@@ -235,30 +240,30 @@ class RankGroup:
         payload = payload_nbytes(
             max_tokens=options.max_batch_tokens, max_rows=leader.max_rows, max_blocks=max_blocks
         )
-        self._board = Board.create(plan.world_size, payload, self._timeout_s)
+        self._board = SharedBoard.create(plan.world_size, payload, self._timeout_s)
         shape = exchange_shape(leader, config)
         exchange = SharedMemory.create("exchange", plan.world_size * shape.rank_nbytes)
-        if self.far_hosts:
-            leader = replace(leader, address=self.far_hosts[0].connection.address)
-            self._open_far(self._board, payload, exchange.array.nbytes)
+        if self.remote_hosts:
+            leader = replace(leader, address=self.remote_hosts[0].connection.address)
+            self._open_remote(self._board, payload, exchange.array.nbytes)
         store = ""
         if leader.link != "shm":
             self._store = open_store(leader.address)
             store = f"{self._store.host}:{self._store.port}"
         leader = replace(leader, board=self._board.path, exchange=exchange.path, store=store)
         self._memories, self._pools = [exchange], []
-        apart = self._apart or leader.device != "cpu" or options.parallel.hosts > 1
+        separate = self._separate_pools or leader.device != "cpu" or options.parallel.hosts > 1
         self._expert_load = self._forgotten = None
         if config.moe is not None:
             load = SharedMemory.create("expert-load", ExpertLoad.nbytes(config, plan.world_size))
             self._memories.append(load)
             self._expert_load = ExpertLoad(config, load.array, plan.world_size)
-            if not apart:
+            if not separate:
                 leader = replace(leader, expert_load=load.path)
         assignments = [leader]
         for rank in range(1, plan.world_size):
             assigned = self.assign(leader, rank)
-            if not apart:
+            if not separate:
                 pages = page_dtype(options, leader.dtype)
                 layout = plan.shard(config, rank).layout(config, options.block_size, pages)
                 pool = SharedMemory.create(f"pool-{rank}", leader.num_blocks * layout.block_nbytes)
@@ -267,20 +272,20 @@ class RankGroup:
             assignments.append(assigned)
         return assignments
 
-    def _open_far(self, board: Board, payload_nbytes: int, exchange_nbytes: int) -> None:
+    def _open_remote(self, board: SharedBoard, payload_nbytes: int, exchange_nbytes: int) -> None:
         """Give the other machines memory of the same shape, and have their boards and ours say the same."""
-        hosts = self.far_hosts
+        hosts = self.remote_hosts
         for host in hosts:
             host.open(board, payload_nbytes=payload_nbytes, exchange_nbytes=exchange_nbytes)
-        board.far = range(self.world_size // (1 + len(hosts)), self.world_size)
+        board.remote_ranks = range(self.world_size // (1 + len(hosts)), self.world_size)
 
         def tell(step: int, batch: npt.NDArray[np.uint8]) -> None:
             for host in hosts:
-                host.tell(step, batch)
+                host.publish(step, batch)
 
         board.on_publish = tell
 
-    async def _watch(self, board: Board) -> None:
+    async def _watch(self, board: SharedBoard) -> None:
         """Look whether the others' hearts beat."""
         while True:
             for rank in self.ranks:
@@ -342,5 +347,5 @@ class RankGroup:
         self._board, self._runner, self._store = None, None, None
 
 
-def _came(load: asyncio.Future[dict[str, str]]) -> bool:
+def _succeeded(load: asyncio.Future[dict[str, str]]) -> bool:
     return load.done() and not load.cancelled()

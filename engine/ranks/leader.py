@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moonpool.engine.batching.step_plan import Plan, StepOutput
+from moonpool.engine.batching.step_plan import StepOutput, StepPlan
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.collectives.board import Board, Count
+from moonpool.engine.collectives.board import BoardWord, SharedBoard
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.collectives.link import Link
 from moonpool.engine.device.device import Device
@@ -23,7 +23,7 @@ from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.experts.load import ExpertLoad
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.ranks.assignment import Assignment
-from moonpool.engine.ranks.stage import Stage
+from moonpool.engine.ranks.stage import RankStep
 from moonpool.engine.ranks.step_message import chain_digest, pack
 from moonpool.runtime.service.load_progress import Progress
 
@@ -46,14 +46,14 @@ class StepTimes:
 class ParallelRunner(ModelRunner):
     """See ``ModelRunner``. Any error ends the group: what ranks computed since cannot be known."""
 
-    alone = False
+    is_single_rank = False
 
     def __init__(
         self,
         config: ModelConfig,
         assignment: Assignment,
         device: Device,
-        board: Board,
+        board: SharedBoard,
         link: Link,
         clock: ExchangeClock,
         expert_load: ExpertLoad | None,
@@ -79,13 +79,13 @@ class ParallelRunner(ModelRunner):
         self._shards = assignment.plan.shards(config)
         self._board = board
         self._link = link
-        self._stage = Stage(self.model, self.pool, link, board, clock, assignment.options.parallel)
+        self._stage = RankStep(self.model, self.pool, link, board, clock, assignment.options.parallel)
         self._rounds: list[list[int]] = []
         self._hidden: Tensor | None = None
         self._publish_s = 0.0
         self.on_times: Callable[[StepTimes], None] | None = None
 
-    def execute(self, plan: Plan) -> StepOutput:
+    def execute(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's tokens on all ranks.
 
         Raises RankLost, also for whatever went wrong here, or RankDiverged: the group is of no use then.
@@ -98,7 +98,7 @@ class ParallelRunner(ModelRunner):
             self._stage.end()
             for rank in range(1, self._board.world_size):
                 self._board.wait_done(rank, self._stage.step)
-                if (digest := self._board.count(rank, Count.DIGEST)) != self._stage.digest:
+                if (digest := self._board.count(rank, BoardWord.DIGEST)) != self._stage.digest:
                     raise RankDiverged(rank, self._stage.step, digest, self._stage.digest)
         except RankLost as error:
             self._board.abort(error.rank)
@@ -117,7 +117,7 @@ class ParallelRunner(ModelRunner):
         if self.model.expert_load.is_cuda:
             self._expert_load.tables[0] = self.model.expert_load.cpu()
         # Neighbours that split matrices are given the same rows.
-        counting = [shard.rank for shard in self._shards if shard.place == 0]
+        counting = [shard.rank for shard in self._shards if shard.tp_rank == 0]
         return self._expert_load.tables[counting].sum(0).numpy()
 
     def forget_expert_load(self) -> None:
@@ -133,7 +133,7 @@ class ParallelRunner(ModelRunner):
         """Let go of the link. No step is running, nor will."""
         self._link.close()
 
-    def _forward(self, plan: Plan, inputs: StepInputs) -> Tensor:
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         began_s = time.perf_counter()
         self._rounds = logit_rows(plan)
         nbytes = pack(inputs, self._rounds, self.options.block_size, self._board.payload)
@@ -155,7 +155,7 @@ class ParallelRunner(ModelRunner):
     def _times(self, began_s: float, sampled_s: float, num_before: int, nbytes_before: int) -> StepTimes:
         ended_s = time.perf_counter()
 
-        def seconds(word: Count) -> list[float]:
+        def seconds(word: BoardWord) -> list[float]:
             return [self._board.count(rank, word) / 1e9 for rank in range(self._board.world_size)]
 
         return StepTimes(
@@ -164,8 +164,8 @@ class ParallelRunner(ModelRunner):
             ended_s - sampled_s,
             self.clock.num_collectives - num_before,
             self.clock.collective_nbytes - nbytes_before,
-            seconds(Count.COMPUTE_NS),
-            seconds(Count.COLLECTIVE_NS),
-            seconds(Count.BUBBLE_NS),
-            seconds(Count.ALL_TO_ALL_NS),
+            seconds(BoardWord.COMPUTE_NS),
+            seconds(BoardWord.COLLECTIVE_NS),
+            seconds(BoardWord.BUBBLE_NS),
+            seconds(BoardWord.ALL_TO_ALL_NS),
         )

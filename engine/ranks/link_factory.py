@@ -11,11 +11,11 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.collectives.board import Board, SharedMemory
+from moonpool.engine.collectives.board import SharedBoard, SharedMemory
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
-from moonpool.engine.collectives.hybrid import JoinedLink
+from moonpool.engine.collectives.hybrid import HybridLink
 from moonpool.engine.collectives.link import Link
-from moonpool.engine.collectives.process_group import TorchRanks, losing
+from moonpool.engine.collectives.process_group import ProcessGroup, raising_rank_lost
 from moonpool.engine.collectives.shm import ExchangeShape, ShmLink
 from moonpool.engine.collectives.torch_distributed import TorchLink
 from moonpool.engine.device.selection import TORCH_DTYPES
@@ -76,7 +76,7 @@ def exchange_shape(assignment: Assignment, config: ModelConfig) -> ExchangeShape
     )
 
 
-def open_link(assignment: Assignment, config: ModelConfig, board: Board, clock: ExchangeClock) -> Link:
+def open_link(assignment: Assignment, config: ModelConfig, board: SharedBoard, clock: ExchangeClock) -> Link:
     """This rank's side of the group's link; with torch.distributed it waits for the other ranks.
 
     Raises RankLost when they do not come.
@@ -88,26 +88,33 @@ def open_link(assignment: Assignment, config: ModelConfig, board: Board, clock: 
             far = _torch_link(assignment, config, board, clock, within_stages=False)
             near = _shm_link(assignment, config, board, clock)
             stages = assignment.pp // assignment.options.parallel.hosts
-            return JoinedLink(near, far, assignment.shard(config), stages)
+            return HybridLink(near, far, assignment.shard(config), stages)
         case _:
             return _torch_link(assignment, config, board, clock, within_stages=True)
 
 
-def _shm_link(assignment: Assignment, config: ModelConfig, board: Board, clock: ExchangeClock) -> ShmLink:
+def _shm_link(
+    assignment: Assignment, config: ModelConfig, board: SharedBoard, clock: ExchangeClock
+) -> ShmLink:
     memory = SharedMemory.open(assignment.exchange)
     shape, shard = exchange_shape(assignment, config), assignment.shard(config)
     return ShmLink(board, memory, shape, config, assignment.plan, shard, clock)
 
 
 def _torch_link(
-    assignment: Assignment, config: ModelConfig, board: Board, clock: ExchangeClock, *, within_stages: bool
+    assignment: Assignment,
+    config: ModelConfig,
+    board: SharedBoard,
+    clock: ExchangeClock,
+    *,
+    within_stages: bool,
 ) -> TorchLink:
     host, _, port = assignment.store.rpartition(":")
     start_timeout_s = assignment.options.parallel.start_timeout_s
     device, dtype = assignment.torch_device(), TORCH_DTYPES[assignment.dtype]
-    with losing(0, f"; the ranks' meeting place is {assignment.store}"):
+    with raising_rank_lost(0, f"; the ranks' meeting place is {assignment.store}"):
         store = TCPStore(host, int(port), timeout=timedelta(seconds=start_timeout_s))
-    ranks = TorchRanks(
+    ranks = ProcessGroup(
         "nccl" if assignment.link == "nccl" else "gloo",
         store,
         board,

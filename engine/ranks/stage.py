@@ -7,18 +7,18 @@ import time
 import torch
 from torch import Tensor
 
-from moonpool.engine.collectives.board import Board, Count
+from moonpool.engine.collectives.board import BoardWord, SharedBoard
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.collectives.link import Link
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.model.transformer import Model
-from moonpool.engine.ranks.partition.context_step import SharedTokens
+from moonpool.engine.ranks.partition.context_step import ContextStep
 from moonpool.engine.ranks.partition.micro_batches import cut
 from moonpool.engine.ranks.step_message import chain_digest, unpack
 from moonpool.runtime.config.options import ParallelOptions
 
 
-class Stage:
+class RankStep:
     """A rank's model, pool and link. Every rank makes the same calls for every step."""
 
     def __init__(
@@ -26,7 +26,7 @@ class Stage:
         model: Model,
         pool: Tensor,
         link: Link,
-        board: Board,
+        board: SharedBoard,
         clock: ExchangeClock,
         options: ParallelOptions,
     ) -> None:
@@ -35,11 +35,11 @@ class Stage:
         self._link = link
         self._board = board
         self._clock = clock
-        self._piece_tokens = options.piece_tokens
-        self._share_tokens = options.share_tokens
+        self._micro_batch_tokens = options.micro_batch_tokens
+        self._cp_min_tokens = options.cp_min_tokens
         self._step = self._digest = 0
         self._begun_ns = self._collective_ns = self._bubble_ns = self._all_to_all_ns = 0
-        self._tokens: SharedTokens | None = None
+        self._tokens: ContextStep | None = None
 
     def begin(self, batch_digested: int) -> None:
         """A step begins whose batch makes the digest ``batch_digested``."""
@@ -60,15 +60,15 @@ class Stage:
     def forward(self, inputs: StepInputs) -> Tensor | None:
         """The batch through this rank's layers. The last stage's ranks get [their share's tokens, hidden]."""
         shard = self.model.shard
-        self._tokens = tokens = SharedTokens(
-            inputs, shard.share, shard.cp, block_size=self._pool.shape[4], min_tokens=self._share_tokens
+        self._tokens = tokens = ContextStep(
+            inputs, shard.cp_rank, shard.cp, block_size=self._pool.shape[4], min_tokens=self._cp_min_tokens
         )
         results = []
-        for piece in cut(inputs, shard.pp, self._piece_tokens):
+        for piece in cut(inputs, shard.pp, self._micro_batch_tokens):
             part = tokens.take(piece)
             hidden = None if shard.is_first else self._link.receive(len(part.token_ids))
             # Tokens that every share computes are the first one's to count.
-            counted = self.model.expert_load.clone() if shard.share and not part.others else None
+            counted = self.model.expert_load.clone() if shard.cp_rank and not part.others else None
             hidden = self.model.forward(part, self._pool, hidden)
             if counted is not None:
                 self.model.expert_load.copy_(counted)
@@ -88,7 +88,7 @@ class Stage:
         assert hidden is not None
         assert self._tokens is not None
         wanted = self._tokens.collect(hidden, rows, self._link)
-        if shard.share:
+        if shard.cp_rank:
             return None
         return self._link.gather(self.model.logits(wanted), len(rows))
 
@@ -98,15 +98,15 @@ class Stage:
         collective_ns = self._clock.collective_ns - self._collective_ns
         bubble_ns = self._clock.bubble_ns - self._bubble_ns
         post = self._board.post
-        post(Count.DIGEST, self._digest)
-        post(Count.COMPUTE_NS, took_ns - collective_ns - bubble_ns)
-        post(Count.COLLECTIVE_NS, collective_ns)
-        post(Count.BUBBLE_NS, bubble_ns)
-        post(Count.ALL_TO_ALL_NS, self._clock.all_to_all_ns - self._all_to_all_ns)
-        self._board.finish(self._step)
+        post(BoardWord.DIGEST, self._digest)
+        post(BoardWord.COMPUTE_NS, took_ns - collective_ns - bubble_ns)
+        post(BoardWord.COLLECTIVE_NS, collective_ns)
+        post(BoardWord.BUBBLE_NS, bubble_ns)
+        post(BoardWord.ALL_TO_ALL_NS, self._clock.all_to_all_ns - self._all_to_all_ns)
+        self._board.post_done(self._step)
 
 
-def run_steps(stage: Stage, board: Board, device: torch.device) -> None:
+def run_steps(stage: RankStep, board: SharedBoard, device: torch.device) -> None:
     """The life of a rank that does not lead: step after step, until the leader publishes an empty one.
 
     Raises RankLost when the group is aborted.

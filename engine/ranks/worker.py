@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import Checkpoint
-from moonpool.engine.collectives.board import Board, SharedMemory
+from moonpool.engine.collectives.board import SharedBoard, SharedMemory
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.selection import TORCH_DTYPES, page_dtype
 from moonpool.engine.errors import RankLost
@@ -33,8 +33,8 @@ from moonpool.engine.model.transformer import Model
 from moonpool.engine.ranks.assignment import Assignment, unpack_transfer_options
 from moonpool.engine.ranks.heartbeat import Heartbeat
 from moonpool.engine.ranks.link_factory import open_link
-from moonpool.engine.ranks.stage import Stage, run_steps
-from moonpool.engine.sharding.tensor_slices import Slices
+from moonpool.engine.ranks.stage import RankStep, run_steps
+from moonpool.engine.sharding.tensor_slices import TensorSlices
 from moonpool.kvstore.remote.rank_reader import AgentReader, RankRead
 from moonpool.runtime.config.options import LogOptions
 from moonpool.runtime.errors import MoonpoolError
@@ -57,7 +57,7 @@ def report(kind: str, **facts: object) -> None:
         sys.stdout.flush()
 
 
-class Control:
+class LeaderCommands:
     """The thread that listens to the leader, and reads blocks for it. Ends the process when the leader is
     gone.
 
@@ -124,14 +124,14 @@ class Control:
             del self._reads[number]
 
 
-def serve(assignment: Assignment, control: Control) -> None:
+def serve(assignment: Assignment, control: LeaderCommands) -> None:
     """Load what is assigned, report it, and run steps until the leader ends them.
 
     Raises RankLost when the group is aborted, MoonpoolError when loading fails.
     """
     options, parallel = assignment.options, assignment.options.parallel
     torch.set_num_threads(options.threads)
-    board = Board(
+    board = SharedBoard(
         SharedMemory.open(assignment.board), assignment.rank, assignment.plan.world_size, parallel.timeout_s
     )
     heart = Heartbeat(board)
@@ -142,7 +142,7 @@ def serve(assignment: Assignment, control: Control) -> None:
     report("ended")
 
 
-def _run(assignment: Assignment, board: Board, control: Control) -> None:
+def _run(assignment: Assignment, board: SharedBoard, control: LeaderCommands) -> None:
     options = assignment.options
     config = ModelConfig.from_checkpoint(Path(assignment.model))
     shard, device = assignment.shard(config), assignment.torch_device()
@@ -160,7 +160,7 @@ def _run(assignment: Assignment, board: Board, control: Control) -> None:
 
     model = Model(
         config,
-        Checkpoint(config.path, progress, Slices(config, shard)),
+        Checkpoint(config.path, progress, TensorSlices(config, shard)),
         dtype=TORCH_DTYPES[assignment.dtype],
         device=device,
         max_len=assignment.max_len,
@@ -177,7 +177,7 @@ def _run(assignment: Assignment, board: Board, control: Control) -> None:
     control.expert_load = model.expert_load
     report("loaded", identity=assignment.identity(config))
     try:
-        run_steps(Stage(model, pool, link, board, clock, options.parallel), board, device)
+        run_steps(RankStep(model, pool, link, board, clock, options.parallel), board, device)
     finally:
         link.close()
         if memory is not None:
@@ -201,7 +201,7 @@ def _expert_load(assignment: Assignment, config: ModelConfig) -> Tensor | None:
 def main() -> int:
     """0 when the leader closed our stdin, 1 otherwise."""
     setup_logging(LogOptions(), f"rank {os.environ.get('MOONPOOL_RANK', '?')}")
-    control = Control()
+    control = LeaderCommands()
     while True:
         try:
             serve(control.assignments.get(), control)

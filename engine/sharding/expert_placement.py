@@ -20,7 +20,7 @@ Holders = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertPlan:
+class ExpertPlacement:
     """``layers[i][e]``: the ranks that hold layer i's expert e. Ranks are 0 … ep - 1: where ep is less than
     tp, each stands for the tp / ep neighbours that share the columns of its experts. Dense layers have an
     entry that nobody reads.
@@ -30,11 +30,11 @@ class ExpertPlan:
     layers: tuple[Holders, ...]
 
     @classmethod
-    def deal(cls, num_layers: int, num_experts: int, num_ranks: int) -> ExpertPlan:
+    def even(cls, num_layers: int, num_experts: int, num_ranks: int) -> ExpertPlacement:
         """Equal runs of experts, or as nearly as can be; none twice."""
         return cls(num_ranks, (_deal(num_experts, num_ranks),) * num_layers)
 
-    def held(self, layer: int, rank: int) -> tuple[int, ...]:
+    def experts_of(self, layer: int, rank: int) -> tuple[int, ...]:
         """The experts of a layer that ``rank`` holds, ascending."""
         return tuple(e for e, ranks in enumerate(self.layers[layer]) if rank in ranks)
 
@@ -62,7 +62,7 @@ class ExpertPlan:
         return json.dumps({"num_ranks": self.num_ranks, "layers": self.layers}) + "\n"
 
     @classmethod
-    def read(cls, path: Path) -> ExpertPlan:
+    def read(cls, path: Path) -> ExpertPlacement:
         """Raises ConfigError where there is no such plan."""
         try:
             return cls.unpack(json.loads(path.read_text()))
@@ -74,7 +74,7 @@ class ExpertPlan:
             ) from error
 
     @classmethod
-    def unpack(cls, words: dict[str, object]) -> ExpertPlan:
+    def unpack(cls, words: dict[str, object]) -> ExpertPlacement:
         """Of its ``asdict``, having been JSON. Raises ValueError where ranks or experts are missing in it."""
         num_ranks, layers = words["num_ranks"], words["layers"]
         if not isinstance(num_ranks, int) or not isinstance(layers, list | tuple) or not layers:
@@ -97,7 +97,7 @@ class ExpertPlan:
                 _PATH_OPTION,
             )
         for layer, rank in product(range(num_layers), range(num_ranks)):
-            if num_experts and not self.held(layer, rank):
+            if num_experts and not self.experts_of(layer, rank):
                 raise ConfigError(
                     f"{_PATH_OPTION}: rank {rank} holds no expert of layer {layer}: make a plan with "
                     "`moonpool experts`",
@@ -105,7 +105,7 @@ class ExpertPlan:
                 )
 
 
-def plan_experts(load: npt.NDArray[np.int64], num_ranks: int, num_replicas: int) -> ExpertPlan:
+def plan_experts(load: npt.NDArray[np.int64], num_ranks: int, num_replicas: int) -> ExpertPlacement:
     """A plan that evens out ``load``: rows [num_layers, num_experts], measured.
 
     Of each layer, ``num_replicas`` times the expert with the most rows a copy gets another copy; then the
@@ -115,7 +115,9 @@ def plan_experts(load: npt.NDArray[np.int64], num_ranks: int, num_replicas: int)
     arguments, equal plans.
     """
     assert num_ranks > 0 <= num_replicas
-    return ExpertPlan(num_ranks, tuple(_plan_layer(of_layer, num_ranks, num_replicas) for of_layer in load))
+    return ExpertPlacement(
+        num_ranks, tuple(_plan_layer(of_layer, num_ranks, num_replicas) for of_layer in load)
+    )
 
 
 def _plan_layer(load: npt.NDArray[np.int64], num_ranks: int, num_replicas: int) -> Holders:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.sharding.expert_placement import ExpertPlan
+from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.runtime.config.options import ParallelOptions
 from moonpool.runtime.errors import ConfigError
@@ -27,17 +27,19 @@ class ParallelPlan:
     ep: int = 1
     dp: int = 1
     cp: int = 1
-    experts: ExpertPlan | None = None  # None: dealt out evenly
+    experts: ExpertPlacement | None = None  # None: dealt out evenly
     all_to_all_tokens: int = 0  # see ParallelOptions
 
     @classmethod
-    def of(cls, options: ParallelOptions, config: ModelConfig, device: torch.device) -> ParallelPlan:
+    def from_options(
+        cls, options: ParallelOptions, config: ModelConfig, device: torch.device
+    ) -> ParallelPlan:
         """The plan ``options`` ask for.
 
         Raises ConfigError, which says what would be valid, where the model or the devices do not allow it.
         """
         path = options.expert_plan_path
-        experts = ExpertPlan.read(Path(path)) if path else None
+        experts = ExpertPlacement.read(Path(path)) if path else None
         sizes = options.tp, options.pp, options.ep, options.dp, options.cp
         plan = cls(*sizes, experts, options.all_to_all_tokens)
         plan._check_model(config)
@@ -87,7 +89,7 @@ class ParallelPlan:
                 first_kv + num_kv_heads,
             ),
             inter=run_of(config.intermediate_size, self.tp, place),
-            expert_plan=self.expert_plan(config),
+            expert_placement=self.expert_placement(config),
             all_to_all_tokens=self.all_to_all_tokens,
             expert_inter=run_of(of_expert, sharers, place % sharers),
             # Where a rank has tokens of its own they go through the whole of it.
@@ -95,16 +97,16 @@ class ParallelPlan:
             vocab=run_of(config.vocab_size, self.tp, place),
         )
 
-    def expert_plan(self, config: ModelConfig) -> ExpertPlan:
+    def expert_placement(self, config: ModelConfig) -> ExpertPlacement:
         num_experts = config.moe.num_experts if config.moe else 0
-        return self.experts or ExpertPlan.deal(config.num_layers, num_experts, self.ep)
+        return self.experts or ExpertPlacement.even(config.num_layers, num_experts, self.ep)
 
     def shards(self, config: ModelConfig) -> list[Shard]:
         return [self.shard(config, rank) for rank in range(self.world_size)]
 
     def head_shards(self, config: ModelConfig) -> list[Shard]:
         """Those that make the logits of a step, the last stage's of the first share: their words in order."""
-        return [shard for shard in self.shards(config) if shard.is_last and shard.share == 0]
+        return [shard for shard in self.shards(config) if shard.is_last and shard.cp_rank == 0]
 
     def _check_model(self, config: ModelConfig) -> None:
         self._check_experts(config)
@@ -158,7 +160,7 @@ class Shard:
     heads: range
     kv_heads: range
     inter: range  # of a dense MLP
-    expert_plan: ExpertPlan  # of mixtures
+    expert_placement: ExpertPlacement  # of mixtures
     all_to_all_tokens: int
     expert_inter: range  # columns of each expert that it holds
     shared_inter: range  # of the expert that every token goes through
@@ -174,34 +176,34 @@ class Shard:
         return self.tp * self.cp
 
     @property
-    def share(self) -> int:
+    def cp_rank(self) -> int:
         """Which of a step's tokens are its own, where they are shared out."""
         return self.rank // self.tp % self.cp
 
     @property
-    def place(self) -> int:
+    def tp_rank(self) -> int:
         """Its number among those that split the matrices of the same share."""
         return self.rank % self.tp
 
     @property
     def expert_rank(self) -> int:
         """Its number among those that experts are dealt out to; neighbours that share columns have one."""
-        return self.place * self.ep // self.tp
+        return self.tp_rank * self.ep // self.tp
 
     def experts(self, layer: int) -> tuple[int, ...]:
         """Those of a layer's mixture that it holds, ascending."""
-        return self.expert_plan.held(layer, self.expert_rank)
+        return self.expert_placement.experts_of(layer, self.expert_rank)
 
     @property
     def tensor_ranks(self) -> range:
         """Those whose parts of a matrix make the whole: of this stage and share."""
-        first = self.rank - self.place
+        first = self.rank - self.tp_rank
         return range(first, first + self.tp)
 
     @property
     def context_ranks(self) -> range:
         """Those that hold the same as this one, and compute other tokens: of this stage and place."""
-        first = self.stage * self.stage_size + self.place
+        first = self.stage * self.stage_size + self.tp_rank
         return range(first, first + self.stage_size, self.tp)
 
     def layout(self, config: ModelConfig, block_size: int, dtype: str) -> KVLayout:

@@ -13,7 +13,7 @@ _MLP_ROWS = ("gate_proj", "up_proj", "w1", "w3")
 _MLP_COLUMNS = ("down_proj", "w2")
 
 
-class Slices:
+class TensorSlices:
     """The parts of one rank, by tensor name.
 
     Matrices that read what every rank has are split by rows (their outputs are a rank's own), those that read

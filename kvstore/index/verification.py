@@ -59,7 +59,9 @@ async def ask_node(record: NodeRecord) -> Held:
     held: Held = {}
     async with rpc.channel(record.rpc_address) as channel:
         with rpc.node_errors(record.node_id):
-            call = node_pb2_grpc.NodeStub(channel).Held(node_pb2.HeldRequest(), timeout=_CALL_TIMEOUT_S)
+            call = node_pb2_grpc.NodeStub(channel).ListBlocks(
+                node_pb2.ListBlocksRequest(), timeout=_CALL_TIMEOUT_S
+            )
             async for part in call:
                 held |= replay([part.changes])
     return held

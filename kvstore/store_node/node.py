@@ -288,11 +288,11 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         self._kv.release(request.lease_id)
         return node_pb2.ReleaseReply()
 
-    async def Held(
-        self, request: node_pb2.HeldRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[node_pb2.HeldBlocks]:
+    async def ListBlocks(
+        self, request: node_pb2.ListBlocksRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.BlockListing]:
         for changes in batches(list(self._kv.blocks()), BATCH_BLOCKS):
-            yield node_pb2.HeldBlocks(epoch=self.epoch, changes=changes)
+            yield node_pb2.BlockListing(epoch=self.epoch, changes=changes)
 
     async def Replicate(
         self, request: node_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -308,11 +308,11 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             num_blocks=done.num_blocks, num_read=done.num_read, nbytes=done.nbytes, seconds=done.seconds
         )
 
-    async def LetGo(
-        self, request: node_pb2.LetGoRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.LetGoReply:
+    async def Evict(
+        self, request: node_pb2.EvictRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.EvictReply:
         # There is no pool here whose room would be wanted for something else.
-        return node_pb2.LetGoReply()
+        return node_pb2.EvictReply()
 
     async def Cancel(
         self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]

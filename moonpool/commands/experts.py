@@ -15,7 +15,7 @@ from moonpool.client import Client
 from moonpool.commands.options import console, output_option, run_with_client, url_option
 from moonpool.conductor.observing.replica_groups import holders
 from moonpool.engine.experts.load import skew
-from moonpool.engine.sharding.expert_placement import ExpertPlan, plan_experts
+from moonpool.engine.sharding.expert_placement import ExpertPlacement, plan_experts
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 
@@ -94,7 +94,7 @@ async def _ask(node: dict[str, Any]) -> node_pb2.ExpertLoadReply:
     return reply
 
 
-def _show(node_id: str, measured: Measured, plan: ExpertPlan, copies: int) -> None:
+def _show(node_id: str, measured: Measured, plan: ExpertPlacement, copies: int) -> None:
     rows, of_layers = measured.rows, skew(measured.rows)
     table = Table(title=f"experts of {node_id}", title_justify="left", show_header=False, box=None)
     table.add_row("rows", f"{rows.sum():,}")
@@ -103,7 +103,7 @@ def _show(node_id: str, measured: Measured, plan: ExpertPlan, copies: int) -> No
         table.add_row(
             f"busiest of {measured.num_ranks} ranks over mean, current placement", f"{measured.rank_skew:.2f}"
         )
-    deal = ExpertPlan.deal(len(rows), rows.shape[1], plan.num_ranks)
+    deal = ExpertPlacement.even(len(rows), rows.shape[1], plan.num_ranks)
     table.add_row(f"distributed evenly over {plan.num_ranks} ranks", f"{deal.skew(rows):.2f}")
     table.add_row(f"by this plan, {copies} copies a layer", f"{plan.skew(rows):.2f}")
     console.print(table)

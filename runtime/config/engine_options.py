@@ -98,10 +98,10 @@ class ParallelOptions(Section):
     start_timeout_s: float = option(
         120.0, "seconds", "longest time the ranks may take to start and load", above=0
     )
-    piece_tokens: int = option(
+    micro_batch_tokens: int = option(
         128, "tokens", "pipeline parallel: most prompt tokens in one micro-batch", least=1
     )
-    share_tokens: int = option(
+    cp_min_tokens: int = option(
         8, "tokens", "context parallel: steps of fewer tokens are computed by every rank, not split", least=1
     )
 

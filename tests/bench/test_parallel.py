@@ -18,7 +18,7 @@ from moonpool.bench.parallel import host_memory as saving
 from moonpool.bench.parallel.command import parallel
 from moonpool.bench.parallel.copy_limit import Pools, RunCopy
 from moonpool.bench.parallel.moe_checkpoint import NUM_LAYERS
-from moonpool.engine.node.engine_memory import NodeMemory
+from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.blocks.shards import BlockShard
 
@@ -102,7 +102,7 @@ def test_a_copy_that_bounds_a_transfer_keeps_the_memory_it_copies() -> None:
         layout=KVLayout(2, 2, 64, 32, "float32"),
         shards=[SimpleNamespace(layers=shard.layers, kv_heads=shard.heads)],
     )
-    pools = [Pools(cast(NodeMemory, SimpleNamespace(engine=engine)), 3) for _ in "ab"]
+    pools = [Pools(cast(EngineMemory, SimpleNamespace(engine=engine)), 3) for _ in "ab"]
     memory = [weakref.ref(array) for pool in pools for array in pool.arrays]
     copy = RunCopy(*pools, 3)
     del pools

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 from moonpool.cli import cli
 from moonpool.client import Client, Reply
-from moonpool.engine.sharding.expert_placement import ExpertPlan
+from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import ModelOptions, ParallelOptions
 from tests.cluster.conftest import eventually, small_config
@@ -105,7 +105,7 @@ async def test_a_live_nodes_load_makes_a_plan(served: Served, tmp_path: Path) ->
     assert made.exit_code == 0, made.output
     assert "by this plan, 2 copies a layer" in made.output
     assert "engine.parallel.expert_plan_path=" in made.output
-    plan = ExpertPlan.read(path)
+    plan = ExpertPlacement.read(path)
     plan.check(NUM_LAYERS, NUM_EXPERTS, 2)
     assert unknown.exit_code == 1
     assert (

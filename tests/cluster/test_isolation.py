@@ -91,7 +91,7 @@ async def _check_door(node: node_pb2_grpc.NodeAsyncStub, ours: list[BlockKey], t
     """All that a caller can do with keys, done with another tenant's. Returns whether our blocks are here."""
 
     async def held() -> set[BlockKey]:
-        parts = [part.changes async for part in node.Held(node_pb2.HeldRequest())]
+        parts = [part.changes async for part in node.ListBlocks(node_pb2.ListBlocksRequest())]
         return set(replay(parts)) & set(ours)
 
     before = await held()
@@ -114,7 +114,7 @@ async def _check_door(node: node_pb2_grpc.NodeAsyncStub, ours: list[BlockKey], t
     assert await num_pinned() == pinned
     await node.Release(node_pb2.ReleaseRequest(lease_id=lease.lease_id))
     # Not evicted either: what only another tenant can name stays.
-    gone = await node.LetGo(node_pb2.LetGoRequest(keys=block_keys.pack(theirs), num_blocks=len(theirs)))
+    gone = await node.Evict(node_pb2.EvictRequest(keys=block_keys.pack(theirs), num_blocks=len(theirs)))
     assert gone.num_blocks == 0
     assert await held() == before
     return 1

@@ -121,7 +121,7 @@ async def test_prompts_spread_and_each_next_turn_finds_its_prefix(client: Client
 
 async def held(stub: node_pb2_grpc.NodeStub) -> list[BlockKey]:
     """What it holds, prefixes before what continues them."""
-    return list(replay([one.changes async for one in stub.Held(node_pb2.HeldRequest())]))
+    return list(replay([one.changes async for one in stub.ListBlocks(node_pb2.ListBlocksRequest())]))
 
 
 async def test_a_replica_reads_blocks_of_its_sibling_from_its_memory(client: Client) -> None:

@@ -59,7 +59,7 @@ async def really_held(index: KVIndex, node_id: str) -> set[BlockKey]:
     """What the node itself says it holds."""
     held: set[BlockKey] = set()
     async with rpc.channel((await index.nodes())[node_id].rpc_address) as channel:
-        async for part in node_pb2_grpc.NodeStub(channel).Held(node_pb2.HeldRequest()):
+        async for part in node_pb2_grpc.NodeStub(channel).ListBlocks(node_pb2.ListBlocksRequest()):
             held |= replay([part.changes]).keys()
     return held
 

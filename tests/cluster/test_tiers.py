@@ -143,7 +143,7 @@ async def test_what_is_on_disk_comes_to_host_memory_while_its_prompt_waits_for_r
         node, prefill = node_pb2_grpc.NodeStub(channel), node_pb2_grpc.PrefillNodeStub(channel)
 
         async def tiers() -> set[Tier]:
-            held = replay([part.changes async for part in node.Held(node_pb2.HeldRequest())])
+            held = replay([part.changes async for part in node.ListBlocks(node_pb2.ListBlocksRequest())])
             return {held[key] for key in keys}
 
         async def in_host_memory() -> bool:

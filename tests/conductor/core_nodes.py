@@ -221,13 +221,13 @@ class ScriptedNode(
         self.copied.append((request.source.node_id, len(new)))
         return node_pb2.ReplicateReply(num_blocks=len(keys), num_read=len(new), nbytes=64 * len(new))
 
-    async def LetGo(
-        self, request: node_pb2.LetGoRequest, context: ServicerContext[Any, Any]
-    ) -> node_pb2.LetGoReply:
+    async def Evict(
+        self, request: node_pb2.EvictRequest, context: ServicerContext[Any, Any]
+    ) -> node_pb2.EvictReply:
         for key in unpack(request.keys)[-request.num_blocks :]:
             del self.held[key]
             self.publisher.removed(key)
-        return node_pb2.LetGoReply(num_blocks=request.num_blocks)
+        return node_pb2.EvictReply(num_blocks=request.num_blocks)
 
     def tell(self, conductor_id: str, *tokens: node_pb2.TokenOut) -> None:
         running = len(self._tasks)

@@ -15,7 +15,7 @@ from moonpool.engine.device.device import CpuDevice, DeviceMemory
 from moonpool.engine.errors import GpuMemoryShort, WeightsTooLarge
 from moonpool.engine.execution import runner
 from moonpool.engine.execution.decode_graphs import padded_sizes
-from moonpool.engine.execution.gpu_memory import CONTEXT_NBYTES, Needs, pool_room
+from moonpool.engine.execution.gpu_memory import CONTEXT_NBYTES, MemoryNeeds, pool_room
 from tests.engine.late_device import LateDevice
 
 GIB = 1 << 30
@@ -139,13 +139,13 @@ async def test_weights_that_do_not_fit_are_named_with_what_is_free(checkpoint, s
 
 
 def test_the_room_for_a_pool() -> None:
-    needs = Needs(weights_nbytes=16 * GIB, step_nbytes=2 * GIB, graphs_nbytes=1 * GIB)
-    alone = DeviceMemory(total_nbytes=100 * GIB, free_nbytes=83 * GIB, held_nbytes=16 * GIB)
+    needs = MemoryNeeds(weights_nbytes=16 * GIB, step_nbytes=2 * GIB, graphs_nbytes=1 * GIB)
+    alone = DeviceMemory(total_nbytes=100 * GIB, free_nbytes=83 * GIB, reserved_nbytes=16 * GIB)
     assert pool_room(alone, 0.9, needs) == 90 * GIB - 16 * GIB - CONTEXT_NBYTES - 3 * GIB
     # Two that take half each get the same, whoever came first, as long as neither takes more than its share.
-    second = DeviceMemory(total_nbytes=100 * GIB, free_nbytes=39 * GIB, held_nbytes=16 * GIB)
+    second = DeviceMemory(total_nbytes=100 * GIB, free_nbytes=39 * GIB, reserved_nbytes=16 * GIB)
     assert pool_room(second, 0.45, needs) == pool_room(alone, 0.45, needs)
-    crowded = DeviceMemory(total_nbytes=100 * GIB, free_nbytes=10 * GIB, held_nbytes=16 * GIB)
+    crowded = DeviceMemory(total_nbytes=100 * GIB, free_nbytes=10 * GIB, reserved_nbytes=16 * GIB)
     assert pool_room(crowded, 0.9, needs) == 10 * GIB - 2 * GIB - 3 * GIB
     assert pool_room(DeviceMemory(100 * GIB, 1 * GIB, 16 * GIB), 0.9, needs) == 0
 

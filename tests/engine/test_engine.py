@@ -45,7 +45,7 @@ async def test_a_sequence_prefilled_here_is_decoded_there(checkpoint, serve, n) 
             source = prefill.sequence(tokens, max_tokens=20)
             (first,) = await prefill.run(source, prefill_only=True)
             assert first.token_ids == expected[:1]
-            assert source.state is State.HELD
+            assert source.state is State.KEPT_FOR_TRANSFER
             target = decode.sequence(tokens, max_tokens=20)
             assert decode.engine.reserve(target)
             assert target.num_computed_tokens == cached, "what it decoded before, it has"

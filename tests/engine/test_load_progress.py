@@ -22,7 +22,7 @@ import sys
 from contextlib import closing
 import moonpool.engine.execution.cost_profile
 from moonpool.runtime.service.load_progress import LoadProgress
-from moonpool.engine.node.engine_memory import NodeMemory
+from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.runtime.service.lifecycle import run_service
 from moonpool.transfer import TransferAgent
 
@@ -31,7 +31,7 @@ engine.profile._BUDGET_S = 0.02
 async def main(config, context):
     async with await TransferAgent.start(config.transfer, agent_id="node", epoch=1) as agent:
         with closing(LoadProgress("node", context.loaded)) as progress:
-            memory = await NodeMemory.open(config, agent, progress)
+            memory = await EngineMemory.open(config, agent, progress)
         context.ready()
         await memory.engine.close()
         await memory.blocks.close()

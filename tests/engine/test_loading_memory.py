@@ -25,7 +25,7 @@ import torch
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
-from moonpool.engine.sharding.tensor_slices import Slices
+from moonpool.engine.sharding.tensor_slices import TensorSlices
 from moonpool.engine.checkpoint.weights import Checkpoint
 
 def resident(word):
@@ -38,7 +38,8 @@ config = ModelConfig.from_checkpoint(Path(sys.argv[1]))
 tp = int(sys.argv[2])
 shard = ParallelPlan(tp).shard(config, tp - 1)
 sizes = []
-checkpoint = Checkpoint(config.path, lambda done, total, name: sizes.append(done), Slices(config, shard))
+slices = TensorSlices(config, shard)
+checkpoint = Checkpoint(config.path, lambda done, total, name: sizes.append(done), slices)
 before = resident("VmRSS")
 model = Model(
     config, checkpoint, dtype=torch.float32, device=torch.device("cpu"), max_len=64, shard=shard, link=None

@@ -8,7 +8,7 @@ import pytest
 
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
-from moonpool.engine.batching.step_plan import Chunk, Plan
+from moonpool.engine.batching.step_plan import Chunk, StepPlan
 from moonpool.engine.device.device import CpuDevice
 from moonpool.engine.execution.cost_profile import StepCosts, measure
 from moonpool.runtime.config.options import EngineOptions
@@ -31,24 +31,24 @@ class Machine:
     def clock(self) -> float:
         return self.now_s
 
-    def execute(self, plan: Plan) -> None:
+    def execute(self, plan: StepPlan) -> None:
         assert all(s.num_tokens <= self.max_len for s in plan.sequences())
         self.num_steps += 1
         self.now_s += self.slowness * self.truth.predict_s(plan)
 
 
-def decode_plan(n: int, context: int) -> Plan:
+def decode_plan(n: int, context: int) -> StepPlan:
     sequence = Sequence("r", 0, [0] * context, context, sampling=Sampling(), root_key=b"")
-    return Plan([sequence] * n, [], [], 0, [])
+    return StepPlan([sequence] * n, [], [], 0, [])
 
 
-def prefill_plan(start: int, n: int) -> Plan:
+def prefill_plan(start: int, n: int) -> StepPlan:
     sequence = Sequence("r", 0, [0] * (start + n), start + n, sampling=Sampling(), root_key=b"")
-    return Plan([], [Chunk(sequence, start, n, True)], [], 0, [])
+    return StepPlan([], [Chunk(sequence, start, n, True)], [], 0, [])
 
 
 @pytest.mark.parametrize("plan", [decode_plan(5, 700), prefill_plan(100, 300), prefill_plan(0, 7)])
-def test_what_was_measured_is_predicted(plan: Plan) -> None:
+def test_what_was_measured_is_predicted(plan: StepPlan) -> None:
     machine = Machine()
     profile = measure(machine, machine.clock)
     assert profile.predict_s(plan) == pytest.approx(machine.truth.predict_s(plan), rel=1e-3)

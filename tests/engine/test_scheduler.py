@@ -16,7 +16,7 @@ from moonpool.engine.batching.events import StepEvent
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
-from moonpool.engine.batching.step_plan import Plan, StepOutput
+from moonpool.engine.batching.step_plan import StepOutput, StepPlan
 from moonpool.engine.memory.block_pool import BlockPool
 
 BLOCK_SIZE = 4
@@ -49,7 +49,7 @@ class HashModel:
     def __init__(self, num_blocks: int) -> None:
         self.pool = np.zeros((num_blocks * BLOCK_SIZE,), np.uint64)
 
-    def execute(self, plan: Plan) -> StepOutput:
+    def execute(self, plan: StepPlan) -> StepOutput:
         for s in plan.decodes:
             self._write(s, s.num_computed_tokens, 1)
         for chunk in plan.chunks:
@@ -241,10 +241,10 @@ def test_a_prefill_with_one_token_left_ends_with_its_first_token() -> None:
     again = with_prefix(cluster, "again", prompt, 2)
     cluster.scheduler.add(again)
     cluster.run()
-    assert again.state is State.HELD
+    assert again.state is State.KEPT_FOR_TRANSFER
     assert sum(event.sequence is again for event in cluster.events) == 1
     assert again.num_cached_tokens == 8
-    cluster.scheduler.let_go(again)
+    cluster.scheduler.release(again)
     assert cluster.pool.num_used == 0
 
 
@@ -259,5 +259,5 @@ def test_a_prefill_that_came_with_blocks_takes_what_has_come_to_the_pool_since()
     cluster.scheduler.add(late)
     cluster.run()
     assert late.num_cached_tokens == 12
-    cluster.scheduler.let_go(late)
+    cluster.scheduler.release(late)
     assert cluster.pool.num_used == 0

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from moonpool.engine.ranks.hosts.frames import Frame, FrameError, FrameReader, Kind
+from moonpool.engine.ranks.hosts.frames import Frame, FrameError, FrameKind, FrameReader
 from moonpool.runtime.network.sockets import receive_now, send_now
 from moonpool.runtime.service.heartbeat import BEATS_PER_TIMEOUT
 
@@ -26,16 +26,16 @@ _LINGER_S = 1.0
 class RelayConnection:
     """Frames both ways, from any thread, until one side says goodbye or is not heard of for ``timeout_s``.
 
-    Two threads of its own, as a step must wait for no event loop: one receives and calls ``on_frame``; one
-    sends what is posted, and hearts, and notices silence. ``on_end`` is called once, in any thread, with why:
-    no frame comes after it. Nothing is sent or received before ``start``.
+    Has two threads, so that a step never waits for an event loop. One receives and calls ``on_frame``; the
+    other sends posted frames and heartbeats and detects silence. ``on_end`` is called once, in any thread,
+    with the reason; no frame comes after it. Nothing is sent or received before ``start``.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         """``sock``: connected and non-blocking, with TLS or without; it is taken over."""
         self.on_frame: Callable[[Frame], None] = lambda frame: None
         self.on_end: Callable[[str], None] = lambda reason: None
-        self.hearts: Callable[[], Frame] = lambda: Frame(Kind.HEARTS, 0, b"")
+        self.heartbeat: Callable[[], Frame] = lambda: Frame(FrameKind.HEARTBEATS, 0, b"")
         self.timeout_s = timeout_s
         # Of this machine, as the other one reaches it, and of that one, as we do.
         self.address = str(sock.getsockname()[0])
@@ -66,7 +66,7 @@ class RelayConnection:
         if self._end(reason) and self._sending.acquire(blocking=False):
             try:
                 with self._calling:
-                    send_now(self._sock, Frame(Kind.BYE, 0, reason.encode()).pack())
+                    send_now(self._sock, Frame(FrameKind.BYE, 0, reason.encode()).pack())
             except OSError:
                 pass  # they see that we are gone
             finally:
@@ -81,7 +81,7 @@ class RelayConnection:
             while received := self._receive_some():
                 self._heard = True
                 for frame in frames.feed(received):
-                    if frame.kind is Kind.BYE:
+                    if frame.kind is FrameKind.BYE:
                         self._end(frame.payload.decode(errors="replace"))
                         return
                     if not self._ended:
@@ -124,7 +124,7 @@ class RelayConnection:
             if time.monotonic() < beats_s:
                 continue
             beats_s = time.monotonic() + tick_s
-            self.send(self.hearts())
+            self.send(self.heartbeat())
             # Counted in looks: where it is we who did not run for a while they are no more silent.
             silent, self._heard = 0 if self._heard else silent + 1, False
             if silent > BEATS_PER_TIMEOUT:

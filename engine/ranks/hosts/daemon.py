@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from moonpool.engine.errors import HostRefused
 from moonpool.engine.ranks.hosts.connection import RelayConnection
-from moonpool.engine.ranks.hosts.daemon_session import HostedRanks
+from moonpool.engine.ranks.hosts.daemon_session import DaemonSession
 from moonpool.engine.ranks.hosts.handshake import HANDSHAKE_S, Welcome, meet_leader
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError
@@ -71,7 +71,7 @@ class RankHost:
                 pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _MAX_PAUSE_S)
                 continue
             pause_s = _FIRST_PAUSE_S
-            ranks = HostedRanks(connection, self._transfer)
+            ranks = DaemonSession(connection, self._transfer)
             self._say(f"running ranks for node {welcome.leader} at {self._leader}")
             context.ready(leader=self._leader, node_id=welcome.leader, name=self._name)
             self._say(f"node {welcome.leader} ended its group here: {await ranks.run()}")

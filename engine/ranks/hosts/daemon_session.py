@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from moonpool.engine.collectives.board import Board, Count, SharedMemory
+from moonpool.engine.collectives.board import BoardWord, SharedBoard, SharedMemory
 from moonpool.engine.errors import RankLost
 from moonpool.engine.ranks.hosts.channel import PipeChannel
 from moonpool.engine.ranks.hosts.connection import RelayConnection
 from moonpool.engine.ranks.hosts.frames import (
     Frame,
-    Kind,
+    FrameKind,
     done_frame,
-    hearts_frame,
-    unpack_hearts,
+    heartbeat_frame,
+    unpack_heartbeats,
     unpack_step,
 )
 from moonpool.runtime.config.options import TransferOptions
@@ -31,7 +31,7 @@ from moonpool.runtime.config.options import TransferOptions
 log = logging.getLogger(__name__)
 
 
-class HostedRanks:
+class DaemonSession:
     """Children of ours that find a board and exchange memory here as they would beside their leader."""
 
     def __init__(self, connection: RelayConnection, transfer: TransferOptions) -> None:
@@ -42,19 +42,19 @@ class HostedRanks:
         self._reading: list[asyncio.Task[None]] = []
         self._frames: asyncio.Queue[Frame] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._board: Board | None = None
+        self._board: SharedBoard | None = None
         self._exchange: SharedMemory | None = None
         self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
-        connection.on_frame = self._hear
-        connection.on_end = lambda reason: self._soon(Frame(Kind.BYE, 0, reason.encode()))
-        connection.hearts = self._hearts
+        connection.on_frame = self._on_frame
+        connection.on_end = lambda reason: self._post_to_loop(Frame(FrameKind.BYE, 0, reason.encode()))
+        connection.heartbeat = self._heartbeat_frame
         connection.start()
 
     async def run(self) -> str:
         """Until the connection has ended and with it all ranks; why it did. Cancelled, they are ended too."""
         try:
-            while (frame := await self._frames.get()).kind is not Kind.BYE:
-                await self._obey(frame)
+            while (frame := await self._frames.get()).kind is not FrameKind.BYE:
+                await self._execute(frame)
             return frame.payload.decode(errors="replace")
         finally:
             self._connection.close("its rank host was told to end")
@@ -79,48 +79,48 @@ class HostedRanks:
 
     # ------------------------------------------------------------------ what the leader says
 
-    def _hear(self, frame: Frame) -> None:
+    def _on_frame(self, frame: Frame) -> None:
         """In the connection's thread: what a step waits for is done here, the rest on the loop."""
         board = self._board
-        if frame.kind is Kind.STEP and board is not None:
+        if frame.kind is FrameKind.STEP and board is not None:
             step, batch = unpack_step(frame)
             board.payload[: len(batch)] = np.frombuffer(batch, np.uint8)
             board.publish(step, len(batch))
             # Behind the last one nobody is done: they leave.
             self._steps.put(step if len(batch) else 0)
-        elif frame.kind is Kind.HEARTS and board is not None:
-            board.beat(unpack_hearts(frame).get(0, 0))
+        elif frame.kind is FrameKind.HEARTBEATS and board is not None:
+            board.beat(unpack_heartbeats(frame).get(0, 0))
         else:
-            self._soon(frame)
+            self._post_to_loop(frame)
 
-    def _soon(self, frame: Frame) -> None:
+    def _post_to_loop(self, frame: Frame) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._frames.put_nowait, frame)
 
-    async def _obey(self, frame: Frame) -> None:
-        if frame.kind is Kind.START:
+    async def _execute(self, frame: Frame) -> None:
+        if frame.kind is FrameKind.START:
             channel = await PipeChannel.start(frame.rank, json.loads(frame.payload)["threads"])
             self._channels[frame.rank] = channel
-            self._connection.post(Frame(Kind.STARTED, frame.rank, str(channel.pid).encode()))
+            self._connection.post(Frame(FrameKind.STARTED, frame.rank, str(channel.pid).encode()))
             self._reading.append(asyncio.create_task(self._read(frame.rank, channel)))
-        elif frame.kind is Kind.OPEN:
+        elif frame.kind is FrameKind.OPEN:
             self._open(**json.loads(frame.payload))
-        elif frame.kind is Kind.LINE and frame.rank in self._channels:
-            self._channels[frame.rank].send(self._made_ours(frame.payload))
+        elif frame.kind is FrameKind.LINE and frame.rank in self._channels:
+            self._channels[frame.rank].send(self._localize(frame.payload))
 
     def _open(self, world_size: int, payload_nbytes: int, exchange_nbytes: int) -> None:
         self._let_go()
-        self._board = board = Board.create(world_size, payload_nbytes, self._connection.timeout_s)
+        self._board = board = SharedBoard.create(world_size, payload_nbytes, self._connection.timeout_s)
         self._exchange = SharedMemory.create("exchange", exchange_nbytes)
         # Those here are waited for by a thread, which needs to be woken.
-        board.far = range(world_size)
+        board.remote_ranks = range(world_size)
         board.beat()
         self._steps = queue.SimpleQueue()
         threading.Thread(
             target=self._report_done, args=(board, self._steps, sorted(self._channels)), daemon=True
         ).start()
 
-    def _made_ours(self, line: bytes) -> bytes:
+    def _localize(self, line: bytes) -> bytes:
         """A command with what differs from machine to machine as it is on this one."""
         command: dict[str, Any] = json.loads(line)
         match command:
@@ -137,10 +137,10 @@ class HostedRanks:
 
     async def _read(self, rank: int, channel: PipeChannel) -> None:
         async for line in channel.lines():
-            self._connection.post(Frame(Kind.LINE, rank, line))
-        self._connection.post(Frame(Kind.ENDED, rank, (await channel.wait()).encode()))
+            self._connection.post(Frame(FrameKind.LINE, rank, line))
+        self._connection.post(Frame(FrameKind.ENDED, rank, (await channel.wait()).encode()))
 
-    def _report_done(self, board: Board, steps: queue.SimpleQueue[int], ranks: list[int]) -> None:
+    def _report_done(self, board: SharedBoard, steps: queue.SimpleQueue[int], ranks: list[int]) -> None:
         """A thread's: step after step of one board, until it is let go of."""
         try:
             while step := steps.get():
@@ -150,14 +150,14 @@ class HostedRanks:
         except RankLost:
             pass  # the leader hears of it otherwise
 
-    def _hearts(self) -> Frame:
+    def _heartbeat_frame(self) -> Frame:
         board = self._board
         ages: dict[int, int] = {}
         if board is not None:
             now_ns = time.monotonic_ns()
-            beats = {rank: board.count(rank, Count.HEARTBEAT_NS) for rank in self._channels}
+            beats = {rank: board.count(rank, BoardWord.HEARTBEAT_NS) for rank in self._channels}
             ages = {rank: now_ns - beat_ns for rank, beat_ns in beats.items() if beat_ns}
-        return hearts_frame(ages)
+        return heartbeat_frame(ages)
 
 
 def _announced(transfer: TransferOptions, connection: RelayConnection) -> TransferOptions:

@@ -7,18 +7,24 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moonpool.engine.collectives.board import Board, Count
+from moonpool.engine.collectives.board import BoardWord, SharedBoard
 
 MAX_FRAME_NBYTES = 64 << 20
 _HEADER = struct.Struct("<IBxH")
 _STEP = struct.Struct("<Q")
 _HEART = struct.Struct("<Hxxxxxxq")
 # Digest first, then the times: whoever writes them to a board writes DONE after all of them.
-_TOLD = (Count.DIGEST, Count.COMPUTE_NS, Count.COLLECTIVE_NS, Count.BUBBLE_NS, Count.ALL_TO_ALL_NS)
+_TOLD = (
+    BoardWord.DIGEST,
+    BoardWord.COMPUTE_NS,
+    BoardWord.COLLECTIVE_NS,
+    BoardWord.BUBBLE_NS,
+    BoardWord.ALL_TO_ALL_NS,
+)
 _DONE = struct.Struct(f"<Q{len(_TOLD)}q")
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """L: said by the leader, H: by the rank host."""
 
     START = 1  # L: have a process for a rank; its compute threads
@@ -28,7 +34,7 @@ class Kind(enum.IntEnum):
     OPEN = 5  # L: have a board and exchange memory, of this shape
     STEP = 6  # L: a step's number and batch
     DONE = 7  # H: a rank is done with a step; its digest and times
-    HEARTS = 8  # both: how long ago each rank's heart beat; none where nothing beats yet
+    HEARTBEATS = 8  # both: how long ago each rank's heart beat; none where nothing beats yet
     BYE = 9  # both: nothing comes after this, and why
 
 
@@ -38,7 +44,7 @@ class FrameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    kind: Kind
+    kind: FrameKind
     rank: int
     payload: bytes
 
@@ -58,18 +64,18 @@ class FrameReader:
         begin = 0
         while len(self._rest) - begin >= _HEADER.size:
             nbytes, kind, rank = _HEADER.unpack_from(self._rest, begin)
-            if nbytes > MAX_FRAME_NBYTES or kind not in Kind.__members__.values():
+            if nbytes > MAX_FRAME_NBYTES or kind not in FrameKind.__members__.values():
                 raise FrameError(f"a frame of kind {kind} and {nbytes:,} bytes")
             end = begin + _HEADER.size + nbytes
             if len(self._rest) < end:
                 break
-            yield Frame(Kind(kind), rank, bytes(self._rest[begin + _HEADER.size : end]))
+            yield Frame(FrameKind(kind), rank, bytes(self._rest[begin + _HEADER.size : end]))
             begin = end
         del self._rest[:begin]
 
 
 def step_frame(step: int, batch: bytes) -> Frame:
-    return Frame(Kind.STEP, 0, _STEP.pack(step) + batch)
+    return Frame(FrameKind.STEP, 0, _STEP.pack(step) + batch)
 
 
 def unpack_step(frame: Frame) -> tuple[int, memoryview]:
@@ -78,23 +84,23 @@ def unpack_step(frame: Frame) -> tuple[int, memoryview]:
     return step, memoryview(frame.payload)[_STEP.size :]
 
 
-def done_frame(board: Board, rank: int, step: int) -> Frame:
+def done_frame(board: SharedBoard, rank: int, step: int) -> Frame:
     """What ``rank`` posted of ``step``, with which it is done."""
-    return Frame(Kind.DONE, rank, _DONE.pack(step, *(board.count(rank, word) for word in _TOLD)))
+    return Frame(FrameKind.DONE, rank, _DONE.pack(step, *(board.count(rank, word) for word in _TOLD)))
 
 
-def post_done(frame: Frame, board: Board) -> None:
+def post_done(frame: Frame, board: SharedBoard) -> None:
     """Post what a frame of a rank tells on ``board``, that rank's view."""
     step, *told = _DONE.unpack(frame.payload)
     for word, value in zip(_TOLD, told, strict=True):
         board.post(word, value)
-    board.finish(step)
+    board.post_done(step)
 
 
-def hearts_frame(ages_ns: dict[int, int]) -> Frame:
-    return Frame(Kind.HEARTS, 0, b"".join(_HEART.pack(rank, age) for rank, age in ages_ns.items()))
+def heartbeat_frame(ages_ns: dict[int, int]) -> Frame:
+    return Frame(FrameKind.HEARTBEATS, 0, b"".join(_HEART.pack(rank, age) for rank, age in ages_ns.items()))
 
 
-def unpack_hearts(frame: Frame) -> dict[int, int]:
+def unpack_heartbeats(frame: Frame) -> dict[int, int]:
     """Rank -> ns."""
     return dict(_HEART.iter_unpack(frame.payload))

@@ -10,7 +10,7 @@ import socket
 from moonpool.engine.errors import HostRefused
 from moonpool.engine.ranks.hosts.connection import RelayConnection
 from moonpool.engine.ranks.hosts.handshake import HANDSHAKE_S, Welcome, meet_rank_host
-from moonpool.engine.ranks.hosts.remote_host import FarHost
+from moonpool.engine.ranks.hosts.remote_host import RemoteHost
 from moonpool.runtime.config.options import ParallelOptions, TransferOptions
 from moonpool.runtime.errors import ConfigError, PortInUse
 from moonpool.runtime.network.sockets import loopback_only, prepare
@@ -22,7 +22,7 @@ _WAITING_S = 30.0
 _MAX_STRANGERS = 64
 
 
-class RankHosts:
+class HostListener:
     """Listens from ``open`` until it is ``shut``; ``num_hosts`` may be here at a time."""
 
     def __init__(
@@ -38,12 +38,14 @@ class RankHosts:
         self._tls = tls_contexts(transfer.tls)
         self._listening: socket.socket | None = None
         self._meeting: set[asyncio.Task[None]] = set()
-        self._here: list[FarHost] = []
-        self._came = asyncio.Event()
+        self._here: list[RemoteHost] = []
+        self._succeeded = asyncio.Event()
         self._told: set[tuple[str, str]] = set()
 
     @classmethod
-    def of(cls, options: ParallelOptions, name: str, transfer: TransferOptions) -> RankHosts | None:
+    def from_options(
+        cls, options: ParallelOptions, name: str, transfer: TransferOptions
+    ) -> HostListener | None:
         """None: all ranks are on this machine."""
         if options.hosts == 1:
             return None
@@ -74,7 +76,7 @@ class RankHosts:
         self._listening.listen(_MAX_STRANGERS)
         asyncio.get_running_loop().add_reader(self._listening.fileno(), self._accept, self._listening)
 
-    async def gather(self) -> list[FarHost]:
+    async def gather(self) -> list[RemoteHost]:
         """When all are here: who they are. Waits for them as long as it takes."""
         while len(self._here) < self.num_hosts:
             missing = self.num_hosts - len(self._here)
@@ -86,9 +88,9 @@ class RankHosts:
                 self._host,
                 self.port,
             )
-            self._came.clear()
+            self._succeeded.clear()
             try:
-                await asyncio.wait_for(self._came.wait(), _WAITING_S)
+                await asyncio.wait_for(self._succeeded.wait(), _WAITING_S)
             except TimeoutError:
                 continue
         return list(self._here)
@@ -148,7 +150,7 @@ class RankHosts:
         return f"node {self._welcome.leader} has its {self.num_hosts} rank hosts: {names}"
 
     def _admit(self, name: str, sock: socket.socket) -> None:
-        host = FarHost(name, RelayConnection(sock, self._welcome.timeout_s))
+        host = RemoteHost(name, RelayConnection(sock, self._welcome.timeout_s))
         if refused := self._refuse(name):
             # Two have proved themselves at once.
             host.close(refused)
@@ -156,9 +158,9 @@ class RankHosts:
         log.info("rank host %s is here", host.name)
         self._here.append(host)
         host.ended.add_done_callback(lambda ended: self._left(host, ended.result()))
-        self._came.set()
+        self._succeeded.set()
 
-    def _left(self, host: FarHost, reason: str) -> None:
+    def _left(self, host: RemoteHost, reason: str) -> None:
         log.info("rank host %s is gone: %s", host.name, reason)
         if host in self._here:
             self._here.remove(host)

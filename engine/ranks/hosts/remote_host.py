@@ -9,12 +9,19 @@ from collections.abc import AsyncIterator
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.engine.collectives.board import Board
+from moonpool.engine.collectives.board import SharedBoard
 from moonpool.engine.ranks.hosts.connection import RelayConnection
-from moonpool.engine.ranks.hosts.frames import Frame, Kind, hearts_frame, post_done, step_frame, unpack_hearts
+from moonpool.engine.ranks.hosts.frames import (
+    Frame,
+    FrameKind,
+    heartbeat_frame,
+    post_done,
+    step_frame,
+    unpack_heartbeats,
+)
 
 
-class FarHost:
+class RemoteHost:
     """``name``: its rank host's, and the machine's address. When the connection ends, so do all its ranks."""
 
     def __init__(self, name: str, connection: RelayConnection) -> None:
@@ -22,32 +29,32 @@ class FarHost:
         self.connection = connection
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
-        self._channels: dict[int, FarChannel] = {}
-        self._views: dict[int, Board] = {}
-        connection.on_frame = self._hear
-        connection.on_end = lambda reason: self._soon(Frame(Kind.BYE, 0, reason.encode()))
-        connection.hearts = self._hearts
+        self._channels: dict[int, RemoteChannel] = {}
+        self._views: dict[int, SharedBoard] = {}
+        connection.on_frame = self._on_frame
+        connection.on_end = lambda reason: self._post_to_loop(Frame(FrameKind.BYE, 0, reason.encode()))
+        connection.heartbeat = self._heartbeat_frame
         connection.start()
 
-    def start_rank(self, rank: int, threads: int) -> FarChannel:
+    def start_rank(self, rank: int, threads: int) -> RemoteChannel:
         """Have a process for ``rank`` there, of ``threads`` compute threads."""
-        channel = self._channels[rank] = FarChannel(self, rank)
+        channel = self._channels[rank] = RemoteChannel(self, rank)
         if self.ended.done():
             channel.end(f"its rank host is gone: {self.ended.result()}")
-        self.connection.post(Frame(Kind.START, rank, json.dumps({"threads": threads}).encode()))
+        self.connection.post(Frame(FrameKind.START, rank, json.dumps({"threads": threads}).encode()))
         return channel
 
-    def open(self, board: Board, *, payload_nbytes: int, exchange_nbytes: int) -> None:
+    def open(self, board: SharedBoard, *, payload_nbytes: int, exchange_nbytes: int) -> None:
         """From now on what its ranks do is told on ``board``, and what that is told is theirs to do."""
         shape = {
             "world_size": board.world_size,
             "payload_nbytes": payload_nbytes,
             "exchange_nbytes": exchange_nbytes,
         }
-        self.connection.post(Frame(Kind.OPEN, 0, json.dumps(shape).encode()))
+        self.connection.post(Frame(FrameKind.OPEN, 0, json.dumps(shape).encode()))
         self._views = {rank: board.as_rank(rank) for rank in self._channels}
 
-    def tell(self, step: int, batch: npt.NDArray[np.uint8]) -> None:
+    def publish(self, step: int, batch: npt.NDArray[np.uint8]) -> None:
         """Of a step that has been published. In the thread that did."""
         self.connection.send(step_frame(step, batch.tobytes()))
 
@@ -56,28 +63,28 @@ class FarHost:
         self.connection.close(reason)
 
     @staticmethod
-    def _hearts() -> Frame:
+    def _heartbeat_frame() -> Frame:
         # That we can say anything is our heart's beat.
-        return hearts_frame({0: 0})
+        return heartbeat_frame({0: 0})
 
-    def _hear(self, frame: Frame) -> None:
+    def _on_frame(self, frame: Frame) -> None:
         """In the connection's thread: what a step waits for is done here, the rest on the loop."""
-        if frame.kind is Kind.DONE:
+        if frame.kind is FrameKind.DONE:
             post_done(frame, self._views[frame.rank])
-        elif frame.kind is Kind.HEARTS:
-            for rank, age_ns in unpack_hearts(frame).items():
+        elif frame.kind is FrameKind.HEARTBEATS:
+            for rank, age_ns in unpack_heartbeats(frame).items():
                 if rank in self._views:
                     self._views[rank].beat(age_ns)
         else:
-            self._soon(frame)
+            self._post_to_loop(frame)
 
-    def _soon(self, frame: Frame) -> None:
+    def _post_to_loop(self, frame: Frame) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, frame)
 
     def _deliver(self, frame: Frame) -> None:
         channel = self._channels.get(frame.rank)
-        if frame.kind is Kind.BYE:
+        if frame.kind is FrameKind.BYE:
             reason = frame.payload.decode(errors="replace")
             if not self.ended.done():
                 self.ended.set_result(reason)
@@ -85,18 +92,18 @@ class FarHost:
                 channel.end(f"its rank host is gone: {reason}")
         elif channel is None:
             return  # of a rank that was never asked for
-        elif frame.kind is Kind.LINE:
+        elif frame.kind is FrameKind.LINE:
             channel.received.put_nowait(frame.payload)
-        elif frame.kind is Kind.STARTED:
+        elif frame.kind is FrameKind.STARTED:
             channel.pid = int(frame.payload)
-        elif frame.kind is Kind.ENDED:
+        elif frame.kind is FrameKind.ENDED:
             channel.end(frame.payload.decode(errors="replace"))
 
 
-class FarChannel:
+class RemoteChannel:
     """See ``RankChannel``. Its machine's ranks are killed together, as the group ends with any of them."""
 
-    def __init__(self, host: FarHost, rank: int) -> None:
+    def __init__(self, host: RemoteHost, rank: int) -> None:
         self.where = host.name
         self.pid = 0  # until it has started
         self.received: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -105,7 +112,7 @@ class FarChannel:
         self._how: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def send(self, line: bytes) -> None:
-        self._host.connection.post(Frame(Kind.LINE, self._rank, line))
+        self._host.connection.post(Frame(FrameKind.LINE, self._rank, line))
 
     async def lines(self) -> AsyncIterator[bytes]:
         while (line := await self.received.get()) is not None:

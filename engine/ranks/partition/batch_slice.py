@@ -12,7 +12,7 @@ from moonpool.engine.model.inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TokenRange:
     """Prompt tokens first … end - 1 of the batch (its decodes not counted), all of one chunk."""
 
     chunk: int
@@ -31,11 +31,11 @@ def chunk_offsets(inputs: StepInputs) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class BatchSlice:
     """No run is empty. Those of one chunk are in the order of their tokens."""
 
     decodes: range
-    runs: tuple[Run, ...] = ()
+    runs: tuple[TokenRange, ...] = ()
 
     def __len__(self) -> int:
         return len(self.decodes) + sum(map(len, self.runs))

@@ -7,24 +7,24 @@ from itertools import chain
 
 import torch
 
-from moonpool.engine.model.inputs import Keys, StepInputs
-from moonpool.engine.ranks.partition.batch_slice import Portion, Run
+from moonpool.engine.model.inputs import ChunkKeys, StepInputs
+from moonpool.engine.ranks.partition.batch_slice import BatchSlice, TokenRange
 
 
-def shared_keys(
-    piece: Portion,
-    portions: Sequence[Portion],
+def chunk_keys(
+    piece: BatchSlice,
+    portions: Sequence[BatchSlice],
     share: int,
     inputs: StepInputs,
     offsets: Sequence[int],
     block_size: int,
-) -> list[Keys | None]:
+) -> list[ChunkKeys | None]:
     """For the chunks of ``share``, one for each of its runs, the keys of each share: None where none of them
     attends to any. What was in the pool before the piece counts as its own.
 
-    piece, portions: as ``share_out`` takes and gives them, with the same offsets and block_size.
+    piece, portions: as ``split_tokens`` takes and gives them, with the same offsets and block_size.
     """
-    found: list[Keys | None] = []
+    found: list[ChunkKeys | None] = []
     for other, portion in enumerate(portions):
         tables: list[list[int]] = []
         lens: list[int] = []
@@ -47,17 +47,17 @@ def shared_keys(
     return found
 
 
-def _is_before(one: Run, other: Run) -> bool:
+def _is_before(one: TokenRange, other: TokenRange) -> bool:
     return one.chunk == other.chunk and one.first < other.first
 
 
-def _blocks(run: Run, offset: int, block_size: int) -> range:
+def _blocks(run: TokenRange, offset: int, block_size: int) -> range:
     """Of its sequence. What is cached of the block it begins in goes with it: only the first run of a chunk
     begins within one."""
     return range((offset + run.first) // block_size, -(-(offset + run.end) // block_size))
 
 
-def _first_block(piece: Portion, chunk: int, offset: int, block_size: int) -> int:
+def _first_block(piece: BatchSlice, chunk: int, offset: int, block_size: int) -> int:
     """The first that the piece writes to of the chunk's sequence."""
     first = next(run.first for run in piece.runs if run.chunk == chunk)
     return (offset + first) // block_size
@@ -65,7 +65,7 @@ def _first_block(piece: Portion, chunk: int, offset: int, block_size: int) -> in
 
 def _keys(
     inputs: StepInputs, chunks: list[int], tables: list[list[int]], lens: list[int], firsts: list[int]
-) -> Keys:
+) -> ChunkKeys:
     """tables: columns of the rows ``chunks`` of the batch's block table."""
     assert inputs.chunk_table is not None
     device = inputs.chunk_table.device
@@ -74,7 +74,7 @@ def _keys(
         row[: len(table)] = torch.tensor(table)
     columns = columns.to(device)
     blocks = inputs.chunk_table[torch.tensor(chunks, device=device)[:, None], columns.clamp(min=0)]
-    return Keys(
+    return ChunkKeys(
         blocks.masked_fill(columns < 0, -1),
         torch.tensor(lens, dtype=torch.int32, device=device),
         torch.tensor(firsts, dtype=torch.int32, device=device),

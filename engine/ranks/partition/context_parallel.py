@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonpool.engine.ranks.partition.batch_slice import Portion, Run
+from moonpool.engine.ranks.partition.batch_slice import BatchSlice, TokenRange
 
 
-def share_out(batch: Portion, num_shares: int, offsets: Sequence[int], block_size: int) -> list[Portion]:
+def split_tokens(
+    batch: BatchSlice, num_shares: int, offsets: Sequence[int], block_size: int
+) -> list[BatchSlice]:
     """Each share's tokens of ``batch``: as many, and as much for each to attend to, as nearly as can be.
     Where that leaves a share without any, every share gets all.
 
@@ -22,7 +24,7 @@ def share_out(batch: Portion, num_shares: int, offsets: Sequence[int], block_siz
     decodes = [
         range(first + n * i // num_shares, first + n * (i + 1) // num_shares) for i in range(num_shares)
     ]
-    runs: list[list[Run]] = [[] for _ in decodes]
+    runs: list[list[TokenRange]] = [[] for _ in decodes]
     num_tokens = [len(some) for some in decodes]
     for run in batch.runs:
         pairs = _pairs(run, num_shares, offsets[run.chunk], block_size)
@@ -33,10 +35,12 @@ def share_out(batch: Portion, num_shares: int, offsets: Sequence[int], block_siz
             num_tokens[share] += sum(map(len, pair))
     if not all(num_tokens):
         return [batch] * num_shares
-    return [Portion(some, tuple(own)) for some, own in zip(decodes, runs, strict=True)]
+    return [BatchSlice(some, tuple(own)) for some, own in zip(decodes, runs, strict=True)]
 
 
-def _pairs(run: Run, num_shares: int, offset: int, block_size: int) -> list[tuple[Run, Run]]:
+def _pairs(
+    run: TokenRange, num_shares: int, offset: int, block_size: int
+) -> list[tuple[TokenRange, TokenRange]]:
     """The i-th has the i-th of the run's 2 × num_shares parts, and the i-th from the end."""
     num_parts = 2 * num_shares
     borders = [run.first]
@@ -45,5 +49,5 @@ def _pairs(run: Run, num_shares: int, offset: int, block_size: int) -> list[tupl
         border = (position + block_size // 2) // block_size * block_size - offset
         borders.append(min(max(border, run.first), run.end))
     borders.append(run.end)
-    parts = [Run(run.chunk, borders[i], borders[i + 1]) for i in range(num_parts)]
+    parts = [TokenRange(run.chunk, borders[i], borders[i + 1]) for i in range(num_parts)]
     return [(parts[i], parts[-1 - i]) for i in range(num_shares)]

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.collectives.link import Link
-from moonpool.engine.model.inputs import OtherTokens, StepInputs
-from moonpool.engine.ranks.partition.batch_slice import Portion, chunk_offsets
-from moonpool.engine.ranks.partition.context_keys import shared_keys
-from moonpool.engine.ranks.partition.context_parallel import share_out
+from moonpool.engine.model.inputs import RemoteTokens, StepInputs
+from moonpool.engine.ranks.partition.batch_slice import BatchSlice, chunk_offsets
+from moonpool.engine.ranks.partition.context_keys import chunk_keys
+from moonpool.engine.ranks.partition.context_parallel import split_tokens
 
 
-class SharedTokens:
+class ContextStep:
     """Which share computes which tokens of a step, piece after piece.
 
     Of some pieces each share computes all tokens, so that none need ask another for them.
@@ -33,14 +33,14 @@ class SharedTokens:
         self._any = False  # is computed by one share alone
         self._offsets = chunk_offsets(inputs) if num_shares > 1 else []
 
-    def take(self, piece: Portion) -> StepInputs:
+    def take(self, piece: BatchSlice) -> StepInputs:
         """The next of the step's pieces: what this rank computes of it."""
         inputs, num_shares = self._inputs, self._num_shares
         if num_shares == 1:
             return piece.of(inputs)
         portions = [piece] * num_shares
         if len(piece) >= self._min_tokens:
-            portions = share_out(piece, num_shares, self._offsets, self._block_size)
+            portions = split_tokens(piece, num_shares, self._offsets, self._block_size)
         rows = [portion.rows(inputs.num_decodes) for portion in portions]
         for all_rows, more in zip(self._rows, rows, strict=True):
             all_rows.append(more)
@@ -48,12 +48,12 @@ class SharedTokens:
         if portions[0] == portions[-1]:
             return part
         self._any = True
-        keys = shared_keys(piece, portions, self._share, inputs, self._offsets, self._block_size)
+        keys = chunk_keys(piece, portions, self._share, inputs, self._offsets, self._block_size)
         others = []
         for i in range(1, num_shares):
             share = (self._share - i) % num_shares
             where = torch.from_numpy(rows[share]).to(inputs.positions.device)
-            others.append(OtherTokens(share, inputs.positions[where], inputs.slots[where], keys[share]))
+            others.append(RemoteTokens(share, inputs.positions[where], inputs.slots[where], keys[share]))
         part.own_keys, part.others = keys[self._share], tuple(others)
         part.share_sizes = tuple(map(len, portions))
         return part
@@ -72,7 +72,7 @@ class SharedTokens:
             return hidden[torch.from_numpy(place).to(hidden.device)] if self._share == 0 else hidden[:0]
         sizes = np.bincount(owner, minlength=len(self._rows)).tolist()
         own = hidden[torch.from_numpy(place[owner == self._share]).to(hidden.device)]
-        take = link.swap(own, sizes)
+        take = link.exchange_cp(own, sizes)
         whole = hidden.new_empty((len(rows), hidden.shape[1]))
         for share in range(len(self._rows)):
             found = own if share == self._share else take(share)

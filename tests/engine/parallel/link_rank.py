@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.collectives.board import Board, SharedMemory
+from moonpool.engine.collectives.board import SharedBoard, SharedMemory
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.collectives.link import Link
 from moonpool.engine.errors import RankLost
@@ -43,7 +43,7 @@ class Exchanges:
     ) -> None:
         self.link, self.clock, self.shard, self.hidden = link, clock, shard, config.hidden_size
         self.num_ranks = max(plan.tp, plan.cp)  # of one exchange within a stage
-        self.place = shard.place + shard.share
+        self.place = shard.tp_rank + shard.cp_rank
         self.heads = {s.rank: s.vocab for s in plan.head_shards(config)}
         self.vocab_size = config.vocab_size
         self.draw = random.Random(0)
@@ -51,7 +51,7 @@ class Exchanges:
         if plan.tp > 1:
             self.kinds += [self.all_reduce, self.all_gather, self.reduce_scatter, self.all_to_all]
         if plan.cp > 1:
-            self.kinds = [self.swap]
+            self.kinds = [self.exchange_cp]
         if plan.pp > 1:
             self.kinds.append(self.pass_on)
         self.num_counted = 0
@@ -89,11 +89,11 @@ class Exchanges:
         expected = sum(parts).split(counts)[self.place]  # type: ignore[union-attr]
         close(self.link.reduce_scatter(parts[self.place], counts), expected)
 
-    def swap(self, total: int) -> None:
+    def exchange_cp(self, total: int) -> None:
         counts = self.counts(total)
         parts = [self.rows(n) for n in counts]
         given = parts[self.place].clone()
-        take = self.link.swap(given, counts)
+        take = self.link.exchange_cp(given, counts)
         given.zero_()
         for share in self.draw.sample(range(self.num_ranks), self.num_ranks):
             if share != self.place:
@@ -148,7 +148,7 @@ def main() -> None:
     config = ModelConfig.from_checkpoint(Path(assignment.model))
     plan, shard = assignment.plan, assignment.shard(config)
     timeout_s = assignment.options.parallel.timeout_s
-    board = Board(SharedMemory.open(assignment.board), shard.rank, plan.world_size, timeout_s)
+    board = SharedBoard(SharedMemory.open(assignment.board), shard.rank, plan.world_size, timeout_s)
     clock = ExchangeClock()
     try:
         exchanges = Exchanges(open_link(assignment, config, board, clock), clock, config, plan, shard)

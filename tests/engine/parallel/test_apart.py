@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from moonpool.engine.errors import RankLost
-from moonpool.engine.memory.remote_rank_bytes import ApartBytes
+from moonpool.engine.memory.remote_rank_bytes import RemoteRankBytes
 from moonpool.engine.prefix_cache.store import NodeStore
-from moonpool.engine.ranks.hosts.listener import RankHosts
+from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.protos import node_pb2
@@ -74,11 +74,11 @@ async def test_blocks_come_and_go_as_with_shared_pools_and_one_process(make_chec
     path = make_checkpoint("llama", **SHAPE).path
     async with AsyncExitStack() as stack:
         sides = [
-            await stack.enter_async_context(side(path, name, *plan, apart=name == "apart"))
+            await stack.enter_async_context(side(path, name, *plan, separate_pools=name == "apart"))
             for name, plan in (("apart", (tp, pp)), ("shared", (tp, pp)), ("alone", (1, 1)))
         ]
         apart = sides[0]
-        assert isinstance(apart.memory.blocks.bytes, ApartBytes)
+        assert isinstance(apart.memory.blocks.bytes, RemoteRankBytes)
         assert not apart.memory.engine.ranks.pools
         blocks = random_blocks(apart, 5)
         sums = [checksum(block.data) for block in blocks]
@@ -107,7 +107,7 @@ async def test_blocks_come_and_go_as_with_shared_pools_and_one_process(make_chec
 async def test_more_blocks_than_staging_holds_pass_through_it(make_checkpoint, monkeypatch) -> None:
     path = make_checkpoint("llama", **SHAPE).path
     monkeypatch.setattr("moonpool.engine.memory.remote_rank_bytes._STAGING_NBYTES", 1)
-    async with side(path, "apart", 1, 2, apart=True) as apart:
+    async with side(path, "apart", 1, 2, separate_pools=True) as apart:
         bytes_, blocks = apart.memory.blocks.bytes, random_blocks(apart, 3)
         sums = [checksum(block.data) for block in blocks]
         assert await asyncio.to_thread(bytes_.copy_in, blocks, [4, 0, 2], sums) is None
@@ -136,7 +136,9 @@ async def test_what_they_save_any_plan_loads(make_checkpoint, tmp_path, tp, pp) 
     for name, *plan in lives:
         apart = name.startswith("apart")
         async with (
-            side(reference.path, "node", *plan, apart=apart, config=config, pool_nbytes=POOL_NBYTES) as one,
+            side(
+                reference.path, "node", *plan, separate_pools=apart, config=config, pool_nbytes=POOL_NBYTES
+            ) as one,
             storing(one, config) as store,
         ):
             keys, pool = chain(one, tokens), one.memory.engine.pool
@@ -167,8 +169,8 @@ async def test_prompts_go_on_exactly_from_and_to_ranks_apart(make_checkpoint) ->
     reference = make_checkpoint("llama", **SHAPE)
     network = replace(Config(), transfer=TransferOptions(transports=("local", "tcp")))
     async with (
-        side(reference.path, "apart", 1, 2, apart=True) as apart,
-        side(reference.path, "far", 2, 1, apart=True, config=network) as far,
+        side(reference.path, "apart", 1, 2, separate_pools=True) as apart,
+        side(reference.path, "far", 2, 1, separate_pools=True, config=network) as far,
         side(reference.path, "alone", 1, 1) as alone,
     ):
         for seed, (source, target) in enumerate(itertools.permutations((apart, far, alone), 2)):
@@ -197,14 +199,16 @@ async def test_every_plan_apart_goes_on_with_what_any_began(make_checkpoint, fam
     reference = make_checkpoint(family, **SHAPE)
     async with AsyncExitStack() as stack:
         sides = [
-            await stack.enter_async_context(side(reference.path, f"{tp}-{pp}-{apart}", tp, pp, apart=apart))
+            await stack.enter_async_context(
+                side(reference.path, f"{tp}-{pp}-{apart}", tp, pp, separate_pools=apart)
+            )
             for tp, pp, apart in ((1, 2, True), (2, 1, True), (2, 2, True), (2, 2, False), (1, 1, False))
         ]
         for seed, (source, target) in enumerate(itertools.permutations(sides, 2)):
             await continues_exactly(reference, source, target, seed)
 
 
-class Door(RankHosts):
+class Door(HostListener):
     """Says when it is open."""
 
     def open(self) -> None:
@@ -221,7 +225,7 @@ async def two_machines(
     door = Door(1, "127.0.0.1:0", "near", 5.0, transfer)
     door.opened = asyncio.Event()
     monkeypatch.setattr(
-        "moonpool.engine.node.engine_memory.RankHosts.of",
+        "moonpool.engine.node.engine_memory.HostListener.from_options",
         lambda options, *_: door if options.hosts > 1 else None,
     )
     config = replace(Config(), transfer=transfer)
@@ -282,7 +286,7 @@ async def test_a_block_gone_bad_in_host_memory_is_not_loaded(make_checkpoint) ->
     path = make_checkpoint("llama", **SHAPE).path
     config = replace(Config(), store=StoreOptions(host=HostTierOptions(capacity_nbytes=4 << 20)))
     async with (
-        side(path, "apart", 1, 2, apart=True, pool_nbytes=POOL_NBYTES) as one,
+        side(path, "apart", 1, 2, separate_pools=True, pool_nbytes=POOL_NBYTES) as one,
         storing(one, config) as store,
     ):
         tokens = prompt(1, 41)
@@ -314,7 +318,7 @@ async def test_a_block_gone_bad_in_host_memory_is_not_loaded(make_checkpoint) ->
 async def test_a_rank_lost_in_the_middle_of_a_copy_ends_it(make_checkpoint, how) -> None:
     path = make_checkpoint("llama", **SHAPE).path
     in_time_s = 5.0 + 5.0  # what makes a silent rank a lost one, and what a busy machine takes beside it
-    async with side(path, "apart", 2, 1, apart=True, timeout_s=5.0) as apart:
+    async with side(path, "apart", 2, 1, separate_pools=True, timeout_s=5.0) as apart:
         bytes_, blocks = apart.memory.blocks.bytes, random_blocks(apart, 40)
         for call in (bytes_.view, lambda block: bytes_.checksums([block]), apart.memory.blocks.checksum):
             with pytest.raises(AssertionError, match="the loop would wait for itself"):
@@ -353,7 +357,7 @@ async def test_closing_ends_copies_under_way(make_checkpoint) -> None:
     path = make_checkpoint("llama", **SHAPE).path
     config = replace(Config(), store=StoreOptions(host=HostTierOptions(capacity_nbytes=4 << 20)))
     patient = replace(Config(), transfer=TransferOptions(deadline_s=60.0))
-    async with side(path, "apart", 1, 2, apart=True, pool_nbytes=POOL_NBYTES, config=patient) as one:
+    async with side(path, "apart", 1, 2, separate_pools=True, pool_nbytes=POOL_NBYTES, config=patient) as one:
         store = await NodeStore.open(
             config, "", one.agent, one.memory.engine, one.memory.blocks, lambda *_: 0
         )
@@ -385,9 +389,9 @@ async def test_a_device_with_memory_and_queues_of_its_own_leads_ranks(make_check
     device = LateDevice()
     async with side(reference.path, "alone", 1, 1) as alone:
         monkeypatch.setattr("moonpool.engine.node.engine_memory.choose_device", lambda option: device)
-        async with side(reference.path, "late", 1, 2, apart=True) as late:
+        async with side(reference.path, "late", 1, 2, separate_pools=True) as late:
             assert late.memory.engine.options.decode_graphs
-            assert isinstance(late.memory.blocks.bytes, ApartBytes)
+            assert isinstance(late.memory.blocks.bytes, RemoteRankBytes)
             await continues_exactly(reference, late, alone, 1)
             await continues_exactly(reference, alone, late, 2)
             assert any(late.memory.engine.profile().values())

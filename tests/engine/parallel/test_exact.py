@@ -123,7 +123,7 @@ async def are_exact(plan, make_checkpoint, models) -> None:
             expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
             # A batch of mixed lengths, prompts in chunks of at most 32 tokens, of which a pipeline makes
             # pieces of 16, which are shared out however short; then each again, its prefix from the cache.
-            words = {"max_batch_tokens": 32, "piece_tokens": 16, "share_tokens": 1}
+            words = {"max_batch_tokens": 32, "micro_batch_tokens": 16, "cp_min_tokens": 1}
             async with serving(reference.path, group, **words, **plan) as driver:
                 for _ in range(2):
                     sequences = [driver.sequence(prompt, max_tokens=NUM_TOKENS) for prompt in prompts()]
@@ -147,7 +147,7 @@ async def test_sampling_and_logprobs_equal_the_single_process_engine(make_checkp
     prompt = prompts()[-1]
     words = {"max_tokens": 12, "temperature": 0.8, "seed": 7, "top_p": 0.9, "num_logprobs": 3}
     results = []
-    for some in ({}, {**plan, "piece_tokens": 16, "share_tokens": 1, "link": link}):
+    for some in ({}, {**plan, "micro_batch_tokens": 16, "cp_min_tokens": 1, "link": link}):
         async with serving(reference.path, max_batch_tokens=32, **some) as driver:
             sequences = [
                 driver.sequence(prompt, prompt_logprobs=True, **words),

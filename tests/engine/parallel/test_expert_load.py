@@ -29,12 +29,12 @@ def chosen(reference: Reference, token_ids: list[int]) -> np.ndarray:
 PLANS = {
     "alone": {},
     # Long pieces are shared out, of short ones every share computes all tokens.
-    "pp2-cp2": {"pp": 2, "cp": 2, "share_tokens": 8},
+    "pp2-cp2": {"pp": 2, "cp": 2, "cp_min_tokens": 8},
     "tp2-pp2": {"tp": 2, "pp": 2},
-    "pp2-apart": {"pp": 2, "apart": True},
-    "ep2-pp2-apart": {"tp": 2, "ep": 2, "pp": 2, "apart": True},
+    "pp2-apart": {"pp": 2, "separate_pools": True},
+    "ep2-pp2-apart": {"tp": 2, "ep": 2, "pp": 2, "separate_pools": True},
     "ep2": {"tp": 2, "ep": 2},
-    "ep2-cp2-all-to-all": {"tp": 2, "ep": 2, "cp": 2, "share_tokens": 8, "all_to_all_tokens": 4},
+    "ep2-cp2-all-to-all": {"tp": 2, "ep": 2, "cp": 2, "cp_min_tokens": 8, "all_to_all_tokens": 4},
 }
 
 
@@ -52,7 +52,7 @@ async def test_the_rows_of_every_expert_are_counted_once(make_checkpoint, plan) 
         "qwen2_moe", num_attention_heads=8, num_key_value_heads=2, mlp_only_layers=[DENSE]
     )
     prompts = [list(range(start, start + n)) for start, n in ((3, 1), (20, 9), (60, 40))]
-    async with serving(reference.path, max_batch_tokens=32, piece_tokens=8, **plan) as driver:
+    async with serving(reference.path, max_batch_tokens=32, micro_batch_tokens=8, **plan) as driver:
         await driver.engine.refresh_expert_load()
         assert not driver.engine.expert_load().any(), "measuring what steps cost is not load"
         results = await driver.run(*(driver.sequence(prompt, max_tokens=8) for prompt in prompts))

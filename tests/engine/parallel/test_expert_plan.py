@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.sharding.expert_placement import ExpertPlan, plan_experts
+from moonpool.engine.sharding.expert_placement import ExpertPlacement, plan_experts
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
 from moonpool.runtime.config.options import ParallelOptions
 from moonpool.runtime.errors import ConfigError
@@ -35,9 +35,9 @@ def test_every_expert_is_held_and_no_rank_is_worse_off_than_by_a_plain_deal(
     assert plan == plan_experts(load.copy(), num_ranks, num_replicas), "equal loads, equal plans"
     num_layers, num_experts = load.shape
     plan.check(num_layers, num_experts, num_ranks)
-    deal = ExpertPlan.deal(num_layers, num_experts, num_ranks)
+    deal = ExpertPlacement.even(num_layers, num_experts, num_ranks)
     for layer, holders in enumerate(plan.layers):
-        held = [plan.held(layer, rank) for rank in range(num_ranks)]
+        held = [plan.experts_of(layer, rank) for rank in range(num_ranks)]
         assert set().union(*held) == set(range(num_experts)), "an expert is nowhere"
         num_copies = sum(map(len, holders))
         assert sum(map(len, held)) == num_copies <= num_experts + num_replicas
@@ -50,7 +50,7 @@ def test_every_expert_is_held_and_no_rank_is_worse_off_than_by_a_plain_deal(
 
 def test_a_hot_expert_is_replicated_until_the_ranks_are_even() -> None:
     load = np.array([[800, 100, 50, 50, 50, 50, 50, 50]])
-    assert ExpertPlan.deal(1, 8, 4).skew(load) == pytest.approx(3.0)
+    assert ExpertPlacement.even(1, 8, 4).skew(load) == pytest.approx(3.0)
     # Each rank has room for two, so the hot one has company.
     assert plan_experts(load, 4, 0).skew(load) == pytest.approx(850 / 300)
     plan = plan_experts(load, 4, 4)
@@ -61,7 +61,7 @@ def test_a_hot_expert_is_replicated_until_the_ranks_are_even() -> None:
 @given(load=loads(), num_ranks=st.integers(1, 4))
 def test_a_plan_comes_back_from_json_as_it_was(load: np.ndarray, num_ranks: int) -> None:
     plan = plan_experts(load, num_ranks, 2)
-    assert ExpertPlan.unpack(json.loads(plan.to_json())) == plan
+    assert ExpertPlacement.unpack(json.loads(plan.to_json())) == plan
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,5 @@ def test_a_plan_that_does_not_fit_is_refused_and_said_how_to_make_one(
         path.write_text(text)
     options = ParallelOptions(tp=2, ep=2, expert_plan_path=str(path))
     with pytest.raises(ConfigError, match=sentence) as caught:
-        ParallelPlan.of(options, config, torch.device("cpu"))
+        ParallelPlan.from_options(options, config, torch.device("cpu"))
     assert "moonpool experts" in str(caught.value)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moonpool.engine.errors import RankLost
-from moonpool.engine.memory.remote_rank_bytes import ApartBytes
+from moonpool.engine.memory.remote_rank_bytes import RemoteRankBytes
 from moonpool.engine.prefix_cache.store import NodeStore
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.runtime.config.options import Config, HostTierOptions, StoreOptions
@@ -61,7 +61,7 @@ async def test_blocks_come_and_go_whole_and_by_way_of_host_memory(make_checkpoin
     pool_nbytes = 12 * 3 * 2 * 2 * 8 * 16 * 4
     async with side(path, "node", tp, pp, config=config, pool_nbytes=pool_nbytes, **WORDS) as one:
         memory, engine = one.memory.blocks, one.memory.engine
-        assert isinstance(memory.bytes, ApartBytes)
+        assert isinstance(memory.bytes, RemoteRankBytes)
         nbytes = engine.layout.block_nbytes
         blocks = list(np.random.default_rng(0).integers(0, 256, (5, nbytes), np.uint8))
         sums, ids = [checksum(block.data) for block in blocks], [3, 1, 7, 2, 9]

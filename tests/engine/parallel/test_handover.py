@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from moonpool.engine.node.engine_memory import NodeMemory
-from moonpool.engine.prefix_cache.peer_exchange import KvExchange, PeerIncompatible
+from moonpool.engine.node.engine_memory import EngineMemory
+from moonpool.engine.prefix_cache.peer_exchange import PeerExchange, PeerIncompatible
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import Config, EngineOptions, ModelOptions, ParallelOptions
 from moonpool.transfer import ChecksumMismatch, TransferAgent
@@ -29,11 +29,11 @@ NUM_TOKENS = 12
 class Side:
     """Half a node: an engine, its blocks, and what reads into them and describes them."""
 
-    def __init__(self, memory: NodeMemory, agent: TransferAgent) -> None:
+    def __init__(self, memory: EngineMemory, agent: TransferAgent) -> None:
         self.memory = memory
         self.agent = agent
         self.driver = Driver(memory.engine)
-        self.exchange = KvExchange(
+        self.exchange = PeerExchange(
             memory.blocks, agent, deadline_s=10, reader=memory.reader, in_parts=bool(memory.ranks)
         )
         layout = memory.engine.layout
@@ -84,21 +84,21 @@ async def side(
     pp: int,
     cp: int = 1,
     *,
-    apart: bool = False,
+    separate_pools: bool = False,
     config: Config | None = None,
     device: str = "cpu",
     **words: Any,
 ) -> AsyncIterator[Side]:
-    """``apart``: ranks share no pools with their leader. ``config``: of all but the engine and the model.
+    """``separate_pools``: see ``RankGroup``. ``config``: of all but the engine and the model.
     Other words are EngineOptions' and ParallelOptions'."""
     more = {word: words.pop(word) for word in list(words) if word in ParallelOptions.__slots__}
-    parallel = ParallelOptions(tp=tp, pp=pp, cp=cp, share_tokens=1, **more)
+    parallel = ParallelOptions(tp=tp, pp=pp, cp=cp, cp_min_tokens=1, **more)
     options = EngineOptions(**{"block_size": 8, "pool_nbytes": 4 << 20, "parallel": parallel, **words})
     model = ModelOptions(path=str(path), device=device, dtype="float32")
     config = replace(config or Config(), engine=options, model=model)
     async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
         with patch("moonpool.engine.execution.cost_profile._BUDGET_S", 0.02):
-            memory = await NodeMemory.open(config, agent, lambda *_: None, apart=apart)
+            memory = await EngineMemory.open(config, agent, lambda *_: None, separate_pools=separate_pools)
         try:
             yield Side(memory, agent)
         finally:

@@ -20,7 +20,7 @@ import pytest
 
 from moonpool.engine.errors import RankLost, RankRefused
 from moonpool.engine.ranks.group import RankGroup
-from moonpool.engine.ranks.hosts.listener import RankHosts
+from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.service.child import Child
 from tests.engine.parallel.conftest import serving
@@ -37,8 +37,8 @@ def rank_host(port: int, name: str, log: Path | None) -> Child:
     return Child(name, command, log, speaks=True)
 
 
-def door(num_hosts: int = 1, timeout_s: float = 5.0, port: int = 0) -> RankHosts:
-    return RankHosts(num_hosts, f"127.0.0.1:{port}", "near", timeout_s, TransferOptions(secret=SECRET))
+def door(num_hosts: int = 1, timeout_s: float = 5.0, port: int = 0) -> HostListener:
+    return HostListener(num_hosts, f"127.0.0.1:{port}", "near", timeout_s, TransferOptions(secret=SECRET))
 
 
 @asynccontextmanager
@@ -73,7 +73,7 @@ async def far_ranks(
 )
 async def test_greedy_tokens_equal_transformers(plan: dict[str, Any], make_checkpoint) -> None:
     options = {**plan, "hosts": 2, "listen": "127.0.0.1:0"}
-    words = {"max_batch_tokens": 32, "piece_tokens": 16, "share_tokens": 1}
+    words = {"max_batch_tokens": 32, "micro_batch_tokens": 16, "cp_min_tokens": 1}
     family, shape = MODELS["qwen2"]
     reference = make_checkpoint(family, **SHAPE, **shape)
     expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts()]

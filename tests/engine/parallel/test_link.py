@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.collectives.board import Board, SharedMemory
+from moonpool.engine.collectives.board import SharedBoard, SharedMemory
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.ranks.link_factory import choose_link, exchange_shape, open_store
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 @contextmanager
 def linked(
     path: Path, plan: ParallelPlan, link: str, hosts: int, rounds: int
-) -> Iterator[tuple[list[Board], list[subprocess.Popen[str]]]]:
+) -> Iterator[tuple[list[SharedBoard], list[subprocess.Popen[str]]]]:
     """Processes that exchange, and the boards of those who lead them: machines share none, nor memory, and
     have each an address of their own."""
     config = ModelConfig.from_checkpoint(path)
@@ -53,7 +53,7 @@ def linked(
         store=f"127.0.0.1:{store.port}",
     )
     nbytes = plan.world_size * exchange_shape(assignment, config).rank_nbytes
-    boards = [Board.create(plan.world_size, 8, TIMEOUT_S) for _ in range(hosts)]
+    boards = [SharedBoard.create(plan.world_size, 8, TIMEOUT_S) for _ in range(hosts)]
     exchanges = [SharedMemory.create("exchange", nbytes) for _ in range(hosts)]
     command = [sys.executable, "-m", "tests.engine.parallel.link_rank"]
     ranks = [

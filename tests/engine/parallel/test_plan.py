@@ -15,7 +15,7 @@ from moonpool.engine.checkpoint.weights import Checkpoint, expected_tensors
 from moonpool.engine.errors import CheckpointError
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
-from moonpool.engine.sharding.tensor_slices import Slices
+from moonpool.engine.sharding.tensor_slices import TensorSlices
 from moonpool.runtime.config.options import EngineOptions, ParallelOptions
 from moonpool.runtime.errors import ConfigError
 
@@ -41,7 +41,7 @@ def config(make_checkpoint) -> ModelConfig:
 )
 def test_an_impossible_plan_says_what_would_be_valid(config, words, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        ParallelPlan.of(ParallelOptions(**words), config, CPU)
+        ParallelPlan.from_options(ParallelOptions(**words), config, CPU)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_more_shares_than_a_step_has_blocks_are_refused() -> None:
 def test_more_ranks_than_devices_are_refused(config, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"tp 2 × pp 1 needs 2 GPUs .* from cuda:0 on, there are 1"):
-        ParallelPlan.of(ParallelOptions(tp=2), config, torch.device("cuda"))
+        ParallelPlan.from_options(ParallelOptions(tp=2), config, torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ConfigError, match=r"needs 2 GPUs .* from cuda:3 on, there are 1"):
-        ParallelPlan.of(ParallelOptions(tp=2), config, torch.device("cuda:3"))
+        ParallelPlan.from_options(ParallelOptions(tp=2), config, torch.device("cuda:3"))
     far = ParallelOptions(tp=2, pp=2, hosts=2, listen="127.0.0.1:7400")
-    assert ParallelPlan.of(far, config, torch.device("cuda:2")).world_size == 4
+    assert ParallelPlan.from_options(far, config, torch.device("cuda:2")).world_size == 4
 
 
 def test_ranks_have_the_gpus_of_their_machine_from_the_nodes_first_on(config) -> None:
@@ -126,7 +126,7 @@ def test_the_ranks_hold_every_element_once_a_share(config, mixtures, tp, pp, cp,
     plan = ParallelPlan(tp, pp, min(ep, tp) if config.moe else 1, cp=cp)
     counts = {name: np.zeros(shape, int) for name, shape in expected_tensors(config).items()}
     for shard in plan.shards(config):
-        part = Slices(config, shard)
+        part = TensorSlices(config, shard)
         for name in expected_tensors(config, shard):
             counts[name][part(name)] += 1
     for name, count in counts.items():
@@ -144,18 +144,22 @@ def test_the_ranks_hold_every_element_once_a_share(config, mixtures, tp, pp, cp,
 @given(tp=st.integers(1, 4), pp=st.integers(1, 3), cp=st.integers(1, 3))
 def test_every_rank_has_its_stage_share_and_place(config, tp: int, pp: int, cp: int) -> None:
     shards = ParallelPlan(tp, pp, cp=cp).shards(config)
-    assert len({(s.stage, s.share, s.place) for s in shards}) == len(shards) == tp * pp * cp
+    assert len({(s.stage, s.cp_rank, s.tp_rank) for s in shards}) == len(shards) == tp * pp * cp
     for shard in shards:
         mates = {
-            "tensor": [s.rank for s in shards if (s.stage, s.share) == (shard.stage, shard.share)],
-            "context": [s.rank for s in shards if (s.stage, s.place) == (shard.stage, shard.place)],
+            "tensor": [s.rank for s in shards if (s.stage, s.cp_rank) == (shard.stage, shard.cp_rank)],
+            "context": [s.rank for s in shards if (s.stage, s.tp_rank) == (shard.stage, shard.tp_rank)],
         }
         assert mates == {"tensor": list(shard.tensor_ranks), "context": list(shard.context_ranks)}
         same = [shards[rank] for rank in shard.context_ranks]
         assert len({(s.layers, s.heads, s.kv_heads, s.inter, s.vocab) for s in same}) == 1
         if not shard.is_last:
             after = shards[shard.rank + shard.stage_size]
-            assert (after.stage, after.share, after.place) == (shard.stage + 1, shard.share, shard.place)
+            assert (after.stage, after.cp_rank, after.tp_rank) == (
+                shard.stage + 1,
+                shard.cp_rank,
+                shard.tp_rank,
+            )
     heads = ParallelPlan(tp, pp, cp=cp).head_shards(config)
     assert [word for shard in heads for word in shard.vocab] == list(range(config.vocab_size))
 
@@ -171,24 +175,24 @@ def test_every_rank_has_its_stage_share_and_place(config, tp: int, pp: int, cp: 
 )
 def test_an_impossible_deal_of_experts_says_what_would_be_valid(mixtures, words, sentence) -> None:
     with pytest.raises(ConfigError, match=r"engine\.parallel\." + sentence):
-        ParallelPlan.of(ParallelOptions(**words), mixtures[0], CPU)
+        ParallelPlan.from_options(ParallelOptions(**words), mixtures[0], CPU)
 
 
 def test_whole_experts_need_not_be_split(mixtures) -> None:
     narrow = replace(mixtures[2], moe=replace(mixtures[2].moe, expert_inter=33))
-    assert ParallelPlan.of(ParallelOptions(tp=4, ep=4), narrow, CPU).ep == 4
+    assert ParallelPlan.from_options(ParallelOptions(tp=4, ep=4), narrow, CPU).ep == 4
     with pytest.raises(ConfigError, match=r"33 MLP columns .*; valid are 4, 8|tp is 4"):
-        ParallelPlan.of(ParallelOptions(tp=4, ep=2), narrow, CPU)
+        ParallelPlan.from_options(ParallelOptions(tp=4, ep=2), narrow, CPU)
 
 
 def test_experts_that_cannot_be_split_say_what_would_be_valid(mixtures) -> None:
     _, mixed, _ = mixtures
     narrow = replace(mixed, moe=replace(mixed.moe, expert_inter=34))
     with pytest.raises(ConfigError, match=r"80 and 34 and 40 MLP columns .*; valid are 1, 2$"):
-        ParallelPlan.of(ParallelOptions(tp=4), narrow, CPU)
+        ParallelPlan.from_options(ParallelOptions(tp=4), narrow, CPU)
     # What no layer has need not be split.
     everywhere = replace(mixed, moe=replace(mixed.moe, layers=frozenset(range(3))), intermediate_size=81)
-    assert ParallelPlan.of(ParallelOptions(tp=4), everywhere, CPU).tp == 4
+    assert ParallelPlan.from_options(ParallelOptions(tp=4), everywhere, CPU).tp == 4
 
 
 @given(tp=st.sampled_from([2, 4, 8]))
@@ -212,7 +216,7 @@ def test_tied_embeddings_are_read_by_the_first_and_the_last_stage(config) -> Non
 def test_a_rank_reads_only_its_part_and_names_what_is_wrong_with_it(config) -> None:
     shard = ParallelPlan(2, 3).shard(config, 3)
     reports: list[tuple[int, int, str]] = []
-    checkpoint = Checkpoint(config.path, lambda *report: reports.append(report), Slices(config, shard))
+    checkpoint = Checkpoint(config.path, lambda *report: reports.append(report), TensorSlices(config, shard))
     expected = expected_tensors(config, shard)
     assert {name.split(".")[2] for name in expected} == {"1"}
     checkpoint.check(expected, expected_tensors(config))

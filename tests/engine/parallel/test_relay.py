@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import trustme
 
-from moonpool.engine.collectives.board import Board, Count
+from moonpool.engine.collectives.board import BoardWord, SharedBoard
 from moonpool.engine.errors import HostRefused, RankLost
 from moonpool.engine.ranks.hosts import handshake as relay_handshake
 from moonpool.engine.ranks.hosts.channel import PipeChannel
 from moonpool.engine.ranks.hosts.daemon import RankHost
-from moonpool.engine.ranks.hosts.daemon_session import HostedRanks
-from moonpool.engine.ranks.hosts.frames import Frame, FrameError, FrameReader, Kind
-from moonpool.engine.ranks.hosts.listener import RankHosts
-from moonpool.engine.ranks.hosts.remote_host import FarHost
+from moonpool.engine.ranks.hosts.daemon_session import DaemonSession
+from moonpool.engine.ranks.hosts.frames import Frame, FrameError, FrameKind, FrameReader
+from moonpool.engine.ranks.hosts.listener import HostListener
+from moonpool.engine.ranks.hosts.remote_host import RemoteHost
 from moonpool.runtime.config.options import Config, NodeOptions, TlsOptions, TransferOptions
 from tests.transfer.conftest import issue
 
@@ -38,7 +38,7 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> TransferOptions:
     return replace(PLAIN, tls=TlsOptions(*(str(directory / f"{name}.pem") for name in ("cert", "key", "ca"))))
 
 
-def rank_host(door: RankHosts, transfer: TransferOptions, name: str = "far") -> RankHost:
+def rank_host(door: HostListener, transfer: TransferOptions, name: str = "far") -> RankHost:
     return RankHost(Config(transfer=transfer, node=NodeOptions(id=name)), f"127.0.0.1:{door.port}")
 
 
@@ -47,12 +47,12 @@ class Relay:
     """Both ends of one, in this process: rank 0 is near, ranks 1 and 2 are far, programs that repeat what
     they are told."""
 
-    near: FarHost
-    far: HostedRanks
+    near: RemoteHost
+    far: DaemonSession
     running: asyncio.Task[str]
-    board: Board
+    board: SharedBoard
 
-    def rank(self, rank: int) -> Board:
+    def rank(self, rank: int) -> SharedBoard:
         """Its view, where it is."""
         assert self.far._board is not None
         return self.far._board.as_rank(rank)
@@ -69,17 +69,17 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def relayed(transfer: TransferOptions) -> AsyncIterator[Relay]:
-    door = RankHosts(1, "127.0.0.1:0", "near", TIMEOUT_S, transfer)
+    door = HostListener(1, "127.0.0.1:0", "near", TIMEOUT_S, transfer)
     door.open()
     connection, welcome = await rank_host(door, transfer)._meet()
     assert (welcome.leader, welcome.timeout_s) == ("near", TIMEOUT_S)
-    far = HostedRanks(connection, transfer)
+    far = DaemonSession(connection, transfer)
     running = asyncio.create_task(far.run())
     (near,) = await door.gather()
-    board = Board.create(3, 1 << 16, TIMEOUT_S)
-    board.far, board.on_publish = range(1, 3), near.tell
+    board = SharedBoard.create(3, 1 << 16, TIMEOUT_S)
+    board.remote_ranks, board.on_publish = range(1, 3), near.publish
     try:
-        for rank in board.far:
+        for rank in board.remote_ranks:
             near.start_rank(rank, 1)
         near.open(board, payload_nbytes=1 << 16, exchange_nbytes=64)
         async with asyncio.timeout(60):
@@ -107,16 +107,16 @@ async def test_steps_go_one_way_and_what_became_of_them_the_other(
                 relay.board.publish(step, len(batch))
                 for rank in (1, 2):
                     relay.board.wait_done(rank, step)
-                    assert relay.board.count(rank, Count.DIGEST) == rank * int(batch.sum())
-                    assert relay.board.count(rank, Count.BUBBLE_NS) == step
+                    assert relay.board.count(rank, BoardWord.DIGEST) == rank * int(batch.sum())
+                    assert relay.board.count(rank, BoardWord.BUBBLE_NS) == step
 
         def follow(rank: int) -> None:
             board = relay.rank(rank)
             for step in range(1, 51):
                 assert board.wait_step(step - 1) == step
-                board.post(Count.DIGEST, rank * int(board.batch().sum()))
-                board.post(Count.BUBBLE_NS, step)
-                board.finish(step)
+                board.post(BoardWord.DIGEST, rank * int(board.batch().sum()))
+                board.post(BoardWord.BUBBLE_NS, step)
+                board.post_done(step)
 
         async with asyncio.timeout(30):
             await asyncio.gather(asyncio.to_thread(lead), *(asyncio.to_thread(follow, r) for r in (1, 2)))
@@ -149,7 +149,7 @@ async def test_hearts_are_told_as_ages_and_a_silent_one_is_seen_on_both_sides() 
             beaten.beat()
             await asyncio.sleep(0.02)
         assert 0 < relay.board.silent_s(1) < TIMEOUT_S / 2
-        assert relay.board.count(2, Count.HEARTBEAT_NS) == 0, "it never beat"
+        assert relay.board.count(2, BoardWord.HEARTBEAT_NS) == 0, "it never beat"
         beaten.check()  # the leader is heard of too
         # A leader that is stopped says nothing: its ranks find out by their own board.
         relay.near.connection._lose("stopped, for the test")
@@ -170,7 +170,7 @@ REFUSALS = {
 async def test_who_does_not_belong_is_refused_by_name_on_both_sides(
     what: str, encrypted: TransferOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    door = RankHosts(1, "127.0.0.1:0", "near", TIMEOUT_S, encrypted if what == "tls" else PLAIN)
+    door = HostListener(1, "127.0.0.1:0", "near", TIMEOUT_S, encrypted if what == "tls" else PLAIN)
     door.open()
     transfer = replace(PLAIN, secret="another") if what == "secret" else PLAIN
     first = None
@@ -195,7 +195,7 @@ async def test_who_does_not_belong_is_refused_by_name_on_both_sides(
 
 
 async def test_a_leader_that_does_not_know_the_secret_gets_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = RankHosts(1, "127.0.0.1:0", "near", TIMEOUT_S, replace(PLAIN, secret="guessed"))
+    door = HostListener(1, "127.0.0.1:0", "near", TIMEOUT_S, replace(PLAIN, secret="guessed"))
     door.open()
     # It takes whatever proof it is given, which is the first one that is looked at.
     takes, is_proof = iter([True]), relay_handshake._is_proof
@@ -206,7 +206,7 @@ async def test_a_leader_that_does_not_know_the_secret_gets_no_ranks(monkeypatch:
 
 
 def test_frames_come_out_of_a_stream_however_it_is_cut() -> None:
-    frames = [Frame(Kind.LINE, 3, b"x" * n) for n in (0, 1, 70_000)] + [Frame(Kind.BYE, 0, b"why")]
+    frames = [Frame(FrameKind.LINE, 3, b"x" * n) for n in (0, 1, 70_000)] + [Frame(FrameKind.BYE, 0, b"why")]
     stream = b"".join(frame.pack() for frame in frames)
     for size in (1, 7, 8, 9, 1000, len(stream)):
         reader = FrameReader()
