@@ -201,7 +201,7 @@ def test_short_lives_end_it_with_a_sentence(tmp_path: Path) -> None:
         code, log = running.end()
     assert code == 1
     assert "5 times in a row within 10 s of getting ready" in log
-    assert "the others drain, and the node ends" in log
+    assert "the other replicas drain and the node ends" in log
 
 
 def test_options_that_one_refuses_are_refused(tmp_path: Path) -> None:
