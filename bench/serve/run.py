@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moonpool.bench.harness.cluster import local_cluster
+from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.serve import cases
 from moonpool.bench.serve import tracing_overhead as tracing
 from moonpool.bench.serve.client import load

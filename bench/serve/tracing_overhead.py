@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 
-from moonpool.bench.harness.cluster import local_cluster
+from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import read_json, read_text
 from moonpool.bench.serve.client.http_client import HttpClient

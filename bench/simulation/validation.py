@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from moonpool.bench.harness.cluster import local_cluster
+from moonpool.bench.harness.services import local_cluster
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Server
 from moonpool.bench.serve.figures import percentile

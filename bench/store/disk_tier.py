@@ -1,91 +1,151 @@
-"""The tier on disk against the disk itself, and against others' disk stores, in turns."""
+"""The tier on disk against the disk itself, and against other systems' disk stores."""
 
 from __future__ import annotations
 
+import os
 import random
-import time
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
-from statistics import median
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
 
-from moonpool.bench.store.block_set import Bytes, Shape, TierSettings
-from moonpool.bench.store.peers.peer_store import PeerStore
-from moonpool.bench.store.raw_disk import RawDisk
-from moonpool.bench.transfer.batch_shape import size_name
-from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.bench.harness.child import peer
+from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.sizes import size_name
+from moonpool.bench.harness.turns import Call, compared, turns
+from moonpool.bench.store.blocks import Bytes, Settings, Shape
 from moonpool.kvstore.tiers.ssd import SsdTier
-from moonpool.runtime.reports.report import Row, versus
+from moonpool.runtime.reports.report import Row
+from moonpool.transfer.memory.allocation import allocate
 
-# The tier has room for two rounds, which fill it: from then on it is full, and what is put takes the place of
-# what was put before, in files that were written before.
+# The tier has room for two rounds, which fill it. From then on each put replaces earlier blocks, in
+# files that exist already.
 _ROOM = 2
-PUT_OF_RAW, GET_OF_RAW, PUT_OF_LMCACHE = 0.8, 0.85, 1.5
+_LMCACHE = Path(__file__).with_name("peers") / "lmcache_child.py"
 
 
-async def disk_rows(shape: Shape, settings: TierSettings, peers: Sequence[PeerStore]) -> list[Row]:
+class RawDisk:
+    """The limit: the same bytes by O_DIRECT alone, of the same size, depth and order.
+
+    One file that has been written before. Buffers are huge pages, which are the fastest.
+    """
+
+    def __init__(self, path: Path, shape: Shape, threads: int, source: Sequence[Bytes]) -> None:
+        self._shape = shape
+        self._threads = threads
+        self._blocks = allocate(shape.nbytes, "raw", "anonymous").array.reshape(shape.num_blocks, -1)
+        for block, bytes_ in zip(self._blocks, source, strict=True):
+            block[:] = bytes_
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, shape.nbytes)
+        self.write()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def write(self) -> None:
+        """All blocks, with a sync after each batch."""
+        self._pass(range(self._shape.num_blocks), os.pwritev, sync=True)
+
+    def read(self, order: Sequence[int]) -> None:
+        self._pass(order, os.preadv, sync=False)
+
+    def _pass(self, order: Sequence[int], call: Callable[..., int], *, sync: bool) -> None:
+        for batch in self._shape.batches():
+            todo = iter(list(order[batch]))
+            threads = [threading.Thread(target=self._work, args=(todo, call)) for _ in range(self._threads)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if sync:
+                os.fdatasync(self._fd)
+
+    def _work(self, todo: Iterator[int], call: Callable[..., int]) -> None:
+        nbytes = self._shape.block_nbytes
+        for number in todo:
+            moved = call(self._fd, [self._blocks[number]], number * nbytes)
+            if moved != nbytes:
+                raise OSError(f"{moved} of {nbytes} bytes were moved")
+
+
+class TierBlocks:
+    """The tier, with new names and a new order of reading in each round."""
+
+    def __init__(self, tier: SsdTier, shape: Shape, source: Sequence[Bytes]) -> None:
+        self.order: list[int] = []
+        self._tier = tier
+        self._shape = shape
+        self._source = source
+        self._into = shape.memory("into")
+        self._keys = shape.keys(0)
+
+    def begin_round(self, number: int) -> None:
+        self._keys = self._shape.keys(number + _ROOM)
+        self.order = random.Random(number).sample(range(self._shape.num_blocks), self._shape.num_blocks)
+
+    async def put(self) -> None:
+        for batch in self._shape.batches():
+            keys = self._keys[batch]
+            assert all(await self._tier.put(keys, self._source[batch], parents=[None] * len(keys)))
+
+    async def get(self) -> None:
+        keys = [self._keys[i] for i in self.order]
+        for batch in self._shape.batches():
+            assert all(await self._tier.get(keys[batch], self._into[batch]))
+
+    def check(self) -> None:
+        """The blocks that were read last must be the ones that were written."""
+        pairs = zip(self._into, self.order, strict=True)
+        assert all((into == self._source[i]).all() for into, i in pairs), "bytes differ"
+
+
+async def disk_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """Cold: past the page cache. Durable: synced, with checksums and index, before ``put`` returns."""
-    source, into = shape.memory("source"), shape.memory("into")
-    raw = RawDisk(settings.directory / "raw", shape, settings.threads, source)
-    tier = await SsdTier.open(
-        settings.directory / f"tier-{shape.block_nbytes}",
-        shape.layout,
-        capacity_nbytes=shape.nbytes * _ROOM,
-        threads=settings.threads,
-    )
-    seconds: dict[str, list[float]] = defaultdict(list)
-    async with tier:
-        for generation in range(settings.rounds + _ROOM):
-            order = random.Random(generation).sample(range(shape.num_blocks), shape.num_blocks)
-            keys, took = shape.keys(generation), dict[str, float]()
-            # Whoever comes after another that leaves its writes to be finished later pays for them.
-            first = generation % (2 + len(peers))
-            for turn in [*range(first, 2 + len(peers)), *range(first)]:
-                if turn == 0:
-                    took["put"] = await _put(tier, shape, keys, source)
-                    took["get"] = await _get(tier, shape, [keys[i] for i in order], into)
-                elif turn == 1:
-                    took["raw put"], took["raw get"] = raw.write(), raw.read(order)
-                else:
-                    peer = peers[turn - 2]
-                    took[f"{peer.name} put"], took[f"{peer.name} get"] = await peer.round(order)
-            for name, value in took.items() if generation >= _ROOM else ():
-                seconds[name].append(value)
-    raw.close()
-    assert all((into[position] == source[i]).all() for position, i in enumerate(order)), "bytes differ"
-    return _rows(shape, seconds, peers)
+    for block_nbytes in settings.block_sizes:
+        shape = Shape.of(block_nbytes, settings.total_nbytes)
+        with tempfile.TemporaryDirectory(prefix="bench-store-", dir=settings.directory) as directory:
+            seconds = await _measure(run, shape, settings.threads, Path(directory))
+        for way, text in (("put", "durable"), ("get", "cold, random")):
+            samples = {"moonpool": seconds[way], "raw disk": seconds[f"raw {way}"]}
+            if f"lmcache {way}" in seconds:
+                samples["lmcache"] = seconds[f"lmcache {way}"]
+            case = f"disk {way}, {text}, {size_name(block_nbytes)}, batches of {shape.batch}"
+            for row in compared(case, "throughput", "GB/s", samples, shape.gb_per_s):
+                yield row
 
 
-async def _put(tier: SsdTier, shape: Shape, keys: Sequence[BlockKey], source: Sequence[Bytes]) -> float:
-    started = time.perf_counter()
-    for batch in shape.batches():
-        stored = await tier.put(keys[batch], source[batch], parents=[None] * len(keys[batch]))
-        assert all(stored)
-    return time.perf_counter() - started
-
-
-async def _get(tier: SsdTier, shape: Shape, keys: Sequence[BlockKey], into: Sequence[Bytes]) -> float:
-    started = time.perf_counter()
-    for batch in shape.batches():
-        assert all(await tier.get(keys[batch], into[batch]))
-    return time.perf_counter() - started
-
-
-def _rows(shape: Shape, seconds: dict[str, list[float]], peers: Sequence[PeerStore]) -> list[Row]:
-    def rate(name: str) -> float:
-        return shape.nbytes / median(seconds[name]) / 1e9
-
-    rows = []
-    for what, text, goal in (("put", "durable", PUT_OF_RAW), ("get", "cold, random", GET_OF_RAW)):
-        case = f"disk {what}, {text}, {size_name(shape.block_nbytes)}, batches of {shape.batch}"
-        of_raw = goal if shape.block_nbytes in (1 << 20, 4 << 20) else None
-        row = Row(case, "throughput", rate(what), "GB/s")
-        rows.append(_limited(versus(row, "raw disk", rate(f"raw {what}")), of_raw))
-        for peer in peers:
-            goal_of_peer = PUT_OF_LMCACHE if what == "put" and peer.name.startswith("lmcache") else None
-            rows.append(_limited(versus(row, peer.name, rate(f"{peer.name} {what}")), goal_of_peer))
-    return rows
-
-
-def _limited(row: Row, at_least: float | None) -> Row:
-    return row if at_least is None else replace(row, limit="at least", limit_value=at_least)
+async def _measure(run: Run, shape: Shape, threads: int, directory: Path) -> dict[str, list[float]]:
+    source = shape.memory("source")
+    async with AsyncExitStack() as stack:
+        raw = stack.enter_context(closing(RawDisk(directory / "raw", shape, threads, source)))
+        capacity_nbytes = shape.nbytes * _ROOM
+        opened = await SsdTier.open(
+            directory / "tier", shape.layout, capacity_nbytes=capacity_nbytes, threads=threads
+        )
+        tier = TierBlocks(await stack.enter_async_context(opened), shape, source)
+        contestants: dict[str, Call] = {
+            "put": tier.put,
+            "get": tier.get,
+            "raw put": raw.write,
+            "raw get": lambda: raw.read(tier.order),
+        }
+        if "lmcache" in run.peers:
+            lmcache = peer(
+                "lmcache",
+                _LMCACHE,
+                "LmCache",
+                directory=str(directory),
+                block_nbytes=shape.block_nbytes,
+                num_blocks=shape.num_blocks,
+                batch=shape.batch,
+                threads=threads,
+            )
+            child = await stack.enter_async_context(lmcache)
+            contestants["lmcache put"] = lambda: child.call("put")
+            contestants["lmcache get"] = lambda: child.call("get", order=tier.order)
+        # A contestant that follows one with unfinished writes pays for them: the start moves on.
+        found = await turns(contestants, run.rounds, warm_up=_ROOM, rotate=2, before=tier.begin_round)
+        tier.check()
+    return found

@@ -7,7 +7,8 @@
         "machine":  "AMD EPYC, 2 cores, 23 GiB, Linux 6.1",
         "versions": {"python": "3.11.2", "torch": "2.13.0+cpu"},   # of what was measured
         "commit":   "57d2b2a",            # "+" behind it: with uncommitted changes; "" outside a checkout
-        "date":     "2026-11-21T03:00:00+00:00"
+        "date":     "2026-11-21T03:00:00+00:00",
+        "command":  "moonpool bench serve --json FILE"   # optional; older files lack it
       },
       "rows": [
         {
@@ -22,6 +23,9 @@
           "peer": "transformers",                       # optional: who else did the same
           "peer_value": 1910.0
         }
+      ],
+      "curves": [                         # optional: lines of a picture
+        {"panel": "cost", "name": "p50", "x": "nodes", "y": "µs", "points": [[16.0, 41.0], [64.0, 44.0]]}
       ]
     }
 
@@ -32,6 +36,7 @@ All numbers are finite floats. ``limit`` and ``limit_value`` come together, as d
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -43,7 +48,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.runtime.machine.description import commit_here, describe_machine, versions_of
-from moonpool.runtime.reports.schema import validate
+from moonpool.runtime.reports.schema import ReportInvalid, validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class Environment:
     versions: Mapping[str, str]
     commit: str
     date: str
+    command: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +85,36 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Curve:
+    """A line of a picture: ``points`` of (x, y). ``x`` and ``y`` label the axes of its panel."""
+
+    panel: str
+    name: str
+    x: str
+    y: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     environment: Environment
     rows: Sequence[Row]
+    curves: Sequence[Curve] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The shape above; what is None is left out."""
         environment = asdict(self.environment)
         environment["versions"] = dict(self.environment.versions)
+        if not self.environment.command:
+            del environment["command"]
         rows = [{k: v for k, v in asdict(row).items() if v is not None} for row in self.rows]
-        return {"environment": environment, "rows": rows}
+        content: dict[str, Any] = {"environment": environment, "rows": rows}
+        if self.curves:
+            content["curves"] = [
+                {**asdict(curve), "points": [[float(x), float(y)] for x, y in curve.points]}
+                for curve in self.curves
+            ]
+        return content
 
 
 def versus(row: Row, peer: str, peer_value: float) -> Row:
@@ -97,11 +123,21 @@ def versus(row: Row, peer: str, peer_value: float) -> Row:
     return Row(**{**values, "peer": peer, "peer_value": peer_value, "ratio": row.value / peer_value})
 
 
-def measure_environment(packages: Iterable[str], now: Callable[[], datetime] | None = None) -> Environment:
-    """This machine, now. ``packages``: the distributions whose versions matter; absent ones are left out."""
+def measure_environment(
+    packages: Iterable[str], now: Callable[[], datetime] | None = None, command: str = ""
+) -> Environment:
+    """Describe this machine and process.
+
+    packages: the distributions whose versions matter; absent ones are left out. command: the command line,
+    as a user types it; without it the one of this process.
+    """
     date = now() if now is not None else datetime.now(UTC)
     return Environment(
-        describe_machine(), versions_of(packages), commit_here(), date.isoformat(timespec="seconds")
+        describe_machine(),
+        versions_of(packages),
+        commit_here(),
+        date.isoformat(timespec="seconds"),
+        command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     )
 
 
@@ -110,6 +146,20 @@ def write(report: Report, path: Path) -> None:
     content = report.as_json()
     validate(content)
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def read(path: Path) -> Report:
+    """The report in a file. Raises ``ReportInvalid``."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ReportInvalid(str(path), f"must be JSON: {error}") from error
+    validate(content)
+    return Report(
+        Environment(**content["environment"]),
+        [Row(**row) for row in content["rows"]],
+        [Curve(**curve) for curve in content.get("curves", ())],
+    )
 
 
 def number(value: float | None) -> str:

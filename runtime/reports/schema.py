@@ -29,9 +29,9 @@ def validate(content: Any) -> None:
     Raises:
         ReportInvalid: naming the first place that is wrong.
     """
-    _keys("report", content, {"environment": dict, "rows": list}, {})
+    _keys("report", content, {"environment": dict, "rows": list}, {"curves": list})
     environment = {"machine": str, "versions": dict, "commit": str, "date": str}
-    _keys("environment", content["environment"], environment, {})
+    _keys("environment", content["environment"], environment, {"command": str})
     for name, version in content["environment"]["versions"].items():
         _require(isinstance(version, str), f"environment.versions.{name}", "must be a text")
     try:
@@ -45,6 +45,12 @@ def validate(content: Any) -> None:
         name = (row["case"], row["metric"], row.get("peer"))
         _require(name not in seen, where, f"repeats {name[1]!r} of {name[0]!r}")
         seen.add(name)
+    for number, curve in enumerate(content.get("curves", ())):
+        where = f"curves[{number}]"
+        _keys(where, curve, {"panel": str, "name": str, "x": str, "y": str, "points": list}, {})
+        for point in curve["points"]:
+            _require(isinstance(point, list) and len(point) == 2, f"{where}.points", "must be pairs")
+            _keys(f"{where}.points", dict(zip("xy", point, strict=True)), {"x": float, "y": float}, {})
 
 
 def _validate_row(where: str, row: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from moonpool.bench.harness.peers import PeerAbsent
 from moonpool.bench.store.command import store
 from moonpool.runtime.reports import report
 
@@ -19,38 +20,36 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_every_figure_has_its_limit_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    options = (
-        "--cases",
-        "host",
-        "--cases",
-        "disk",
-        "--block",
-        "64KiB",
-        "--total",
-        "4MiB",
-        "--rounds",
-        "1",
-        "--directory",
-        str(tmp_path),
-    )
-    code, output = run(*options, "--json", str(path))
+    options = [*("--part", "host", "--cases", "disk", "--block", "64KiB", "--total", "4MiB")]
+    options += ["--rounds", "1", "--directory", str(tmp_path), "--json", str(path)]
+    code, output = run(*options)
     assert code == 0, output
     content = json.loads(path.read_text())
     report.validate(content)
+    assert content["environment"]["command"] == f"moonpool bench store {' '.join(options)}"
     beside = {(row["case"].split(",")[0], row.get("peer")) for row in content["rows"]}
     assert {("host put", "memcpy"), ("host verified get", "memcpy")} <= beside
     assert {("disk put", "raw disk"), ("disk get", "raw disk")} <= beside
+    limits = {row["metric"]: row["limit_value"] for row in content["rows"] if "limit" in row}
+    assert limits == {"time a block beside memcpy": 20.0}
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"], "something was left on the disk"
+
+
+@pytest.mark.slow
+def test_objects_of_a_store_node(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    code, output = run("--part", "remote", "--quick", "--rounds", "1", "--json", str(path))
+    assert code == 0, output
+    rows = {(row["case"], row.get("peer")): row for row in json.loads(path.read_text())["rows"]}
+    assert rows["remote/get/1 × 64 MiB", "the transfer path itself"]["limit_value"] == 0.85
+    assert rows["remote/put/1 × 1 MiB", "the transfer path itself"]["value"] > 0
 
 
 def test_a_peer_that_is_not_here_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code, output = run(
-        *("--cases", "disk", "--block", "64KiB", "--total", "1MiB", "--rounds", "1"),
-        *("--directory", str(tmp_path), "--peer", "lmcache"),
-    )
-    assert code == 0, output
-    assert "lmcache is not installed; this does it:" in output.replace("\n", " ")
+    result = CliRunner().invoke(store, ["--directory", str(tmp_path), "--peer", "lmcache"])
+    assert isinstance(result.exception, PeerAbsent)
+    assert "lmcache is not installed; this does it:" in str(result.exception)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Mooncake Store: a master, and one client that lends the memory itself; zero-copy batches."""
+"""Mooncake Store: a client, and a master where none is named; zero-copy batches."""
 
 from __future__ import annotations
 
@@ -6,76 +6,109 @@ import mmap
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found,unused-ignore]
 
-from moonpool.bench.store.peers.child_protocol import serve
+_LOCAL_NBYTES = 64 << 20
+_START_S = 20.0
 
-_LEASE_MS = 100
 
-
-def free_port() -> int:
+def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 class Mooncake:
-    def __init__(self, directory: Path, block_nbytes: int, num_blocks: int, threads: int) -> None:
-        port, metrics = free_port(), free_port()
-        binary = Path(sys.executable).parent / "mooncake_master"
-        command = [str(binary), f"--rpc_port={port}", f"--metrics_port={metrics}", "--rpc_address=127.0.0.1"]
-        # It stands still while it is others' turn, and must not take its own client for dead after that.
-        command += [f"--default_kv_lease_ttl={_LEASE_MS}", "--client_ttl=3600"]
-        # In this process's group, so it ends with it; what it leaves behind goes to the bench's directory.
-        self._master = subprocess.Popen(command, cwd=directory)
-        total = block_nbytes * num_blocks
+    """lent_nbytes: memory that it lends to the store; 0: what it puts goes to other clients' memory.
+
+    master_port: of another client's master; 0: it starts one, in its own process group. ``ready``: the port.
+    """
+
+    def __init__(self, lent_nbytes: int, master_port: int = 0) -> None:
+        self.ready = master_port or _free_port()
+        if not master_port:
+            self._start_master()
         self._store = MooncakeDistributedStore()
-        deadline = time.monotonic() + 20
-        segment = 2 * total + (64 << 20)
-        arguments = ("127.0.0.1", "P2PHANDSHAKE", segment, 64 << 20, "tcp", "", f"127.0.0.1:{port}")
-        # Its master is a process of its own that says nowhere when it listens: the set-up is tried again.
+        segment = lent_nbytes + _LOCAL_NBYTES if lent_nbytes else 0
+        arguments = (
+            "127.0.0.1",
+            "P2PHANDSHAKE",
+            segment,
+            _LOCAL_NBYTES,
+            "tcp",
+            "",
+            f"127.0.0.1:{self.ready}",
+        )
+        deadline = time.monotonic() + _START_S
+        # The master does not say when it listens: the set-up is tried again.
         while self._store.setup(*arguments):
             if time.monotonic() > deadline:
-                raise RuntimeError("the store could not be set up")
+                raise RuntimeError(f"the store could not be set up within {_START_S:g} s")
             time.sleep(0.2)
-        self._nbytes = block_nbytes
-        self._source, self._into = (self._memory(total) for _ in range(2))
-        self._source[:] = np.random.default_rng(1).integers(0, 256, total, dtype=np.uint8)
+        self._keys: list[str] = []
+        self._buffers: list[int] = []
+        self._generation = 0
 
-    def _memory(self, nbytes: int) -> np.ndarray:
+    def _start_master(self) -> None:
+        command = [str(Path(sys.executable).parent / "mooncake_master"), f"--rpc_port={self.ready}"]
+        command += [f"--metrics_port={_free_port()}", "--rpc_address=127.0.0.1"]
+        # It is paused during others' turns, and must not declare its client dead after that.
+        command += ["--client_ttl=3600"]
+        self._directory = tempfile.TemporaryDirectory(prefix="mooncake-")  # what the master writes
+        self._master = subprocess.Popen(command, cwd=self._directory.name)
+
+    def prepare(self, count: int, nbytes: int, batch: int) -> None:
+        """Objects of one size, moved in batches. Those of an earlier call are removed."""
+        self._remove()
+        for address in self._buffers:
+            self._store.unregister_buffer(address)
+        self._buffers.clear()
+        self._count, self._nbytes, self._batch = count, nbytes, batch
+        self._source, self._into = (self._memory(count * nbytes) for _ in range(2))
+        self._source[:] = np.random.default_rng(1).integers(0, 256, count * nbytes, dtype=np.uint8)
+
+    def _memory(self, nbytes: int) -> Any:
         memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
         memory[:] = 1
-        if self._store.register_buffer(memory.ctypes.data, nbytes):
+        address = int(memory.ctypes.data)
+        if self._store.register_buffer(address, nbytes):
             raise RuntimeError("memory could not be registered")
+        self._buffers.append(address)
         return memory
 
-    def _places(self, memory: np.ndarray, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        base = memory.ctypes.data
-        return [base + block * self._nbytes for block in blocks], [self._nbytes] * len(blocks)
+    def _remove(self) -> None:
+        for key in self._keys:
+            self._store.remove(key, True)
+        self._keys = []
 
-    def put(self, generation: int, blocks: Sequence[int]) -> None:
-        names = [f"{generation}-{block}" for block in blocks]
-        if any(self._store.batch_put_from(names, *self._places(self._source, blocks))):
-            raise RuntimeError("a put failed")
+    def put(self) -> float:
+        """Remove the objects, then put all under new names. Returns the seconds of putting."""
+        self._remove()
+        self._generation += 1
+        self._keys = [f"{self._generation}-{number}" for number in range(self._count)]
+        return self._move(self._store.batch_put_from, self._buffers[0], list(range(self._count)), 0)
 
-    def get(self, generation: int, blocks: Sequence[int]) -> None:
-        names = [f"{generation}-{block}" for block in blocks]
-        if min(self._store.batch_get_into(names, *self._places(self._into, blocks))) < self._nbytes:
-            raise RuntimeError("a get failed")
-
-    def forget(self, generation: int) -> None:
+    def get(self, order: list[int]) -> float:
+        """Get all objects in this order, each to its own memory. Returns seconds."""
+        seconds = self._move(self._store.batch_get_into, self._buffers[1], order, self._nbytes)
         if not (self._source == self._into).all():
-            raise RuntimeError("what came back is not what was put")
-        # A get leases what it reads, and so does asking whether it exists; until then nothing is removed.
-        time.sleep(3 * _LEASE_MS / 1e3)
-        if self._store.remove_all() < 0:
-            raise RuntimeError("what was put could not be removed")
+            raise RuntimeError("an object that was got differs from the one that was put")
+        return seconds
 
-
-if __name__ == "__main__":
-    serve(Mooncake)
+    def _move(self, call: Any, base: int, order: list[int], expected: int) -> float:
+        began_s = time.perf_counter()
+        for first in range(0, len(order), self._batch):
+            numbers = order[first : first + self._batch]
+            keys = [self._keys[number] for number in numbers]
+            codes = call(
+                keys, [base + number * self._nbytes for number in numbers], [self._nbytes] * len(keys)
+            )
+            if any(code != expected for code in codes):
+                raise RuntimeError(f"a batch failed: {codes}")
+        return time.perf_counter() - began_s

@@ -1,4 +1,4 @@
-"""What is measured: blocks of one size, all of them put and got once a round, in batches."""
+"""The blocks that are put and got, all of them once a round, in batches."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class TierSettings:
-    directory: Path  # on the disk to be measured
-    total_nbytes: int  # of all blocks of a round
-    rounds: int
-    threads: int  # that read and write the disk at a time: its queue depth
+class Settings:
+    """total_nbytes: all blocks of a round. threads: reads and writes of the disk at a time."""
+
+    directory: Path
+    block_sizes: tuple[int, ...]
+    total_nbytes: int
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +61,7 @@ class Shape:
             block[:] = rng.integers(0, 256, self.block_nbytes, dtype=np.uint8)
         pool.close()
         return list(blocks)
+
+    def gb_per_s(self, seconds: float) -> float:
+        """Of moving all blocks."""
+        return self.nbytes / seconds / 1e9

@@ -1,0 +1,142 @@
+"""The command of a benchmark: common options, parts one after the other, table, JSON and picture."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import uvloop
+from click.core import ParameterSource
+from rich.console import Console
+
+from moonpool.bench.harness.goals import with_goals
+from moonpool.runtime.reports import report
+from moonpool.runtime.reports.output import finish
+from moonpool.runtime.reports.report import Curve, Report, Row
+
+S = TypeVar("S")
+Rows = AsyncIterator[Row] | Iterator[Row]
+
+_FILE = click.Path(path_type=Path)
+_QUICK_ROUNDS = 2
+
+
+@dataclass
+class Run:
+    """One run of a benchmark. The command may change ``parts`` and ``machine``; parts add ``curves``.
+
+    ``say``: prints a line about the progress. ``machine``: put before the description of the machine.
+    """
+
+    parts: list[str]
+    peers: tuple[str, ...]
+    rounds: int
+    quick: bool
+    say: Callable[[str], None]
+    machine: str = ""
+    curves: list[Curve] = field(default_factory=list)
+
+
+class _Command(click.Command):
+    """Keeps its arguments, which belong into the report."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["arguments"] = list(args)
+        return super().parse_args(ctx, args)
+
+
+def benchmark(
+    parts: Mapping[str, Callable[[Run, S], Rows]],
+    *,
+    packages: Sequence[str],
+    peers: Mapping[str, Callable[[], object]] | None = None,
+    rounds: int = 5,
+    part_options: Sequence[str] = ("--part",),
+    default: Sequence[str] | None = None,
+) -> Callable[[Callable[..., S]], click.Command]:
+    """Make a command of a function, which has ``run`` and its own options as parameters.
+
+    The function checks the options and returns the settings that each part gets. Its docstring is the help.
+    packages: the distributions whose versions the report states. peers: name to a function that raises
+    ``PeerAbsent``; called before anything is measured. default: the parts without ``--part``; None: all.
+    """
+    known_peers = dict(peers or {})
+    common = [
+        click.option(
+            *part_options,
+            "names",
+            multiple=True,
+            type=click.Choice(tuple(parts)),
+            help=f"Repeatable; default: {'all' if default is None else ', '.join(default)}.",
+        ),
+        click.option(
+            "--rounds", default=rounds, show_default=True, type=click.IntRange(1), help="Repetitions."
+        ),
+        click.option("--quick", is_flag=True, help="A few small cases, in seconds: to see that it works."),
+        click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Write the report there."),
+        click.option("--plot", "plot_path", type=_FILE, metavar="FILE", help="Draw it there (PNG, SVG)."),
+    ]
+    if known_peers:
+        help_text = "Also measure another system; repeatable."
+        choice = click.Choice(tuple(known_peers))
+        common.append(click.option("--peer", "peers", multiple=True, type=choice, help=help_text))
+
+    def decorate(function: Callable[..., S]) -> click.Command:
+        @wraps(function)
+        def command(
+            names: tuple[str, ...],
+            rounds: int,
+            quick: bool,
+            json_path: Path | None,
+            plot_path: Path | None,
+            peers: tuple[str, ...] = (),
+            **options: Any,
+        ) -> None:
+            if plot_path is not None:
+                from moonpool.runtime.reports.plot import check_ending
+
+                check_ending(plot_path)
+            for peer in peers:
+                known_peers[peer]()
+            context = click.get_current_context()
+            if quick and context.get_parameter_source("rounds") is ParameterSource.DEFAULT:
+                rounds = min(rounds, _QUICK_ROUNDS)
+            console = Console(stderr=True, highlight=False)
+            chosen = [part for part in parts if part in (names or default or parts)]
+            run = Run(chosen, peers, rounds, quick, lambda line: console.print(line, style="dim"))
+            settings = function(run, **options)
+            line = shlex.join(["moonpool", "bench", context.command.name or "", *context.meta["arguments"]])
+            found: list[Row] = []
+
+            def result() -> Report:
+                environment = report.measure_environment(packages, command=line)
+                if run.machine:
+                    environment = replace(environment, machine=f"{run.machine}; {environment.machine}")
+                return Report(environment, with_goals(context.command.name or "", found), run.curves)
+
+            async def measure() -> None:
+                for part in run.parts:
+                    run.say(part)
+                    rows = parts[part](run, settings)
+                    if isinstance(rows, AsyncIterator):
+                        found.extend([row async for row in rows])
+                    else:
+                        found.extend(rows)
+                    if json_path is not None:
+                        # What was measured is kept if a later part fails.
+                        report.write(result(), json_path)
+
+            uvloop.run(measure())
+            finish(result(), json_path, plot_path)
+
+        decorated: Callable[..., Any] = command
+        for option in reversed(common):
+            decorated = option(decorated)
+        return click.command(function.__name__, cls=_Command, help=function.__doc__)(decorated)
+
+    return decorate

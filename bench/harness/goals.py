@@ -1,0 +1,135 @@
+"""What the figures should reach, as one table: the harness puts the limits into the rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from moonpool.runtime.reports.report import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound on the rows whose case, metric and peer match these regular expressions.
+
+    It is a bound on the ratio to the peer; on the value where the row has no ratio.
+    """
+
+    limit: str
+    bound: float
+    case: str
+    metric: str
+    peer: str = ""
+
+    def fits(self, row: Row) -> bool:
+        patterns = ((self.case, row.case), (self.metric, row.metric), (self.peer, row.peer or ""))
+        return all(re.fullmatch(pattern, text) for pattern, text in patterns)
+
+
+def least(bound: float, case: str, metric: str, peer: str = "") -> Goal:
+    return Goal("at least", bound, case, metric, peer)
+
+
+def most(bound: float, case: str, metric: str, peer: str = "") -> Goal:
+    return Goal("at most", bound, case, metric, peer)
+
+
+def with_goals(bench: str, rows: Iterable[Row]) -> list[Row]:
+    """The rows, each with the first goal of the benchmark that fits it."""
+    found = []
+    for row in rows:
+        goal = next((goal for goal in GOALS.get(bench, ()) if goal.fits(row)), None)
+        if goal is not None and row.limit is None:
+            row = replace(row, limit=goal.limit, limit_value=goal.bound)
+        found.append(row)
+    return found
+
+
+_MACHINE = r"memcpy|raw sockets|cudaMemcpy"
+_ANY = r".*"
+_READ_WRITE = r"(read|write)"
+
+GOALS: dict[str, tuple[Goal, ...]] = {
+    "store": (
+        least(0.8, r"disk put, .*, [14]MiB, .*", "throughput", "raw disk"),
+        least(0.85, r"disk get, .*, [14]MiB, .*", "throughput", "raw disk"),
+        least(1.5, r"disk put, .*", "throughput", "lmcache"),
+        least(0.9, r"host (put|get), 1MiB", "throughput", "memcpy"),
+        least(0.6, r"host verified (put|get), 1MiB", "throughput", "memcpy"),
+        most(20.0, r"host verified .*", "time a block beside memcpy"),
+        least(0.85, r"remote/get/(64 × 1 MiB|\d × 64 MiB)", "bandwidth", "the transfer path itself"),
+    ),
+    "transfer": (
+        least(0.85, r"shm/64KiB/1024/read/checksum-off", "bandwidth", _MACHINE),
+        least(0.55, r"shm/64KiB/1024/read/checksum-on", "bandwidth", _MACHINE),
+        least(0.95, rf"(shm|tcp)/1MiB/64/{_READ_WRITE}/checksum-off", "bandwidth", _MACHINE),
+        least(0.6, rf"(shm|tcp)/1MiB/64/{_READ_WRITE}/checksum-on", "bandwidth", _MACHINE),
+        least(1.3, r"shm/4MiB/64/read/checksum-off", "bandwidth", _MACHINE),
+        least(1.5, r"shm/1MiB/64/read/x2/checksum-off", "bandwidth", _MACHINE),
+        least(0.7, r"ucx/64KiB/1024/read/checksum-off", "bandwidth", _MACHINE),
+        least(0.45, r"ucx/64KiB/1024/read/checksum-on", "bandwidth", _MACHINE),
+        least(0.85, r"ucx/1MiB/64/read/checksum-off", "bandwidth", _MACHINE),
+        least(0.55, r"ucx/1MiB/64/read/checksum-on", "bandwidth", _MACHINE),
+        least(0.7, r"ucx-tcp/1MiB/64/read/checksum-off", "bandwidth", _MACHINE),
+        least(0.45, r"ucx-tcp/1MiB/64/read/checksum-on", "bandwidth", _MACHINE),
+        least(1.8, rf"shm/1MiB/64/{_READ_WRITE}/.*", "bandwidth", "nixl"),
+        least(1.0, rf"shm/1MiB/64/{_READ_WRITE}/.*", "bandwidth", "nixl no-thread"),
+        least(2.0, rf"tcp/1MiB/64/{_READ_WRITE}/.*", "bandwidth", "mooncake"),
+        least(2.5, rf"tcp/1MiB/64/{_READ_WRITE}/.*", "bandwidth", "nixl tcp"),
+        least(300_000.0, r"(shm|ucx)/4KiB/4096/read/.*", "spans"),
+        most(120.0, r".*/note/64B", "latency"),
+        most(1.0, r".*/idle", "processor"),
+    ),
+    "conductor": (
+        least(2000.0, r".*, 1,024 nodes, 1,000,000 blocks, .*", "decisions"),
+        most(1000.0, r".*, 1,024 nodes, 1,000,000 blocks, .*", "CPU of a decision, p99"),
+        most(3.0, "growth", "cost at 4,096 nodes over 256"),
+        most(5.0, r"HTTP, .*", "added latency"),
+        least(50_000.0, r"SSE, .*", "tokens"),
+        most(2.0, r"dashboard, .*", "a viewer's share of a core"),
+    ),
+    "index": (
+        least(150_000.0, _ANY, "publish"),
+        most(40.0, _ANY, "Redis memory, logs( and stream)?"),
+        most(2.5, _ANY, "bootstrap of a mirror"),
+        most(150.0, _ANY, "mirror memory"),
+        least(300_000.0, _ANY, "lookups of 128 blocks", "plain dict"),
+        least(90_000.0, _ANY, "lookups of 1024 blocks", "plain dict"),
+        most(10.0, _ANY, "seen in a mirror, p99"),
+    ),
+    "engine": (
+        most(1.3, r"llama-3-8b, .*, decode, batch 64, .*", "step", "floor"),
+        most(1.5, r"llama-3-8b, .*, prompt of .*", "first token", "floor"),
+    ),
+    "parallel": (
+        # What a step may cost beside its tensors, and how much faster two stages must be than one.
+        most(1.5, r"tp 2 × pp 1, decode, .*", "all beside tensors and exchanges"),
+        least(1.5, r"tp 1 × pp 2, prompt of \d+", "speedup over one rank"),
+        least(0.7, r".* → .*", r"blocks of \d+ tokens", "equal plans"),
+    ),
+    "serve": (
+        most(10.0, r"1 concurrent, .*", "path's own cost a request"),
+        most(0.25, r"second turn, .*", "TTFT, second over first"),
+        least(0.97, r"A/B, .*", "output throughput, B over A"),
+    ),
+    "kernels": (
+        most(0.5, r"decode step of the shipped .*, weights bfloat16, batch 1, .*", "CPU time"),
+        most(1.0, r"decode step of the shipped .*, weights bfloat16, batch 8, .*", "CPU time"),
+        most(1.3, r"decode step of .*", "time", "floor"),
+        most(1.5, r"prompt of .*", "time", "floor"),
+        # A CPU's attention against a plain read, a GPU's against a large copy of the same device.
+        least(0.6, r"decode (?!.* over ).*, batch 8, context 2048(, .*)?", "rate", "large read"),
+        least(
+            0.85,
+            r"decode (?!.* over ).*, batch (32|64|128|256), context (4096|8192|32768|131072)(, .*)?",
+            "rate",
+            "large copy",
+        ),
+        least(0.7, r"decode (?!.* over ).*, batch 1, context 131072", "rate", "large copy"),
+        least(0.75, r"decode .*bfloat16 over fp8.*", "rate", "pages as wide as q"),
+        least(0.97, r"decode .*", "rate", "layer-major pool"),
+        least(0.7, r"prefill \S+ heads of 128, .*, (8192|32768) new of \3", "rate", "SDPA cuDNN"),
+        least(0.8, r"(write_kv|rotate_and_write) .*, bfloat16 to .*, 8192 tokens", "rate", "large copy"),
+    ),
+}

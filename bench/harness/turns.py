@@ -1,0 +1,101 @@
+"""Measure in turn: every contestant once a round, so that all see the same state of the machine."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import TypeVar
+
+from moonpool.runtime.reports.report import Row, versus
+
+K = TypeVar("K", bound=Hashable)
+Sample = float | Sequence[float] | None
+Call = Callable[[], Sample | Awaitable[Sample]]
+
+
+async def turns(
+    contestants: Mapping[K, Call],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    rotate: int = 0,
+    before: Callable[[int], object] = lambda number: None,
+) -> dict[K, list[float]]:
+    """The samples of each contestant, without those of the ``warm_up`` rounds.
+
+    A call returns one or several samples, or None: then the seconds that it took are the sample.
+    rotate: how many contestants the start moves on each round. before: called first in each round, with its
+    number, negative for those that do not count.
+    """
+    found: dict[K, list[float]] = {name: [] for name in contestants}
+    order = list(contestants)
+    for number in range(-warm_up, rounds):
+        before(number)
+        for name in order:
+            began_s = time.perf_counter()
+            result = contestants[name]()
+            value = await result if inspect.isawaitable(result) else result
+            if value is None:
+                value = time.perf_counter() - began_s
+            if number >= 0:
+                found[name] += [value] if isinstance(value, float | int) else value
+        order = order[rotate:] + order[:rotate]
+    return found
+
+
+async def repeat(call: Call, seconds: float) -> list[float]:
+    """Call for ``seconds``, at least once, after one call that does not count: the seconds of each.
+
+    The caches hold the previous contestant's data at first.
+    """
+    taken: list[float] = []
+    until = time.perf_counter() + seconds
+    first = True
+    while first or not taken or time.perf_counter() < until:
+        began_s = time.perf_counter()
+        result = call()
+        value = await result if inspect.isawaitable(result) else result
+        took_s = time.perf_counter() - began_s if value is None else value
+        assert isinstance(took_s, float)
+        if first:
+            first, until = False, time.perf_counter() + seconds
+        else:
+            taken.append(took_s)
+    return taken
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """Linear between the two nearest. ``values`` must not be empty."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * fraction
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    # Rounding must not carry it beyond the higher one.
+    return min(ordered[high], ordered[low] + (ordered[high] - ordered[low]) * (position - low))
+
+
+def spread(case: str, metric: str, values: Sequence[float], unit: str, scale: float = 1.0) -> Row:
+    """A row of the median of ``values`` times ``scale``, with the 50th, 95th and 99th percentile."""
+    p50, p95, p99 = (scale * quantile(values, fraction) for fraction in (0.5, 0.95, 0.99))
+    return Row(case, metric, p50, unit, p50=p50, p95=p95, p99=p99)
+
+
+def compared(
+    case: str, metric: str, unit: str, samples: Mapping[str, Sequence[float]], of: Callable[[float], float]
+) -> list[Row]:
+    """A row of the first contestant's median beside each other's; ``of`` makes a figure of a median.
+
+    Alone, it gets one row without a peer.
+    """
+    figures = {name: of(median(values)) for name, values in samples.items()}
+    (_, ours), *others = figures.items()
+    row = Row(case, metric, ours, unit)
+    return [versus(row, name, value) for name, value in others] or [row]
+
+
+def gaps(times_s: Sequence[float]) -> list[float]:
+    """Seconds between neighbours."""
+    return [later - earlier for earlier, later in pairwise(times_s)]
