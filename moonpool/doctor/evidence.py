@@ -1,4 +1,4 @@
-"""Everything that the processes of a cluster say of themselves, read once."""
+"""The state that the processes of a cluster report, read once."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _ASKED_AT_ONCE = 16
 
 
 class Page:
-    """The samples of one process' /metrics."""
+    """The samples of one process' ``/metrics``."""
 
     def __init__(self, text: str = "") -> None:
-        """Raises ``ValueError`` for what is no such page."""
+        """Raises ``ValueError`` if ``text`` is not in Prometheus' format."""
         self._samples = [
             (sample.name, sample.labels, sample.value)
             for family in text_string_to_metric_families(text)
@@ -38,13 +38,13 @@ class Page:
         ]
 
     def of(self, **labels: str) -> Page:
-        """Those with these labels among theirs."""
+        """Return the samples that have these labels."""
         page = Page()
         page._samples = [each for each in self._samples if labels.items() <= each[1].items()]
         return page
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum of the samples of this name with these labels among theirs; 0: there is none."""
+        """Sum the samples of this name that have these labels; 0: there is none."""
         return sum(value for _, value in self.samples(name, **labels))
 
     def samples(self, name: str, **labels: str) -> list[tuple[Mapping[str, str], float]]:
@@ -57,14 +57,14 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """``cluster`` is ``/v1/cluster``, ``live`` one event of ``/v1/live``; the rest may lack some."""
+    """``cluster`` is ``/v1/cluster``, ``live`` one event of ``/v1/live``; the rest may be incomplete."""
 
     cluster: Mapping[str, Any]
     live: Mapping[str, Any] = field(default_factory=dict)
     conductor: Page = field(default_factory=Page)
     pages: Mapping[str, Page] = field(default_factory=dict)  # of nodes
-    records: Mapping[str, NodeRecord] | None = None  # in Redis; None: it was not asked
-    alive: frozenset[str] = frozenset()  # nodes whose lease has ended, and which answer all the same
+    records: Mapping[str, NodeRecord] | None = None  # in Redis; None: not read
+    alive: frozenset[str] = frozenset()  # nodes that answer though their lease has ended
 
     @property
     def nodes(self) -> Sequence[Mapping[str, Any]]:
@@ -73,11 +73,11 @@ class Evidence:
 
     @property
     def holders(self) -> Sequence[Mapping[str, Any]]:
-        """Whatever has a name in the index: the replicas of nodes that have several, else the nodes."""
+        """The entries with a name in the index: the replicas of a node that has several, else the node."""
         return [holder for node in self.nodes for holder in holders(dict(node))]
 
     def page(self, holder: Mapping[str, Any]) -> Page:
-        """The samples of this holder alone; none where its page could not be read."""
+        """Return the samples of this holder; empty if its page could not be read."""
         replica = holder.get("replica")
         if replica is None:
             return self.pages.get(holder["node_id"], Page())
@@ -85,8 +85,12 @@ class Evidence:
 
 
 async def gather(url: str, index: IndexOptions) -> Evidence:
-    """Ask the conductor at ``url``, its nodes, and the index where ``index`` says which. Raises ``ApiError``:
-    the conductor does not answer. Whatever else does not is left out.
+    """Ask the conductor at ``url``, its nodes, and the index if ``index`` has its URL.
+
+    A node or index that does not answer is left out.
+
+    Raises:
+        ApiError: the conductor does not answer.
     """
     async with Client(url) as client:
         cluster = await client.cluster()
@@ -108,7 +112,7 @@ async def gather(url: str, index: IndexOptions) -> Evidence:
 
 
 def lapsed(live: Mapping[str, Any], cluster: Mapping[str, Any]) -> dict[str, str]:
-    """Nodes that did not say that they leave, and are not back: where they were."""
+    """Return the addresses of nodes that left without notice and have not rejoined."""
     where: dict[str, str] = {}
     gone: dict[str, str] = {}
     for event in live.get("events", ()):

@@ -1,4 +1,4 @@
-"""One thing that was looked at, and what to do about it."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ State = Literal["ok", "slow", "wrong", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``missing``: Moonpool cannot run like this; ``wrong``: it runs, and not as it should; ``slow``: it can,
-    with less. ``fact`` has the figures, ``advice`` is what to do.
+    """``missing``: Moonpool cannot run; ``wrong``: it misbehaves; ``slow``: it works below its best.
+
+    ``fact`` states the figures, ``advice`` what to do.
     """
 
     what: str

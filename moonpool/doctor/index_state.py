@@ -1,4 +1,4 @@
-"""Whether what nodes hold is in the index, and the index is with the conductor."""
+"""Checks of the index: nodes publish their blocks, and the conductor follows."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ from collections.abc import Iterator
 from moonpool.doctor.evidence import Evidence, lapsed
 from moonpool.doctor.finding import Finding
 
-# A mirror is some milliseconds behind; with this much, requests miss what is there.
+# A mirror lags by milliseconds; with this lag, requests miss blocks that exist.
 _LATE_S = 1.0
-# Blocks of a pool that are not in the index: fewer are those just computed.
+# Fewer blocks missing in the index are those just computed.
 _LEAST_UNPUBLISHED = 32
 
 
 def check_index(evidence: Evidence) -> Iterator[Finding]:
     index = evidence.cluster["index"]
+    blocks, lag_s = f"{index['num_blocks']:,} blocks", index["lag_s"]
     if not index["connected"]:
         yield Finding(
             "index",
             "wrong",
-            f"the conductor has lost Redis: it goes by the {index['num_blocks']:,} blocks it knew, and "
-            "learns of none",
+            f"the conductor has lost Redis: it uses the {blocks} it knew, and learns of no new ones",
             "is Redis up, and reachable from the conductor's host (index.redis_url)? It catches up by itself",
         )
-    elif index["lag_s"] > _LATE_S:
+    elif lag_s > _LATE_S:
         yield Finding(
             "index",
             "slow",
-            f"the conductor is {index['lag_s']:.1f} s behind the changes that nodes publish",
-            "is the conductor's core, or Redis, busy? More conductors, or a Redis of its own",
+            f"the conductor is {lag_s:.1f} s behind the changes that nodes publish",
+            "is the conductor's core, or Redis, busy? Add conductors, or give Moonpool a Redis of its own",
         )
     else:
-        late_ms = 1e3 * index["lag_s"]
-        yield Finding("index", "ok", f"{index['num_blocks']:,} blocks, {late_ms:.1f} ms behind Redis")
+        yield Finding("index", "ok", f"{blocks}, {1e3 * lag_s:.1f} ms behind Redis")
     yield from _publishers(evidence)
     yield from _lapsed(evidence)
     yield from _redis(evidence)
@@ -41,24 +40,21 @@ def check_index(evidence: Evidence) -> Iterator[Finding]:
 
 def _publishers(evidence: Evidence) -> Iterator[Finding]:
     for node in evidence.holders:
-        name = node["node_id"]
+        name, published = node["node_id"], node["num_index_blocks"]
         connected = evidence.page(node).samples("moonpool_index_publisher_connected")
         cached = sum(tier.get("num_cached_blocks", 0) for tier in node["tiers"] if tier["name"] == "pool")
-        unpublished = cached - node["num_index_blocks"]
         if connected and not connected[0][1]:
             yield Finding(
                 name,
                 "wrong",
-                f"its publisher has lost Redis: none of the {cached:,} blocks it has cached since is found "
-                "by anybody",
-                f"can {node['host']} reach Redis (index.redis_url)? Its log says what the last try answered",
+                f"its publisher has lost Redis: the {cached:,} blocks it has cached since cannot be found",
+                f"can {node['host']} reach Redis (index.redis_url)? Its log has the error of the last try",
             )
-        elif unpublished >= _LEAST_UNPUBLISHED and unpublished > cached / 2:
+        elif cached - published >= _LEAST_UNPUBLISHED and cached - published > cached / 2:
             yield Finding(
                 name,
                 "wrong",
-                f"the index knows {node['num_index_blocks']:,} blocks of the {cached:,} that its pool has "
-                "cached",
+                f"the index knows {published:,} blocks of the {cached:,} that its pool has cached",
                 "moonpool index verify --redis URL --repair; its log says what its publisher does",
             )
 
@@ -69,40 +65,32 @@ def _lapsed(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(
                 name,
                 "wrong",
-                f"it runs and answers at {address}, but its lease in the index has ended: it publishes "
-                "nothing",
-                "it cannot reach Redis: look at its log, and at index.redis_url from its host",
+                f"it runs and answers at {address}, but its lease in the index has ended: it cannot publish",
+                "it cannot reach Redis: see its log, and index.redis_url from its host",
             )
         else:
-            yield Finding(
-                name,
-                "slow",
-                f"its lease has ended, and nothing answers at {address}",
-                "see its log and its host",
-            )
+            fact = f"its lease has ended, and nothing answers at {address}"
+            yield Finding(name, "slow", fact, "see its log and its host")
 
 
 def _redis(evidence: Evidence) -> Iterator[Finding]:
-    """What Redis itself has, against what the conductor goes by."""
+    """Compare the nodes in Redis with those the conductor knows."""
     if evidence.records is None:
         return
-    seen = {node["node_id"] for node in evidence.holders}
-    unseen = sorted(
-        name for name, record in evidence.records.items() if name not in seen and record.role != "external"
-    )
-    gone = sorted(seen - evidence.records.keys())
-    if unseen:
+    known = {node["node_id"] for node in evidence.holders}
+    registered = {name for name, record in evidence.records.items() if record.role != "external"}
+    if unknown := sorted(registered - known):
         yield Finding(
             "index",
             "wrong",
-            f"in Redis, and unknown to the conductor: {', '.join(unseen)}",
-            "do both mean the same index (index.redis_url, index.namespace)? See the conductor's log",
+            f"in Redis, and unknown to the conductor: {', '.join(unknown)}",
+            "do both use the same index (index.redis_url, index.namespace)? See the conductor's log",
         )
-    if gone:
+    if absent := sorted(known - evidence.records.keys()):
         yield Finding(
             "index",
             "wrong",
-            f"known to the conductor, and not in Redis: {', '.join(gone)}",
+            f"known to the conductor, and not in Redis: {', '.join(absent)}",
             "they cannot publish: see their logs; or this Redis or namespace is not the conductor's",
         )
 
@@ -115,6 +103,6 @@ def _stale(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "index",
             "slow",
-            f"{stale:,.0f} blocks that requests were placed by were not there any more, {hits:,.0f} were",
-            "blocks are evicted as soon as they are made: more room; or moonpool index verify --repair",
+            f"{stale:,.0f} blocks that requests were placed by were gone, {hits:,.0f} were there",
+            "blocks are evicted right after they are made: add capacity; or moonpool index verify --repair",
         )

@@ -42,12 +42,9 @@ def check_machine(config: Config) -> Iterator[Finding]:
 
 
 def compiler(config: Config) -> Finding:
-    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if found is None:
-        return Finding(
-            "compiler", "slow", "no C++ compiler", "Debian, Ubuntu: apt install g++; then `make env`"
-        )
-    return Finding("compiler", "ok", found)
+    if found := next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None):
+        return Finding("compiler", "ok", found)
+    return Finding("compiler", "slow", "no C++ compiler", "Debian, Ubuntu: apt install g++; then `make env`")
 
 
 def redis(config: Config) -> Finding:
@@ -61,21 +58,22 @@ def redis(config: Config) -> Finding:
 
 
 def model(config: Config) -> Finding:
+    directory = config.model.directory
     try:
-        check_model(config.model.directory)
+        check_model(directory)
     except LocalClusterError as error:
-        return Finding("model", "missing", str(config.model.directory), str(error))
-    nbytes = sum(file.stat().st_size for file in config.model.directory.glob("*.safetensors"))
-    return Finding("model", "ok", f"{config.model.directory}, {nbytes / 2**20:.0f} MiB of weights")
+        return Finding("model", "missing", str(directory), str(error))
+    nbytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return Finding("model", "ok", f"{directory}, {nbytes / 2**20:.0f} MiB of weights")
 
 
 def memory(config: Config) -> Finding:
-    free = f"{psutil.virtual_memory().available / 2**30:.1f} GiB free"
+    fact = f"{psutil.virtual_memory().available / 2**30:.1f} GiB free"
     try:
         check_memory(config)
     except LocalClusterError as error:
-        return Finding("memory", "missing", free, str(error))
-    return Finding("memory", "ok", free)
+        return Finding("memory", "missing", fact, str(error))
+    return Finding("memory", "ok", fact)
 
 
 def shared_memory(config: Config) -> Finding:
@@ -83,15 +81,14 @@ def shared_memory(config: Config) -> Finding:
         free = shutil.disk_usage("/dev/shm").free
     except FileNotFoundError:
         return Finding("/dev/shm", "slow", "absent", "mount a tmpfs there")
-    needed = pools_nbytes(config)
-    fact = f"{free / 2**30:.1f} GiB free"
+    needed, fact = pools_nbytes(config), f"{free / 2**30:.1f} GiB free"
     if free < needed:
-        advice = f"the nodes' pools want {needed / 2**30:.1f} GiB; in a container: --shm-size"
+        advice = f"the nodes' pools need {needed / 2**30:.1f} GiB; in a container: --shm-size"
         return Finding("/dev/shm", "slow", fact, advice)
     return Finding("/dev/shm", "ok", fact)
 
 
-# Reads one byte of its parent, as one node reads another's pool.
+# Read one byte of the parent process, as a node reads another's pool.
 _READ_PARENT = """
 import ctypes, sys
 class Vector(ctypes.Structure):
@@ -106,9 +103,8 @@ sys.exit(0 if ctypes.CDLL(None).process_vm_readv(pid, here, 1, there, 1, 0) == 1
 def peer_memory(config: Config) -> Finding:
     what = "process_vm_readv"
     if sys.platform != "linux":
-        return Finding(
-            what, "slow", "not on this system", "same-host transfers go through mapped memory or TCP"
-        )
+        advice = "same-host transfers go through mapped memory or TCP"
+        return Finding(what, "slow", "not on this system", advice)
     byte = ctypes.create_string_buffer(b"x")
     command = [sys.executable, "-I", "-S", "-c", _READ_PARENT, str(os.getpid()), str(ctypes.addressof(byte))]
     done = subprocess.run(tied_command(command), check=False, capture_output=True, timeout=10)
@@ -123,9 +119,9 @@ def peer_memory(config: Config) -> Finding:
 
 
 def host_health(config: Config) -> Finding:
-    """What would make a node here unhealthy (health.*), if it lasted; the GPUs' part needs NVML."""
+    """Take one reading of what could make a node here unhealthy (health.*). GPUs need NVML."""
     path = config.store.ssd.path
-    # A directory that is not there yet is the node's to make.
+    # A node creates the directory if it is absent.
     limits = replace(config.health, bad_readings=1)
     monitor = HealthMonitor(limits, disk=path if path and Path(path).is_dir() else "")
     monitor.read()
@@ -133,7 +129,7 @@ def host_health(config: Config) -> Finding:
     now, reasons = monitor.judgement.latest, monitor.judgement.reasons
     assert now is not None
     if reasons:
-        advice = "docs/troubleshooting.md, “A node is unhealthy”, says what to do about each"
+        advice = "see docs/troubleshooting.md, “A node is unhealthy”"
         return Finding("host health", "slow", "; ".join(reasons), advice)
     disk = f", a page is durable in {1e3 * now.disk.write_s:.1f} ms" if now.disk else ""
     return Finding("host health", "ok", f"within health.*{disk}; GPUs: {nvml_report()}")
@@ -149,9 +145,8 @@ def open_files(config: Config) -> Finding:
 def huge_pages(config: Config) -> Finding:
     switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not switch.exists():
-        return Finding(
-            "huge pages", "slow", "not offered by this kernel", "large pools are touched and copied slower"
-        )
+        advice = "large pools are touched and copied slower"
+        return Finding("huge pages", "slow", "not offered by this kernel", advice)
     chosen = switch.read_text().split("[")[1].split("]")[0]
     if chosen == "never":
         return Finding("huge pages", "slow", chosen, f"echo madvise > {switch}")
@@ -161,21 +156,18 @@ def huge_pages(config: Config) -> Finding:
 def threads(config: Config) -> Finding:
     cores = len(os.sched_getaffinity(0))
     nodes = config.cluster.prefill + config.cluster.decode
-    wanted = nodes * config.engine.threads
     fact = f"{cores} cores for {nodes} nodes of {config.engine.threads} compute threads"
-    if wanted > 2 * cores:
-        advice = "the nodes take turns: fewer of them (--prefill 1 --decode 1) or engine.threads=1"
+    if nodes * config.engine.threads > 2 * cores:
+        advice = "the nodes share cores: fewer of them (--prefill 1 --decode 1) or engine.threads=1"
         return Finding("cores", "slow", fact, advice)
     return Finding("cores", "ok", fact)
 
 
 def clock(config: Config) -> Finding:
-    # struct timex begins with `modes`; all zero asks, and 5 (TIME_ERROR) means not synchronised.
+    # struct timex begins with `modes`; all zero reads, and 5 (TIME_ERROR) means not synchronised.
     state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) if sys.platform == "linux" else 0
     if state == 5:
-        advice = (
-            "deadlines between machines compare wall clocks: run NTP (chrony) before adding other machines"
-        )
+        advice = "deadlines between machines use wall clocks: run NTP (chrony) before adding machines"
         return Finding("clock", "slow", "not synchronised", advice)
     return Finding("clock", "ok", "synchronised")
 
@@ -185,23 +177,11 @@ def disk(config: Config) -> Finding:
     free = shutil.disk_usage(directory).free
     fact = f"{free / 2**30:.1f} GiB free in {directory}"
     if free < 64 << 20:
-        return Finding("disk", "missing", fact, "logs and the socket go there: make room, or set TMPDIR")
+        advice = "logs and the Redis socket go there: free some space, or set TMPDIR"
+        return Finding("disk", "missing", fact, advice)
     return Finding("disk", "ok", fact)
 
 
-_ENGINE_CHECKS: tuple[Callable[[Config], Finding], ...] = (
-    compiler,
-    redis,
-    model,
-    memory,
-    shared_memory,
-    threads,
-)
-_CHECKS: tuple[Callable[[Config], Finding], ...] = (
-    peer_memory,
-    host_health,
-    open_files,
-    huge_pages,
-    clock,
-    disk,
-)
+_Check = Callable[[Config], Finding]
+_ENGINE_CHECKS: tuple[_Check, ...] = (compiler, redis, model, memory, shared_memory, threads)
+_CHECKS: tuple[_Check, ...] = (peer_memory, host_health, open_files, huge_pages, clock, disk)

@@ -1,4 +1,4 @@
-"""Whether there are nodes to serve, and why those that do not serve do not."""
+"""Checks of the nodes: each role is served, and the reasons of those that do not serve."""
 
 from __future__ import annotations
 
@@ -11,24 +11,21 @@ from moonpool.doctor.finding import Finding
 
 _SERVING = ("ready", "unhealthy", "partial")
 _ADVICE = {
-    "partial": "the other replicas start again by themselves; if that lasts, its log says why they end",
+    "partial": "the other replicas restart by themselves; if that lasts, its log says why they end",
     "starting": "it loads; see its log if that lasts",
-    "draining": "it ends what it has and goes",
+    "draining": "it ends its requests and leaves",
     "unreachable": "can the conductor's host reach it? See its log, and node.host",
 }
 
 
 def check_nodes(evidence: Evidence) -> Iterator[Finding]:
-    nodes = evidence.nodes
     for role in ("prefill", "decode"):
-        serving = [node["state"] for node in nodes if node["role"] == role and node["state"] in _SERVING]
+        serving = {node["state"] for node in evidence.nodes if node["role"] == role} & set(_SERVING)
         if not serving:
             yield Finding(f"{role} nodes", "missing", "none is ready", f"start one: moonpool {role}-node")
-        elif set(serving) == {"unhealthy"}:
-            yield Finding(
-                f"{role} nodes", "wrong", "every one is unhealthy: they serve all the same", "see each below"
-            )
-    for node in nodes:
+        elif serving == {"unhealthy"}:
+            yield Finding(f"{role} nodes", "wrong", "all are unhealthy, and serve anyway", "see each below")
+    for node in evidence.nodes:
         yield _node(node)
 
 
@@ -38,12 +35,8 @@ def _node(node: Mapping[str, Any]) -> Finding:
     if state == "ready":
         return Finding(name, "ok", fact)
     if state == "unhealthy":
-        return Finding(
-            name,
-            "wrong",
-            f"{fact}: {'; '.join(node['reasons'])}",
-            "nothing new is placed on it while others serve; mend the host, or move the limit (health.*)",
-        )
+        advice = "it gets no requests while others serve; repair the host, or change the limit (health.*)"
+        return Finding(name, "wrong", f"{fact}: {'; '.join(node['reasons'])}", advice)
     if state == "incompatible":
         advice = "the same model.path, model.dtype and engine.block_size on all; or another index.namespace"
         return Finding(name, "wrong", f"{fact}: {node['incompatible']}", advice)

@@ -47,7 +47,7 @@ def route(source: str, target: str, rate: float, **facts: Any) -> dict[str, Any]
         ("headed", "prompts' heads", "put it at the end"),
         ("salted", "tenants, salts", "cache_salt"),
         ("pending", "bursts", "ahead of the others"),
-        ("unused", "placement", "more prefill nodes"),
+        ("unused", "placement", "add prefill nodes"),
         ("dropped", "lost prefixes", "publishers"),
     ],
 )
