@@ -30,13 +30,15 @@ _QUICK_ROUNDS = 2
 class Run:
     """One run of a benchmark. The command may change ``parts`` and ``machine``; parts add ``curves``.
 
-    ``say``: prints a line about the progress. ``machine``: put before the description of the machine.
+    named: the user named the parts. say: prints a line about the progress. machine: put before the
+    description of the machine.
     """
 
     parts: list[str]
     peers: tuple[str, ...]
     rounds: int
     quick: bool
+    named: bool
     say: Callable[[str], None]
     machine: str = ""
     curves: list[Curve] = field(default_factory=list)
@@ -108,7 +110,8 @@ def benchmark(
                 rounds = min(rounds, _QUICK_ROUNDS)
             console = Console(stderr=True, highlight=False)
             chosen = [part for part in parts if part in (names or default or parts)]
-            run = Run(chosen, peers, rounds, quick, lambda line: console.print(line, style="dim"))
+            say = lambda line: console.print(line, style="dim")  # noqa: E731
+            run = Run(chosen, peers, rounds, quick, bool(names), say)
             settings = function(run, **options)
             line = shlex.join(["moonpool", "bench", context.command.name or "", *context.meta["arguments"]])
             found: list[Row] = []

@@ -1,3 +1,1 @@
-"""``moonpool bench transfer``: what each path moves, against what the machine itself can move the same
-way.
-"""
+"""``moonpool bench transfer``: each path between two processes, beside the machine's own limit."""

@@ -2,54 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
+from itertools import product
 
 import click
-import uvloop
-from rich.console import Console
 
-from moonpool.bench.transfer.batch_shape import (
-    POOL_NBYTES,
-    Shape,
-    all_shapes,
-    default_shapes,
-    size_name,
-    size_of,
-)
-from moonpool.bench.transfer.peers.contestant import PEERS
-from moonpool.bench.transfer.process_pair import Settings, measure
+from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.harness.sizes import MIB, SIZE, size_name
+from moonpool.bench.transfer.peers.contestants import PEERS
+from moonpool.bench.transfer.session import Settings, transport_rows
+from moonpool.bench.transfer.shapes import POOL_NBYTES, Shape, all_shapes, default_shapes
 from moonpool.runtime.config.options import TcpOptions
-from moonpool.runtime.reports import report
 from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
 from moonpool.transfer.native.ucx import load_ucx
 
-_PATH = click.Path(path_type=Path)
-_PACKAGES = ("numpy", "xxhash", "uvloop", "libucx-cu12")
-TRANSPORTS = ("local", "shm", "tcp", "ucx", "ucx-tcp")
-ON_DEVICE = ("cuda-ipc", "cuda-shm", "cuda-tcp")
+_TRANSPORTS = ("local", "shm", "tcp", "ucx", "ucx-tcp")
+_ON_DEVICE = ("cuda-ipc", "cuda-shm", "cuda-tcp")
+_WAYS = ("read", "write")
 
 
-@click.command()
-@click.option("--transport", "transports", multiple=True, type=click.Choice((*TRANSPORTS, *ON_DEVICE)))
+@benchmark(
+    {name: partial(transport_rows, transport=name) for name in (*_TRANSPORTS, *_ON_DEVICE)},
+    packages=("numpy", "xxhash", "uvloop", "libucx-cu12"),
+    peers=PEERS,
+    part_options=("--transport", "--part"),
+    default=_TRANSPORTS,
+)
 @click.option(
     "--memory",
     type=click.Choice(("host", "cuda")),
     default="host",
     show_default=True,
-    help="Without --transport: all of this kind. cuda: needs a GPU.",
+    help="Without --transport: all transports of this memory. cuda needs a GPU.",
 )
-@click.option(
-    "--block", "blocks", multiple=True, metavar="SIZE", help="Block size such as 64KiB; repeatable."
-)
+@click.option("--block", "blocks", multiple=True, type=SIZE, help="Block size such as 64KiB; repeatable.")
 @click.option(
     "--batch",
     "batches",
     multiple=True,
     type=click.IntRange(1),
-    help="With --block: blocks a batch; repeatable.",
+    help="With --block: blocks of a batch; repeatable.",
 )
-@click.option("--direction", "directions", multiple=True, type=click.Choice(("read", "write")))
+@click.option("--direction", "directions", multiple=True, type=click.Choice(_WAYS))
 @click.option(
     "--parallel",
     default=1,
@@ -60,98 +54,54 @@ ON_DEVICE = ("cuda-ipc", "cuda-shm", "cuda-tcp")
 @click.option("--contiguous", is_flag=True, help="With --block: side by side instead of scattered.")
 @click.option("--checksum", type=click.Choice(("on", "off", "both")), default="both", show_default=True)
 @click.option("--full", is_flag=True, help="4 KiB to 64 MiB, 1 to 4,096 spans (5 minutes a round).")
-@click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Compare with; repeatable.")
-@click.option(
-    "--rounds",
-    default=5,
-    type=click.IntRange(1),
-    show_default=True,
-    help="Repetitions of a case, its limit in turn.",
-)
 @click.option("--streams", default=TcpOptions().streams, show_default=True, help="tcp: connections.")
-@click.option("--slice", "slice_name", default="", metavar="SIZE", help="tcp: bytes a system call.")
+@click.option(
+    "--slice", "slice_nbytes", type=SIZE, default=TcpOptions().slice_nbytes, help="tcp: of a system call."
+)
 @click.option("--busy", is_flag=True, help="The target computes in Python meanwhile.")
-@click.option("--pool", "pool_name", default=size_name(POOL_NBYTES), show_default=True, metavar="SIZE")
-@click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
-@click.option("--plot", "plot_path", type=_PATH, metavar="FILE", help="Draw GB/s against block size (PNG).")
+@click.option(
+    "--pool", type=SIZE, default=size_name(POOL_NBYTES), show_default=True, help="Memory of each side."
+)
 def transfer(
-    transports: tuple[str, ...],
+    run: Run,
     memory: str,
-    blocks: tuple[str, ...],
+    blocks: tuple[int, ...],
     batches: tuple[int, ...],
     directions: tuple[str, ...],
     parallel: int,
     contiguous: bool,
     checksum: str,
     full: bool,
-    peers: tuple[str, ...],
-    rounds: int,
     streams: int,
-    slice_name: str,
+    slice_nbytes: int,
     busy: bool,
-    pool_name: str,
-    json_path: Path | None,
-    plot_path: Path | None,
-) -> None:
-    """Measure every path between two processes of this host, beside what the machine can do the same way."""
-    console = Console(stderr=True, highlight=False)
-    try:
-        sizes = [size_of(block) for block in blocks]
-        pool_nbytes = size_of(pool_name)
-        slice_nbytes = size_of(slice_name) if slice_name else TcpOptions().slice_nbytes
-    except ValueError as error:
-        raise click.BadParameter(f"sizes look like 64KiB: {error}") from error
-    if min([pool_nbytes, *sizes]) < 1:
-        raise click.BadParameter("sizes are of one byte or more")
+    pool: int,
+) -> Settings:
+    """Measure each path between two processes of this host, beside what the machine moves the same way."""
     if not blocks and (batches or contiguous or parallel > 1):
         raise click.UsageError("--batch, --parallel and --contiguous need --block")
     shapes = [
         Shape(size, batch, way, not contiguous, parallel)
-        for size in sizes
-        for batch in batches or (1, 64)
-        for way in directions or ("read", "write")
+        for size, batch, way in product(blocks, batches or (1, 64), directions or _WAYS)
     ]
-    settings = Settings(
-        transports=transports or _all_transports(memory),
-        shapes=shapes
-        or [
-            s
-            for s in (all_shapes() if full else default_shapes())
-            if s.direction in (directions or ("read", "write"))
-        ],
-        checksums={"on": (True,), "off": (False,), "both": (False, True)}[checksum],
-        rounds=rounds,
-        tcp=TcpOptions(streams=streams, slice_nbytes=slice_nbytes),
-        busy=busy,
-        pool_nbytes=pool_nbytes,
-        peers=peers,
-    )
-    if any(name.startswith("ucx") for name in settings.transports) and load_ucx() is None:
+    if not blocks:
+        usual = [Shape(MIB, 64, way) for way in _WAYS] if run.quick else default_shapes()
+        shapes = [s for s in (all_shapes() if full else usual) if s.direction in (directions or _WAYS)]
+    if not run.named:
+        run.parts = [name for name in _TRANSPORTS if not name.startswith("ucx") or load_ucx()]
+        if memory == "cuda":
+            run.parts = list(_ON_DEVICE)
+    if any(name.startswith("ucx") for name in run.parts) and load_ucx() is None:
         raise click.UsageError("there is no libucp: pip install moonpool[ucx]")
-    if any(name in ON_DEVICE for name in settings.transports):
+    if any(name in _ON_DEVICE for name in run.parts):
         try:
             load_cuda()
         except CudaUnavailable as error:
             raise click.UsageError(str(error)) from error
-    for shape in settings.shapes:
-        if shape.nbytes > pool_nbytes:
-            raise click.BadParameter(f"{shape.name} is more than the pool of {pool_name} holds; see --pool")
-    rows = uvloop.run(measure(settings, lambda line: console.print(line, style="dim")))
-    finished = report.Report(report.measure_environment(_PACKAGES), rows)
-    report.show(finished)
-    if json_path is not None:
-        report.write(finished, json_path)
-    if plot_path is not None:
-        from moonpool.bench.transfer.plot import draw
-
-        draw(finished, plot_path)
-
-
-def _all_transports(memory: str) -> Sequence[str]:
-    if memory == "cuda":
-        return ON_DEVICE
-    return [name for name in TRANSPORTS if not name.startswith("ucx") or load_ucx()]
-
-
-if __name__ == "__main__":
-    transfer()
+    for shape in shapes:
+        if shape.nbytes > pool:
+            raise click.BadParameter(
+                f"{shape.name} does not fit into the pool of {size_name(pool)}; see --pool"
+            )
+    checksums = {"on": (True,), "off": (False,), "both": (False, True)}[checksum]
+    return Settings(shapes, checksums, TcpOptions(streams=streams, slice_nbytes=slice_nbytes), busy, pool)

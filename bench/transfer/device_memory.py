@@ -1,15 +1,13 @@
-"""Memory of a CUDA device, as any library that has some offers it."""
+"""Memory of a CUDA device, with the interface that libraries of GPU arrays have."""
 
 from __future__ import annotations
 
-import time
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.bench.transfer.batch_shape import Shape
 from moonpool.transfer.native.arrays import address_of
 from moonpool.transfer.native.cuda import Cuda
 
@@ -37,7 +35,7 @@ class DeviceBuffer:
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Returns when it is there."""
+        """Returns when the bytes are in place."""
         self._copy(self.address + offset, address_of(data), len(data))
 
     def read(self, offset: int, nbytes: int) -> Bytes:
@@ -64,23 +62,3 @@ class DeviceBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.free()
-
-
-class DeviceCopy:
-    """The limit of a copy to or from ``pool``: the device's own, of the same blocks in the same pattern."""
-
-    def __init__(self, cuda: Cuda, shape: Shape, pool: DeviceBuffer, other: int) -> None:
-        """other: the address of as many bytes, of the device or of locked host memory."""
-        self._cuda = cuda
-        here = shape.offsets(pool.nbytes, 0) + np.uint64(pool.address)
-        there = shape.offsets(pool.nbytes, 1) + np.uint64(other)
-        self._to, self._source = (here, there) if shape.direction == "read" else (there, here)
-        self._sizes = np.full(len(here), shape.block_nbytes, np.uint64)
-        self._stream = cuda.new_stream()
-
-    def move(self) -> float:
-        """Seconds for one pass over all blocks."""
-        started = time.perf_counter()
-        self._cuda.copy(self._to, self._source, self._sizes, self._stream)
-        self._cuda.wait_for_stream(self._stream)
-        return time.perf_counter() - started

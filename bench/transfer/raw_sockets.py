@@ -1,4 +1,4 @@
-"""The limit of TCP here: plain blocking sockets between two processes, with nothing but the bytes."""
+"""The limit of TCP: plain blocking sockets between two processes, with nothing but the bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 _REQUEST = struct.Struct("<QQB")
 READ, WRITE = 0, 1
-# (connections, bytes a call): the tuned stream is the best of these, found out in the run itself.
+# (connections, bytes a call): ``tuned`` picks the fastest.
 SETTINGS = ((1, 512 << 10), (2, 512 << 10), (2, 4 << 20), (4, 1 << 20))
 
 
 def serve_raw(listening: socket.socket, memory: memoryview) -> None:
-    """Answer requests (bytes, bytes a call, direction) on every connection, for ever."""
+    """Answer requests (bytes, bytes a call, direction) on every connection, forever."""
     while True:
         sock, _ = listening.accept()
         threading.Thread(target=_serve, args=(sock, memory), daemon=True).start()
@@ -46,7 +46,7 @@ def _receive(sock: socket.socket, memory: memoryview, nbytes: int, step: int) ->
 
 
 class RawStream:
-    """Our side of it. Blocking; every connection has a thread."""
+    """The client. Blocking; each connection has a thread."""
 
     def __init__(self, port: int, memory: memoryview, streams: int, step: int) -> None:
         self._memory = memory
@@ -58,25 +58,25 @@ class RawStream:
 
     def move(self, nbytes: int, direction: str) -> float:
         """Seconds for ``nbytes`` over all connections together."""
-        share = -(-nbytes // len(self._sockets))
-        shares = [(at, min(share, nbytes - at)) for at in range(0, nbytes, share)]
+        step = -(-nbytes // len(self._sockets))
+        parts = [(at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
         started = time.perf_counter()
         one: Callable[[socket.socket, tuple[int, int]], None] = (
             self._read if direction == "read" else self._write
         )
-        if len(shares) == 1:
-            one(self._sockets[0], shares[0])
+        if len(parts) == 1:
+            one(self._sockets[0], parts[0])
         else:
-            list(self._threads.map(one, self._sockets, shares))
+            list(self._threads.map(one, self._sockets, parts))
         return time.perf_counter() - started
 
-    def _read(self, sock: socket.socket, share: tuple[int, int]) -> None:
-        at, nbytes = share
+    def _read(self, sock: socket.socket, part: tuple[int, int]) -> None:
+        at, nbytes = part
         sock.sendall(_REQUEST.pack(nbytes, self._step, READ))
         _receive(sock, self._memory[at : at + nbytes], nbytes, self._step)
 
-    def _write(self, sock: socket.socket, share: tuple[int, int]) -> None:
-        at, nbytes = share
+    def _write(self, sock: socket.socket, part: tuple[int, int]) -> None:
+        at, nbytes = part
         sock.sendall(_REQUEST.pack(nbytes, self._step, WRITE))
         _send(sock, self._memory[at : at + nbytes], nbytes, self._step)
         sock.recv(1)
@@ -88,7 +88,7 @@ class RawStream:
 
 
 def tuned(port: int, memory: memoryview) -> RawStream:
-    """The fastest of ``SETTINGS`` just now."""
+    """A stream with the fastest of ``SETTINGS``, measured here."""
     nbytes = min(len(memory), 64 << 20)
     best, best_s = SETTINGS[0], float("inf")
     for setting in SETTINGS:

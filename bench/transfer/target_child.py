@@ -1,17 +1,13 @@
-"""The other process of the benchmark: an agent with a pool, and a plain socket server with the same memory.
-
-Prints one line of JSON when it is ready and ends when its standard input does.
-"""
+"""The other process: an agent with a pool, and a plain socket server with the same memory."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from typing import Any
 
 import uvloop
 
@@ -21,52 +17,54 @@ from moonpool.runtime.config.options import TcpOptions, TransferOptions
 from moonpool.transfer import AgentDescriptor, TransferAgent
 from moonpool.transfer.native.cuda import load_cuda
 
+new_event_loop = uvloop.new_event_loop
 
-async def main(transport: str, pool_nbytes: int, streams: int, slice_nbytes: int, busy: bool) -> None:
-    # No other transport: "tcp" must be tcp, though both sides are on this host.
-    tcp = TcpOptions(streams=streams, slice_nbytes=slice_nbytes)
-    options = TransferOptions(transports=(transport,), tcp=tcp)
-    async with await TransferAgent.start(options, agent_id="target", epoch=1) as agent:
-        if transport == "cuda-ipc":
-            pool = agent.register(DeviceBuffer(load_cuda(), pool_nbytes))
+
+class Target:
+    """busy: a thread computes in Python meanwhile. ``ready``: descriptor, region, and the sockets' port."""
+
+    def __init__(self, path: str, pool_nbytes: int, streams: int, slice_nbytes: int, busy: bool) -> None:
+        # No other path: "tcp" must be TCP, though both sides are on this host.
+        tcp = TcpOptions(streams=streams, slice_nbytes=slice_nbytes)
+        self._options = TransferOptions(transports=(path,), tcp=tcp)
+        self._on_device = path == "cuda-ipc"
+        self._pool_nbytes = pool_nbytes
+        self._busy = busy
+        self.ready: dict[str, Any] = {}
+
+    async def start(self) -> None:
+        self._agent = agent = await TransferAgent.start(self._options, agent_id="target", epoch=1)
+        if self._on_device:
+            pool = agent.register(DeviceBuffer(load_cuda(), self._pool_nbytes))
         else:
-            pool = agent.allocate(pool_nbytes, "pool")
+            pool = agent.allocate(self._pool_nbytes, "pool")
         listening = socket.create_server(("127.0.0.1", 0))
         memory = pool.buffer if pool.device is None else memoryview(bytearray(1))
         threading.Thread(target=serve_raw, args=(listening, memory), daemon=True).start()
-        if busy:
+        if self._busy:
             sys.setswitchinterval(0.0005)
             threading.Thread(target=_compute, daemon=True).start()
-        facts = {
+        self.ready = {
             "descriptor": agent.describe().pack().decode(),
             "region": pool.id,
             "raw_port": listening.getsockname()[1],
         }
-        print(json.dumps(facts), flush=True)
-        loop = asyncio.get_running_loop()
-        stdin = asyncio.StreamReader()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
-        echo = asyncio.create_task(_echo(agent, AgentDescriptor.unpack((await stdin.readline()).strip())))
-        await stdin.read()
-        echo.cancel()
-        with suppress(asyncio.CancelledError):
-            await echo
 
+    def echo_to(self, descriptor: str) -> None:
+        """Return every notification to this agent, from now on."""
+        self._echo = asyncio.create_task(self._return(AgentDescriptor.unpack(descriptor.encode())))
 
-async def _echo(agent: TransferAgent, back: AgentDescriptor) -> None:
-    """Return every note to where ``back`` says."""
-    peer = await agent.connect(back)
-    async for note in agent.notifications():
-        peer.notify(note.payload)
+    async def _return(self, to: AgentDescriptor) -> None:
+        peer = await self._agent.connect(to)
+        async for note in self._agent.notifications():
+            peer.notify(note.payload)
+
+    async def close(self) -> None:
+        await self._agent.close()
 
 
 def _compute() -> None:
-    """Python that never lets go of the GIL by itself, as a model step does in parts."""
+    """Python that does not give the GIL up by itself, as parts of a model step."""
     until = time.monotonic() + 3600
     while time.monotonic() < until:
         sum(range(1000))
-
-
-if __name__ == "__main__":
-    transport, pool_nbytes, streams, slice_nbytes, busy = sys.argv[1:]
-    uvloop.run(main(transport, int(pool_nbytes), int(streams), int(slice_nbytes), busy == "busy"))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from moonpool.bench.harness.peer_environment import PeerAbsent, PeerFailed, peers_dir
-from moonpool.bench.transfer import batch_shape as shape
-from moonpool.bench.transfer import process_pair as session
-from moonpool.bench.transfer import samples
+from moonpool.bench.harness.peers import PeerAbsent, PeerFailed, peers_dir
+from moonpool.bench.harness.sizes import size_name, size_of
+from moonpool.bench.transfer import session
+from moonpool.bench.transfer import shapes as shape
 from moonpool.bench.transfer.command import transfer
 from moonpool.bench.transfer.peers.perftest import bandwidth_of
 from moonpool.runtime.reports import report
@@ -24,7 +24,7 @@ METRICS = ("bandwidth", "latency", "spans", "processor time")
 
 
 def in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "TURN_S", 0.01)
+    monkeypatch.setattr(session, "TURN_S", 0.01)
     monkeypatch.setattr(session, "_IDLE_S", 0.05)
     monkeypatch.setattr(session, "_NOTES", 20)
 
@@ -91,8 +91,8 @@ def test_without_a_device_its_memory_is_not_measured(monkeypatch: pytest.MonkeyP
 
 def test_sizes_have_names() -> None:
     for nbytes, name in ((4096, "4KiB"), (1 << 20, "1MiB"), (3 << 30, "3GiB"), (1000, "1000B")):
-        assert shape.size_name(nbytes) == name
-        assert shape.size_of(name) == nbytes
+        assert size_name(nbytes) == name
+        assert size_of(name) == nbytes
     result = CliRunner().invoke(transfer, ["--block", "lots"])
     assert result.exit_code != 0
     assert "64KiB" in result.output
@@ -175,12 +175,12 @@ def install_stand_in(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = peers_dir() / "mooncake" / "bin" / "python"
     python.parent.mkdir(parents=True)
     # Not a link: through one it would not find what is installed beside it.
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    path = os.pathsep.join([str(home), *sys.path[1:]])
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     (home / "mooncake").mkdir()
     (home / "mooncake" / "__init__.py").touch()
     (home / "mooncake" / "engine.py").write_text(STAND_IN)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(home), *sys.path[1:]]))
 
 
 def test_a_peer_moves_the_same_blocks_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Other transfer engines, moving the same blocks on the same machine in the same run."""
+"""Other transfer engines."""

@@ -1,4 +1,4 @@
-"""``ucx_perftest``: what libucp reaches with one buffer that stays in the cache, which no KV copy is."""
+"""``ucx_perftest``: libucp with one buffer that stays in the cache, unlike a copy of KV blocks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import socket
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 
-from moonpool.bench.harness.peer_environment import PeerAbsent, PeerFailed, peers_dir
-from moonpool.bench.transfer.batch_shape import Shape
+from moonpool.bench.harness.peers import PeerAbsent, PeerFailed, peers_dir
+from moonpool.bench.transfer.shapes import Shape
 
 _TESTS = {"read": "ucp_get", "write": "ucp_put_bw"}
 _MIB = 1 << 20
-# Of the first run of a shape; from then on as many as the time allows at the speed of the last run.
-_LEAST_ROUNDS = 20
+# Blocks of the first run of a shape; later runs take as many as the time allows at the last speed.
+_MIN_BLOCKS = 20
 _RUN_S = 30.0
 
 
 class PerfTest:
-    """A ``Contestant``. Each move is a run of its own: the server, then the client."""
+    """A ``Contestant``. Each move runs a server, then a client."""
 
     name = "ucx_perftest"
 
@@ -34,7 +34,7 @@ class PerfTest:
 
     @classmethod
     def found(cls, environment: Mapping[str, str]) -> PerfTest:
-        """On PATH, or unpacked under the peers' directory. Raises PeerAbsent."""
+        """Find it on PATH, or unpacked under the peers' directory. Raises ``PeerAbsent``."""
         program = shutil.which("ucx_perftest")
         if program is not None:
             return cls(program, environment)
@@ -52,8 +52,7 @@ class PerfTest:
 
     async def move(self, seconds: float) -> list[float]:
         shape = self._shape
-        blocks = int(self._nbytes_per_s * seconds / shape.block_nbytes)
-        blocks = max(blocks, _LEAST_ROUNDS)
+        blocks = max(int(self._nbytes_per_s * seconds / shape.block_nbytes), _MIN_BLOCKS)
         arguments = ["-t", _TESTS[shape.direction], "-s", str(shape.block_nbytes), "-n", str(blocks)]
         arguments += ["-w", "10", "-O", str(shape.batch * shape.parallel), "-f", "-v"]
         with socket.socket() as free:
@@ -66,7 +65,7 @@ class PerfTest:
             async with asyncio.timeout(_RUN_S):
                 output = await self._client(port, arguments)
         except TimeoutError:
-            raise PeerFailed(f"ucx_perftest was not done within {_RUN_S:.0f} s") from None
+            raise PeerFailed(f"ucx_perftest did not end within {_RUN_S:.0f} s") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 server.kill()
@@ -83,24 +82,24 @@ class PerfTest:
                 env=self._environment,
             )
             try:
-                output, said = await client.communicate()
+                output, errors = await client.communicate()
             finally:
                 if client.returncode is None:
                     client.kill()
                     await client.wait()
             if client.returncode == 0:
                 return output.decode()
-            if b"refused" not in said + output:
-                raise PeerFailed(f"ucx_perftest: {(said + output).decode(errors='replace').strip()[-300:]}")
+            if b"refused" not in errors + output:
+                raise PeerFailed(f"ucx_perftest: {(errors + output).decode(errors='replace').strip()[-300:]}")
             # The server is not listening yet.
             await asyncio.sleep(0.01)
 
-    def cpu_seconds(self) -> float:
+    def cpu_s(self) -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime
 
 
 def bandwidth_of(output: str) -> float:
-    """Bytes/s out of the last line of ``-f -v``: iterations, three latencies, two bandwidths, two rates."""
+    """Bytes/s, from the last line of ``-f -v``: iterations, three latencies, two bandwidths, two rates."""
     fields = output.strip().splitlines()[-1].split(",")
     return float(fields[-3]) * _MIB

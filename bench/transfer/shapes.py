@@ -1,4 +1,4 @@
-"""What is moved in one measurement: blocks, how many, which way."""
+"""The batches that are measured: blocks, how many, which way."""
 
 from __future__ import annotations
 
@@ -6,27 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moonpool.bench.harness.sizes import KIB, MIB, size_name
 from moonpool.transfer import Spans
 from moonpool.transfer.native.arrays import U64
 
-POOL_NBYTES = 512 << 20
-"""Both sides have a pool of so many bytes, prefaulted, unless told otherwise: more than the caches hold."""
-_SIZES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-
-
-def size_name(nbytes: int) -> str:
-    for unit, name in _SIZES:
-        if nbytes >= unit and nbytes % unit == 0:
-            return f"{nbytes // unit}{name}"
-    return f"{nbytes}B"
-
-
-def size_of(name: str) -> int:
-    """Bytes of ``64KiB`` and the like. Raises ValueError."""
-    for unit, suffix in _SIZES:
-        if name.endswith(suffix):
-            return int(name.removesuffix(suffix)) * unit
-    return int(name.removesuffix("B"))
+# Of the pool of each side: more than the caches hold.
+POOL_NBYTES = 512 * MIB
+_MAX_NBYTES = 256 * MIB
+_WAYS = ("read", "write")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +43,12 @@ class Shape:
         return "/".join(parts)
 
     def offsets(self, pool_nbytes: int, side: int) -> U64:
-        """Where the blocks of all batches lie in the pool of ``side`` 0 or 1, uint64 [batch * parallel]."""
+        """The blocks of all batches in the pool of ``side`` 0 or 1: uint64 [batch * parallel]."""
         blocks = self.batch * self.parallel
         if not self.scattered:
             return np.arange(blocks, dtype=np.uint64) * np.uint64(self.block_nbytes)
-        places = np.random.default_rng(side + 1).permutation(pool_nbytes // self.block_nbytes)[:blocks]
-        return places.astype(np.uint64) * np.uint64(self.block_nbytes)
+        slots = np.random.default_rng(side + 1).permutation(pool_nbytes // self.block_nbytes)[:blocks]
+        return slots.astype(np.uint64) * np.uint64(self.block_nbytes)
 
     def spans(self, region: int, pool_nbytes: int, side: int) -> list[Spans]:
         """One ``Spans`` for each of the parallel batches."""
@@ -72,13 +59,8 @@ class Shape:
         ]
 
 
-KIB, MIB = 1 << 10, 1 << 20
-_WAYS = ("read", "write")
-_MOST_NBYTES = 256 * MIB
-
-
 def default_shapes() -> list[Shape]:
-    """What is measured unless asked otherwise: what the goals are about."""
+    """The shapes that the goals are about."""
     shapes = [
         Shape(block, batch, way)
         for block, batch in ((4 * KIB, 1), (4 * KIB, 4096), (64 * KIB, 1024), (MIB, 64))
@@ -88,12 +70,12 @@ def default_shapes() -> list[Shape]:
 
 
 def all_shapes() -> list[Shape]:
-    """4 KiB to 64 MiB, 1 to 4,096 spans, as far as a batch is 256 MiB at most."""
+    """Blocks of 4 KiB to 64 MiB, 1 to 4,096 of them, in batches of at most 256 MiB."""
     shapes = [
         Shape(block, batch, way)
         for block in (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
         for batch in (1, 4, 64, 1024, 4096)
-        if block * batch <= _MOST_NBYTES
+        if block * batch <= _MAX_NBYTES
         for way in _WAYS
     ]
     for block, batch in ((4 * KIB, 4096), (64 * KIB, 1024), (MIB, 64)):
