@@ -7,9 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
-import grpc.aio
 from opentelemetry.context import Context
 
 from moonpool.decode_node.outbox import Outbox
@@ -19,6 +17,7 @@ from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.node.messages import sequence_of, token_out
 from moonpool.engine.node.metrics import DECODE_TOKENS, RECEIVED_BLOCKS, RECEIVED_BYTES
 from moonpool.engine.node.node import EngineNode, Key
+from moonpool.engine.node.service import RpcContext, node_servicers
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
@@ -50,9 +49,9 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
 
     # ------------------------------------------------------------------ EngineNode
 
-    def servicer(self) -> rpc.Servicer:
+    def servicers(self) -> list[rpc.Servicer]:
         self.engine.on_step = self._on_step
-        return (node_pb2_grpc.add_DecodeNodeServicer_to_server, self)
+        return [*node_servicers(self), (node_pb2_grpc.add_DecodeNodeServicer_to_server, self)]
 
     def num_requests(self) -> int:
         return len(self._requests)
@@ -86,13 +85,11 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
 
     # ------------------------------------------------------------------ service DecodeNode
 
-    async def Decode(
-        self, request: node_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.DecodeReply:
+    async def Decode(self, request: node_pb2.DecodeRequest, context: RpcContext) -> node_pb2.DecodeReply:
         self.check_takes_work()
         work = request.work
         sequence = sequence_of(work, arrived_s=time.monotonic())
-        self.claim(work, sequence.keys)
+        self.charge_tenant(work, sequence.keys)
         num_local = len(self.engine.pool.match(block_keys.unpack(work.block_keys)))
         takeover = asyncio.create_task(self._take_over(request, sequence))
         self._requests[sequence.key] = _Request(
@@ -103,7 +100,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         )
 
     async def Tokens(
-        self, request: node_pb2.TokensRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: node_pb2.TokensRequest, context: RpcContext
     ) -> AsyncIterator[node_pb2.StepTokens]:
         async for message in self._outbox(request.conductor_id).messages():
             yield message

@@ -32,7 +32,7 @@ from moonpool.engine.errors import (
     SequenceTooLong,
     UnknownToken,
 )
-from moonpool.engine.execution.cost_profile import NOT_MEASURED
+from moonpool.engine.execution.cost_profile import NOT_MEASURED, measure
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.execution.step_loop import StepLoop
 from moonpool.engine.memory.block_pool import BlockPool
@@ -218,7 +218,7 @@ class Engine:
             runner = await loop.run_in_executor(self._worker, self._load, report)
         else:
             runner = await self._open_group(report)
-        costs = await loop.run_in_executor(self._worker, runner.measure_costs, self._clock)
+        costs = await loop.run_in_executor(self._worker, measure, runner, self._clock)
         runner.forget_expert_load()
         if self.ranks is not None:
             await self.ranks.forget_expert_load()

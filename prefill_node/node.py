@@ -6,15 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc.aio
 
 from moonpool.engine.batching.events import StepEvent
 from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.node.messages import sequence_of, token_logprobs, token_out
 from moonpool.engine.node.metrics import PromptTokens
 from moonpool.engine.node.node import EngineNode, Key
+from moonpool.engine.node.service import RpcContext, node_servicers
 from moonpool.engine.prefix_cache.peer_exchange import Fetched, PeerIncompatible
 from moonpool.engine.prefix_cache.store import USE_DELAY_S
 from moonpool.engine.prefix_cache.tier_loader import Loaded
@@ -51,9 +49,9 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
 
     # ------------------------------------------------------------------ EngineNode
 
-    def servicer(self) -> rpc.Servicer:
+    def servicers(self) -> list[rpc.Servicer]:
         self.engine.on_step = self._on_step
-        return (node_pb2_grpc.add_PrefillNodeServicer_to_server, self)
+        return [*node_servicers(self), (node_pb2_grpc.add_PrefillNodeServicer_to_server, self)]
 
     def num_requests(self) -> int:
         return len(self._first_tokens) + len(self._holds)
@@ -79,13 +77,11 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
 
     # ------------------------------------------------------------------ service PrefillNode
 
-    async def Prefill(
-        self, request: node_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.PrefillReply:
+    async def Prefill(self, request: node_pb2.PrefillRequest, context: RpcContext) -> node_pb2.PrefillReply:
         self.check_takes_work()
         received_s = time.monotonic()
         sequence = sequence_of(request.work, arrived_s=received_s, prompt_logprobs=request.prompt_logprobs)
-        self.claim(request.work, sequence.keys)
+        self.charge_tenant(request.work, sequence.keys)
         loaded, fetched, fetch_error = Loaded(), Fetched(), ""
         handover = self._handover(sequence.key) if request.followed else None
         try:
@@ -104,7 +100,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         return self._reply(sequence, event, token, loaded, fetched, fetch_error, received_s)
 
     async def Follow(
-        self, request: node_pb2.FollowRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: node_pb2.FollowRequest, context: RpcContext
     ) -> AsyncIterator[node_pb2.KvChunk]:
         key = (request.request_id, request.attempt)
         handover = self._handover(key)

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.weights import expected_tensors
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.model.weight_loader import Mlp
+from moonpool.engine.sharding.tensor_slices import expected_tensors
 
 _LLAMA_8B: dict[str, object] = {
     "hidden_size": 4096,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.weights import expected_tensors
+from moonpool.engine.sharding.tensor_slices import expected_tensors
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 4, 16, 2
 _WORDS: dict[str, object] = {

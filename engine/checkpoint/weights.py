@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
-from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
-from moonpool.engine.sharding.tensor_slices import Part
 from moonpool.runtime.service.load_progress import Progress
 
 log = logging.getLogger(__name__)
+
+#: One slice for each dimension that is cut, from the first on; empty: the whole tensor.
+Part = tuple[slice, ...]
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _MAX_HEADER_NBYTES = 100 << 20
@@ -134,62 +134,6 @@ class Checkpoint:
         for size, cut in zip(entry.shape, part, strict=False):
             nbytes *= len(range(size)[cut])
         return nbytes * _DTYPES[entry.dtype].itemsize
-
-
-def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[str, tuple[int, ...]]:
-    """Every tensor that ``shard`` (None: the whole model) reads some of, by its name in the checkpoint, with
-    its shape there."""
-    shard = shard or ParallelPlan().shard(config, 0)
-    hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    attention = {
-        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q_size, config.o_bias),
-    }
-    mlp = {
-        "mlp.gate_proj": (inter, hidden, config.mlp_bias),
-        "mlp.up_proj": (inter, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inter, config.mlp_bias),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if config.qk_norm:
-        norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
-    tied = config.tie_word_embeddings
-    tensors: dict[str, tuple[int, ...]] = {}
-    if shard.is_first or (shard.is_last and tied):
-        tensors["model.embed_tokens.weight"] = (config.vocab_size, hidden)
-    for i in shard.layers:
-        sparse = config.moe is not None and i in config.moe.layers
-        linears = attention | (_mixture_linears(config, shard.experts(i)) if sparse else mlp)
-        for name, (out_features, in_features, bias) in linears.items():
-            tensors[f"model.layers.{i}.{name}.weight"] = (out_features, in_features)
-            if bias:
-                tensors[f"model.layers.{i}.{name}.bias"] = (out_features,)
-        for name, size in norms.items():
-            tensors[f"model.layers.{i}.{name}.weight"] = (size,)
-    if shard.is_last:
-        tensors["model.norm.weight"] = (hidden,)
-    if shard.is_last and not tied:
-        tensors["lm_head.weight"] = (config.vocab_size, hidden)
-    return tensors
-
-
-def _mixture_linears(config: ModelConfig, experts: tuple[int, ...]) -> dict[str, tuple[int, int, bool]]:
-    """The matrices of a sparse layer's mixture with these experts: [out, in], and that they have no bias."""
-    moe, hidden = config.moe, config.hidden_size
-    assert moe is not None
-    linears = {f"{moe.block}.gate": (moe.num_experts, hidden, False)}
-    gate, up, down = moe.projections
-    mlps = [(f"{moe.block}.experts.{e}", moe.expert_inter) for e in experts]
-    if moe.shared_inter:
-        linears[f"{moe.block}.shared_expert_gate"] = (1, hidden, False)
-        mlps.append((f"{moe.block}.shared_expert", moe.shared_inter))
-    for name, inter in mlps:
-        linears[f"{name}.{gate}"] = linears[f"{name}.{up}"] = (inter, hidden, False)
-        linears[f"{name}.{down}"] = (hidden, inter, False)
-    return linears
 
 
 def fingerprint(path: Path) -> bytes:

@@ -1,20 +1,17 @@
-"""What a step costs: measured at the start, corrected by every step."""
+"""Step costs: measured at the start, corrected by every step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import Chunk, StepPlan
+from moonpool.engine.execution.runner import ModelRunner
 from moonpool.runtime.cost_profile import CostProfile
-
-if TYPE_CHECKING:
-    from moonpool.engine.execution.runner import ModelRunner
 
 # How much one step's error moves the estimates.
 _GAIN = 0.05
@@ -24,7 +21,7 @@ _REPETITIONS = 4
 
 @dataclass(slots=True)
 class StepCosts:
-    """A measured profile, and for each half a factor that follows the steps that ran since."""
+    """A measured profile, with a correction factor for prefills and one for decode steps."""
 
     profile: CostProfile[float]
     prefill_scale: float = 1.0
@@ -45,7 +42,7 @@ class StepCosts:
         return seconds
 
     def correct(self, plan: StepPlan, predicted_s: float, actual_s: float) -> None:
-        """Learn from a step that was of one kind only. A single odd step (a busy machine) moves little."""
+        """Learn from a step of one kind. A single outlier (a busy machine) changes little."""
         if predicted_s <= 0 or (plan.decodes and plan.chunks):
             return
         gain = 1 + _GAIN * (min(actual_s / predicted_s, 4.0) - 1)
@@ -59,10 +56,10 @@ NOT_MEASURED = StepCosts(CostProfile(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 def measure(runner: ModelRunner, clock: Callable[[], float]) -> StepCosts:
-    """Time prefills and decode steps of a few shapes within about a second and fit the coefficients to them.
+    """Time a few prefill and decode shapes for about a second and fit the coefficients.
 
-    Writes to the pool's first blocks. A model so slow that a second is not enough is known from its cheapest
-    shapes alone, and the coefficients they do not tell are 0.
+    Writes to the pool's first blocks: call it before any request. For a slow model only the cheapest shapes
+    are timed; coefficients that these do not determine are 0.
     """
     bench = _Bench(runner, clock)
     if runner.device.runs_ahead:
@@ -83,7 +80,7 @@ def measure(runner: ModelRunner, clock: Callable[[], float]) -> StepCosts:
 
 
 class _Bench:
-    """Steps over made-up sequences in the pool's first blocks."""
+    """Steps over synthetic sequences in the pool's first blocks."""
 
     def __init__(self, runner: ModelRunner, clock: Callable[[], float]) -> None:
         self._runner = runner
@@ -98,16 +95,15 @@ class _Bench:
         self._max_rows = min(options.max_batch_size, options.max_batch_tokens)
 
     def warm_up(self) -> None:
-        """A GPU's kernels are compiled when a shape is first met: seconds that no request should wait, nor
-        any estimate be made of."""
-        self._end_s = self._clock()  # once each
+        """Run each shape once: a GPU compiles its kernels when it first meets a shape."""
+        self._end_s = self._clock()
         for shape in self.prefill_shapes():
             self.prefill_s(*shape)
         for shape in self.decode_shapes():
             self.decode_s(*shape)
 
     def in_time(self, shapes: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The first shape, and the others while half of the budget lasts."""
+        """Yield the first shape, and the others while half of the time budget lasts."""
         self._end_s = self._clock() + _BUDGET_S / 2
         yield shapes[0]
         for shape in shapes[1:]:
@@ -116,17 +112,17 @@ class _Bench:
             yield shape
 
     def prefill_shapes(self) -> list[tuple[int, int]]:
-        """(tokens cached, tokens new), cheap ones first."""
+        """Return (cached tokens, new tokens) pairs, cheap ones first."""
         some, many = max(1, self._max_tokens // 16), max(1, self._max_tokens // 4)
-        far = max(0, min(1024, self._room - many))
-        return [(0, 1), (0, some), (far, some), (0, many), (far, many)]
+        cached = max(0, min(1024, self._room - many))
+        return [(0, 1), (0, some), (cached, some), (0, many), (cached, many)]
 
     def decode_shapes(self) -> list[tuple[int, int]]:
-        """(sequences, context of each)"""
-        far = min(1024, self._room)
-        near = min(64, far)
-        few = min(8, self._max_rows, self._num_blocks // self._blocks(far))
-        return [(1, near), (few, near), (1, far), (few, far)]
+        """Return (sequences, context of each) pairs."""
+        long = min(1024, self._room)
+        short = min(64, long)
+        few = min(8, self._max_rows, self._num_blocks // self._blocks(long))
+        return [(1, short), (few, short), (1, long), (few, long)]
 
     def prefill_s(self, start: int, n: int) -> float:
         sequence = self._sequence(start + n)
@@ -140,7 +136,8 @@ class _Bench:
         return -(-num_tokens // self._block_size)
 
     def _sequence(self, num_tokens: int, i: int = 0) -> Sequence:
-        """The i-th of its kind, in blocks of its own: shared ones would be read from the nearest cache."""
+        """Return the i-th such sequence. Its blocks are its own: shared ones would stay in the CPU's
+        caches."""
         sequence = Sequence(
             "profile", 0, np.zeros(num_tokens, np.int32), num_tokens, sampling=Sampling(), root_key=b""
         )
@@ -149,7 +146,7 @@ class _Bench:
         return sequence
 
     def _time(self, plan: StepPlan) -> float:
-        """Seconds of the step, the best of a few: what the machine can do, not what else it is doing."""
+        """Return the shortest of a few runs, in seconds."""
         seconds: list[float] = []
         for _ in range(_REPETITIONS):
             begun_s = self._clock()
@@ -161,10 +158,9 @@ class _Bench:
 
 
 def _fit(samples: list[tuple[list[float], float]]) -> tuple[float, float, float]:
-    """Least squares with no coefficient below 0: (features, seconds) → three coefficients.
+    """Fit three coefficients, none below 0, to (features, seconds) by least squares of relative errors.
 
-    Fewer than three samples tell the first coefficients only. Errors count relative to the seconds, so that
-    short steps are predicted as well as long ones.
+    Fewer than three samples determine the first coefficients only.
     """
     features = np.array([row for row, _ in samples])
     seconds = np.array([s for _, s in samples])

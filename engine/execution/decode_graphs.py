@@ -1,4 +1,4 @@
-"""Decode steps recorded once for each of some batch sizes, and replayed: a launch instead of hundreds."""
+"""CUDA graphs of decode steps: recorded once per batch size, replayed with one launch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def padded_sizes(most: int) -> list[int]:
-    """Batch sizes that are recorded, ascending, the largest being ``most``: 1, 2, 4, 8, then every 8 up to
-    64, then every 32."""
+    """Return the recorded batch sizes, ascending up to ``most``: 1, 2, 4, 8, every 8 up to 64, every 32."""
     sizes = [n for n in (1, 2, 4, *range(8, 65, 8), *range(96, most, 32)) if n < most]
     return [*sizes, most]
 
@@ -28,7 +27,7 @@ def padded_sizes(most: int) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class _Graph:
     rows: PaddedRows
-    replay: Callable[[], Tensor]  # gives the logits: [size, vocab], the same memory each time
+    replay: Callable[[], Tensor]  # returns logits [size, vocab], the same memory each time
 
 
 class DecodeGraphs:
@@ -42,8 +41,8 @@ class DecodeGraphs:
         *,
         max_batch_size: int,
     ) -> None:
-        """Record all sizes. ``forward`` gives logits and must do everything on the device; it writes nothing
-        to the pool meanwhile, since every row is a padded one."""
+        """Record all sizes. ``forward`` returns logits and must do all work on the device. While recording it
+        writes nothing to the pool, since every row is padding."""
         begun_s = time.monotonic()
         self._inputs = inputs
         self._graphs: list[_Graph] = []
@@ -57,14 +56,15 @@ class DecodeGraphs:
 
             return step
 
-        # The largest first: the memory its tensors need is used again for the others'.
+        # The largest first: smaller graphs reuse its memory.
         for size in reversed(padded_sizes(max_batch_size)):
             self._graphs.insert(0, device.run(record(size)).wait())
-        self.seconds = time.monotonic() - begun_s
-        log.info("decode steps of %d batch sizes recorded in %.1f s", len(self._graphs), self.seconds)
+        log.info(
+            "decode steps of %d batch sizes recorded in %.1f s", len(self._graphs), time.monotonic() - begun_s
+        )
 
     def run(self, plan: StepPlan) -> Tensor:
-        """Logits [num_decodes, vocab] of a plan without chunks; they stay until the next call."""
+        """Return logits [num_decodes, vocab] of a plan without chunks, valid until the next call."""
         n = len(plan.decodes)
         graph = next(graph for graph in self._graphs if graph.rows.size >= n)
         self._inputs.prepare_padded(plan, graph.rows)

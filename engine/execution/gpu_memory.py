@@ -1,32 +1,30 @@
-"""How large a pool fits on a GPU: its memory, less the weights, less what the largest step needs."""
+"""Pool sizing on a GPU: its memory minus the weights minus the largest step."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
-from moonpool.engine.device.device import DeviceMemory
+from moonpool.engine.device.device import Device, DeviceMemory
 from moonpool.engine.device.selection import TORCH_DTYPES
 from moonpool.engine.errors import GpuMemoryShort
 from moonpool.engine.execution.decode_graphs import padded_sizes
 from moonpool.engine.execution.sampler import SamplingBatch, sample
 from moonpool.engine.model.inputs import StepInputs
+from moonpool.engine.model.transformer import Model
 from moonpool.kvstore.blocks.layout import KVLayout
-
-if TYPE_CHECKING:
-    from moonpool.engine.execution.runner import ModelRunner
+from moonpool.runtime.config.options import EngineOptions
 
 log = logging.getLogger(__name__)
 
-# What a process takes besides its tensors: CUDA's context, its libraries and their work space, the kernels.
+# A process needs besides its tensors: CUDA's context, its libraries and their work space, the kernels.
 CONTEXT_NBYTES = 768 << 20
-# What recorded steps keep besides their logits, which each size has for itself.
+# Memory of recorded steps besides their logits, which each size has for itself.
 GRAPHS_NBYTES = 256 << 20
 # Other processes may take a little more while this one starts.
 SPARE = 0.02
@@ -34,40 +32,49 @@ SPARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that are not the pool's."""
+    """Bytes needed besides the pool."""
 
     weights_nbytes: int
     step_nbytes: int
     graphs_nbytes: int
 
 
-def pool_room(memory: DeviceMemory, share: float, needs: MemoryNeeds) -> int:
-    """Bytes left for the pool of a process that may take ``share`` of the device in all, and no more than
-    other processes leave it; not below 0. ``memory`` is as it is with the weights loaded.
+def pool_room(memory: DeviceMemory, fraction: float, needs: MemoryNeeds) -> int:
+    """Return the bytes left for the pool, at least 0. ``fraction``: of the device, for the whole process.
+    ``memory``: as measured with the weights loaded.
     """
-    allowed = int(memory.total_nbytes * share) - memory.reserved_nbytes - CONTEXT_NBYTES
+    allowed = int(memory.total_nbytes * fraction) - memory.reserved_nbytes - CONTEXT_NBYTES
     left = memory.free_nbytes - int(memory.total_nbytes * SPARE)
     return max(0, min(allowed, left) - needs.step_nbytes - needs.graphs_nbytes)
 
 
-def choose_num_blocks(runner: ModelRunner, layout: KVLayout, num_blocks: int | None, *, alone: bool) -> int:
-    """``num_blocks``, or as many blocks of ``layout`` as fit where that is None. Runs a step of the largest
-    shape on a GPU; not where the model is one rank's part of it (not ``alone``), whose step needs the others.
+def choose_num_blocks(
+    model: Model,
+    device: Device,
+    options: EngineOptions,
+    layout: KVLayout,
+    num_blocks: int | None,
+    *,
+    is_single_rank: bool,
+) -> int:
+    """Return ``num_blocks``, or where it is None as many blocks of ``layout`` as fit on the GPU.
 
-    Raises GpuMemoryShort where they do not fit, or not even one does.
+    On a GPU it runs a step of the largest shape, unless the model is one rank's part, whose step needs the
+    other ranks. Raises GpuMemoryShort where the blocks, or a single one, do not fit.
     """
-    device, options, config = runner.device, runner.options, runner.config
     if device.memory() is None:
-        assert num_blocks is not None, "main memory is not sized by what is free"
+        assert num_blocks is not None, "main memory is never sized by its free bytes"
         return num_blocks
-    step_nbytes = device.peak_nbytes(lambda: largest_step(runner, layout)) if alone else 0
-    memory = device.memory()  # now that nothing of loading is kept any more
+    step_nbytes = (
+        device.peak_nbytes(lambda: largest_step(model, device, options, layout)) if is_single_rank else 0
+    )
+    memory = device.memory()  # after the buffers of loading are freed
     assert memory is not None
     rows = min(options.max_batch_size, options.max_batch_tokens)
-    itemsize = runner.model.dtype.itemsize
-    logits_nbytes = sum(padded_sizes(rows)) * config.vocab_size * itemsize
+    itemsize = model.dtype.itemsize
+    logits_nbytes = sum(padded_sizes(rows)) * model.config.vocab_size * itemsize
     # Steps that wait for other ranks are not recorded.
-    records = options.decode_graphs and alone
+    records = options.decode_graphs and is_single_rank
     needs = MemoryNeeds(memory.reserved_nbytes, step_nbytes, logits_nbytes + GRAPHS_NBYTES if records else 0)
     room = pool_room(memory, options.gpu_memory, needs)
     fitting = room // layout.block_nbytes
@@ -90,10 +97,11 @@ def choose_num_blocks(runner: ModelRunner, layout: KVLayout, num_blocks: int | N
 
 
 @torch.inference_mode()
-def largest_step(runner: ModelRunner, layout: KVLayout) -> None:
-    """A prompt of as many tokens as a step takes, and the largest batch sampled in the costliest way. It
-    writes no KV: every token has slot -1, and what it attends to is one block of zeros."""
-    device, options, config, model = runner.device, runner.options, runner.config, runner.model
+def largest_step(model: Model, device: Device, options: EngineOptions, layout: KVLayout) -> None:
+    """Run a prompt of ``max_batch_tokens`` and sample the largest batch in the costliest way.
+
+    Writes no KV: every token has slot -1 and attends to one block of zeros.
+    """
     n, size = options.max_batch_tokens, options.block_size
     shape = (1, layout.num_layers, 2, layout.num_kv_heads, size, layout.head_dim)
 
@@ -117,4 +125,4 @@ def largest_step(runner: ModelRunner, layout: KVLayout) -> None:
     rows = min(options.max_batch_size, n)
     costly = Sampling(temperature=1.0, top_p=0.9)
     batch = [Sequence("largest", 0, [0], 1, sampling=costly, root_key=b"") for _ in range(rows)]
-    sample(model.logits(hidden[:rows]), SamplingBatch(batch, config.vocab_size, device))
+    sample(model.logits(hidden[:rows]), SamplingBatch(batch, model.config.vocab_size, device))

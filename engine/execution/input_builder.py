@@ -1,4 +1,4 @@
-"""The input tensors of a step, kept between steps and changed only where a step changes them."""
+"""The input tensors of a step, kept between steps and updated in place."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from moonpool.engine.model.inputs import StepInputs
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Room for the decode rows of a step, always at the same place on the device.
+    """Decode rows of a step at a fixed address on the device.
 
-    packed: int64 [3, size], token ids, positions and slots; a padded row has slot -1. lens: int32 [size]; 0.
+    packed: int64 [3, size], token ids, positions and slots; padding has slot -1. lens: int32 [size]; padding
+    0.
     """
 
     packed: Tensor
@@ -44,9 +45,9 @@ class PaddedRows:
 class InputBuilder:
     """Builds ``StepInputs`` from plans.
 
-    On a CPU the tensors handed out are the persistent arrays themselves; on a GPU they are copied, block
-    tables only where they changed. A step of the same decoding sequences as the step before costs a few
-    vector operations however long the contexts are.
+    On a CPU the returned tensors are the persistent arrays; on a GPU they are copied, block tables only where
+    they changed. A step with the same decoding sequences as the one before costs a few vector operations,
+    independent of the context length.
     """
 
     def __init__(
@@ -70,16 +71,16 @@ class InputBuilder:
         self._lens = np.zeros(rows, np.int32)
         self._table = np.full((rows, max_blocks), -1, np.int32)
         self._row_numbers = np.arange(rows)
-        self._sequences: list[Sequence] = []  # whose values the rows hold
+        self._sequences: list[Sequence] = []  # of the rows
         self._version = -1
         self._decode_only: StepInputs | None = None  # reused while the batch is the same
-        # int32 [rows, max_blocks], where the model reads it. Rows beyond the batch hold what they held.
+        # int32 [rows, max_blocks], where the model reads it. Rows beyond the batch are stale.
         self.table = torch.from_numpy(self._table)
         if device.runs_ahead:
             self.table = device.upload(self.table)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
-        """The tensors of the plan; valid until the next call."""
+        """Return the tensors of the plan, valid until the next call."""
         n, same = len(plan.decodes), plan.version == self._version
         self._update(plan, same)
         if plan.chunks:
@@ -89,7 +90,7 @@ class InputBuilder:
         return self._decode_only
 
     def prepare_padded(self, plan: StepPlan, rows: PaddedRows) -> None:
-        """Put a plan without chunks into ``rows``; those beyond the plan's compute nothing anybody reads."""
+        """Write a plan without chunks into ``rows``, padded to their size."""
         n, size = len(plan.decodes), rows.size
         self._update(plan, plan.version == self._version)
         packed = np.zeros((3, size), np.int64)
@@ -101,7 +102,7 @@ class InputBuilder:
         rows.lens.copy_(self._device.upload(torch.from_numpy(lens)))
 
     def _update(self, plan: StepPlan, same: bool) -> None:
-        """Bring tokens, positions, slots, lengths and block tables of the decodes up to date."""
+        """Update tokens, positions, slots, lengths and block tables of the decodes."""
         n = len(plan.decodes)
         if not same:
             self._load_rows(plan)
@@ -115,7 +116,7 @@ class InputBuilder:
             self.table[:n, :width].copy_(self._device.upload(changed))
 
     def _load_rows(self, plan: StepPlan) -> None:
-        """The batch changed: write the block tables of the rows that hold another sequence than before."""
+        """Write the block tables of rows with a new sequence."""
         before = self._sequences
         for i, sequence in enumerate(plan.decodes):
             if i >= len(before) or before[i] is not sequence:
@@ -126,7 +127,7 @@ class InputBuilder:
         self._version = plan.version
 
     def _fill_decodes(self, decodes: list[Sequence], n: int) -> None:
-        """The newest token of each: the one whose KV is not in the pool yet."""
+        """Fill in the newest token of each sequence; its KV is not in the pool yet."""
         self._tokens[:n] = [sequence.last_token_id for sequence in decodes]
         lens = self._lens[:n]
         lens[:] = [sequence.num_tokens for sequence in decodes]
@@ -135,7 +136,7 @@ class InputBuilder:
         np.add(blocks * self._block_size, positions & (self._block_size - 1), out=self._slots[:n])
 
     def _width(self, n: int) -> int:
-        """Blocks of the longest of the first ``n`` rows."""
+        """Return the number of blocks of the longest of the first ``n`` rows."""
         return int(self._lens[:n].max(initial=1) - 1 >> self._shift) + 1
 
     def _decode_inputs(self, num_tokens: int, n: int) -> StepInputs:

@@ -1,14 +1,16 @@
-"""Which tokens of a step have their logits taken, and in which order."""
+"""The tokens of a step whose logits are computed, in order."""
 
 from __future__ import annotations
 
 from moonpool.engine.batching.step_plan import StepPlan
-from moonpool.engine.execution.runner import LOGIT_ROWS
+
+# Rows of logits made at once for prompt logprobs: float32, so 128 k words × 64 rows are 33 MB.
+LOGIT_ROWS = 64
 
 
 def logit_rows(plan: StepPlan) -> list[list[int]]:
-    """Rows of the step's tokens, a list for each time the runner asks: for the prompt logprobs of each chunk,
-    some rows at a time, and then for all that a token follows."""
+    """Return rows of the step's tokens, a list for each request of the runner: first the prompt logprobs of
+    each chunk, at most LOGIT_ROWS rows at a time, then all rows that are sampled."""
     rounds: list[list[int]] = []
     sampled = list(range(len(plan.decodes)))
     first = len(plan.decodes)

@@ -1,8 +1,7 @@
-"""The tensors of a step: from a plan to the tokens it gave. No bookkeeping is touched here."""
+"""The tensors of a step: from a plan to its tokens. No bookkeeping happens here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +17,10 @@ from moonpool.engine.collectives.link import Link
 from moonpool.engine.device.device import Device
 from moonpool.engine.device.selection import TORCH_DTYPES, page_dtype
 from moonpool.engine.errors import WeightsTooLarge
-from moonpool.engine.execution.cost_profile import StepCosts, measure
 from moonpool.engine.execution.decode_graphs import DecodeGraphs
 from moonpool.engine.execution.gpu_memory import choose_num_blocks
 from moonpool.engine.execution.input_builder import InputBuilder
+from moonpool.engine.execution.logit_rows import LOGIT_ROWS
 from moonpool.engine.execution.sampler import SamplingBatch, describe, sample
 from moonpool.engine.model.inputs import StepInputs
 from moonpool.engine.model.transformer import Model
@@ -31,13 +30,10 @@ from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.runtime.config.options import EngineOptions
 from moonpool.runtime.service.load_progress import Progress
 
-# Rows of logits made at once for prompt logprobs: float32, so 128 k words × 64 rows are 33 MB.
-LOGIT_ROWS = 64
-
 
 @dataclass(slots=True)
 class _Step:
-    """What a step gives: token_ids int64 [num_sampled], in host memory once the step has ended."""
+    """Results of a step. token_ids: int64 [num_sampled], in host memory once the step has ended."""
 
     token_ids: Tensor | None
     logprobs: list[TokenLogprobs | None]
@@ -47,7 +43,7 @@ class _Step:
 class ModelRunner:
     """The model, its KV pool and the step's inputs. One call at a time, from any thread."""
 
-    is_single_rank = True  # no step waits for another rank, for how long nobody knows
+    is_single_rank = True  # no step waits for another rank
 
     def __init__(
         self,
@@ -64,15 +60,13 @@ class ModelRunner:
         link: Link | None = None,
         expert_load: Tensor | None = None,
     ) -> None:
-        """Load the weights and lay the pool over ``pool_memory`` (on a GPU it has memory of its own).
+        """Load the weights and create the pool, over ``pool_memory`` on a CPU.
 
-        ``shard``: the part of both that is this rank's; None: all. ``link``: to the other ranks.
-        ``expert_load``: see ``Model``.
+        ``shard``: this rank's part of both; None: all. ``link``: to the other ranks. ``expert_load``: see
+        ``Model``. ``num_blocks``: None: as many as fit on the GPU beside the largest step. ``max_len`` is
+        lowered to the pool's capacity.
 
-        ``num_blocks``: None is for a GPU: as many as fit beside what the largest step needs. ``max_len`` is
-        lowered to what the pool holds.
-
-        Raises CheckpointError, WeightsTooLarge, or GpuMemoryShort where the pool does not fit beside them.
+        Raises CheckpointError, WeightsTooLarge, or GpuMemoryShort where the pool does not fit.
         """
         torch.set_num_threads(options.threads)
         self.config = config
@@ -100,7 +94,9 @@ class ModelRunner:
                 raise
             raise WeightsTooLarge(config.path, memory.free_nbytes) from None
         layout = shard.layout(config, options.block_size, page_dtype(options, dtype))
-        self.num_blocks = choose_num_blocks(self, layout, num_blocks, alone=link is None)
+        self.num_blocks = choose_num_blocks(
+            self.model, device, options, layout, num_blocks, is_single_rank=link is None
+        )
         self.max_len = min(max_len, self.num_blocks * options.block_size)
         self.pool = device.run(lambda: pool_tensor(layout, self.num_blocks, device.torch, pool_memory)).wait()
         self._inputs = device.run(
@@ -115,7 +111,7 @@ class ModelRunner:
         self._sampling: SamplingBatch | None = None
         self._sampling_version = -1
         self._graphs: DecodeGraphs | None = None
-        # What waits for other ranks cannot be recorded.
+        # Steps that wait for other ranks cannot be recorded.
         if device.runs_ahead and options.decode_graphs and link is None:
             self._graphs = DecodeGraphs(
                 device,
@@ -127,28 +123,24 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's tokens, writing their KV. After an error their blocks hold undefined bytes.
 
-        When this returns the device has ended the step, so that what reads its blocks next, a transfer or a
-        copy, need not wait for anything.
+        The device has ended the step when this returns: transfers and copies may read its blocks at once.
         """
         step = self.device.run(lambda: self._compute(plan)).wait()
         token_ids = [] if step.token_ids is None else step.token_ids.tolist()
         return StepOutput(token_ids, step.logprobs, step.prompt_logprobs)
 
-    def measure_costs(self, clock: Callable[[], float]) -> StepCosts:
-        """Time steps of several shapes. Uses the pool's memory: call it before anything else does."""
-        return measure(self, clock)
-
     def expert_load(self) -> npt.NDArray[np.int64]:
-        """Rows that each expert of each layer was given, [num_layers, num_experts]; from any thread."""
+        """Return the rows computed by each expert of each layer, [num_layers, num_experts]. From any
+        thread."""
         return self.model.expert_load.cpu().numpy().copy()
 
     def forget_expert_load(self) -> None:
-        """Count anew. No step is running."""
+        """Reset the counts. No step is running."""
         self.model.expert_load.zero_()
 
     @torch.inference_mode()
     def _compute(self, plan: StepPlan) -> _Step:
-        """Launch the step. Nothing here may need a value that the device computes, but for logprobs."""
+        """Launch the step. Only logprobs may wait for values computed on the device."""
         if not plan.chunks:
             if self._graphs is not None:
                 logits = self._graphs.run(plan)
@@ -159,15 +151,15 @@ class ModelRunner:
         return self._finish_with_chunks(plan, self._forward(plan, self._inputs.prepare(plan)))
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
-        """The last hidden states of the step's tokens: [num_tokens, hidden]."""
+        """Return the last hidden states of the step's tokens: [num_tokens, hidden]."""
         return self.model.forward(inputs, self.pool)
 
     def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """Of all rows of ``hidden``, or of those named: [n, vocab]."""
+        """Return logits [n, vocab] of all rows of ``hidden``, or of ``rows``."""
         return self.model.logits(hidden if rows is None else hidden[rows])
 
     def _finish_with_chunks(self, plan: StepPlan, hidden: Tensor) -> _Step:
-        """Sample what decodes and what ends its prompt here; describe prompt tokens where asked for."""
+        """Sample decodes and last chunks; compute prompt logprobs where requested."""
         num_decodes = len(plan.decodes)
         rows = list(range(num_decodes))
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -197,9 +189,8 @@ class ModelRunner:
         return _Step(self.device.download(torch.cat(token_ids)), logprobs, prompt_logprobs)
 
     def _describe_prompt(self, hidden: Tensor, sequence: Sequence, start: int) -> list[TokenLogprobs]:
-        """hidden: [n, hidden] of tokens start … start + n - 1, each of which predicts the prompt token after
-        it.
-        """
+        """Return prompt logprobs. hidden: [n, hidden], of tokens start … start + n - 1; each row predicts the
+        prompt token after its own."""
         targets = sequence.token_ids[start + 1 : min(start + len(hidden) + 1, sequence.num_prompt_tokens)]
         tokens = self.device.upload(torch.from_numpy(targets.astype(np.int64)))
         num_top = max(sequence.sampling.num_logprobs, 0)
@@ -211,7 +202,7 @@ class ModelRunner:
         return rows
 
     def _decode_sampling(self, plan: StepPlan) -> SamplingBatch:
-        """The decode batch's parameters as tensors, made again when its sequences change."""
+        """Return the decode batch's parameters as tensors, rebuilt when its sequences change."""
         if self._sampling is None or self._sampling_version != plan.version:
             self._sampling = SamplingBatch(plan.decodes, self.config.vocab_size, self.device)
             self._sampling_version = plan.version
@@ -221,7 +212,7 @@ class ModelRunner:
 def pool_tensor(
     layout: KVLayout, num_blocks: int, device: torch.device, memory: npt.NDArray[np.uint8] | None
 ) -> Tensor:
-    """A rank's blocks, [num_blocks, *layout.shape], over ``memory`` where it is given and of use."""
+    """Return a rank's blocks, [num_blocks, *layout.shape], on a CPU over ``memory`` where it is given."""
     dtype, shape = TORCH_DTYPES[layout.dtype], (num_blocks, *layout.shape)
     if memory is None or device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""From logits to tokens. Stateless: the same lineage and seed draw the same token on any node."""
+"""From logits to tokens. Stateless: the same lineage and seed yield the same token on any node."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _GROUP_ELEMENTS = 1 << 18  # logits sampled at once on a CPU: a megabyte
 
 
 class SamplingBatch:
-    """The sampling parameters of a list of sequences as tensors, made once while the list stays the same."""
+    """The sampling parameters of a list of sequences as tensors, built once per list."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: Device) -> None:
         self.plain = all(sequence.sampling.plain_greedy for sequence in sequences)
         self.groups: list[tuple[int, int, _Group]] = []  # (first row, end row, parameters)
         if self.plain:
             return
-        # Temporaries of many megabytes are mapped, zeroed and unmapped by the system at every step.
+        # Small groups: the system would map, zero and unmap temporaries of many megabytes at every step.
         size = max(1, _GROUP_ELEMENTS // vocab_size) if not device.runs_ahead else len(sequences)
         for first in range(0, len(sequences), size):
             some = sequences[first : first + size]
@@ -33,7 +33,7 @@ class SamplingBatch:
 
 
 class _Group:
-    """Rows of a batch that are sampled together. "Drawn" rows are those that are not greedy."""
+    """Rows of a batch that are sampled together. "Drawn" rows are the non-greedy ones."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: Device) -> None:
         self.plain = all(sequence.sampling.plain_greedy for sequence in sequences)
@@ -48,7 +48,7 @@ class _Group:
         self.temperature = self._column([params[i].temperature for i in drawn])
         self.has_min_p = any(params[i].min_p > 0 for i in drawn)
         self.min_p = self._column([params[i].min_p for i in drawn])
-        # Rows that cut the tail of the distribution need it sorted; the others do not pay for that.
+        # Only rows that cut the tail of the distribution need it sorted.
         cut = [k for k, i in enumerate(drawn) if 0 < params[i].top_k < vocab_size or params[i].top_p < 1]
         self.cut_rows = self._rows(cut)
         cutting = [params[drawn[k]] for k in cut]
@@ -65,13 +65,13 @@ class _Group:
             self._count_tokens(vocab_size)
 
     def uniforms(self) -> Tensor:
-        """A number in [0, 1) for each drawn row: float64 [num_drawn, 1], a hash of (seed, output index)."""
+        """Return a number in [0, 1) for each drawn row: float64 [num_drawn, 1], a hash of (seed, output
+        index)."""
         index = np.array([sequence.num_output_tokens for sequence in self._drawn], np.uint64)
         return self._device.upload(torch.from_numpy(uniform(self._seeds, index)[:, None]))
 
     def adjust(self, logits: Tensor) -> Tensor:
-        """logits: float32 [n, vocab]. Returns them with min_tokens, bias and penalties applied, the original
-        kept."""
+        """Return logits (float32 [n, vocab]) with min_tokens, bias and penalties applied, in new memory."""
         if not (self._biased or self._min_tokens or self._penalized):
             return logits
         scores = logits.clone()
@@ -102,9 +102,8 @@ class _Group:
         self._counted = [self._sequences[i].num_tokens for i in self._penalized]
 
     def _penalize(self, scores: Tensor) -> None:
-        """Repetition counts prompt and output tokens, frequency and presence the output only, as OpenAI and
-        vLLM.
-        """
+        """Apply penalties as OpenAI and vLLM do: repetition counts prompt and output, the others the
+        output."""
         for k, i in enumerate(self._penalized):
             sequence = self._sequences[i]
             for token_id in sequence.token_ids[self._counted[k] :]:
@@ -128,8 +127,8 @@ class _Group:
 def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, list[TokenLogprobs | None]]:
     """logits: [n, vocab], row i of the batch's sequence i.
 
-    Returns int64 [n], the tokens, where the logits are; and n logprobs (or an empty list where no sequence
-    asked for any), for which a GPU is waited for.
+    Returns the tokens, int64 [n], on the logits' device, and n logprobs, or an empty list where none were
+    requested. Logprobs wait for the GPU.
     """
     if batch.plain:
         return argmax_rows(logits), _NO_LOGPROBS
@@ -163,9 +162,8 @@ def _choose(scores: Tensor, group: _Group) -> Tensor:
 def draw(scores: Tensor, group: _Group) -> Tensor:
     """scores: float32 [num_drawn, vocab]. Returns int64 [num_drawn].
 
-    Temperature, min_p, top_k, top_p, in that order. What is cut off depends on a row's own parameters only,
-    and tokens are drawn in the order of their ids, so a row's token does not depend on who else is in the
-    batch.
+    Applies temperature, min_p, top_k, top_p, in that order. A row's token depends only on its own parameters
+    and its logits, not on the other rows: tokens are drawn in the order of their ids.
     """
     scores = scores / group.temperature
     weights = scores.softmax(-1)
@@ -181,7 +179,7 @@ def draw(scores: Tensor, group: _Group) -> Tensor:
 
 
 def _least_kept(scores: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest score that top_k and then top_p keep, of those not below ``floor``: all [n, 1]."""
+    """Return the smallest score that top_k and then top_p keep, at least ``floor``: all [n, 1]."""
     if scores.device.type == "cpu":
         ascending = torch.from_numpy(np.sort(scores.numpy(), axis=-1))  # 60 times as fast as torch.sort
     else:
@@ -196,9 +194,7 @@ def _least_kept(scores: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> 
 
 
 def describe(raw: Tensor, tokens: Tensor, num_top: Rows[int]) -> list[TokenLogprobs]:
-    """raw: float32 [n, vocab] logits; tokens: int64 [n], those to report; num_top: how many of the best
-    beside.
-    """
+    """Return logprobs. raw: float32 [n, vocab] logits; tokens: int64 [n]; num_top: best tokens to add."""
     logprobs = raw.log_softmax(-1)
     chosen = logprobs.gather(-1, tokens[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
@@ -212,7 +208,7 @@ def describe(raw: Tensor, tokens: Tensor, num_top: Rows[int]) -> list[TokenLogpr
 
 
 def uniform(seeds: npt.NDArray[np.uint64], index: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """seeds, index: uint64 [n]. A number in [0, 1) for each pair, by SplitMix64's finisher."""
+    """Return a number in [0, 1) for each pair of uint64 seeds and index, by SplitMix64's finisher."""
     x = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) ^ _mix(index + np.uint64(0xD1B54A32D192ED03)))
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

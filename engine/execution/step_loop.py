@@ -1,4 +1,4 @@
-"""The loop of a node's life: schedule, run, postprocess, tell."""
+"""The engine's main loop: schedule, run, postprocess, report."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from prometheus_client import Histogram
+
 from moonpool.engine.batching.events import StepEvent
 from moonpool.engine.batching.reservations import Reservations
 from moonpool.engine.batching.scheduler import Scheduler
@@ -16,19 +18,28 @@ from moonpool.engine.batching.step_plan import StepOutput, StepPlan
 from moonpool.engine.errors import RankLost
 from moonpool.engine.execution.cost_profile import StepCosts
 from moonpool.engine.execution.runner import ModelRunner
-from moonpool.engine.execution.step_metrics import DECODE_SECONDS, PREFILL_SECONDS
 
 log = logging.getLogger(__name__)
 
-# A step predicted to take less runs on the loop's own thread: there and back to the worker is 0.1 ms on an
-# idle machine and several on a busy one. Not on a GPU, where the time is spent waiting.
+_MODEL_SECONDS = Histogram(
+    "moonpool_model_seconds",
+    "Seconds of a step's tensors, by kind: decode, or prefill for steps with any part of a prompt",
+    ["kind"],
+    buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+)
+# Bound once: looking a label up costs more than the observation.
+PREFILL_SECONDS = _MODEL_SECONDS.labels("prefill")
+DECODE_SECONDS = _MODEL_SECONDS.labels("decode")
+
+# A shorter step runs on the event loop's thread: the way to the worker and back takes 0.1 ms on an idle
+# machine and several on a busy one. Not on a GPU, where the time is spent waiting.
 INLINE_STEP_S = 0.004
 
 
 class StepLoop:
-    """Steps while there is work, sleeps while there is none.
+    """Runs steps while there is work, sleeps otherwise.
 
-    ``sequences`` are those the engine answers for; one that has finished leaves it before ``report`` hears.
+    ``sequences``: all unfinished ones; a finished sequence is removed before ``report`` is called.
     """
 
     def __init__(
@@ -46,7 +57,7 @@ class StepLoop:
         self.runner = runner
         self.costs = costs
         self.sequences: dict[tuple[str, int], Sequence] = {}
-        self.outbox: list[StepEvent] = []  # events of what happened between steps
+        self.outbox: list[StepEvent] = []  # events that happened between steps
         self.closing = False
         self.num_steps = 0
         self.num_failed_steps = 0
@@ -59,25 +70,25 @@ class StepLoop:
         self._error: RankLost | None = None
 
     def fail(self, error: RankLost) -> None:
-        """Nothing can be computed any more: ``run`` raises, and tells no sequence's end."""
+        """Make ``run`` raise ``error``, without reporting an end of any sequence."""
         self._error = error
         self.wake()
 
     def wake(self) -> None:
-        """There may be something to do now."""
+        """Wake the loop: there may be work."""
         self._wake.set()
 
     def is_stepping(self, sequence: Sequence) -> bool:
-        """Whether a step reads or writes the sequence's blocks at this moment."""
+        """Return whether a running step uses the sequence's blocks."""
         return self._in_worker is not None and any(s is sequence for s in self._in_worker.sequences())
 
     async def run(self) -> None:
-        """Until ``closing``; then every sequence ends as CANCELLED.
+        """Run until ``closing``; then every sequence ends as CANCELLED.
 
-        Raises what ``report`` raises, and RankLost: the sequences have then not ended, they are to be
+        Raises the exceptions of ``report``, and RankLost. The sequences have not ended then and must be
         computed elsewhere.
         """
-        events: list[StepEvent] = []  # of the last step, not told yet
+        events: list[StepEvent] = []  # of the last step, not reported yet
         while not self.closing:
             if self._error is not None:
                 raise self._error
@@ -85,13 +96,13 @@ class StepLoop:
             self._grant()
             plan = self.scheduler.schedule()
             if plan is None:
-                self._tell(events)
+                self._publish(events)
                 events = []
                 await self._wake.wait()
                 continue
             if not plan.decodes and not plan.chunks:
-                # Who ran has given its blocks up, and waits for room: nothing is left to run now.
-                self._tell([*events, *_preemptions(plan)])
+                # All running sequences were preempted and wait for blocks.
+                self._publish([*events, *_preemptions(plan)])
                 events = []
                 continue
             begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
@@ -101,49 +112,49 @@ class StepLoop:
             await self.scheduler.pool.ready()
             if predicted_s > INLINE_STEP_S or self.runner.device.runs_ahead or not self.runner.is_single_rank:
                 result = await self._run_in_worker(plan, events)
-                # They are told while the next step runs, so that a GPU does not wait for it.
-                events = self._take_in(plan, begun_s, predicted_s, result)
+                # Reported while the next step runs, so that a GPU does not wait.
+                events = self._postprocess(plan, begun_s, predicted_s, result)
             else:
-                self._tell(events)
-                taken_in = self._take_in(plan, begun_s, predicted_s, partial(self._execute, plan))
+                self._publish(events)
+                own_events = self._postprocess(plan, begun_s, predicted_s, partial(self._execute, plan))
                 self._in_worker = None
-                self._tell(taken_in)
+                self._publish(own_events)
                 events = []
                 # Let the loop serve its sockets between two steps.
                 await asyncio.sleep(0)
         for sequence in list(self.sequences.values()):
             if sequence.state is not State.FINISHED:
                 self.scheduler.finish(sequence, FinishReason.CANCELLED, events)
-        self._tell(events)
+        self._publish(events)
 
     def _grant(self) -> None:
-        """Give blocks to those who wait for them outside the queue, each in its turn."""
+        """Grant blocks to waiting reservations, in order with the waiting sequences."""
         waiting, first = self.scheduler.waiting, self.reservations.first
         if first is None:
             self.scheduler.admission_paused = False
             return
-        # Sequences that ran before and were preempted come before those that have not started.
+        # Preempted sequences come before sequences that have not started.
         is_next = not waiting or (not waiting[0].num_preemptions and first.order < waiting[0].order)
         if is_next:
             self.reservations.grant()
-        # Younger ones must not take, bit by bit, the room that it waits for.
+        # Younger sequences must not take the room it waits for.
         self.scheduler.admission_paused = is_next and self.reservations.first is first
 
     async def _run_in_worker(self, plan: StepPlan, events: list[StepEvent]) -> Callable[[], StepOutput]:
-        """Run the plan, and tell the events of the step before meanwhile."""
+        """Run the plan, and meanwhile report the events of the step before."""
         step = asyncio.get_running_loop().run_in_executor(self._worker, self._execute, plan)
         try:
-            self._tell(events)
+            self._publish(events)
         finally:
-            # Also when nobody can be told any more: what ends the engine ends the pool's memory.
+            # Also after an error: the engine's end frees the pool's memory.
             await asyncio.wait((step,))
             self._in_worker = None
         return step.result
 
-    def _take_in(
+    def _postprocess(
         self, plan: StepPlan, begun_s: float, predicted_s: float, result: Callable[[], StepOutput]
     ) -> list[StepEvent]:
-        """What the step's results mean; a failure ends the sequences of this step, no others."""
+        """Postprocess the step's results. A failure ends the sequences of this step only."""
         try:
             output = result()
             ended_s = self._clock()
@@ -151,7 +162,7 @@ class StepLoop:
         except RankLost as error:
             raise self._error or error from None
         except Exception as error:
-            log.exception("a step failed, and with it %s", _named(plan))
+            log.exception("a step failed; requests that end with it: %s", _request_ids(plan))
             self.num_failed_steps += 1
             return self._fail(plan, error)
         for chunk in plan.chunks:
@@ -163,7 +174,7 @@ class StepLoop:
         return events
 
     def _execute(self, plan: StepPlan) -> StepOutput:
-        """On either thread: the tensors only."""
+        """Run the tensors, on either thread."""
         begun_s = self._clock()
         output = self.runner.execute(plan)
         output.model_s = self._clock() - begun_s
@@ -177,7 +188,7 @@ class StepLoop:
                 self.scheduler.finish(sequence, FinishReason.ERROR, events, message)
         return events
 
-    def _tell(self, events: list[StepEvent]) -> None:
+    def _publish(self, events: list[StepEvent]) -> None:
         if self.outbox:
             events = self.outbox + events
             self.outbox = []
@@ -193,8 +204,8 @@ def _preemptions(plan: StepPlan) -> list[StepEvent]:
     return [StepEvent(sequence, 0, preempted=True) for sequence in plan.preempted]
 
 
-def _named(plan: StepPlan) -> str:
-    """Whose step it was, as a log has room for it."""
+def _request_ids(plan: StepPlan) -> str:
+    """Return the first request ids of the step, for the log."""
     names = [sequence.request_id for sequence in plan.sequences()]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.weights import Checkpoint, expected_tensors
+from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.link import Link
 from moonpool.engine.experts.mixture import Experts, MixtureOfExperts, Router, SharedExpert
 from moonpool.engine.experts.parallel_mixture import ExpertParallelMixture
 from moonpool.engine.sharding.parallel_plan import Shard, run_of
+from moonpool.engine.sharding.tensor_slices import expected_tensors
 from moonpool.kernels import PackedExperts, PackedLinear, silu_mul
 
 

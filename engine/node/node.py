@@ -1,4 +1,4 @@
-"""What both kinds of node are: an engine, memory that peers can read, an entry in the index."""
+"""The common part of both roles: an engine, memory that peers can read, an entry in the index."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from prometheus_client import REGISTRY
 from moonpool.engine.device.cuda import gpu_uuids
 from moonpool.engine.errors import NodeDraining, RankLost
 from moonpool.engine.node.engine_memory import EngineMemory
-from moonpool.engine.node.expert_service import ExpertService
 from moonpool.engine.node.metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
-from moonpool.engine.node.service import NodeService
 from moonpool.engine.prefix_cache.peer_exchange import PeerExchange
 from moonpool.engine.prefix_cache.store import NodeStore
 from moonpool.kvstore.blocks.keys import BlockKey
@@ -31,7 +29,7 @@ from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
 from moonpool.kvstore.store.collector import observe_stores
 from moonpool.kvstore.tiers.metrics import evicted_totals
-from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.protos import node_pb2
 from moonpool.runtime import rpc
 from moonpool.runtime.config.agreement import agreement_of, own_version
 from moonpool.runtime.config.options import Config
@@ -48,17 +46,16 @@ from moonpool.transfer.metrics import path_totals
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.5
-# Ranks that share no memory are asked what their experts were given, for the metrics.
+# How often ranks without shared memory are asked for their expert load, for the metrics.
 EXPERT_LOAD_INTERVAL_S = 5.0
 
 Key = tuple[str, int]  # request id, attempt
 
 
 class EngineNode:
-    """A node of either role: subclasses add their own service and say how many requests they still have.
+    """A node of either role. Subclasses add their own service and count their requests.
 
-    Start it with ``await run(context)``, which returns when the node has drained. Everything happens on one
-    loop.
+    ``await run(context)`` returns when the node has drained. Everything runs on one event loop.
     """
 
     role: str
@@ -77,79 +74,78 @@ class EngineNode:
         self.draining = asyncio.Event()
         self.num_starts = self.replica.start_number if self.replica is not None else 1
         self._versions = versions_of(("moonpool", "torch"))
-        self._began_s = self._ready_s = 0.0  # of this life
+        self._began_s = self._ready_s = 0.0  # of this start
         self.tenant_labels = TenantLabels()
-        self.events: EventPublisher | None = None  # where they are asked for
-        self._trim: asyncio.Task[None] | None = None
+        self.events: EventPublisher | None = None  # where configured
+        self._enforcing: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ for subclasses
 
-    def servicer(self) -> rpc.Servicer:
-        """The role's own gRPC service."""
+    def servicers(self) -> list[rpc.Servicer]:
+        """Return the gRPC services of this node: ``node_servicers(self)`` and the role's own."""
         raise NotImplementedError
 
     def num_requests(self) -> int:
-        """Requests that a drain waits for."""
+        """Return the number of requests that a drain waits for."""
         raise NotImplementedError
 
     async def stop(self) -> None:
-        """End what still runs. Called once, before the engine closes."""
+        """End all requests. Called once per start, before the engine closes."""
         raise NotImplementedError
 
     def restart(self) -> None:
-        """All that was of the life that ended is forgotten."""
+        """Reset the state for the next start, with a new epoch."""
         self.epoch = time.time_ns()
         self.num_starts += 1
         self.state = "starting"
         self._ready_s = 0.0
-        self.events = self._trim = None
+        self.events = self._enforcing = None
 
     @property
     def join_s(self) -> float:
-        """From the begin of this life until it served."""
+        """Seconds from this start until the node was ready."""
         return self._ready_s - self._began_s
 
     def cancel(self, key: Key) -> None:
-        """Stop this attempt of a request; nothing happens when it is not here."""
+        """Stop this attempt of a request. Does nothing for an unknown one."""
         raise NotImplementedError
 
     def sweep(self) -> None:
-        """Called twice a second: let go of what nobody asks for any more."""
+        """Drop expired leases, announce changed health, enforce quotas. Called every SWEEP_INTERVAL_S."""
         self.store.tiers.sweep()
         if self.health.changed():
             self.publisher.announce()
         if self.health.judgement.fatal:
             self.draining.set()
-        if self._trim is None or self._trim.done():
-            self._trim = asyncio.create_task(self.trim(), name="trim")
+        if self._enforcing is None or self._enforcing.done():
+            self._enforcing = asyncio.create_task(self.enforce_quotas(), name="enforce quotas")
 
     def check_takes_work(self) -> None:
         if self.state != "ready":
             raise NodeDraining(self.node_id)
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ starts
 
     async def run(self, context: ServiceContext) -> None:
-        """Start, announce, serve until told to drain, finish, leave the index.
+        """Start, announce, serve until drained, leave the index.
 
-        When a rank is lost the node leaves the index with all it holds and begins a new life, with other
-        ranks, another epoch, and what its disk kept; but not when lives have become too short. Told to drain
-        before it serves, it ends at once.
+        When a rank is lost the node leaves the index and starts again, with new ranks and a new epoch; blocks
+        on disk stay. It gives up when starts repeatedly last too short. A drain before it serves ends it at
+        once.
 
-        Raises whatever keeps the node from starting, and what stopped its engine; it has left the index then.
+        Raises the error that prevents a start or stopped the engine; the node has left the index then.
         """
         crashes = CrashLoop()
-        while (lost := await self._live(context)) is not None:
+        while (lost := await self._run_once(context)) is not None:
             RANKS_LOST.inc()
-            # Of a life that ended before it served there is nothing to count.
             gives_up = crashes.gives_up(time.monotonic() - self._ready_s if self._ready_s else 0.0)
             if gives_up or context.draining.is_set() or self.draining.is_set():
                 raise lost
-            log.error("%s: node %s begins a new life", lost, self.node_id)
+            log.error("%s: node %s starts again", lost, self.node_id)
             self.restart()
 
-    async def _live(self, context: ServiceContext) -> RankLost | None:
-        """One life of the node; the loss it ended with, or None when it has drained."""
+    async def _run_once(self, context: ServiceContext) -> RankLost | None:
+        """Run until drained; return None. Return the error when a rank is lost."""
         self._began_s = time.monotonic()
         async with await TransferAgent.start(
             self.config.transfer, agent_id=self.node_id, epoch=self.epoch
@@ -158,7 +154,7 @@ class EngineNode:
                 memory = await self._open_memory(context, agent)
             except RankLost as lost:
                 if self.num_starts == 1:
-                    raise  # as it would be again
+                    raise  # the next start would fail likewise
                 return lost
             if memory is None:
                 return None
@@ -185,7 +181,7 @@ class EngineNode:
         return None
 
     async def _open_memory(self, context: ServiceContext, agent: TransferAgent) -> EngineMemory | None:
-        """None: it was told to drain meanwhile, and has let go of everything."""
+        """Return None after a drain meanwhile; everything is closed then."""
         with closing(LoadProgress(self.node_id, context.loaded)) as progress:
             opening = asyncio.create_task(EngineMemory.open(self.config, agent, progress), name="open")
             asked = asyncio.create_task(context.draining.wait())
@@ -212,18 +208,10 @@ class EngineNode:
         gpus = gpu_uuids(engine.device.torch)
         self.health = HealthMonitor(config.health, gpus=gpus, disk=config.store.ssd.path)
         self.health.start()
-        # The same in the next life: a name of ours has a process id in it.
+        # The folder must be the same after a restart, and a generated node id contains the process id.
         folder = config.node.id or (f"{self.role}.{self.replica.number}" if self.replica else self.role)
-        self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._moved)
-        self._server, port = await rpc.serve(
-            [
-                (node_pb2_grpc.add_NodeServicer_to_server, NodeService(self)),
-                (node_pb2_grpc.add_ExpertsServicer_to_server, ExpertService(self)),
-                self.servicer(),
-            ],
-            config.node.host,
-            config.node.port,
-        )
+        self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._on_tier_change)
+        self._server, port = await rpc.serve(self.servicers(), config.node.host, config.node.port)
         self.rpc_address = f"{config.node.host}:{port}"
         self.kv_address = node_pb2.KvAddress(
             node_id=self.node_id,
@@ -278,22 +266,26 @@ class EngineNode:
             self.state = "draining"
             self.publisher.announce()
             deadline_s = time.monotonic() + self.config.node.drain_s
-            # Polled: an event would have to be kept right by every request of a life, for its last second.
+            # Polled: an event would burden every request for the sake of the last second.
             while self.num_requests() and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.02)
                 if engine_ended.done():
                     engine_ended.result()
                     break
             if left := self.num_requests():
-                log.warning("drained for %g s; %d requests are cut off", self.config.node.drain_s, left)
+                log.warning(
+                    "not drained after %g s (node.drain_s): %d requests are cut off",
+                    self.config.node.drain_s,
+                    left,
+                )
         finally:
             for task in (engine_ended, *asked):
                 task.cancel()
 
     async def _close(self) -> None:
         self._sweeper.cancel()
-        if self._trim is not None:
-            self._trim.cancel()
+        if self._enforcing is not None:
+            self._enforcing.cancel()
         for collector in self._observed:
             REGISTRY.unregister(collector)
         await self.publisher.close()
@@ -301,7 +293,7 @@ class EngineNode:
         await self._server.stop(grace=0.5)
         await self.exchange.close()
         await self.engine.halt()
-        # What it writes to disk may still lie with the ranks.
+        # Its last writes to disk may read the ranks' memory: close the store before the engine.
         await self.store.close(self.config.store.flush_s)
         await self.engine.close()
         await self.memory.close()
@@ -317,13 +309,13 @@ class EngineNode:
             self.sweep()
             if time.monotonic() - asked_s > EXPERT_LOAD_INTERVAL_S:
                 asked_s = time.monotonic()
-                with suppress(RankLost):  # which ends this life anyway
+                with suppress(RankLost):  # the engine reports it
                     await self.engine.refresh_expert_load()
 
     # ------------------------------------------------------------------ the node in the index
 
     def record(self) -> NodeRecord:
-        """What the index says of this node, as it is now."""
+        """Return the node's current index record."""
         stats = self.engine.stats()
         return NodeRecord(
             node_id=self.node_id,
@@ -373,16 +365,18 @@ class EngineNode:
 
     @property
     def ranks(self) -> str:
-        """How many of what kind, and where: "tp 1 × pp 2 on 10.0.0.1, gpu-2 (10.0.0.2)"."""
-        far = self.engine.remote_hosts
-        return str(self.engine.plan) + (f" on {', '.join([self.config.node.host, *far])}" if far else "")
+        """Describe the ranks: "tp 1 × pp 2 on 10.0.0.1, gpu-2 (10.0.0.2)"."""
+        remote = self.engine.remote_hosts
+        return str(self.engine.plan) + (
+            f" on {', '.join([self.config.node.host, *remote])}" if remote else ""
+        )
 
     def profile(self) -> dict[str, float]:
-        """What things cost here, by the names of ``protos.Profile``."""
+        """Return this node's costs by the names of ``protos.Profile``."""
         return self.engine.profile() | self.store.profile()
 
-    def _moved(self, key: BlockKey, tier: Tier | None) -> None:
-        """A block's fastest copy is elsewhere now, or none is left."""
+    def _on_tier_change(self, key: BlockKey, tier: Tier | None) -> None:
+        """Account for a block's fastest copy having moved to ``tier``; None: no copy is left."""
         if tier is None:
             self.quotas.gone(key)
             self.publisher.removed(key)
@@ -393,15 +387,15 @@ class EngineNode:
             self.quotas.moved(key, tier)
         self.publisher.stored(key, tier)
 
-    # ------------------------------------------------------------------ what tenants may keep here
+    # ------------------------------------------------------------------ tenant quotas
 
-    def claim(self, work: node_pb2.Work, chain: list[BlockKey]) -> None:
-        """A request came: its chain is its tenant's, and was used now."""
+    def charge_tenant(self, work: node_pb2.Work, chain: list[BlockKey]) -> None:
+        """Count the chain of a new request towards its tenant's quota, as used now."""
         if work.tenant:
             self.quotas.claim(work.tenant, work.tenant_cached_nbytes, chain, self.store.tiers.match(chain))
 
-    async def trim(self) -> None:
-        """Evict, from every tier, what tenants have beyond their quotas and nobody uses."""
+    async def enforce_quotas(self) -> None:
+        """Evict unused blocks beyond the tenants' quotas from every tier."""
         pool = self.engine.pool
         victims = self.quotas.excess(lambda key: pool.block_of(key) is None or pool.evict(key))
         if victims:

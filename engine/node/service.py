@@ -1,30 +1,37 @@
-"""What both kinds of node answer to conductors and to each other."""
+"""The gRPC services of every engine node: ``protos.Node`` and ``protos.Experts``."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc.aio
 
+from moonpool.engine.node.node import EngineNode
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.index.node_publisher import BATCH_BLOCKS
 from moonpool.kvstore.index.redis.changes import batches
 from moonpool.protos import node_pb2, node_pb2_grpc
+from moonpool.runtime import rpc
 
-if TYPE_CHECKING:
-    from moonpool.engine.node.node import EngineNode
+RpcContext = grpc.aio.ServicerContext[Any, Any]
+
+
+def node_servicers(node: EngineNode) -> list[rpc.Servicer]:
+    """Return the services that every role has."""
+    return [
+        (node_pb2_grpc.add_NodeServicer_to_server, NodeService(node)),
+        (node_pb2_grpc.add_ExpertsServicer_to_server, ExpertService(node)),
+    ]
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """Serves ``protos.Node`` for one node, of whichever life it is in, on its loop."""
+    """``protos.Node``, on the node's loop."""
 
     def __init__(self, node: EngineNode) -> None:
         self._node = node
 
-    async def Status(
-        self, request: node_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.NodeStatus:
+    async def Status(self, request: node_pb2.StatusRequest, context: RpcContext) -> node_pb2.NodeStatus:
         node = self._node
         stats = node.engine.stats()
         return node_pb2.NodeStatus(
@@ -49,46 +56,40 @@ class NodeService(node_pb2_grpc.NodeServicer):
             profile=node_pb2.Profile(**node.profile()),
         )
 
-    async def Drain(
-        self, request: node_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.DrainReply:
+    async def Drain(self, request: node_pb2.DrainRequest, context: RpcContext) -> node_pb2.DrainReply:
         self._node.draining.set()
         return node_pb2.DrainReply()
 
-    async def Lease(
-        self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.LeaseReply:
+    async def Lease(self, request: node_pb2.LeaseRequest, context: RpcContext) -> node_pb2.LeaseReply:
         node = self._node
         keys = block_keys.unpack(request.keys)
         lease = await node.store.tiers.pin(keys, request.ttl_s)
-        # Whoever asks was told by the index that they are here.
+        # The index told the caller that these blocks are here, and they are not.
         node.publisher.retract(keys[len(lease.blocks) :])
         return node_pb2.LeaseReply(lease_id=lease.id, epoch=node.epoch, blocks=node.store.describe(lease))
 
-    async def Release(
-        self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.ReleaseReply:
+    async def Release(self, request: node_pb2.ReleaseRequest, context: RpcContext) -> node_pb2.ReleaseReply:
         self._node.store.tiers.release(request.lease_id)
         return node_pb2.ReleaseReply()
 
     async def ListBlocks(
-        self, request: node_pb2.ListBlocksRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: node_pb2.ListBlocksRequest, context: RpcContext
     ) -> AsyncIterator[node_pb2.BlockListing]:
         node = self._node
         for changes in batches(list(node.store.tiers.blocks()), BATCH_BLOCKS):
             yield node_pb2.BlockListing(epoch=node.epoch, changes=changes)
 
     async def Replicate(
-        self, request: node_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: node_pb2.ReplicateRequest, context: RpcContext
     ) -> node_pb2.ReplicateReply:
         node = self._node
         node.check_takes_work()
         keys, pool = block_keys.unpack(request.keys), node.engine.pool
-        num_held = len(pool.match(keys))
+        num_local = len(pool.match(keys))
         fetched = await node.exchange.fetch(request.source, keys)
         pool.release(fetched.block_ids)
         if request.surplus:
-            pool.surplus.mark(keys[num_held : len(fetched.block_ids)])
+            pool.surplus.mark(keys[num_local : len(fetched.block_ids)])
         return node_pb2.ReplicateReply(
             num_blocks=len(fetched.block_ids),
             num_read=fetched.num_read,
@@ -96,20 +97,36 @@ class NodeService(node_pb2_grpc.NodeServicer):
             seconds=fetched.seconds,
         )
 
-    async def Evict(
-        self, request: node_pb2.EvictRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.EvictReply:
-        node = self._node
+    async def Evict(self, request: node_pb2.EvictRequest, context: RpcContext) -> node_pb2.EvictReply:
         chain = block_keys.unpack(request.keys)
         num_blocks = 0
         while num_blocks < min(request.num_blocks, len(chain)):
-            if not node.engine.pool.evict(chain[-1 - num_blocks]):
+            if not self._node.engine.pool.evict(chain[-1 - num_blocks]):
                 break
             num_blocks += 1
         return node_pb2.EvictReply(num_blocks=num_blocks)
 
-    async def Cancel(
-        self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.CancelReply:
+    async def Cancel(self, request: node_pb2.CancelRequest, context: RpcContext) -> node_pb2.CancelReply:
         self._node.cancel((request.request_id, request.attempt))
         return node_pb2.CancelReply()
+
+
+class ExpertService(node_pb2_grpc.ExpertsServicer):
+    """``protos.Experts``, on the node's loop."""
+
+    def __init__(self, node: EngineNode) -> None:
+        self._node = node
+
+    async def Load(
+        self, request: node_pb2.ExpertLoadRequest, context: RpcContext
+    ) -> node_pb2.ExpertLoadReply:
+        engine = self._node.engine
+        await engine.refresh_expert_load()
+        load = engine.expert_load()
+        return node_pb2.ExpertLoadReply(
+            num_layers=load.shape[0],
+            num_experts=load.shape[1],
+            rows=load.flatten().tolist(),
+            num_ranks=engine.plan.ep,
+            skew=engine.expert_placement.skew(load),
+        )

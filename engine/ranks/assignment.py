@@ -10,7 +10,7 @@ import torch
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import fingerprint
 from moonpool.engine.errors import RankRefused
-from moonpool.engine.execution.runner import LOGIT_ROWS
+from moonpool.engine.execution.logit_rows import LOGIT_ROWS
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 from moonpool.runtime.config.options import (

@@ -14,9 +14,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.weights import Checkpoint, expected_tensors, fingerprint
+from moonpool.engine.checkpoint.weights import Checkpoint, fingerprint
 from moonpool.engine.engine import Engine
 from moonpool.engine.errors import CheckpointError, PoolTooSmall, UnsupportedModel
+from moonpool.engine.sharding.tensor_slices import expected_tensors
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.errors import ConfigError
 

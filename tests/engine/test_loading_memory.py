@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.weights import expected_tensors
+from moonpool.engine.sharding.tensor_slices import expected_tensors
 
 ROOT = Path(__file__).parents[2]
 

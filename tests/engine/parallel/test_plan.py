@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.weights import Checkpoint, expected_tensors
+from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.errors import CheckpointError
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
-from moonpool.engine.sharding.tensor_slices import TensorSlices
+from moonpool.engine.sharding.tensor_slices import TensorSlices, expected_tensors
 from moonpool.runtime.config.options import EngineOptions, ParallelOptions
 from moonpool.runtime.errors import ConfigError
 
