@@ -20,6 +20,7 @@ from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.coordination.bookings import Bookings
 from moonpool.conductor.coordination.other_conductors import OtherConductors
 from moonpool.conductor.costs.model import CostModel
+from moonpool.conductor.fleet.node_status import node_status
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.activity import Activity
@@ -181,7 +182,7 @@ class Conductor:
         layout = registry.layout
         nodes = []
         for node_id, member in registry.members.items():
-            facts = member.to_dict(now_s) | {"num_index_blocks": mirror.num_blocks_of(node_id)}
+            facts = node_status(member, now_s) | {"num_index_blocks": mirror.num_blocks_of(node_id)}
             if why := registry.incompatible(member.record):
                 facts |= {"state": "incompatible", "incompatible": why}
             nodes.append(facts)

@@ -103,7 +103,6 @@ class Simulation:
         if placed.hand_over is not None:
             self.cluster.network.cancel(placed.hand_over)
         placed.prefill.forget(job, job.hold)
-        self.cluster.prefill.touch(placed.prefill.view)
         if placed.decode is not None:
             placed.decode.forget(job, job.decode_hold)
         job.hold, job.decode_hold = PinnedBlocks(), None
@@ -151,13 +150,10 @@ class Simulation:
         self.copies.note(job.keys, placement)
         job.computing = True
         prefill.jobs[job] = None
-        prefill.view.num_placed += 1
-        prefill.view.queue.add(job, order_s=order_s, compute_s=estimate.compute_s, now_s=now_s)
-        self.cluster.prefill.touch(prefill.view)
+        prefill.load.begin_prefill(job, estimate.compute_s, placement.patience_s)
         if decode is not None and job.remaining > 1:
             decode.jobs[job] = None
-            decode.view.num_placed += decode is not prefill
-            decode.add_incoming(job, now_s + estimate.ttft_s, expected)
+            decode.add_incoming(job, estimate.ttft_s, expected)
         else:
             decode = None
         job.decodes_in_place = decode is prefill
@@ -224,8 +220,7 @@ class Simulation:
         now_s = self.clock.now_s
         placed = self._placed[job]
         node, decode = placed.prefill, placed.decode
-        node.view.queue.remove(job, now_s)
-        self.cluster.prefill.touch(node.view)
+        node.load.end_prefill(job)
         job.computing = False
         if job.first_token_s < 0:
             job.first_token_s = job.since_s = now_s
@@ -247,7 +242,7 @@ class Simulation:
         if policy.before_decode(outlook, self.scenario.slo, now_s) is not None:
             self._reject(job, "decode")
             return
-        decode.schedule.begin(job, now_s)
+        decode.load.decoding(job)
         if decode is node:
             decode.decode(job)
         else:

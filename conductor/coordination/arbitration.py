@@ -120,7 +120,7 @@ class Arbitration:
         self._no_beat.clear()
         try:
             await self._no_books.wait()
-            booked = ((member.incarnation, member.booked) for member in self._registry.members.values())
+            booked = ((member.incarnation, member.load.booked) for member in self._registry.members.values())
             own = {life: load for life, load in booked if load != Load()}
             num_others, others = await self._bookings.beat(own)
         finally:
@@ -129,7 +129,7 @@ class Arbitration:
             log.info("%d other conductors share the nodes", num_others)
         self.num_others = num_others
         for member in self._registry.members.values():
-            member.foreign_booked(others.get(member.incarnation, Load()) if num_others else None)
+            member.load.book_foreign(others.get(member.incarnation, Load()) if num_others else None)
 
     @asynccontextmanager
     async def _booking(self) -> AsyncIterator[None]:

@@ -263,8 +263,8 @@ class NodeRegistry:
             self._cost_model,
             self._clock,
             conductor_id=self._conductor_id,
-            on_change=self._reachable,
-            on_touched=self.touched,
+            on_reachable=self._reachable,
+            on_change=self.touched,
         )
         # Among equals the one that was given the least is taken: a newcomer must not be given everything.
         peers = [m.view.num_placed for m in self._members.values() if m.record.role == record.role]
@@ -294,7 +294,7 @@ class NodeRegistry:
     def _drop(self, member: Member, *, at_once: bool = False) -> None:
         if member not in self._former:
             return  # it came back
-        if member.num_requests and member.client.connected and not at_once:
+        if member.load.num_requests and member.client.connected and not at_once:
             asyncio.get_running_loop().call_later(_LINGER_S, self._drop, member)
             return
         self._former.discard(member)

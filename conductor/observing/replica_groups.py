@@ -16,7 +16,7 @@ _NOT_READY = ("draining", "starting", "unreachable")
 
 
 def grouped(nodes: Iterable[Facts]) -> list[Facts]:
-    """``Member.to_dict`` of each member, those with the same ``replica.node_id`` and role as one node.
+    """``node_status`` of each member, those with the same ``replica.node_id`` and role as one node.
 
     A node of one process gets an empty list ``replicas``; one of several has its replicas there, in order,
     and in its own fields what can be said of all: sums, and a state.

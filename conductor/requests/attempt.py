@@ -45,6 +45,7 @@ class AttemptPlan:
     fetch_from: node_pb2.KvAddress | None
     num_fetch_blocks: int
     num_hit_blocks: int  # that the index says the prefill node holds itself
+    expected_tokens: int  # it will probably produce
     num_blocks: int  # of KV that it will probably hold in the end
     prompt_logprobs: bool
     conductor_id: str
@@ -74,14 +75,15 @@ class Attempt:
     def start(self) -> None:
         plan = self.plan
         placement = plan.placement
-        plan.prefill.begin_prefill(plan.key, placement.prefill.compute_s, placement.patience_s)
+        plan.prefill.load.begin_prefill(plan.key, placement.prefill.compute_s, placement.patience_s)
         if plan.decode is not None:
             estimate = plan.placement.decode
             assert estimate is not None
-            plan.decode.begin_decode(
+            plan.decode.load.begin_decode(
                 plan.key,
                 len(plan.work.token_ids) // 4,
-                plan.num_blocks,
+                expected_tokens=plan.expected_tokens,
+                num_blocks=plan.num_blocks,
                 starts_in_s=plan.placement.prefill.ttft_s + estimate.transfer_s,
                 lasts_s=estimate.total_s - estimate.transfer_s,
             )
@@ -125,13 +127,13 @@ class Attempt:
         plan = self.plan
         for call in self._calls:
             call.cancel()
-        plan.prefill.end_prefill(plan.key)
+        plan.prefill.load.end_prefill(plan.key)
         plan.prefill.client.detach(plan.key)
         if plan.decode is not None:
             if not self.kv_received:
                 # Its call may be over, but it still holds the blocks for the decode node.
                 plan.prefill.client.cancel(plan.key)
-            plan.decode.end_decode(plan.key, self._num_delivered)
+            plan.decode.load.end_decode(plan.key, self._num_delivered)
             plan.decode.client.detach(plan.key)
             if not self._finished:
                 plan.decode.decode_client.cancel(plan.key)
@@ -144,19 +146,19 @@ class Attempt:
             self.kv_received = True
             self.plan.prefill.client.detach(self.plan.key)
             if self.plan.decode is not None:
-                self.plan.decode.decoding(self.plan.key)
+                self.plan.decode.load.decoding(self.plan.key)
         if token.finish_reason:
             self._finished = True
             if token.finish_reason in (node_pb2.FINISH_ERROR, node_pb2.FINISH_CANCELLED):
                 self._gave_up(token)
                 return
             if self.plan.decode is not None:
-                self.plan.decode.succeeded()
+                self.plan.decode.breaker.succeeded()
         self._tokens.append(token)
         self._wake()
 
     def fail(self, error: NodeUnavailable) -> None:
-        self._member(error.node_id).lost()
+        self._member(error.node_id).breaker.lost()
         self.abort(AttemptFailed("lost", str(error), error.node_id))
 
     # ------------------------------------------------------------------ the calls
@@ -172,10 +174,10 @@ class Attempt:
             followed=plan.decode is not None,
         )
         reply = await plan.prefill.client.prefill(request, plan.timeout_s)
-        if plan.prefill.prefilled_alone(plan.key):
-            plan.prefill.took(plan.placement.prefill.compute_s, reply.compute_s)
-        plan.prefill.end_prefill(plan.key)
-        plan.prefill.succeeded()
+        if plan.prefill.load.prefilled_alone(plan.key):
+            plan.prefill.breaker.took(plan.placement.prefill.compute_s, reply.compute_s)
+        plan.prefill.load.end_prefill(plan.key)
+        plan.prefill.breaker.succeeded()
         self._reply = reply
         self._wake()
 
@@ -208,7 +210,7 @@ class Attempt:
         elif error.status in _REFUSALS:
             self.abort(AttemptFailed("refused", str(error), error.node_id))
         else:
-            self._member(error.node_id).erred()
+            self._member(error.node_id).breaker.erred()
             self.abort(AttemptFailed("error", str(error), error.node_id))
 
     def _gave_up(self, token: node_pb2.TokenOut) -> None:
@@ -217,7 +219,7 @@ class Attempt:
         assert decode is not None
         reason = f"node {decode.node_id}: {token.error or 'cancelled by the node'}"
         if self.kv_received:
-            decode.erred()
+            decode.breaker.erred()
             self.abort(AttemptFailed("error", reason, decode.node_id))
         else:
             # Following its prefill failed. Either end may be the cause: neither is blamed, both are avoided.

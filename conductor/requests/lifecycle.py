@@ -196,7 +196,7 @@ class RequestRun:
     def _take_first(self, attempt: Attempt, reply: node_pb2.PrefillReply) -> TokenEvent:
         plan, token, lineage = attempt.plan, reply.token, self._lineage
         if token.finish_reason in (node_pb2.FINISH_ERROR, node_pb2.FINISH_CANCELLED):
-            plan.prefill.erred()
+            plan.prefill.breaker.erred()
             raise AttemptFailed("error", f"node {plan.prefill.node_id}: {token.error}", plan.prefill.node_id)
         due = len(lineage.output_ids)
         if not token.has_token or token.index != due:

@@ -130,6 +130,7 @@ class RequestPlacer:
                 fetch_from=fetch_from,
                 num_fetch_blocks=num_blocks if fetch_from else 0,
                 num_hit_blocks=estimate.local_tokens // deps.model.block_size,
+                expected_tokens=self._expected_tokens(),
                 num_blocks=self.num_blocks,
                 prompt_logprobs=self._wants_prompt_logprobs,
                 conductor_id=deps.conductor_id,
@@ -206,7 +207,7 @@ class RequestPlacer:
         member = deps.registry.members[placement.decode.node_id]
         return DecodeOutlook(
             member.view,
-            member.schedule,
+            member.load.schedule,
             num_tokens=lineage.num_tokens,
             expected_tokens=self._expected_tokens(),
             block_size=deps.model.block_size,

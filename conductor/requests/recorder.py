@@ -115,7 +115,7 @@ class Recorder:
         self._activity.prompt(self._tenant, sources)
         if reply.fetch_error:
             self._activity.not_moved(plan.placement.prefill.fetch_from, node_id)
-        if plan.prefill.prefilled_alone(plan.key):
+        if plan.prefill.load.prefilled_alone(plan.key):
             self._cost_model.observe_prefill(
                 plan.prefill.view.cost,
                 uncached_tokens=num_tokens - reply.num_cached_tokens,

@@ -43,6 +43,7 @@ class Job:
     done_s: float = -1.0
     rejected: str = ""  # stage
     num_produced: int = 0
+    num_delivered: int = 0  # tokens of this attempt that the load of its decode node counts
     gaps_s: list[npt.NDArray[np.float64]] = field(default_factory=list)
 
     @property

@@ -79,6 +79,7 @@ class Cluster:
             self._parents,
             on_prefilled=self._on_prefilled,
             on_decoded=self._on_decoded,
+            on_load=self._fleet(role).touch,
         )
         self.nodes[node.node_id] = node
         fleet = self._fleet(role)
@@ -111,7 +112,6 @@ class Cluster:
         self._turn += 1
         for view in self.decode:
             self.nodes[view.node_id].refresh()
-            self.decode.touch(view)
         keys = job.keys
         prefixes = self._index.longest_prefix(keys)
         return ClusterView(
@@ -144,7 +144,7 @@ class Cluster:
             return None
         return DecodeOutlook(
             view=decode.refresh(),
-            schedule=decode.schedule,
+            schedule=decode.load.schedule,
             num_tokens=job.num_tokens,
             expected_tokens=expected,
             block_size=self._scenario.block_tokens,

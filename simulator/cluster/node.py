@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.costs.model import NodeCost
-from moonpool.conductor.placing.decode_schedule import DecodeSchedule
+from moonpool.conductor.placing.load_ledger import LoadLedger
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.kvstore.index.block_map import BlockMap
 from moonpool.simulator.cluster.clock import Clock
@@ -36,7 +36,9 @@ class Node:
         *,
         on_prefilled: OnJob,
         on_decoded: OnJob,
+        on_load: Callable[[NodeView], None],
     ) -> None:
+        """``on_load``: called when what placement sees of the node has changed."""
         self.node_id = node_id
         self.hardware = hardware
         self.alive = True
@@ -56,10 +58,9 @@ class Node:
             chunk_tokens=hardware.chunk_tokens,
             max_batch_size=hardware.max_batch_size,
         )
-        self.schedule = DecodeSchedule()
         self.view = NodeView(node_id, NodeCost(hardware.profile), num_blocks=self.memory.pool.capacity)
-        self._incoming: dict[Job, int] = {}  # will decode here and have not begun: their tokens
-        self._incoming_tokens = 0
+        self.load = LoadLedger(self.view, lambda: clock.now_s, on_load)
+        self._num_reported = 0  # tokens of the batch that ``load`` knows of
         self._clock = clock
         self._scenario = scenario
         self._on_prefilled = on_prefilled
@@ -145,22 +146,22 @@ class Node:
         size = self._scenario.block_tokens
         return -(-(job.num_tokens + job.remaining) // size) <= self.memory.pool.capacity
 
-    def add_incoming(self, job: Job, starts_s: float, expected_tokens: int) -> None:
+    def add_incoming(self, job: Job, starts_in_s: float, expected_tokens: int) -> None:
         """A job was placed that will decode here."""
-        self._incoming[job] = job.num_tokens
-        self._incoming_tokens += job.num_tokens
-        step_s = self.view.cost.step_s(self.batch_size, self.context_tokens, self._clock.now_s)
-        self.schedule.add(
-            job,
-            starts_s=starts_s,
-            ends_s=starts_s + expected_tokens * step_s,
-            num_tokens=job.num_tokens + expected_tokens // 2,
+        view = self.refresh()
+        num_tokens, size = job.num_tokens, self._scenario.block_tokens
+        step_s = view.cost.step_s(
+            view.num_running + 1, view.num_context_tokens + num_tokens, self._clock.now_s
         )
-
-    def remove_incoming(self, job: Job) -> None:
-        """It is on its way no more. Idempotent."""
-        self._incoming_tokens -= self._incoming.pop(job, 0)
-        self.schedule.remove(job)
+        job.num_delivered = 0
+        self.load.begin_decode(
+            job,
+            num_tokens,
+            expected_tokens=expected_tokens,
+            num_blocks=-(-(num_tokens + expected_tokens) // size),
+            starts_in_s=starts_in_s,
+            lasts_s=expected_tokens * step_s,
+        )
 
     def when_blocks_free(self, job: Job, granted: Callable[[Job], None]) -> None:
         """Call ``granted`` once ``job.decode_hold`` has blocks for the prompt and everything to come.
@@ -189,8 +190,9 @@ class Node:
         """It left: what it holds is free, and nothing here is waited for in its name. Idempotent."""
         self.jobs.pop(job, None)
         self._queued.pop(job, None)
-        self.remove_incoming(job)
-        self.view.queue.remove(job, self._clock.now_s)
+        self.load.end_prefill(job)
+        self.refresh()
+        self.load.end_decode(job, job.num_delivered)
         if not self.alive:
             return
         if hold is not None:
@@ -207,32 +209,32 @@ class Node:
         self.engine.resume()
 
     def decode(self, job: Job) -> None:
-        self._incoming_tokens -= self._incoming.pop(job)
+        job.num_delivered = 1  # the token of its prefill
+        self._report(1)
         self.engine.join(Decode(job, job.num_tokens, job.remaining, job.since_s))
 
     def decoded(self, decode: Decode, gaps_s: npt.NDArray[np.float64]) -> None:
         job = decode.key
         assert isinstance(job, Job)
         job.add_tokens(gaps_s)
+        job.num_delivered += len(gaps_s)
         self._on_decoded(job)
 
     # ------------------------------------------------------------------ what placement sees
 
-    @property
-    def batch_size(self) -> int:
-        return self.engine.batch_size + len(self._incoming)
-
-    @property
-    def context_tokens(self) -> int:
-        return self.engine.context_tokens() + self._incoming_tokens
-
     def refresh(self) -> NodeView:
-        view = self.view
-        view.num_running = self.batch_size
-        view.num_waiting = len(self._waiting_for_blocks)
-        view.num_context_tokens = self.context_tokens
-        view.num_free_blocks = self.memory.num_available
-        return view
+        """Bring ``view`` up to the current moment."""
+        num_produced = self.engine.num_produced()
+        self._report(num_produced - self._num_reported)
+        self._num_reported = num_produced
+        return self.view
+
+    def _report(self, num_delivered: int) -> None:
+        self.load.stepped(
+            num_delivered=num_delivered,
+            num_waiting=len(self._waiting_for_blocks),
+            num_free_blocks=self.memory.num_available,
+        )
 
     def stop(self) -> None:
         """It is gone with all it holds. What its batch has produced is with the jobs."""

@@ -101,6 +101,7 @@ class StepEngine:
         self._settling = False
         self._number = 0
         self._num_steps = 0  # with a decode batch
+        self._num_produced = 0  # tokens of all runs that have ended
         self._gaps_s = np.empty(1024)
         self.prefill_busy_s = 0.0
         self.decode_busy_s = 0.0
@@ -135,22 +136,13 @@ class StepEngine:
 
     # ------------------------------------------------------------------ questions
 
-    @property
-    def batch_size(self) -> int:
-        return self._batch_size + len(self._joining)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    def context_tokens(self) -> int:
-        """Of the batch, now."""
-        context = self._context + sum(decode.context for decode in self._joining)
+    def num_produced(self) -> int:
+        """Tokens that decoding has produced so far."""
         run = self._run
-        if run is not None and run.batch_size:
-            done = min(int(run.steps(self._clock.now_s - run.start_s) + 1e-9), run.count)
-            context += done * self._batch_size
-        return context
+        if run is None or not run.batch_size:
+            return self._num_produced
+        done = min(int(run.steps(self._clock.now_s - run.start_s) + 1e-9), run.count)
+        return self._num_produced + done * self._batch_size
 
     # ------------------------------------------------------------------ steps
 
@@ -245,6 +237,7 @@ class StepEngine:
             decode_s = count * run.decode_s + growth_s * count * (count - 1) / 2
             self._num_steps = end
             self._context += count * self._batch_size
+            self._num_produced += count * self._batch_size
         self.decode_busy_s += decode_s
         self.prefill_busy_s += total_s - decode_s
         if self._prefill is not None:

@@ -1,4 +1,4 @@
-"""When a node is left alone, and how it comes back."""
+"""When a node gets no requests, and how it comes back."""
 
 from __future__ import annotations
 
@@ -7,35 +7,62 @@ import pytest
 from moonpool.conductor.fleet.circuit_breaker import CircuitBreaker
 
 
-def test_a_breaker_opens_longer_each_time_and_one_success_closes_it() -> None:
-    breaker = CircuitBreaker()
+class Time:
+    now_s = 0.0
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def breaker(time: Time) -> CircuitBreaker:
+    return CircuitBreaker("p0", lambda: time.now_s, lambda: None)
+
+
+def test_a_breaker_opens_longer_each_time_and_one_success_closes_it(
+    time: Time, breaker: CircuitBreaker
+) -> None:
     assert breaker.closed(0.0)
-    breaker.fail(0.0)
-    breaker.fail(0.1)  # the same trouble
+    breaker.lost()
+    time.now_s = 0.1
+    breaker.lost()  # the same failure
     assert not breaker.closed(0.2)
     assert breaker.closed(0.25)
-    breaker.fail(0.25)
+    time.now_s = 0.25
+    breaker.lost()
     assert breaker.closes_in_s(0.25) == pytest.approx(0.5)
-    breaker.succeed()
+    breaker.succeeded()
     assert breaker.closed(0.25)
-    assert breaker.failures == 0
+    breaker.lost()
+    assert breaker.closes_in_s(0.25) == pytest.approx(0.25), "a success resets the time"
 
 
-def test_a_node_that_comes_is_given_one_more_with_each_success() -> None:
-    breaker = CircuitBreaker()
+def test_a_new_node_gets_one_more_request_with_each_success(breaker: CircuitBreaker) -> None:
     for num_successes in range(8):
         assert breaker.has_room(num_successes)
         assert not breaker.has_room(num_successes + 1)
-        breaker.succeed()
+        breaker.succeeded()
     assert breaker.has_room(10_000)
 
 
-def test_after_a_failure_it_is_probed_with_one() -> None:
-    breaker = CircuitBreaker()
+def test_after_a_failure_it_is_probed_with_one(breaker: CircuitBreaker) -> None:
     for _ in range(20):
-        breaker.succeed()
-    breaker.fail(0.0)
+        breaker.succeeded()
+    breaker.lost()
     assert breaker.closed(0.25)
     assert breaker.has_room(0) and not breaker.has_room(1)
-    breaker.succeed()
+    breaker.succeeded()
     assert breaker.has_room(1) and not breaker.has_room(2)
+
+
+def test_errors_open_it_only_three_in_a_row(breaker: CircuitBreaker) -> None:
+    for _ in range(5):
+        breaker.erred()
+        breaker.erred()
+        breaker.succeeded()
+    assert breaker.closed(0.0)
+    for _ in range(3):
+        breaker.erred()
+    assert not breaker.closed(0.0)

@@ -81,7 +81,7 @@ async def test_three_conductors_never_give_one_nodes_room_away_twice(url: str) -
             await cluster.until(lambda c=conductor: c._deps.registry.mirror.num_blocks >= 2)
             for member in members.values():
                 for _ in range(8):
-                    member.succeeded()  # they are warm
+                    member.breaker.succeeded()  # they are warm
         for node in decodes:
             node.script = hangs
         streams = [every[i % 3].generate(request(f"r{i}")) for i in range(20)]
@@ -92,7 +92,7 @@ async def test_three_conductors_never_give_one_nodes_room_away_twice(url: str) -
             await stream.aclose()
         # And what they held is given back.
         at_d0 = [conductor._deps.registry.members["d0"] for conductor in every]
-        await cluster.until(lambda: all(member._others == Load() for member in at_d0))
+        await cluster.until(lambda: all(member.load._foreign == Load() for member in at_d0))
 
 
 async def test_a_conductor_that_dies_holds_nothing_back(url: str) -> None:
@@ -104,13 +104,13 @@ async def test_a_conductor_that_dies_holds_nothing_back(url: str) -> None:
         stream = victim.generate(request("lost"))
         await anext(stream)
         member = survivor._deps.registry.members["d0"]
-        await cluster.until(lambda: member._others is not None and member._others.num_blocks == 3)
+        await cluster.until(lambda: member.load._foreign is not None and member.load._foreign.num_blocks == 3)
         arbitration = victim._deps.arbitration
         assert arbitration._task is not None
         arbitration._task.cancel()  # no more beats, and no farewell
         arbitration._task = None
         await cluster.until(lambda: survivor._deps.arbitration.num_others == 0)
-        assert member._others is None
+        assert member.load._foreign is None
         cluster.nodes["d0"].script = lambda *_: asyncio.sleep(0)
         assert await cluster.generate(request("mine")) == continuation(PROMPT, 8)
         await stream.aclose()

@@ -45,10 +45,11 @@ def run(scenario: Scenario, requests: list[TraceRequest]) -> tuple[Simulation, O
     for node in simulation.nodes.values():
         node.memory.check_integrity()
         assert not node.jobs
-        assert not node.view.queue
-        assert not len(node.schedule)
+        assert not node.load.num_requests
+        assert not len(node.load.schedule)
         assert node.memory.num_available == node.memory.pool.capacity
-        assert node.batch_size == node.context_tokens == 0
+        view = node.refresh()
+        assert view.num_running == view.num_context_tokens == 0
     return simulation, outcome
 
 

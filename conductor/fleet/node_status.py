@@ -1,0 +1,81 @@
+"""A node as ``/v1/cluster`` shows it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from moonpool.conductor.fleet.member import Member
+from moonpool.protos import node_pb2
+from moonpool.transfer import AgentDescriptor
+from moonpool.transfer.errors import DescriptorError
+
+
+def node_status(member: Member, now_s: float) -> dict[str, Any]:
+    """Plain JSON types."""
+    record, load, ledger, cost = member.record, member.record.load, member.load, member.view.cost
+    extra = record.extra
+    pool = {
+        "name": "pool",
+        "num_blocks": load.num_blocks,
+        "num_used_blocks": load.num_blocks - load.free_blocks,
+        "num_cached_blocks": load.cached_blocks,
+    }
+    return {
+        "node_id": record.node_id,
+        "role": record.role,
+        "replica": asdict(record.replica) if record.replica else None,  # None: it is a whole node
+        "host": record.host,
+        "pid": record.pid,
+        "ranks": str(extra.get("ranks", "")),  # such as tp 2 × pp 1; empty: one process
+        "join_s": extra.get("join_s"),  # from its start until it served
+        "num_starts": extra.get("num_starts", 1),  # of its process
+        "versions": extra.get("versions", {}),
+        "epoch": str(record.epoch),  # JSON readers lose 64-bit integers
+        "state": member.state,
+        "reasons": list(record.reasons),  # why it is unhealthy
+        "health": extra.get("health", {}),  # readings of its host and GPUs
+        "clock_offset_s": member.clock_offset.seconds,  # its host's clock less ours; None: not known yet
+        "options": extra.get("options", {}),  # those that nodes must agree in
+        "version": extra.get("version", ""),
+        "agent": _agent(record.kv_address),
+        "rpc_address": record.rpc_address,
+        "metrics_url": record.metrics_url,
+        "model": record.model,
+        "load": {
+            "num_running": load.num_running,
+            "num_waiting": load.num_waiting,
+            "num_queued_tokens": load.num_queued_tokens,
+            "num_blocks": load.num_blocks,
+            "num_free_blocks": load.free_blocks,
+            "own_prefills": len(member.view.queue),
+            "own_decodes": ledger.num_decodes,
+            "own_queue_s": member.view.queue.wait_s(now_s),
+        },
+        "tiers": [
+            pool,
+            *(
+                {"name": name, "num_blocks": fill.num_blocks, "num_used_blocks": fill.num_held}
+                for name, fill in record.tiers.items()
+            ),
+        ],
+        "num_placed": member.view.num_placed,
+        "breaker_closes_in_s": member.breaker.closes_in_s(now_s),
+        "profile": dict(record.profile),
+        "links_nbytes_per_s": dict(record.links),
+        "prefill_correction": cost.prefill_correction.factor(now_s),
+        "decode_correction": cost.decode_correction.factor(now_s),
+    }
+
+
+@lru_cache(maxsize=4096)
+def _agent(kv_address: bytes) -> dict[str, Any]:
+    """The transfer agent in a packed ``KvAddress``; empty if it is invalid. Shared: do not write to it."""
+    try:
+        agent = AgentDescriptor.unpack(node_pb2.KvAddress.FromString(kv_address).agent)
+    except (DecodeError, DescriptorError):
+        return {}
+    return {"boot_id": agent.boot_id, "transports": list(agent.transports)}

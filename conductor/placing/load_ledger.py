@@ -1,0 +1,146 @@
+"""The load of one node: what was placed on it here, and what it reports besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from moonpool.conductor.placing.decode_schedule import DecodeSchedule
+from moonpool.conductor.placing.node_view import Load, NodeView
+
+
+class LoadLedger:
+    """Keeps ``view`` current while requests begin and end on its node. The simulator uses it too.
+
+    A node's report is up to a heartbeat old and includes the requests placed here. Those are therefore
+    counted here as they begin and end; the rest of the report is foreign load.
+    """
+
+    def __init__(
+        self, view: NodeView, clock: Callable[[], float], on_change: Callable[[NodeView], None]
+    ) -> None:
+        """``on_change``: called after every change of ``view``."""
+        self.view = view
+        self.schedule = DecodeSchedule()
+        self._clock = clock
+        self._on_change = on_change
+        self._latest: Hashable = None  # the request placed last
+        self._alone: Hashable = None  # the prefill that has shared the queue with no other
+        self._decodes: dict[Hashable, tuple[int, int]] = {}  # tokens at placement, blocks in the end
+        self._context_tokens = 0
+        self._foreign_running = 0
+        self._foreign: Load | None = None  # booked by other conductors; None: there are none
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self._decodes)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests placed here that the node still works on."""
+        return len(self.view.queue) + len(self._decodes)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of KV that the decodes placed here attend over."""
+        return self._context_tokens
+
+    @property
+    def booked(self) -> Load:
+        """Work placed here that is not done."""
+        num_blocks = sum(blocks for _, blocks in self._decodes.values())
+        return Load(num_blocks, self.view.queue.wait_s(self._clock()))
+
+    # ------------------------------------------------------------------ requests placed here
+
+    def begin_prefill(self, key: Hashable, compute_s: float, patience_s: float) -> None:
+        """``patience_s``: prefills that arrive within this time may overtake it."""
+        queue, now_s = self.view.queue, self._clock()
+        self._alone = None if len(queue) else key
+        queue.add(key, order_s=now_s + patience_s, compute_s=compute_s, now_s=now_s)
+        self._count(key)
+        self._on_change(self.view)
+
+    def end_prefill(self, key: Hashable) -> None:
+        """Idempotent."""
+        if self.view.queue.remove(key, self._clock()):
+            self._on_change(self.view)
+
+    def prefilled_alone(self, key: Hashable) -> bool:
+        """Whether it shared no step with another prefill of ours, so that its compute time is its own."""
+        return key == self._alone
+
+    def begin_decode(
+        self,
+        key: Hashable,
+        num_tokens: int,
+        *,
+        expected_tokens: int,
+        num_blocks: int,
+        starts_in_s: float,
+        lasts_s: float,
+    ) -> None:
+        """A request with ``num_tokens`` was placed, to produce ``expected_tokens`` more: ``num_blocks``
+        of KV in the end. The times are predictions.
+        """
+        starts_s = self._clock() + starts_in_s
+        average_tokens = num_tokens + expected_tokens // 2
+        self.schedule.add(key, starts_s=starts_s, ends_s=starts_s + lasts_s, num_tokens=average_tokens)
+        self._decodes[key] = num_tokens, num_blocks
+        self._context_tokens += num_tokens
+        self._count(key)
+        self._refresh()
+
+    def decoding(self, key: Hashable) -> None:
+        """The request is in the node's batch."""
+        self.schedule.begin(key, self._clock())
+
+    def end_decode(self, key: Hashable, num_delivered: int) -> None:
+        """``num_delivered``: tokens of it that ``stepped`` has counted. Idempotent."""
+        self.schedule.remove(key)
+        decode = self._decodes.pop(key, None)
+        if decode is not None:
+            left = self._context_tokens - decode[0] - num_delivered
+            self._context_tokens = max(left, 0) if self._decodes else 0
+            self._refresh()
+
+    # ------------------------------------------------------------------ reports
+
+    def stepped(
+        self, *, num_delivered: int, num_waiting: int, num_free_blocks: int, num_running: int = 0
+    ) -> None:
+        """The node's batch has produced ``num_delivered`` tokens for requests placed here."""
+        self._context_tokens += num_delivered
+        self._foreign_running = max(num_running - len(self._decodes), 0)
+        self.view.num_waiting = num_waiting
+        self.view.num_free_blocks = num_free_blocks
+        self._refresh()
+
+    def heard(
+        self, *, num_blocks: int, num_free_blocks: int, num_waiting: int, num_running: int, queued_s: float
+    ) -> None:
+        """A heartbeat reported this of all requests; ``queued_s``: of prefills that wait."""
+        view = self.view
+        view.num_blocks, view.num_free_blocks, view.num_waiting = num_blocks, num_free_blocks, num_waiting
+        if self._foreign is None:
+            view.foreign_queue_s = max(queued_s - view.queue.wait_s(self._clock()), 0.0)
+        self._foreign_running = max(num_running - len(self._decodes), 0)
+        self._refresh()
+
+    def book_foreign(self, load: Load | None) -> None:
+        """Work that other conductors placed on the node; None: there are none, and heartbeats tell."""
+        if load == self._foreign:
+            return
+        self._foreign = load
+        if load is not None:
+            self.view.foreign_queue_s = load.prefill_s
+        self._on_change(self.view)
+
+    def _count(self, key: Hashable) -> None:
+        # A node of both roles gets both stages of a request, one after the other.
+        self.view.num_placed += key != self._latest
+        self._latest = key
+
+    def _refresh(self) -> None:
+        self.view.num_running = len(self._decodes) + self._foreign_running
+        self.view.num_context_tokens = self._context_tokens
+        self._on_change(self.view)
