@@ -42,7 +42,7 @@ def _cpu_form(plain: Form) -> Form:
 def _gpu_form(plain: Form) -> Form:
     if mode() == "torch" or find_spec("triton") is None:
         return plain
-    for module in ("decode", "prefill", "merge", "rows", "kv", "blocks", "experts", "adapters"):
+    for module in ("decode", "prefill", "merge", "rows", "kv", "experts", "adapters"):
         form = getattr(import_module(f"moonpool.kernels.triton.{module}"), plain.__name__, None)
         if form is not None:
             return cast(Form, form)
@@ -61,20 +61,15 @@ def _by_device(cpu: Form, other: Form) -> Form:
 
 add_lora = best(reference.add_lora)
 argmax_rows = best(reference.argmax_rows)
-block_checksums = best(reference.block_checksums)
 combine_experts = best(reference.combine_experts)
-copy_blocks = best(reference.copy_blocks)
-gather_blocks = best(reference.gather_blocks)
 group_by_expert = best(reference.group_by_expert)
 group_rows = best(reference.group_rows)
 grouped_matmul = best(reference.grouped_matmul)
 merge_attention_states = best(reference.merge_attention_states)
 paged_decode_attention = best(reference.paged_decode_attention)
 paged_prefill_attention = best(reference.paged_prefill_attention)
-reshard_blocks = best(reference.reshard_blocks)
 rms_norm = best(reference.rms_norm)
 rotate_and_write = best(reference.rotate_and_write)
 route_experts = best(reference.route_experts)
-scatter_blocks = best(reference.scatter_blocks)
 silu_mul = best(reference.silu_mul)
 write_kv = best(reference.write_kv)

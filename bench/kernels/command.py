@@ -34,7 +34,6 @@ PARTS: dict[str, Part] = {
     "linear": _plain(products.linear_rows),
     "decode": sweep.decode_rows,
     "prefill": sweep.prefill_rows,
-    "blocks": _plain(moves.block_rows),
     "write": _plain(moves.write_rows),
     "merge": _plain(moves.merge_rows),
     "experts": _plain(products.expert_rows),

@@ -17,7 +17,6 @@ STRIDED_OF_LAYER_MAJOR = 0.97
 # Prefill, heads of 128, 8 k to 32 k: of cuDNN's rate on the dense equivalent.
 PREFILL_OF_CUDNN = 0.7
 PREFILL_FROM, PREFILL_TO = 8 << 10, 32 << 10
-GATHER_OF_COPY = 0.85
 WRITE_OF_COPY = 0.8
 # Decode on a CPU, batch 8 and context 2,048, of a plain read.
 CPU_DECODE_OF_READ = 0.6

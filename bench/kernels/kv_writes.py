@@ -1,4 +1,4 @@
-"""What moves K and V: into the pool, between the pool and staging memory, and parts of attention merged."""
+"""Writes of K and V into the pool, and merges of attention over parts of a context."""
 
 from __future__ import annotations
 
@@ -10,64 +10,16 @@ from torch import Tensor
 
 from moonpool.bench.kernels import goals
 from moonpool.bench.kernels.attention import SCALE, Heads
-from moonpool.bench.kernels.clock import Work
 from moonpool.bench.kernels.contest import Contest
 from moonpool.bench.kernels.device_limits import Machine, name_of
 from moonpool.kernels import (
-    copy_blocks,
-    gather_blocks,
     merge_attention_states,
     reference,
     rotate_and_write,
-    scatter_blocks,
     write_kv,
 )
 from moonpool.kernels.reference import FP8
 from moonpool.runtime.reports.report import Row
-
-
-def block_rows(machine: Machine, quick: bool) -> Iterator[Row]:
-    """Blocks of all layers of a model: Llama-3-8B's on a GPU, smaller ones on a CPU."""
-    layers = 32 if machine.is_cuda else 6
-    heads = Heads(32, 8, 128, 16) if machine.is_cuda else Heads(8, 4, 32, 16)
-    goal = goals.GATHER_OF_COPY if machine.is_cuda else None
-    block_nbytes = layers * heads.block_size * heads.token_nbytes(machine.dtype)
-    total = -(-4 * machine.cold_nbytes // block_nbytes)
-    pool = heads.pool(total, layers, machine.dtype, machine.device)
-    for n in (total // 4,) if quick else (1, 16, total // 4):
-        # Disjoint sets, one after the other, so that no cache holds what is asked next.
-        order = torch.randperm(total, device=machine.device)
-        sets = list(order[: total // n * n].view(-1, n).unbind(0))[:16]
-        staging = pool.new_empty((n, *pool.shape[1:]))
-        sums = torch.empty(n, dtype=torch.int64, device=machine.device)
-        targets = [*sets[1:], sets[0]] if len(sets) > 1 else []
-        works: dict[str, Work] = {
-            "gather": lambda sets=sets, out=staging: [gather_blocks(pool, ids, out=out) for ids in sets],  # type: ignore[misc]
-            "gather with checksums": lambda sets=sets, out=staging, sums=sums: [  # type: ignore[misc]
-                gather_blocks(pool, ids, out=out, checksums=sums) for ids in sets
-            ],
-            "scatter": lambda sets=sets, out=staging: [scatter_blocks(out, pool, ids) for ids in sets],  # type: ignore[misc]
-            "copy": lambda sets=sets, targets=targets: [  # type: ignore[misc]
-                copy_blocks(pool, ids, to) for ids, to in zip(sets, targets, strict=True)
-            ],
-        }
-        for name, work in works.items():
-            peers: dict[str, Work] = {}
-            if name == "gather":
-                peers["index_select"] = lambda sets=sets, out=staging: [  # type: ignore[misc]
-                    torch.index_select(pool, 0, ids, out=out) for ids in sets
-                ]
-            yield from Contest(
-                f"{name} {n} blocks of {block_nbytes >> 10} KiB",
-                work,
-                len(sets),
-                2 * n * block_nbytes,
-                "copy",
-                machine.dtype,
-                lambda ids=sets[0]: (gather_blocks(pool, ids), pool[ids]),  # type: ignore[misc]
-                peers,
-                goal if n > 1 and name in ("gather", "scatter") else None,
-            ).rows(machine)
 
 
 def write_rows(machine: Machine, quick: bool) -> Iterator[Row]:

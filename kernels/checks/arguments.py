@@ -217,51 +217,6 @@ def _check_paged_prefill_attention(
     _queries(q, pool, block_table, context_lens, counts, window, q_positions, out, lse)
 
 
-def _block_ids(name: str, block_ids: Tensor, pool: Tensor, n: int, *, distinct: bool) -> None:
-    require_tensor(name, block_ids, torch.int64, n)
-    inside = bool(((block_ids >= 0) & (block_ids < pool.shape[0])).all())
-    require(inside, f"{name} names a block outside of the pool's {pool.shape[0]}")
-    require(not distinct or len(set(block_ids.tolist())) == n, f"{name} names a block twice")
-
-
-def _checksums(checksums: Tensor | None, n: int, block_nbytes: int) -> None:
-    if checksums is not None:
-        require_tensor("checksums", checksums, torch.int64, n)
-        require(block_nbytes % 8 == 0, f"a block of {block_nbytes} bytes has no whole 64-bit words")
-
-
-def _check_block_checksums(blocks: Tensor) -> None:
-    require(blocks.is_contiguous(), "blocks must be contiguous")
-    require(blocks[:1].nbytes % 8 == 0, "a block has no whole 64-bit words")
-
-
-def _check_gather_blocks(
-    pool: Tensor, block_ids: Tensor, *, out: Tensor | None = None, checksums: Tensor | None = None
-) -> None:
-    _checksums(checksums, block_ids.shape[0], pool[:1].nbytes)
-    require(pool.is_contiguous(), "the pool must be contiguous")
-    _block_ids("block_ids", block_ids, pool, block_ids.shape[0], distinct=False)
-    if out is not None:
-        require_tensor("out", out, pool.dtype, block_ids.shape[0], *pool.shape[1:])
-
-
-def _check_scatter_blocks(
-    blocks: Tensor, pool: Tensor, block_ids: Tensor, *, checksums: Tensor | None = None
-) -> None:
-    _checksums(checksums, block_ids.shape[0], pool[:1].nbytes)
-    require(pool.is_contiguous(), "the pool must be contiguous")
-    require_tensor("blocks", blocks, pool.dtype, block_ids.shape[0], *pool.shape[1:])
-    _block_ids("block_ids", block_ids, pool, block_ids.shape[0], distinct=True)
-
-
-def _check_copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
-    require(pool.is_contiguous(), "the pool must be contiguous")
-    _block_ids("source_ids", source_ids, pool, target_ids.shape[0], distinct=False)
-    _block_ids("target_ids", target_ids, pool, target_ids.shape[0], distinct=True)
-    both = set(source_ids.tolist()) & set(target_ids.tolist())
-    require(not both, f"blocks {sorted(both)} are both source and target")
-
-
 def _check_merge_attention_states(outs: Tensor, lses: Tensor) -> None:
     require(
         outs.dim() == 4 and outs.is_contiguous(), f"outs must be four-dimensional, are {list(outs.shape)}"

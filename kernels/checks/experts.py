@@ -8,39 +8,6 @@ import torch
 from torch import Tensor
 
 from moonpool.kernels.checks.require import require, require_tensor
-from moonpool.kernels.reference.pool_dtype import FP8
-
-
-def reshard_blocks(
-    source: Tensor,
-    target: Tensor,
-    *,
-    num_tokens: int,
-    source_head: int = 0,
-    target_head: int = 0,
-    num_heads: int,
-    source_layer: int = 0,
-    target_layer: int = 0,
-    num_layers: int,
-    k_scales: tuple[float, float] = (1.0, 1.0),
-    v_scales: tuple[float, float] = (1.0, 1.0),
-) -> None:
-    for of_source, of_target in (k_scales, v_scales):
-        require(of_source == 1.0 or source.dtype == FP8, f"a source of {source.dtype} has no scale")
-        require(of_target == 1.0 or target.dtype == FP8, f"a target of {target.dtype} has no scale")
-    for name, blocks, head, layer in (
-        ("source", source, source_head, source_layer),
-        ("target", target, target_head, target_layer),
-    ):
-        whole = blocks.dim() == 6 and blocks.stride(5) == 1
-        require(whole, f"{name} must be blocks with contiguous heads, is {list(blocks.shape)}")
-        room = blocks.shape[0] * blocks.shape[4]
-        require(num_tokens <= room, f"{name} has room for {room} tokens, not for {num_tokens}")
-        require(
-            0 <= layer <= blocks.shape[1] - num_layers, f"{name} lacks {num_layers} layers from {layer} on"
-        )
-        require(0 <= head <= blocks.shape[3] - num_heads, f"{name} lacks {num_heads} heads from {head} on")
-    require(source.shape[5] == target.shape[5], "heads differ in size")
 
 
 def route_experts(logits: Tensor, k: int, *, renormalize: bool) -> None:

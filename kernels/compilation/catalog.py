@@ -13,7 +13,6 @@ from moonpool.kernels.compilation.attention_cases import attended, decode_case, 
 from moonpool.kernels.compilation.kernel_case import POINTERS, STRIDES, Case
 from moonpool.kernels.reference import FP8
 from moonpool.kernels.triton import adapters as triton_adapters
-from moonpool.kernels.triton import blocks as triton_blocks
 from moonpool.kernels.triton import decode as triton_decode
 from moonpool.kernels.triton import experts as triton_experts
 from moonpool.kernels.triton import kv as triton_kv
@@ -103,45 +102,6 @@ def kv_cases(dtype: torch.dtype, pool_dtype: torch.dtype) -> Iterator[Case]:
     )
 
 
-def block_cases() -> Iterator[Case]:
-    yield Case(
-        "move block",
-        triton_blocks.move_block,
-        {"source": "*i64", "target": "*i64", "source_ids": "*i64", "target_ids": "*i64", "sums": "*i64"},
-        {"words": "i32"},
-        {"FROM": True, "TO": True, "SUM": False, "WIDTH": triton_blocks.WIDTH},
-        num_warps=4,
-        loads_nbytes=16,
-        divisible=("words",),
-    )
-    yield Case(
-        "move block, checksum",
-        triton_blocks.move_block,
-        {"source": "*i64", "target": "*i64", "source_ids": "*i64", "target_ids": "*i64", "sums": "*i64"},
-        {"words": "i32"},
-        {"FROM": True, "TO": False, "SUM": True, "WIDTH": triton_blocks.WIDTH},
-        num_warps=4,
-        loads_nbytes=16,
-        divisible=("words",),
-    )
-    sides = [
-        f"{side}_{part}" for side in ("source", "target") for part in ("block", "layer", "kv", "head", "slot")
-    ]
-    for name, source, target in (("reshard", "*bf16", "*bf16"), ("reshard to fp8", "*bf16", "*u8")):
-        yield Case(
-            name,
-            triton_blocks.reshard_token,
-            {"source": source, "target": target},
-            dict.fromkeys((*sides, "heads", "dim"), "i32") | {"k_factor": "fp32", "v_factor": "fp32"},
-            {
-                **{"SOURCE_SIZE": 16, "TARGET_SIZE": 64, "HEADS": 8, "DIM": 128},
-                **{"SOURCE_FP8": 0, "TARGET_FP8": target == "*u8"},
-            },
-            num_warps=1,
-            divisible=(*sides, "dim"),
-        )
-
-
 def expert_and_adapter_cases(dtype: torch.dtype) -> Iterator[Case]:
     pointer = POINTERS[dtype]
     for rows in (8, 512):
@@ -185,7 +145,6 @@ def other_cases() -> Iterator[Case]:
     yield from row_cases(torch.bfloat16)
     yield from kv_cases(torch.bfloat16, torch.bfloat16)
     yield from kv_cases(torch.bfloat16, FP8)
-    yield from block_cases()
     yield from expert_and_adapter_cases(torch.bfloat16)
 
 

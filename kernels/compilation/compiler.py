@@ -1,8 +1,8 @@
-"""Compiles the Triton kernels for a GPU that need not be there, and says what each takes of a multiprocessor.
+"""Compile the Triton kernels without a GPU and report the resources that each needs.
 
-What can be seen without a GPU: that a kernel compiles for the architecture, its registers, its spills to
-local memory, its shared memory, whether the tensor cores are used, and how wide it reads. ``python -m
-kernels.triton_compile`` prints it, ``--json FILE`` writes it; the exit code says whether all are fit for use.
+Checked for each architecture: that a kernel compiles, its registers, spills and shared memory, the use of
+tensor cores, and the width of its loads. Run as ``python -m moonpool.kernels.compilation.compiler``; ``--json
+FILE`` writes the table. The exit code is 1 if a kernel has a fault.
 """
 
 # Triton has no types to check.
@@ -16,8 +16,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,13 @@ from triton.compiler import ASTSource
 from moonpool.kernels.compilation.catalog import all_cases
 from moonpool.kernels.compilation.kernel_case import Case
 
-# Shared memory a program and a multiprocessor may have, in bytes; registers of a multiprocessor.
+# By architecture: shared memory of a program and of a multiprocessor, in bytes.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
 SHARED_OF_MULTIPROCESSOR = {80: 164 << 10, 90: 228 << 10}
 REGISTERS_OF_MULTIPROCESSOR = 65536
-# Kernels that may spill, up to so many bytes a thread, and why.
+# Kernels that may spill, and up to how many bytes a thread.
 SPILLS_ALLOWED: dict[str, int] = {
-    # Exact float32 multiplies three times; heads this long do not fit, and nobody serves them so.
+    # Exact float32 multiplies three times; heads of 256 do not fit. No supported model uses them in float32.
     "prefill wide D256 G4 B16": 112,
 }
 # (title, field, width) as printed.
@@ -53,10 +55,10 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes. Spills and stack are bytes a thread, shared memory bytes a program.
+    """Resources of one compiled kernel. Spills are bytes a thread, shared memory is bytes a program.
 
-    ``resident``: programs that fit on a multiprocessor at once. ``widest_load_nbytes``: of one thread's
-    instruction; 16 is the most there is.
+    ``resident``: programs that fit on a multiprocessor at once. ``widest_load_nbytes``: bytes of one thread's
+    widest load instruction; 16 is the hardware's maximum.
     """
 
     case: str
@@ -71,19 +73,19 @@ class Resources:
 
     @property
     def resident(self) -> int:
-        # Registers are given to warps in portions of 256; a program has 1 KiB of shared memory besides.
-        a_warp = -(-self.registers * 32 // 256) * 256
-        by_registers = REGISTERS_OF_MULTIPROCESSOR // (a_warp * self.num_warps)
+        # Registers are allocated to warps in units of 256; each program reserves 1 KiB of shared memory.
+        per_warp = -(-self.registers * 32 // 256) * 256
+        by_registers = REGISTERS_OF_MULTIPROCESSOR // (per_warp * self.num_warps)
         by_shared = SHARED_OF_MULTIPROCESSOR[self.arch] // (self.shared_nbytes + 1024)
         return min(by_registers, by_shared, 64 // self.num_warps, 32)
 
     def faults(self, case: Case) -> list[str]:
-        """What must not be, in sentences; none for a kernel that is fit for use."""
+        """One sentence for each property that violates ``case``; empty for a kernel without faults."""
         name, found = f"{self.case} on sm_{self.arch}", []
         if self.spill_nbytes > SPILLS_ALLOWED.get(self.case, 0):
             found.append(f"{name} spills {self.spill_nbytes} bytes a thread")
         if self.shared_nbytes > SHARED_LIMIT[self.arch]:
-            found.append(f"{name} wants {self.shared_nbytes} bytes of shared memory")
+            found.append(f"{name} needs {self.shared_nbytes} bytes of shared memory")
         if case.multiplies_tiles and not self.num_tensor_core_instructions:
             found.append(f"{name} does not use the tensor cores")
         if case.multiplies_warpgroups and self.arch >= 90 and not self.num_warpgroup_instructions:
@@ -96,8 +98,7 @@ class Resources:
 
 
 def compile_case(case: Case, arch: int) -> Resources:
-    """Compile for ``sm_<arch>``; all pointers and strides are taken as multiples of 16, as they are in
-    use."""
+    """Compile for ``sm_<arch>``. All pointers and strides are assumed to be multiples of 16, as in use."""
     names = case.kernel.arg_names
     types = case.pointers | case.scalars
     signature = {name: types.get(name, "constexpr") for name in names}
@@ -115,7 +116,7 @@ def compile_case(case: Case, arch: int) -> Resources:
     )
     usage, assembly = _inspect(compiled.asm["cubin"])
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    # LDG and LDGSTS (from global to shared memory) read 4 bytes where they say nothing.
+    # LDG and LDGSTS (global to shared memory) without a width read 4 bytes.
     loads = re.findall(r"\bLDG(?:STS)?\.E\S*", assembly)
     widths = [int(bits) // 8 for load in loads for bits in re.findall(r"\.(64|128)\b", load)]
     return Resources(
@@ -145,10 +146,23 @@ def _inspect(cubin: bytes) -> tuple[str, str]:
 
 
 def compile_all(cases: list[Case], arch: int) -> list[tuple[Resources, list[str]]]:
-    """Each case's resources and faults. ptxas runs as a process of its own, so threads serve."""
-    with ThreadPoolExecutor(2) as workers:
-        made = list(workers.map(lambda case: compile_case(case, arch), cases))
+    """Each case's resources and faults, compiled by two processes.
+
+    Threads would not do: ``ast.parse`` of Python 3.11 is not thread-safe (SystemError: AST constructor
+    recursion depth mismatch). On two cores, two processes take 8 s where one takes 11 s.
+    """
+    # A kernel is not picklable; its name is.
+    jobs = [
+        (replace(case, kernel=None), case.kernel.__module__, case.kernel.__name__, arch) for case in cases
+    ]
+    with ProcessPoolExecutor(2, get_context("spawn")) as workers:
+        made = list(workers.map(_compile_named, jobs))
     return [(resources, resources.faults(case)) for resources, case in zip(made, cases, strict=True)]
+
+
+def _compile_named(job: tuple[Case, str, str, int]) -> Resources:
+    case, module, kernel, arch = job
+    return compile_case(replace(case, kernel=getattr(import_module(module), kernel)), arch)
 
 
 def main() -> int:

@@ -52,8 +52,6 @@ _SIGNATURES: dict[str, list[Any]] = {
 }
 # Operations on bytes or indices.
 _PLAIN_SIGNATURES: dict[str, list[Any]] = {
-    "block_checksums": [_P, _I, _I, _P],
-    "copy_blocks": [_P, _P, _P, _I, _I],
     "group_by_expert": [_P, _P, _P, _I, _I],
     "group_rows": [_P, _P, _I, _P, _I, _I],
 }
@@ -121,19 +119,6 @@ class Library:
         self.path = path
         self.held = _bind(ctypes.PyDLL(str(path)))
         self.freed = _bind(ctypes.CDLL(str(path)))
-
-    def block_checksums(self, blocks: Tensor, sums: Tensor) -> None:
-        """blocks: contiguous, [n, …]; sums: int64 [n], filled."""
-        n = blocks.shape[0]
-        words = blocks.nbytes // 8 // n if n else 0
-        self.freed["block_checksums"][None](blocks.data_ptr(), n, words, sums.data_ptr())
-
-    def copy_blocks(self, pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
-        """pool: contiguous; ids: int64 [n]."""
-        nbytes = pool[:1].nbytes
-        self.freed["copy_blocks"][None](
-            pool.data_ptr(), source_ids.data_ptr(), target_ids.data_ptr(), target_ids.shape[0], nbytes
-        )
 
     def packed_size(self, dtype: torch.dtype, in_features: int, out_features: int) -> int:
         """Elements the packed form of a weight takes."""

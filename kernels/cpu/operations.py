@@ -298,30 +298,3 @@ def merge_attention_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = _empty_like(outs[0]), _empty_like(lses[0])
     function(outs.data_ptr(), lses.data_ptr(), out.data_ptr(), lse.data_ptr(), parts, n * num_heads, head_dim)
     return out, lse
-
-
-def block_checksums(blocks: Tensor) -> Tensor:
-    sums = torch.empty(blocks.shape[0], dtype=torch.int64)
-    LIBRARY.block_checksums(blocks, sums)
-    return sums
-
-
-def gather_blocks(
-    pool: Tensor, block_ids: Tensor, *, out: Tensor | None = None, checksums: Tensor | None = None
-) -> Tensor:
-    out = reference.gather_blocks(pool, block_ids, out=out)
-    if checksums is not None:
-        LIBRARY.block_checksums(out, checksums)
-    return out
-
-
-def scatter_blocks(
-    blocks: Tensor, pool: Tensor, block_ids: Tensor, *, checksums: Tensor | None = None
-) -> None:
-    reference.scatter_blocks(blocks, pool, block_ids)
-    if checksums is not None:
-        LIBRARY.block_checksums(blocks, checksums)
-
-
-def copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
-    LIBRARY.copy_blocks(pool, source_ids, target_ids)

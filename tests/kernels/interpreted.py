@@ -22,7 +22,6 @@ from torch import Tensor
 from moonpool.kernels import reference
 from moonpool.kernels.reference import FP8
 from moonpool.kernels.triton import adapters as triton_adapters
-from moonpool.kernels.triton import blocks as triton_blocks
 from moonpool.kernels.triton import decode as triton_decode
 from moonpool.kernels.triton import experts as triton_experts
 from moonpool.kernels.triton import kv as triton_kv
@@ -242,28 +241,6 @@ def test_write_kv() -> None:
     assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
 
 
-def test_blocks() -> None:
-    pool = torch.randn(9, 3, 2, 2, 8, 20).half()
-    before, ids = pool.clone(), torch.tensor([7, 0, 3])
-    staged = triton_blocks.gather_blocks(pool, ids)
-    assert torch.equal(staged, before[ids])
-    assert triton_blocks.gather_blocks(pool, ids[:0]).shape == (0, *pool.shape[1:])
-    triton_blocks.copy_blocks(pool, torch.tensor([1, 2]), torch.tensor([7, 0]))
-    assert torch.equal(pool[[7, 0]], before[[1, 2]])
-    triton_blocks.scatter_blocks(staged, pool, ids)
-    assert torch.equal(pool, before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, FP8], ids=str)
-def test_checksums(dtype: torch.dtype) -> None:
-    pool = torch.randn(9, 3, 2, 2, 8, 20).to(dtype)
-    ids, sums, arrived = torch.tensor([7, 0, 3]), *torch.full((2, 3), 7, dtype=torch.int64).unbind(0)
-    staged = triton_blocks.gather_blocks(pool, ids, checksums=sums)
-    assert torch.equal(sums, reference.block_checksums(staged))
-    triton_blocks.scatter_blocks(staged, pool, ids, checksums=arrived)
-    assert torch.equal(arrived, sums)
-
-
 def test_float8_is_rounded_as_the_reference_does() -> None:
     values = between().view(-1, 1, 64)
     n = len(values)
@@ -304,21 +281,6 @@ def test_rotate_and_write_float8() -> None:
     assert (found != wanted).float().mean() < 0.001
 
 
-@pytest.mark.parametrize(
-    ("source_dtype", "target_dtype"), [(FP8, torch.float16), (torch.float32, FP8), (FP8, FP8)]
-)
-def test_resharding_converts(source_dtype: torch.dtype, target_dtype: torch.dtype) -> None:
-    source = torch.randn(2, 1, 2, 2, 16, 24).to(source_dtype)
-    scales = (0.1 if source_dtype == FP8 else 1.0, 0.02 if target_dtype == FP8 else 1.0)
-    part = {"num_tokens": 20, "num_heads": 2, "num_layers": 1, "k_scales": scales, "v_scales": scales}
-    found, expected = (torch.zeros(3, 1, 2, 2, 8, 24).to(target_dtype) for _ in range(2))
-    reference.reshard_blocks(source, expected, **part)
-    triton_blocks.reshard_blocks(source, found, **part)
-    off = (found.float() - expected.float()).abs()
-    assert (off <= expected.float().abs() / 7).all()
-    assert (off != 0).float().mean() < 0.01
-
-
 def test_merge_attention_states() -> None:
     outs, lses = torch.randn(5, 4, 2, 24), torch.randn(5, 4, 2) * 5
     outs[3, :2], lses[3, :2] = float("nan"), float("-inf")
@@ -351,18 +313,6 @@ def test_adapters(dtype: torch.dtype) -> None:
     assert_near(y, expected, dtype, factor=4)
 
 
-@pytest.mark.parametrize(("size", "target_size"), [(16, 16), (8, 32), (32, 8)])
-def test_reshard(size: int, target_size: int) -> None:
-    num_tokens = 37
-    source = torch.randn(-(-num_tokens // size), 3, 2, 4, size, 24)
-    shape = (-(-num_tokens // target_size), 2, 2, 2, target_size, 24)
-    part = {"num_tokens": num_tokens, "source_head": 1, "num_heads": 2, "source_layer": 1, "num_layers": 2}
-    expected, found = torch.zeros(shape, dtype=torch.float16), torch.zeros(shape, dtype=torch.float16)
-    reference.reshard_blocks(source, expected, **part)
-    triton_blocks.reshard_blocks(source, found, **part)
-    assert torch.equal(found, expected)
-
-
 def test_offsets_beyond_32_bits() -> None:
     """The last blocks of a pool of more than 2^31 elements, of which only what is touched exists."""
     if INTERPRETED:
@@ -378,8 +328,7 @@ def test_offsets_beyond_32_bits() -> None:
     triton_kv.write_kv(k, v, pool, 0, slots, **scales)
     small = torch.zeros(3, 1, 2, 2, 16, 64).to(FP8)
     reference.write_kv(k, v, small, 0, torch.arange(n), **scales)
-    named, table = torch.tensor(ids), torch.tensor([ids], dtype=torch.int32)
-    assert torch.equal(triton_blocks.gather_blocks(pool, named).view(torch.uint8), small.view(torch.uint8))
+    table = torch.tensor([ids], dtype=torch.int32)
     near, lens = torch.arange(3, dtype=torch.int32)[None], torch.tensor([n], dtype=torch.int32)
     q = torch.randn(1, 4, 64).half()
     found = triton_decode.paged_decode_attention(q, pool, 0, table, lens, scale=0.1, **scales)
@@ -388,8 +337,6 @@ def test_offsets_beyond_32_bits() -> None:
     starts = torch.tensor([0, 1], dtype=torch.int32)
     found = triton_prefill.paged_prefill_attention(q, pool, 0, table, starts, lens, scale=0.1, **scales)
     assert_near(found, expected, torch.float16, factor=2)
-    triton_blocks.copy_blocks(pool, named[:1], torch.tensor([len(pool) - 9]))
-    assert torch.equal(pool[len(pool) - 9].view(torch.uint8), small[0].view(torch.uint8))
 
 
 def test_lengths_and_batches_compile_nothing_new() -> None:

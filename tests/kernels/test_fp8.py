@@ -104,39 +104,3 @@ def test_rotation_norm_and_quantization_in_one(form: ModuleType, dtype: torch.dt
     mine, theirs = pool.float().nan_to_num(), wanted.float().nan_to_num()
     assert ((mine - theirs).abs() <= theirs.abs() / 7).all()
     assert (mine != theirs).float().mean() < 0.001
-
-
-@pytest.mark.parametrize("source_dtype", [torch.bfloat16, FP8])
-@pytest.mark.parametrize("target_dtype", [torch.float16, FP8])
-def test_resharding_converts(source_dtype: torch.dtype, target_dtype: torch.dtype) -> None:
-    from moonpool import kernels
-
-    values = torch.randn(2, 2, 2, 2, 16, 8)
-    k_scales = (0.1 if source_dtype == FP8 else 1.0, 0.02 if target_dtype == FP8 else 1.0)
-    v_scales = (0.05 if source_dtype == FP8 else 1.0, 0.04 if target_dtype == FP8 else 1.0)
-    source = torch.empty(values.shape, dtype=source_dtype)
-    for kv, scales in enumerate((k_scales, v_scales)):
-        source[:, :, kv] = reference.to_pool_dtype(values[:, :, kv], scales[0], source_dtype)
-    target = torch.zeros(4, 2, 2, 1, 8, 8).to(target_dtype)
-    kernels.reshard_blocks(
-        source, target, num_tokens=32, source_head=1, num_heads=1, num_layers=2, k_scales=k_scales,
-        v_scales=v_scales,
-    )  # fmt: skip
-    for kv, (of_source, of_target) in enumerate((k_scales, v_scales)):
-        moved = target[:, :, kv, 0].float().transpose(0, 1).reshape(2, 32, 8) * of_target
-        wanted = source[:, :, kv, 1].float().transpose(0, 1).reshape(2, 32, 8) * of_source
-        exact = source_dtype == target_dtype == torch.bfloat16
-        assert torch.allclose(moved, wanted, rtol=0 if exact else 0.07, atol=2e-3)
-
-
-def test_whole_blocks_move() -> None:
-    from moonpool import kernels
-
-    pool = torch.randn(9, 2, 2, 2, 8, 16).to(FP8)
-    before = pool.view(torch.uint8).clone()
-    ids = torch.tensor([7, 0, 3])
-    staged = kernels.gather_blocks(pool, ids)
-    assert staged.dtype == FP8
-    kernels.copy_blocks(pool, torch.tensor([1]), torch.tensor([7]))
-    kernels.scatter_blocks(staged, pool, ids)
-    assert torch.equal(pool.view(torch.uint8), before)
