@@ -11,7 +11,7 @@ from moonpool.transfer.agent import TransferAgent
 from moonpool.transfer.connections.descriptor import AgentDescriptor
 from moonpool.transfer.connections.notification import Notification
 from moonpool.transfer.copying.joint_read import JointRead
-from moonpool.transfer.copying.runs import move_runs
+from moonpool.transfer.copying.memcpy import move_runs
 from moonpool.transfer.errors import (
     AccessDenied,
     AgentClosed,

@@ -1,4 +1,4 @@
-"""The transfer agent of a process: its regions, its door, and its peers."""
+"""The transfer agent of a process: its regions, its listening sockets and its peers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from moonpool.runtime.network.tls import tls_contexts
 from moonpool.transfer import metrics
 from moonpool.transfer.agent_memory import AgentMemory
 from moonpool.transfer.connections.control import Control
-from moonpool.transfer.connections.descriptor import INCARNATION_NBYTES, AgentDescriptor, check_agent_id
-from moonpool.transfer.connections.handshake import Identity, Met
+from moonpool.transfer.connections.descriptor import AgentDescriptor, check_agent_id
+from moonpool.transfer.connections.handshake import Authenticated, Identity
 from moonpool.transfer.connections.host import announced_host, boot_id
+from moonpool.transfer.connections.link import AGENTS, LocalAgent
 from moonpool.transfer.connections.listener import Listener
-from moonpool.transfer.connections.local_link import AGENTS
 from moonpool.transfer.connections.notification import Notification, Notifications
 from moonpool.transfer.connections.wire import Kind, RegionInfo
 from moonpool.transfer.copying.pool import CopyPool
 from moonpool.transfer.errors import AgentClosed
 from moonpool.transfer.memory.adoption import SupportsCuda, SupportsDLPack
+from moonpool.transfer.memory.lifeline import INCARNATION_NBYTES
 from moonpool.transfer.memory.region import Region, RegionTable
 from moonpool.transfer.memory.span import Spans
 from moonpool.transfer.native import libc
 from moonpool.transfer.paths.tcp.stream_server import StreamServer
+from moonpool.transfer.peers.dialer import Dialer
 from moonpool.transfer.peers.peer import Peer
-from moonpool.transfer.peers.table import Peers
+from moonpool.transfer.peers.table import PeerTable
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -41,34 +43,35 @@ _log = logging.getLogger(__name__)
 
 
 class TransferAgent:
-    """Registers memory, describes itself, connects to others. All methods belong to the event loop it was
-    started on.
+    """Registers memory and connects to other agents. All methods belong to the event loop that started it.
 
-    ``async with await TransferAgent.start(...) as agent``, or ``close`` it. Everything it owns goes with the
-    process, however that ends: nothing is left in /dev/shm or on disk.
+    Use ``async with await TransferAgent.start(...) as agent``, or ``close`` it. Everything it owns is freed
+    when the process ends, however it ends: nothing is left in /dev/shm or on disk.
     """
 
     def __init__(self, options: TransferOptions, agent_id: str, epoch: int) -> None:
-        """Not started; use ``start``."""
+        """Use ``start`` instead."""
         self.options = options
         self.agent_id = check_agent_id(agent_id)
-        self.tls = tls_contexts(options.tls)
         self.epoch = epoch
-        self.loop = asyncio.get_running_loop()
         self.incarnation = os.urandom(INCARNATION_NBYTES)
+        tls = tls_contexts(options.tls)
         self._controls: set[Control] = set()
-        self.memory = AgentMemory(options, self.incarnation, self._controls)
+        self.memory = AgentMemory(options, self.incarnation, self._controls, self._region_closed)
         self.identity = Identity(agent_id, epoch, self.incarnation, self.memory.lifeline.address)
-        self.pool = CopyPool(min(_COPY_THREADS, os.cpu_count() or 1))
         self.notes = Notifications()
+        loop = asyncio.get_running_loop()
+        self._local = LocalAgent(self.identity, loop, self.regions, self.region_info, self.notes)
+        self._pool = CopyPool(min(_COPY_THREADS, os.cpu_count() or 1))
         self._server = StreamServer(self.regions, options.tcp.slice_nbytes, self._fetch)
-        self.peers = Peers(self, self._controls)
+        dialer = Dialer(options, tls, self._pool, self.memory, self._local, self)
+        self._peers = PeerTable(dialer, self.memory, self._controls, options.deadline_s)
         self._listener = Listener(
             self.identity,
             options.secret,
             self._admit,
             self._num_connections,
-            None if self.tls is None else self.tls.server,
+            None if tls is None else tls.server,
         )
         self._unix_name = ""
         self._tcp_host, self._tcp_port = "", 0
@@ -77,30 +80,27 @@ class TransferAgent:
 
     @classmethod
     async def start(cls, options: TransferOptions, *, agent_id: str, epoch: int) -> TransferAgent:
-        """Listen as ``options`` say. Raises OSError when the address cannot be had; then nothing is left
-        behind.
-        """
+        """Start listening. Raises OSError when an address is not available; nothing is left then."""
         agent = cls(options, agent_id, epoch)
         try:
             agent._listen()
         except BaseException:
             await agent.close()
             raise
-        AGENTS[os.getpid(), agent.incarnation] = agent
+        AGENTS[agent._local.key] = agent._local
         return agent
 
     def _listen(self) -> None:
         if {"shm", "cuda-ipc"}.intersection(self.options.transports):
-            # Where Yama lets only a parent read its children's memory, say that peers of the same user may
-            # read ours.
+            # Yama may allow only a parent to read its children's memory. Allow peers of the same user too.
             libc.allow_readers()
             self._unix_name = f"moonpool-{self.incarnation.hex()}"
             self._listener.listen_unix(self._unix_name)
         if "tcp" in self.options.transports or self.memory.ucx is not None:
-            # UCX has no control connection of its own, and no way to refuse a write.
+            # UCX needs TCP: for its control connection, and for writes.
             host = self.options.tcp.host
             if not self.options.secret and not all(map(loopback_only, (host, *self.options.tcp.rails))):
-                _log.warning("transfer.secret is empty: whoever reaches %s can read and write the pool", host)
+                _log.warning("transfer.secret is empty: any host that reaches %s can read and write", host)
             listen = self._listener.listen_tcp
             self._tcp_host, self._tcp_port = announced_host(host), listen(host)
             self._tcp_rails = tuple(f"{rail}:{listen(rail)}" for rail in self.options.tcp.rails)
@@ -108,35 +108,33 @@ class TransferAgent:
     # ------------------------------------------------------------------ memory
 
     def allocate(self, nbytes: int, name: str) -> Region:
-        """A region of ``nbytes`` zeroed bytes, every page of it present. Raises MemoryError when there is
-        not as much.
-        """
+        """Allocate a region of zeroed, resident memory. Raises MemoryError when there is not enough."""
         self._raise_if_closed()
         return self.memory.allocate(nbytes, name)
 
     def register(
         self, buffer: Buffer | SupportsDLPack | SupportsCuda, *, name: str = "", writable: bool = True
     ) -> Region:
-        """A region of memory the caller owns, without a copy: anything contiguous in host memory that has
-        the buffer protocol or speaks DLPack, such as a numpy array or a torch tensor; or in the memory of a
-        CUDA device, with DLPack or ``__cuda_array_interface__``.
+        """Make a region of the caller's contiguous memory, without a copy.
 
-        The region keeps the buffer alive until it is closed; memory of a device also until peers that have
-        mapped it let it go. Nothing here waits for streams of the caller: bytes on a device must be final
-        before a peer is told of them, and kernels must be done with old bytes before a read is asked to
-        replace them. When a batch has ended, whatever is launched then sees its bytes.
+        buffer: host memory by the buffer protocol or DLPack, such as a numpy array or a torch tensor; or CUDA
+        device memory by DLPack or ``__cuda_array_interface__``.
 
-        Raises ValueError when it is not contiguous, is empty, or read-only where ``writable`` is asked for;
-        CudaUnavailable when there is no CUDA runtime.
+        The region keeps the buffer alive until it is closed; device memory also until peers have unmapped it.
+        The caller's CUDA streams are not waited for: bytes on a device must be final before a peer is told of
+        them, and kernels must be done with old bytes before a read replaces them. Kernels launched after a
+        batch has ended see its bytes.
+
+        Raises ValueError when the buffer is not contiguous, is empty, or is read-only but ``writable`` is
+        true; CudaUnavailable when there is no CUDA runtime.
         """
         self._raise_if_closed()
         return self.memory.register(buffer, name, writable)
 
     def register_shared(self, fd: int, name: str) -> Region:
-        """A region of a memfd that other processes have too: peers on this host map it. The descriptor stays
-        the caller's.
+        """Make a region of a memfd that other processes share. Peers on this host map it. ``fd`` stays open.
 
-        Raises ValueError when it is not sealed at its size, OSError when it is no memfd.
+        Raises ValueError when its size is not sealed, OSError when it is not a memfd.
         """
         self._raise_if_closed()
         return self.memory.register_shared(fd, name)
@@ -145,14 +143,10 @@ class TransferAgent:
     def regions(self) -> RegionTable:
         return self.memory.regions
 
-    def region_info(self, region_id: int) -> RegionInfo:
-        """What peers are told of a region; of one that is not open, just that."""
-        return self.memory.info(region_id)
-
     # ------------------------------------------------------------------ peers
 
     def describe(self) -> AgentDescriptor:
-        """What a peer needs to connect. It does not change while the agent lives."""
+        """What a peer needs to connect. It does not change during the agent's life."""
         return AgentDescriptor(
             agent_id=self.agent_id,
             epoch=self.epoch,
@@ -166,85 +160,95 @@ class TransferAgent:
         )
 
     async def connect(self, descriptor: AgentDescriptor, *, deadline_s: float | None = None) -> Peer:
-        """The peer so described: the same object as long as it lives, however often and from where it is
-        asked for.
+        """The peer with this descriptor; always the same object while it lives.
 
-        deadline_s: ``transfer.deadline_s`` unless given.
+        deadline_s: ``transfer.deadline_s`` by default.
 
-        Raises PeerLost, StaleEpoch (another incarnation is there), AccessDenied, DeadlineExceeded.
+        Raises PeerLost, StaleEpoch (another incarnation answers), AccessDenied, DeadlineExceeded.
         """
         self._raise_if_closed()
         limit_s = self.options.deadline_s if deadline_s is None else deadline_s
-        return await self.peers.connect(descriptor, limit_s)
+        return await self._peers.connect(descriptor, limit_s)
 
     def bandwidth(self) -> dict[str, float]:
-        """Bytes/s by agent id, of the peers there are now and with which something was measured."""
-        return self.peers.bandwidth()
+        """Measured bytes/s by agent id, of the connected peers."""
+        return self._peers.bandwidth()
 
     def notifications(self) -> Notifications:
-        """What peers send with ``notify``: ``async for note in agent.notifications()``. One reader at a
-        time.
-        """
+        """Notes from peers: ``async for note in agent.notifications()``. One reader at a time."""
         return self.notes
 
-    # ------------------------------------------------------------------ the other ends of peers' connections
+    # ------------------------------------------------------------------ connections made by peers
 
     def _num_connections(self) -> int:
         return len(self._controls) + len(self._server)
 
-    def _admit(self, sock: socket.socket, met: Met) -> None:
-        if met.kind is Kind.CONTROL:
-            self._controls.add(Control(sock, met, self))
-        elif met.kind is Kind.DATA:
-            self._server.serve(sock, met)
+    def _admit(self, sock: socket.socket, remote: Authenticated) -> None:
+        if remote.kind is Kind.CONTROL:
+            self._controls.add(Control(sock, remote, self))
+        elif remote.kind is Kind.DATA:
+            self._server.serve(sock, remote)
         else:
-            self.memory.share(sock, met.argument)
+            self.memory.send_memfd(sock, remote.argument)
 
-    def _fetch(self, client: Met, spans: Spans, sources: Spans, seconds: float) -> Future[object]:
+    def _fetch(self, client: Authenticated, spans: Spans, sources: Spans, seconds: float) -> Future[object]:
         """Read what a client writes. From any thread."""
-        return asyncio.run_coroutine_threadsafe(self._read_from(client, spans, sources, seconds), self.loop)
+        reading = self._read_from(client, spans, sources, seconds)
+        return asyncio.run_coroutine_threadsafe(reading, self._local.loop)
 
-    async def _read_from(self, client: Met, spans: Spans, sources: Spans, seconds: float) -> object:
-        return await self.peers.writer(client.identity).read(spans, sources, deadline_s=seconds)
+    async def _read_from(self, client: Authenticated, spans: Spans, sources: Spans, seconds: float) -> object:
+        return await self._peers.writer(client.identity).read(spans, sources, deadline_s=seconds)
+
+    def _region_closed(self, region_id: int) -> None:
+        """A region of ours was closed: tell all peers."""
+        for control in list(self._controls):
+            control.region_closed(region_id)
+        for link in list(self._local.links):
+            link.region_closed(region_id)
+
+    # ------------------------------------------------------------------ a ``ControlOwner``
+
+    def region_info(self, region_id: int) -> RegionInfo:
+        return self.memory.info(region_id)
 
     def note_received(self, control: Control, payload: bytes) -> None:
-        identity = control.met.identity
+        identity = control.remote.identity
         self.notes.put(Notification(identity.agent_id, identity.epoch, payload))
         metrics.NOTES.labels("received").inc()
         if self.notes.full:
             control.pause()
             self.notes.when_drained(control.resume)
 
-    def region_gone(self, control: Control, region_id: int) -> None:
-        self._server.forget(control.met.identity.incarnation, region_id)
+    def peer_region_closed(self, control: Control, region_id: int) -> None:
+        self._server.forget(control.remote.identity.incarnation, region_id)
 
-    def region_let_go(self, control: Control, region_id: int) -> None:
-        self.memory.let_go(control, region_id)
+    def region_released(self, control: Control, region_id: int) -> None:
+        self.memory.closed_regions.release(control, region_id)
 
     def control_lost(self, control: Control, reason: str) -> None:
         self._controls.discard(control)
-        self.memory.gone(control)
-        self.peers.link_lost(control, reason)
+        self.memory.closed_regions.forget_reader(control)
+        self._peers.link_lost(control, reason)
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ closing
 
     async def close(self) -> None:
-        """End all batches, with AgentClosed, and let everything go. Idempotent.
+        """End all batches with AgentClosed, and free everything. Idempotent.
 
         When it returns, no thread of the agent is left and nothing touches any region.
         """
         if self._closed:
             return
         self._closed = True
-        AGENTS.pop((os.getpid(), self.incarnation), None)
+        AGENTS.pop(self._local.key, None)
         await self._listener.close()
-        await self.peers.close()
+        await self._peers.close(AgentClosed(self.agent_id))
         for control in list(self._controls):
             control.close()
-        for link in list(self.memory.local_links):
+        for link in list(self._local.links):
             link.lost()
         self._server.close()
-        self.pool.close()
+        self._pool.close()
         self.memory.close()
         self.notes.close()
 

@@ -12,7 +12,7 @@ from moonpool.runtime.network.sockets import loopback_only
 from moonpool.transfer.agent_memory import pool_backing
 from moonpool.transfer.connections.host import boot_id
 from moonpool.transfer.memory.lifeline import readable_by_peers
-from moonpool.transfer.native.compiled_copy import mover
+from moonpool.transfer.native.compiled_copy import compiled_copy
 from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
 from moonpool.transfer.native.ucx import Ucx, load_ucx
 from moonpool.transfer.paths.ucx.topology import interfaces, num_rdma_rails, rdma_devices
@@ -50,7 +50,7 @@ def _same_host(options: TransferOptions) -> str:
         return "as on other hosts: this one cannot be told apart from them (no boot id)"
     if readable_by_peers():
         way = "peers' pools are mapped, other memory is read by process_vm_readv, which is allowed"
-        if mover() is None:
+        if compiled_copy() is None:
             way = "process_vm_readv, which is allowed; g++ would make it faster"
         return f"shm: {way}"
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "0"

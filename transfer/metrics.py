@@ -11,7 +11,8 @@ from prometheus_client import Counter, Gauge, Histogram
 
 _LABELS = ("path", "direction")
 _TOTALS = ("nbytes", "seconds", "batches", "failures", "retries", "in_flight")
-_MIN_SAMPLE_NBYTES = 1 << 20
+MIN_SAMPLE_NBYTES = 1 << 20
+"""Smaller batches measure latency, not bandwidth."""
 _NEW_WEIGHT = 0.2
 
 BYTES = Counter("moonpool_transfer_bytes_total", "Bytes moved by finished batches", _LABELS)
@@ -26,12 +27,12 @@ FAILURES = Counter(
     "moonpool_transfer_failures_total", "Batches that ended in an error", ("direction", "cause")
 )
 FAILED_ATTEMPTS = Counter(
-    "moonpool_transfer_failed_attempts_total", "Attempts over a path that failed", _LABELS
+    "moonpool_transfer_failed_attempts_total", "Failover over a path that failed", _LABELS
 )
 RETRIES = Counter(
     "moonpool_transfer_retries_total", "Of those, the ones that were followed by another", _LABELS
 )
-ATTEMPTS = Gauge("moonpool_transfer_attempts", "Attempts under way", _LABELS)
+ATTEMPTS = Gauge("moonpool_transfer_attempts", "Failover under way", _LABELS)
 RAIL_FAILURES = Counter(
     "moonpool_transfer_rail_failures_total",
     "Times that one of several addresses of a peer was left alone for a while",
@@ -66,19 +67,21 @@ class PathMetrics:
 
 
 class MovingBandwidth:
-    """A gauge that follows what batches reach."""
+    """A gauge that follows the bandwidth of batches."""
 
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
         self._value = 0.0
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        # Smaller ones measure latency.
-        if nbytes < _MIN_SAMPLE_NBYTES or seconds <= 0:
-            return
-        sample = nbytes / seconds
-        self._value += (sample - self._value) * (_NEW_WEIGHT if self._value else 1.0)
-        self._gauge.set(self._value)
+        if nbytes >= MIN_SAMPLE_NBYTES and seconds > 0:
+            self._value = moving_average(self._value, nbytes / seconds)
+            self._gauge.set(self._value)
+
+
+def moving_average(average: float, sample: float) -> float:
+    """``average`` moved towards a positive ``sample``; an average of 0 means that there was none yet."""
+    return average + _NEW_WEIGHT * (sample - average) if average else sample
 
 
 @functools.cache

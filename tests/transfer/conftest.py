@@ -16,7 +16,7 @@ import pytest
 
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.transfer import AgentDescriptor, TransferAgent
-from moonpool.transfer.native.compiled_copy import mover
+from moonpool.transfer.native.compiled_copy import compiled_copy
 from tests.transfer.cables import Cabled, obstacle
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ def tls_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fresh_mover() -> Iterator[None]:
+def fresh_compiled_copy() -> Iterator[None]:
     """Whether copies are compiled is found out anew, by what the environment says then, and afterwards."""
-    mover.cache_clear()
+    compiled_copy.cache_clear()
     yield
-    mover.cache_clear()
+    compiled_copy.cache_clear()
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ class PeerProcess:
 
     async def check(self) -> dict[str, Any]:
         # The thread that sent the last byte of an answer lets go of the memory just after that.
-        while self.agent.regions.in_use:  # noqa: ASYNC110
+        while self.agent.regions._holds:  # noqa: ASYNC110
             await asyncio.sleep(0)
         self.agent.regions.check_integrity()
         return {}

@@ -26,7 +26,7 @@ from moonpool.transfer import (
     checksum,
 )
 from moonpool.transfer.connections import wire as wire_format
-from moonpool.transfer.native.compiled_copy import mover
+from moonpool.transfer.native.compiled_copy import compiled_copy
 from moonpool.transfer.native.ucx import load_ucx
 from moonpool.transfer.paths.tcp import stream_path
 from moonpool.transfer.paths.tcp import stream_server as serving
@@ -100,7 +100,7 @@ async def wire(
     request: pytest.FixtureRequest,
     shared_peer: StartPeer,
     monkeypatch: pytest.MonkeyPatch,
-    fresh_mover: None,
+    fresh_compiled_copy: None,
 ) -> AsyncIterator[Wire]:
     path, _, where = request.param.partition("+")
     runtime, _, side = where.partition("-")
@@ -118,7 +118,7 @@ async def wire(
         environment = {"TLS_DIR": str(request.getfixturevalue("tls_directory"))}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    mover.cache_clear()
+    compiled_copy.cache_clear()
     if runtime:
         environment |= use_stand_in(monkeypatch) if runtime == "cuda" else use_gpu()
     if transport == "ucx" and load_ucx() is None:

@@ -455,7 +455,7 @@ async def test_memory_that_is_mapped_stays_until_it_is_let_go(
         peer, remote = await connected(agent, theirs)
         memory = DeviceRegion(agent, NBYTES)
         batch = peer.read(halves(memory), halves(remote), deadline_s=5)
-        while not agent.regions.in_use:  # noqa: ASYNC110
+        while not agent.regions._holds:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         await theirs.do("close_region", region=remote)
@@ -477,7 +477,7 @@ async def test_an_agent_that_closes_frees_nothing_that_is_being_read(
         memory = DeviceRegion(agent, NBYTES)
         await peer.read(halves(memory), halves(remote), deadline_s=5)
         batch = peer.read(halves(memory), halves(remote), deadline_s=5)
-        while not agent.regions.in_use:  # noqa: ASYNC110
+        while not agent.regions._holds:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         closing = asyncio.create_task(theirs.do("close_agent"))

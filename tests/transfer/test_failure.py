@@ -24,7 +24,7 @@ from moonpool.transfer import (
     TransferError,
     TransferReport,
 )
-from moonpool.transfer.peers import table as peers_module
+from moonpool.transfer.peers.dialer import Dialer
 from tests.transfer.cables import Cabled
 from tests.transfer.conftest import RemotePeer, StartPeer
 from tests.transfer.faults import GRACE_S, Proxy, again, choose, late, outcome, start_here
@@ -146,7 +146,7 @@ async def test_a_path_that_cannot_even_start_lets_the_regions_go(
         monkeypatch.setattr(peer.paths.ranked()[0], "start", fail)
         result, _ = await outcome(peer.read(ours, spans, deadline_s=5))
         assert isinstance(result, KeyError)
-        assert not agent.regions.in_use
+        assert not agent.regions._holds
         memory.close()
 
 
@@ -308,16 +308,16 @@ async def test_a_peer_that_goes_while_we_connect_is_lost(
     start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = start_peer(transport)
-    connect_peer = peers_module.connect_peer
+    connect = Dialer.connect
 
     async def slow(*arguments: Any) -> Peer:
-        peer = await connect_peer(*arguments)
+        peer = await connect(*arguments)
         theirs.kill()
         while peer.link.open:  # noqa: ASYNC110
             await asyncio.sleep(0)
         return peer
 
-    monkeypatch.setattr(peers_module, "connect_peer", slow)
+    monkeypatch.setattr(Dialer, "connect", slow)
     async with await start_here(transport) as agent:
         for _ in range(2):
             with pytest.raises(PeerLost):

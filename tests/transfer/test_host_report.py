@@ -129,7 +129,7 @@ def test_devices_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("transports", [("shm",), ("shm", "ucx"), ("tcp",)])
 @pytest.mark.parametrize("form", ["compiled", "plain"])
 async def test_pools_are_what_is_said_of_them(
-    monkeypatch: pytest.MonkeyPatch, fresh_mover: None, transports: tuple[str, ...], form: str
+    monkeypatch: pytest.MonkeyPatch, fresh_compiled_copy: None, transports: tuple[str, ...], form: str
 ) -> None:
     monkeypatch.setenv("MOONPOOL_TRANSFER", form)
     options = TransferOptions(transports=transports)

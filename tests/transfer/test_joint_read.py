@@ -22,7 +22,7 @@ from moonpool.transfer import (
     checksum,
 )
 from moonpool.transfer.copying import joint_read
-from moonpool.transfer.native.compiled_copy import mover
+from moonpool.transfer.native.compiled_copy import compiled_copy
 from tests.transfer.conftest import RemotePeer, StartPeer
 from tests.transfer.peer_process import pattern
 
@@ -82,7 +82,7 @@ async def test_two_peers_fill_blocks_in_one_verified_pass(
     halves = await Halves(agent, run_nbytes).connect(*pair)
     joint = halves.joint()
     await asyncio.gather(halves.read(0, joint), halves.read(1, joint))
-    assert joint.verified == (mover() is not None)
+    assert joint.verified == (compiled_copy() is not None)
     assert halves.arrived()
 
 
@@ -116,11 +116,11 @@ async def test_where_one_of_them_comes_over_a_network_each_goes_its_own_way(
 async def test_without_a_compiler_each_goes_its_own_way(
     agent: TransferAgent,
     pair: tuple[RemotePeer, RemotePeer],
-    fresh_mover: None,
+    fresh_compiled_copy: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MOONPOOL_TRANSFER", "plain")
-    mover.cache_clear()
+    compiled_copy.cache_clear()
     halves = await Halves(agent, 4096).connect(*pair)
     joint = halves.joint()
     await asyncio.gather(halves.read(0, joint), halves.read(1, joint))

@@ -31,7 +31,7 @@ from moonpool.transfer import (
 )
 from moonpool.transfer.copying.peer_memory import LIFELINE_ID
 from moonpool.transfer.paths.ucx.endpoint import Endpoint
-from moonpool.transfer.paths.ucx.rma_path import unpack_facts
+from moonpool.transfer.paths.ucx.rma_path import unpack_worker_address
 from tests.transfer.conftest import StartPeer
 from tests.transfer.faults import Proxy, again, choose, outcome, start_here
 from tests.transfer.peer_process import listen_at
@@ -118,7 +118,7 @@ async def test_connecting_to_a_dead_ucx_worker_leaves_no_socket(
     theirs = start_peer(transport)
     async with await start_here(transport) as agent:
         peer = await agent.connect(theirs.descriptor)
-        _, address = unpack_facts((await peer.link.region(LIFELINE_ID)).key)
+        _, address = unpack_worker_address((await peer.link.region(LIFELINE_ID)).key)
         theirs.kill()
         while not peer.lost:  # noqa: ASYNC110
             await asyncio.sleep(0.001)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moonpool.transfer import AgentClosed, RegionError, Span, SpanError, TransferAgent
-from moonpool.transfer.copying.pool import Lanes
+from moonpool.transfer.copying.pool import ThreadTuner
 from moonpool.transfer.memory import allocation as memory
 from moonpool.transfer.memory.region import MAX_OPEN_REGIONS
 from moonpool.transfer.native import libc
@@ -184,11 +184,11 @@ def test_advice_the_kernel_does_not_know_is_no_error() -> None:
 
 
 def test_a_second_copying_thread_must_earn_its_core() -> None:
-    lanes = Lanes(2)
+    lanes = ThreadTuner(2)
     for speeds, expected in (({1: 10e9, 2: 11e9}, 1), ({1: 10e9, 2: 16e9}, 2), ({1: 10e9, 2: 5e9}, 1)):
         for _ in range(200):
             choice = lanes.choose()
             lanes.record(choice, speeds[choice])
         most = [lanes.choose() for _ in range(31)]
         assert most.count(expected) >= 29
-    assert Lanes(1).choose() == 1
+    assert ThreadTuner(1).choose() == 1

@@ -14,15 +14,22 @@ import xxhash
 from moonpool.transfer.copying.memcpy import copy_here
 from moonpool.transfer.memory.checksum import checksums
 from moonpool.transfer.native.arrays import U64, address_of
-from moonpool.transfer.native.compiled_copy import NEVER, SHORT_NBYTES, Mover, forms, library, mover
+from moonpool.transfer.native.compiled_copy import (
+    NEVER,
+    SHORT_NBYTES,
+    CompiledCopy,
+    compiled_copy,
+    forms,
+    library,
+)
 
 ROOM = 4 << 20
 LENGTHS = [*range(1, 300), *range(1000, 1100), *range(2040, 2060), 4096, 65_537, 1 << 20, (3 << 20) + 13]
 
 
 @pytest.fixture(scope="module", params=forms(), ids=lambda form: form or "plain")
-def compiled(request: pytest.FixtureRequest) -> Mover:
-    return Mover(library(request.param).build())
+def compiled(request: pytest.FixtureRequest) -> CompiledCopy:
+    return CompiledCopy(library(request.param).build())
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,7 @@ def column(*values: int) -> U64:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 32])
-def test_runs_of_every_length(compiled: Mover, source: np.ndarray, shift: int) -> None:
+def test_runs_of_every_length(compiled: CompiledCopy, source: np.ndarray, shift: int) -> None:
     """shift: of the destination from where lines begin; the source lies elsewhere in its own."""
     to = np.zeros(ROOM + 256, np.uint8)
     first = -address_of(to) % 64 + 64 + shift
@@ -53,7 +60,7 @@ def test_runs_of_every_length(compiled: Mover, source: np.ndarray, shift: int) -
         to[first : first + nbytes] = 0
 
 
-def test_many_runs_in_one_call(compiled: Mover, source: np.ndarray) -> None:
+def test_many_runs_in_one_call(compiled: CompiledCopy, source: np.ndarray) -> None:
     """More than the caches hold, so that stores go past them."""
     order = np.random.default_rng(2).permutation(ROOM >> 12).astype(np.uint64) << np.uint64(12)
     to, digests = np.zeros(ROOM, np.uint8), np.zeros(len(order), np.uint64)
@@ -66,7 +73,7 @@ def test_many_runs_in_one_call(compiled: Mover, source: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("size", [64, 256, 320, 1024, 3 * 1024, 64 << 10])
-def test_one_checksum_of_what_lies_in_runs(compiled: Mover, source: np.ndarray, size: int) -> None:
+def test_one_checksum_of_what_lies_in_runs(compiled: CompiledCopy, source: np.ndarray, size: int) -> None:
     """Runs of any multiple of a stripe, of which the last may end anywhere; spans of one run among them."""
     draw = np.random.default_rng(size)
     sizes: list[int] = []
@@ -99,7 +106,7 @@ def test_one_checksum_of_what_lies_in_runs(compiled: Mover, source: np.ndarray, 
     assert np.array_equal(again, digests)
 
 
-def test_looking_without_copying(compiled: Mover, source: np.ndarray) -> None:
+def test_looking_without_copying(compiled: CompiledCopy, source: np.ndarray) -> None:
     digests = np.zeros(2, np.uint64)
     addresses = column(address_of(source), address_of(source) + 3)
     assert compiled.move(None, addresses, column(5000, 700), digests=digests)
@@ -109,16 +116,18 @@ def test_looking_without_copying(compiled: Mover, source: np.ndarray) -> None:
     ]
 
 
-def test_a_stopped_copy_touches_nothing_more(compiled: Mover, source: np.ndarray) -> None:
+def test_a_stopped_copy_touches_nothing_more(compiled: CompiledCopy, source: np.ndarray) -> None:
     to, stop = np.zeros(ROOM, np.uint8), np.ones(1, np.uint8)
     assert not compiled.move(column(address_of(to)), column(address_of(source)), column(ROOM), stop=stop)
     assert not to.any()
 
 
 @pytest.fixture(params=["compiled", "plain"])
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fresh_mover: None) -> None:
+def either(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fresh_compiled_copy: None
+) -> None:
     monkeypatch.setenv("MOONPOOL_TRANSFER", "plain" if request.param == "plain" else "")
-    assert (mover() is None) == (request.param == "plain")
+    assert (compiled_copy() is None) == (request.param == "plain")
 
 
 @pytest.mark.usefixtures("either")
@@ -139,7 +148,10 @@ def test_checksums_and_copies_are_the_same_without_a_compiler(source: np.ndarray
 
 
 def test_without_a_compiler_it_is_said_once(tmp_path: Path) -> None:
-    program = "from moonpool.transfer.native.compiled_copy import mover; print(mover(), mover())"
+    program = (
+        "from moonpool.transfer.native.compiled_copy import compiled_copy; "
+        "print(compiled_copy(), compiled_copy())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PATH": str(tmp_path), "CXX": "", "XDG_CACHE_HOME": str(tmp_path)},

@@ -12,7 +12,7 @@ import pytest
 
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.transfer import Region, Span, TransferAgent
-from moonpool.transfer.connections.handshake import meet_server
+from moonpool.transfer.connections.handshake import handshake_as_client
 from moonpool.transfer.connections.wire import (
     REPLY_NBYTES,
     Kind,
@@ -24,12 +24,12 @@ from moonpool.transfer.connections.wire import (
     pack_spans,
 )
 from moonpool.transfer.memory.span import Spans
-from moonpool.transfer.native.compiled_copy import mover
+from moonpool.transfer.native.compiled_copy import compiled_copy
 from tests.transfer.conftest import StartPeer
 
 NBYTES = 3 << 20
 
-pytestmark = pytest.mark.skipif(mover() is None, reason="there is no compiler")
+pytestmark = pytest.mark.skipif(compiled_copy() is None, reason="there is no compiler")
 
 
 async def start(agent_id: str) -> TransferAgent:
@@ -41,7 +41,7 @@ def mapped(pid: int, name: str) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count(f"memfd:moonpool-{name}")
 
 
-async def until_let_go(pid: int, name: str) -> None:
+async def until_released(pid: int, name: str) -> None:
     async with asyncio.timeout(60):
         while mapped(pid, name):  # noqa: ASYNC110 (the other process cannot set an event)
             await asyncio.sleep(0.01)
@@ -59,11 +59,11 @@ async def test_whoever_copies_maps_the_other_side(start_peer: StartPeer, directi
         if direction == "read":
             assert mapped(os.getpid(), "peer") == 1
             await theirs.do("close_regions")
-            await until_let_go(os.getpid(), "peer")
+            await until_released(os.getpid(), "peer")
         else:
             assert mapped(theirs.process.pid, "ours") == 1
             region.close()
-            await until_let_go(theirs.process.pid, "ours")
+            await until_released(theirs.process.pid, "ours")
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ async def ask(writer: tuple[TransferAgent, TransferAgent, Region], op: Op, to: S
     with socket.socket(socket.AF_UNIX) as sock:
         sock.setblocking(False)
         await loop.sock_connect(sock, f"\0{descriptor.unix_name}")
-        await meet_server(sock, descriptor, client.identity, "", Kind.DATA)
+        await handshake_as_client(sock, descriptor, client.identity, "", Kind.DATA)
         request = Request(op, 1, 1000, to.nbytes).pack()
         await loop.sock_sendall(sock, request + pack_spans(Spans.of([to])) + pack_sources(Spans.of([source])))
         reply = b""

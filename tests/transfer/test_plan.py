@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from moonpool.transfer import Span, SpanError, Spans
-from moonpool.transfer.memory.chunks import Chunking, Plan, Rows, windows
+from moonpool.transfer.memory.chunks import Chunking, ChunkPlan, Rows, windows
 from moonpool.transfer.memory.span import check_bounds, check_disjoint, check_pairs
 
 Triples = list[tuple[int, int, int]]  # gap here, gap there, nbytes
@@ -52,7 +52,7 @@ def test_a_plan_moves_the_same_bytes_within_its_limits(
     batch: tuple[Spans, Spans], chunk_nbytes: int, chunk_rows: int, merge: bool
 ) -> None:
     local, remote = batch
-    plan = Plan(local, local.offset, remote, Chunking(chunk_nbytes, chunk_rows), merge=merge)
+    plan = ChunkPlan(local, local.offset, remote, Chunking(chunk_nbytes, chunk_rows), merge=merge)
     assert moves(plan.rows) == moves(Rows(local.offset, remote.region, remote.offset, local.nbytes))
     assert [row for begin, end in plan.chunks for row in range(begin, end)] == list(range(len(plan.rows)))
     for begin, end in plan.chunks:
@@ -65,7 +65,7 @@ def test_spans_are_complete_when_all_their_bytes_are(
     batch: tuple[Spans, Spans], chunk_nbytes: int, chunk_rows: int, merge: bool, random: st.DataObject
 ) -> None:
     local, remote = batch
-    plan = Plan(local, local.offset, remote, Chunking(chunk_nbytes, chunk_rows), merge=merge)
+    plan = ChunkPlan(local, local.offset, remote, Chunking(chunk_nbytes, chunk_rows), merge=merge)
     chunks = list(range(len(plan.chunks)))
     random.shuffle(chunks)  # type: ignore[attr-defined]
     there: set[int] = set()

@@ -25,6 +25,9 @@ from moonpool.transfer import (
 )
 from moonpool.transfer.connections.backoff import Backoff
 from moonpool.transfer.copying.attempt import Attempt
+from moonpool.transfer.copying.batch_request import Direction
+from moonpool.transfer.memory.chunks import Chunking
+from moonpool.transfer.paths.base import Path
 from moonpool.transfer.paths.tcp.stream_path import StreamPath
 from moonpool.transfer.peers import stall
 from moonpool.transfer.peers.path_choice import PathChoice
@@ -63,6 +66,9 @@ class Railed:
 
     def arrived(self) -> bool:
         return np.array_equal(self.ours.array, self.theirs.array)
+
+    def use(self, *paths: Path) -> None:
+        self.peer.route = replace(self.peer.route, paths=PathChoice(paths))
 
     def passed(self) -> list[int]:
         return [cable.passed_nbytes for cable in self.cables]
@@ -219,42 +225,33 @@ def test_what_is_no_rail_is_refused(railed: Railed, rails: object) -> None:
         AgentDescriptor.unpack(json.dumps(fields | {"tcp_rails": rails}).encode())
 
 
-class Stuck:
+class Stuck(Path):
     """A path on which nothing ever arrives, as over a link that was cut."""
 
     name = "stuck"
     networked = True
 
-    def __init__(self, path: StreamPath) -> None:
-        self.chunking, self.carries = path.chunking, path.carries
-
-    async def open(self, *_: object) -> None:
-        pass
+    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
+        return Chunking(1 << 20, 1024)
 
     def start(self, attempt: Attempt) -> None:
-        """Nobody is inside, so it can be stopped at any time."""
+        """No thread enters, so it can be stopped at any time."""
 
     def progress(self, attempt: Attempt) -> dict[object, int]:
         return {self: attempt.chunks_left}
-
-    def drop(self, carriers: object) -> bool:
-        return False
-
-    async def close(self) -> None:
-        pass
 
 
 async def test_a_batch_leaves_a_path_that_is_stuck_in_time_for_the_next(railed: Railed) -> None:
     (tcp,) = railed.peer.paths
     assert isinstance(tcp, StreamPath)
-    stuck = Stuck(tcp)
-    railed.peer.paths = PathChoice([stuck, tcp])
+    stuck = Stuck()
+    railed.use(stuck, tcp)
     railed.fill("read", 5)
     report = await railed.move("read", 1)
     assert railed.arrived()
     assert report.transport == "tcp"
     # Where there is no other way, it is waited for until the end.
-    railed.peer.paths = PathChoice([stuck])
+    railed.use(stuck)
     batch, began_s = railed.move("read", 0.5), time.perf_counter()
     result, late_s = await late(batch, 0.5)
     assert isinstance(result, DeadlineExceeded)

@@ -32,7 +32,7 @@ from moonpool.transfer import (
     TransferAgent,
 )
 from moonpool.transfer.connections import listener, wire
-from moonpool.transfer.connections.handshake import meet_server
+from moonpool.transfer.connections.handshake import handshake_as_client
 from moonpool.transfer.connections.wire import FRAME_HEADER, Kind, Op, Reply, Request, Status, pack_spans
 from moonpool.transfer.paths.tcp.stream_path import StreamPath
 
@@ -77,7 +77,7 @@ class Served:
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(sock, (descriptor.tcp_host, descriptor.tcp_port))
-        await meet_server(sock, descriptor, self.client.identity, "", kind)
+        await handshake_as_client(sock, descriptor, self.client.identity, "", kind)
         return sock
 
 
@@ -174,7 +174,7 @@ async def test_strangers_who_say_nothing_do_not_keep_others_out(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     descriptor = served.server.describe()
-    silent = [await connect(descriptor) for _ in range(listener.MAX_STRANGERS * 3)]
+    silent = [await connect(descriptor) for _ in range(listener.MAX_UNAUTHENTICATED * 3)]
     await served.works()
     for sock in silent:
         sock.close()

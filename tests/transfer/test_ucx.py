@@ -16,8 +16,7 @@ from moonpool.transfer.connections.wire import Op
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.native.ucx import load_ucx
 from moonpool.transfer.paths.ucx.rma_path import UcxPath
-from moonpool.transfer.peers import dialer as connecting
-from moonpool.transfer.peers import table as peers_module
+from moonpool.transfer.peers.dialer import Dialer
 from tests.transfer.peer_process import pattern
 
 NBYTES = 4 << 20
@@ -60,7 +59,7 @@ async def pair() -> AsyncIterator[Pair]:
         ours.array[:] = pattern(NBYTES, 1)
         yield Pair(agent, other, peer, ours, other.allocate(NBYTES, "theirs"))
         # The thread that answered last lets go just after that.
-        while other.regions.in_use:  # noqa: ASYNC110
+        while other.regions._holds:  # noqa: ASYNC110
             await asyncio.sleep(0)
         agent.regions.check_integrity()
         other.regions.check_integrity()
@@ -99,8 +98,10 @@ async def test_a_region_written_from_is_unmapped_once_the_target_let_go(pair: Pa
 async def test_where_the_target_cannot_reach_us_the_bytes_are_sent(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    connect_back = Dialer.connect_back
+
     def unreachable(*arguments: Any) -> Peer:
-        writer = connecting.writer_of(*arguments)
+        writer = connect_back(*arguments)
 
         def fail(attempt: Attempt) -> None:
             attempt.stop(PathFailed("ucx", "no way back"))
@@ -109,7 +110,7 @@ async def test_where_the_target_cannot_reach_us_the_bytes_are_sent(
             path.start = fail  # type: ignore[method-assign]
         return writer
 
-    monkeypatch.setattr(peers_module, "writer_of", unreachable)
+    monkeypatch.setattr(Dialer, "connect_back", unreachable)
     await pair.write(pair.ours)
     assert pair.write_op is Op.WRITE
     assert not pair.peer.lost

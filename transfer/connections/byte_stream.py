@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from moonpool.transfer.connections.wire import PAGE_NBYTES
-from moonpool.transfer.memory.chunks import pieces, vectors, windows
+from moonpool.transfer.memory.chunks import split_runs, vectors, windows
 from moonpool.transfer.native import libc
 from moonpool.transfer.native.arrays import U64, address_of
 
@@ -133,7 +133,7 @@ class ByteStream:
 
     def _table(self, address: U64, nbytes: U64) -> U64:
         if len(nbytes) and nbytes.max() > self._slice_nbytes:
-            run, skipped, nbytes = pieces(nbytes, self._slice_nbytes)
+            run, skipped, nbytes = split_runs(nbytes, self._slice_nbytes)
             address = address[run] + skipped
         return vectors(address, nbytes)
 

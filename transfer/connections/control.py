@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from moonpool.runtime.network.sockets import receive_now, send_now
-from moonpool.transfer.connections.handshake import Met
+from moonpool.transfer.connections.handshake import Authenticated
 from moonpool.transfer.connections.wire import (
     FRAME_HEADER,
     MAX_FRAME_NBYTES,
@@ -31,10 +31,10 @@ class ControlOwner(Protocol):
 
     def region_info(self, region_id: int) -> RegionInfo: ...
 
-    def region_let_go(self, control: Control, region_id: int) -> None:
+    def region_released(self, control: Control, region_id: int) -> None:
         """The other side reads a closed region of ours no more."""
 
-    def region_gone(self, control: Control, region_id: int) -> None:
+    def peer_region_closed(self, control: Control, region_id: int) -> None:
         """The other side closed a region."""
 
     def note_received(self, control: Control, payload: bytes) -> None:
@@ -47,9 +47,9 @@ class ControlOwner(Protocol):
 class Control:
     """One end of it, on the event loop's thread. Both ends are alike."""
 
-    def __init__(self, sock: socket.socket, met: Met, owner: ControlOwner) -> None:
+    def __init__(self, sock: socket.socket, remote: Authenticated, owner: ControlOwner) -> None:
         """``sock``: non-blocking, after the handshake; closed by ``close``."""
-        self.met = met
+        self.remote = remote
         self._sock = sock
         self._owner = owner
         self._loop = asyncio.get_running_loop()
@@ -94,10 +94,10 @@ class Control:
             with contextlib.suppress(TransferError):
                 self._send(Frame.REGION_CLOSED, REGION_ID.pack(region_id), most_nbytes=_MAX_CLOSED_NBYTES)
 
-    def let_go(self, region_id: int) -> None:
+    def release_region(self, region_id: int) -> None:
         """Tell the other side that nothing of ours reads a region it has closed."""
         if self.open:
-            self._send(Frame.LET_GO, REGION_ID.pack(region_id))
+            self._send(Frame.REGION_RELEASED, REGION_ID.pack(region_id))
 
     def on_region_closed(self, callback: Callable[[int], None]) -> None:
         """``callback(region id)`` when the other side closes one."""
@@ -203,16 +203,16 @@ class Control:
             self._owner.note_received(self, body)
         elif frame == Frame.REGION:
             self._answered(RegionInfo.unpack(body))
-        elif frame in (Frame.ASK_REGION, Frame.REGION_CLOSED, Frame.LET_GO):
+        elif frame in (Frame.ASK_REGION, Frame.REGION_CLOSED, Frame.REGION_RELEASED):
             if len(body) != REGION_ID.size:
                 raise WireError("not a region id")
             (region_id,) = REGION_ID.unpack(body)
             if frame == Frame.ASK_REGION:
                 self._send(Frame.REGION, self._owner.region_info(region_id).pack())
-            elif frame == Frame.LET_GO:
-                self._owner.region_let_go(self, region_id)
+            elif frame == Frame.REGION_RELEASED:
+                self._owner.region_released(self, region_id)
             else:
-                self._region_gone(region_id)
+                self._peer_region_closed(region_id)
         else:
             raise WireError(f"it sent a frame of unknown kind {frame}")
 
@@ -226,11 +226,11 @@ class Control:
             if not answer.done():
                 answer.set_result(info)
 
-    def _region_gone(self, region_id: int) -> None:
-        self._owner.region_gone(self, region_id)
+    def _peer_region_closed(self, region_id: int) -> None:
+        self._owner.peer_region_closed(self, region_id)
         known = self._known.pop(region_id, None)
         if known is None:
-            self.let_go(region_id)
+            self.release_region(region_id)
             return
         for callback in self._on_region_closed:
             callback(region_id)

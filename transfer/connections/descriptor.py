@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.transfer.errors import DescriptorError
+from moonpool.transfer.memory.lifeline import INCARNATION_NBYTES
 
 FORMAT_VERSION = 1
 MAX_PACKED_NBYTES = 4096
 MAX_AGENT_ID_NBYTES = 128
-INCARNATION_NBYTES = 16
 _MAX_TRANSPORTS = 16
 _MAX_RAILS = 16
 

@@ -21,9 +21,10 @@ import struct
 from dataclasses import dataclass
 
 from moonpool.runtime.network.sockets import receive_exactly, send_all
-from moonpool.transfer.connections.descriptor import INCARNATION_NBYTES, MAX_AGENT_ID_NBYTES, AgentDescriptor
+from moonpool.transfer.connections.descriptor import MAX_AGENT_ID_NBYTES, AgentDescriptor
 from moonpool.transfer.connections.wire import Kind, WireError
 from moonpool.transfer.errors import AccessDenied, PeerLost, StaleEpoch
+from moonpool.transfer.memory.lifeline import INCARNATION_NBYTES
 
 VERSION = 2
 _HELLO = struct.Struct("<4sHBx16s32sQ16sIH")
@@ -52,7 +53,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class Authenticated:
     """The other side, once it has proved itself. pid: in our namespace, 0 when unknown (TCP, other
     namespace).
     """
@@ -63,9 +64,9 @@ class Met:
     pid: int
 
 
-async def meet_server(
+async def handshake_as_client(
     sock: socket.socket, target: AgentDescriptor, me: Identity, secret: str, kind: Kind, argument: int = 0
-) -> Met:
+) -> Authenticated:
     """Our side as a client, on a connected non-blocking socket.
 
     Raises StaleEpoch, AccessDenied, PeerLost (it is too busy, or closed), WireError, OSError.
@@ -90,10 +91,10 @@ async def meet_server(
     if not hmac.compare_digest(proof, _mac(secret, b"server", hello, challenge, lifeline)):
         raise AccessDenied(target.agent_id, "it could not prove that it knows the secret")
     identity = Identity(target.agent_id, epoch, incarnation, lifeline)
-    return Met(identity, kind, argument, peer_pid(sock))
+    return Authenticated(identity, kind, argument, peer_pid(sock))
 
 
-async def meet_client(sock: socket.socket, me: Identity, secret: str, *, busy: bool) -> Met:
+async def handshake_as_server(sock: socket.socket, me: Identity, secret: str, *, busy: bool) -> Authenticated:
     """Our side as the server, on an accepted non-blocking socket. ``busy``: turn it away politely.
 
     Raises WireError or OSError when the client is not one of ours; it has been told why, as far as it can
@@ -132,7 +133,9 @@ async def meet_client(sock: socket.socket, me: Identity, secret: str, *, busy: b
     # Proved: from here on the bytes are a colleague's, but an id is still shown in logs.
     agent_id = name.decode("utf-8", "replace")
     assert len(incarnation) == INCARNATION_NBYTES
-    return Met(Identity(agent_id, epoch, incarnation, lifeline), Kind(kind), argument, peer_pid(sock))
+    return Authenticated(
+        Identity(agent_id, epoch, incarnation, lifeline), Kind(kind), argument, peer_pid(sock)
+    )
 
 
 def _raise_unless_ok(verdict: int, agent_id: str) -> None:

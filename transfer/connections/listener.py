@@ -13,13 +13,13 @@ from collections.abc import Callable
 from moonpool.runtime.network.sockets import prepare
 from moonpool.runtime.network.tls import secure
 from moonpool.transfer import metrics
-from moonpool.transfer.connections.handshake import Identity, Met, meet_client
+from moonpool.transfer.connections.handshake import Authenticated, Identity, handshake_as_server
 from moonpool.transfer.errors import TransferError
 
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 3.0
-MAX_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """Connections that have not proved themselves yet; one more and the oldest is closed."""
 MAX_CONNECTIONS = 1024
 _ACCEPTS_A_TURN = 16
@@ -33,7 +33,7 @@ class Listener:
         self,
         me: Identity,
         secret: str,
-        admit: Callable[[socket.socket, Met], None],
+        admit: Callable[[socket.socket, Authenticated], None],
         num_connections: Callable[[], int],
         tls: ssl.SSLContext | None,
     ) -> None:
@@ -45,7 +45,7 @@ class Listener:
         self._num_connections = num_connections
         self._loop = asyncio.get_running_loop()
         self._listening: list[socket.socket] = []
-        self._strangers: dict[asyncio.Task[None], None] = {}
+        self._unauthenticated: dict[asyncio.Task[None], None] = {}
         self._closed = False
 
     def listen_unix(self, name: str) -> None:
@@ -85,11 +85,11 @@ class Listener:
                 self._loop.call_later(_PAUSE_S, self._resume, listening)
                 return
             prepare(sock)
-            if len(self._strangers) >= MAX_STRANGERS:
-                next(iter(self._strangers)).cancel()
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                next(iter(self._unauthenticated)).cancel()
             task = self._loop.create_task(self._meet(sock))
-            self._strangers[task] = None
-            task.add_done_callback(lambda task: self._strangers.pop(task, None))
+            self._unauthenticated[task] = None
+            task.add_done_callback(lambda task: self._unauthenticated.pop(task, None))
 
     def _resume(self, listening: socket.socket) -> None:
         if not self._closed:
@@ -101,7 +101,7 @@ class Listener:
                 if self._tls is not None and sock.family != socket.AF_UNIX:
                     sock = await secure(sock, self._tls, server=True)
                 busy = self._num_connections() >= MAX_CONNECTIONS
-                met = await meet_client(sock, self._me, self._secret, busy=busy)
+                remote = await handshake_as_server(sock, self._me, self._secret, busy=busy)
         except (OSError, TransferError, TimeoutError) as error:
             sock.close()
             metrics.REFUSED.inc()
@@ -110,7 +110,7 @@ class Listener:
             sock.close()
             raise
         else:
-            self._admit(sock, met)
+            self._admit(sock, remote)
 
     async def close(self) -> None:
         """Idempotent."""
@@ -119,7 +119,7 @@ class Listener:
             self._loop.remove_reader(sock.fileno())
             sock.close()
         self._listening.clear()
-        for task in list(self._strangers):
+        for task in list(self._unauthenticated):
             task.cancel()
-        if self._strangers:
-            await asyncio.wait(list(self._strangers))
+        if self._unauthenticated:
+            await asyncio.wait(list(self._unauthenticated))

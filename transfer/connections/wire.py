@@ -39,7 +39,7 @@ class Kind(enum.IntEnum):
 
     CONTROL = 1
     DATA = 2
-    SHARE = 3
+    MEMFD = 3
 
 
 class Op(enum.IntEnum):
@@ -74,7 +74,7 @@ class Frame(enum.IntEnum):
     ASK_REGION = 2  # region id u32
     REGION = 3  # RegionInfo
     REGION_CLOSED = 4  # region id u32
-    LET_GO = 5  # region id u32: nothing of ours reads the closed region any more
+    REGION_RELEASED = 5  # region id u32: nothing of ours reads the closed region any more
 
 
 FRAME_HEADER = struct.Struct("<IB")

@@ -1,4 +1,4 @@
-"""Moving the bytes of a hold, wherever they lie: what is device memory goes through a staging."""
+"""Copies from and to the regions of a hold; device memory is copied through a staging."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moonpool.transfer.native.compiled_copy import Stop
 
 
 def direct_copy(borrow: Callable[[], AbstractContextManager[Staging]]) -> Copy:
-    """Between addresses that the device of a staging reaches: its own, other devices', this process's."""
+    """A copy between addresses that a device can access: its own, other devices', this process's."""
 
     def copy(to: U64, source: U64, nbytes: U64, stop: Stop, digests: U64 | None) -> bool:
         with borrow() as staging:
@@ -26,8 +26,8 @@ def direct_copy(borrow: Callable[[], AbstractContextManager[Staging]]) -> Copy:
     return copy
 
 
-def bounced(hold: Hold, fetch: Copy) -> Copy:
-    """``fetch``, from where only it reaches, to memory of ``hold``."""
+def through_staging(hold: Hold, fetch: Copy) -> Copy:
+    """``fetch`` to memory of ``hold``, on a device or not."""
     if hold.device is None:
         return fetch
 
@@ -36,7 +36,7 @@ def bounced(hold: Hold, fetch: Copy) -> Copy:
             return fetch(slot, there, sizes, stop, None)
 
         with hold.staging() as staging:
-            whole = staging.bring(to, source, nbytes, fill)
+            whole = staging.upload(to, source, nbytes, fill)
             if whole and digests is not None:
                 digests[:] = staging.checksums(to, nbytes)
             return whole
@@ -45,7 +45,7 @@ def bounced(hold: Hold, fetch: Copy) -> Copy:
 
 
 def send(stream: ByteStream, head: bytes, hold: Hold, address: U64, nbytes: U64) -> None:
-    """``head``, then the runs of memory of ``hold``. Raises OSError."""
+    """Send ``head``, then runs of memory of ``hold``. Raises OSError."""
     if hold.device is None:
         stream.send(head, address, nbytes)
         return
@@ -57,13 +57,13 @@ def send(stream: ByteStream, head: bytes, hold: Hold, address: U64, nbytes: U64)
         return True
 
     with hold.staging() as staging:
-        staging.take(address, address, nbytes, empty)
+        staging.download(address, address, nbytes, empty)
 
 
 def receive(
     stream: ByteStream, hold: Hold, address: U64, nbytes: U64, wanted: Callable[[], bool] = lambda: True
 ) -> None:
-    """Fill the runs of memory of ``hold``. Raises OSError, also when it is not ``wanted()`` any more."""
+    """Receive into runs of memory of ``hold``. Raises OSError, also when not ``wanted()`` any more."""
     if hold.device is None:
         stream.receive_into(address, nbytes, wanted)
         return
@@ -73,4 +73,4 @@ def receive(
         return True
 
     with hold.staging() as staging:
-        staging.bring(address, address, nbytes, fill)
+        staging.upload(address, address, nbytes, fill)

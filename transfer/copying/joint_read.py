@@ -1,65 +1,80 @@
-"""Reads from several peers that fill the same blocks between them."""
+"""Reads from several peers that together fill the same blocks."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from moonpool.transfer.copying.attempt import compare
-from moonpool.transfer.copying.job import CopyJob, copy_chunking, is_small
-from moonpool.transfer.copying.memcpy import copy_here
-from moonpool.transfer.copying.pool import CopyPool
-from moonpool.transfer.copying.runs import move_runs
+from moonpool.transfer.copying.memcpy import Copy, copy_here, move_runs
+from moonpool.transfer.copying.pool import CopyPool, copy_chunking, is_small
 from moonpool.transfer.errors import PathFailed
+from moonpool.transfer.memory.checksum import compare
 from moonpool.transfer.memory.chunks import windows
 from moonpool.transfer.memory.region import Region
 from moonpool.transfer.native.arrays import U64
-from moonpool.transfer.native.compiled_copy import Stop, mover
+from moonpool.transfer.native.compiled_copy import Stop, compiled_copy
+
+Interrupt = Callable[[], None]
+
+
+class JoinableJob(Protocol):
+    """What a joint read needs of the ``CopyJob`` of one batch. to, source, nbytes: uint64 [rows]."""
+
+    to: U64
+    source: U64
+    nbytes: U64
+    copy: Copy
+    conclude: Callable[[OSError | None], None]
+    enter: Callable[[Interrupt], bool]
+    leave: Callable[..., None]
+    num_chunks: int
+
+    def start_alone(self, pool: CopyPool) -> None: ...
 
 
 class JointRead:
-    """Blocks of ours that ``num_batches`` reads fill, which is given to each of these (``Peer.read``).
+    """Blocks of a local region that ``num_batches`` reads fill; pass it to each of them (``Peer.read``).
 
-    The batches stay what they are, each with its peer's life, its deadline and its errors. Where all of them
-    come to be copied from memory that is mapped here, one copy goes through the blocks in the order of their
-    bytes, and compares their checksums on its way: ``verified``, once the batches have ended. Else each batch
-    goes its own way, and to verify the blocks is the caller's.
+    Each batch keeps its peer, deadline and errors. If all of them copy from memory that is mapped here, one
+    copy fills the blocks in order and verifies them: ``verified`` is then true once the batches have ended.
+    Otherwise each batch copies alone, and the caller must verify the blocks.
 
-    A mismatch ends one of the batches with ChecksumMismatch, which numbers the blocks. When a batch is
-    stopped on the way, the others begin again without it.
+    A mismatch ends one of the batches with ChecksumMismatch, with the index of the block. If a batch is
+    stopped on the way, the others start again without it.
     """
 
     def __init__(
         self, region: Region, offsets: Sequence[int], nbytes: int, checksums: Sequence[int], num_batches: int
     ) -> None:
-        """offsets: of blocks of ``nbytes`` in our ``region``; checksums: ``transfer.checksum`` of each."""
+        """offsets: of the blocks, each of ``nbytes``, in ``region``. checksums: of each block."""
         self.verified = False
         self._begins = np.array(offsets, np.uint64) + np.uint64(region.address)
         self._block_nbytes = nbytes
-        self._promised = np.array(checksums, np.uint64)
+        self._expected = np.array(checksums, np.uint64)
         self._num_batches = num_batches
-        self._jobs: list[CopyJob] = []
+        self._jobs: list[JoinableJob] = []
         self._pool: CopyPool | None = None
-        self._over = False  # for those who would join
+        self._over = False  # no job may join any more
 
-    def join(self, job: CopyJob, pool: CopyPool) -> bool:
-        """Wait for the others, or begin where they have come. False: the job goes its own way."""
-        if self._over or job.copy is not copy_here or mover() is None:
+    def join(self, job: JoinableJob, pool: CopyPool) -> bool:
+        """Wait for the other jobs; the last one starts the copy. False: the job must start alone."""
+        if self._over or job.copy is not copy_here or compiled_copy() is None:
             self.dissolve()
             return False
         jobs = [*self._jobs, job]
         if len(jobs) == self._num_batches:
-            copy = _JointCopy(self, jobs, _Rows(jobs, self._begins, self._block_nbytes), self._promised)
+            copy = _JointCopy(self, jobs, _Rows(jobs, self._begins, self._block_nbytes), self._expected)
             self._over = True
             copy.start(pool)
         self._jobs, self._pool = jobs, pool
         return True
 
     def dissolve(self) -> None:
-        """Whoever waits for the others does so no longer. Nothing happens once all have come."""
+        """Start the waiting jobs alone. Does nothing once all have joined."""
         if not self._over:
             self._over = True
             for job in self._jobs:
@@ -68,27 +83,26 @@ class JointRead:
 
 
 class _Rows:
-    """What several jobs copy, in the order of the bytes they fill: uint64 [rows], ``counts`` of them for each
-    block."""
+    """Rows of several jobs by destination address: uint64 [rows]. counts: number of rows of each block."""
 
-    def __init__(self, jobs: Sequence[CopyJob], begins: U64, block_nbytes: int) -> None:
+    def __init__(self, jobs: Sequence[JoinableJob], begins: U64, block_nbytes: int) -> None:
         to = np.concatenate([job.to for job in jobs])
-        by_place = np.argsort(begins)
-        block = by_place[np.searchsorted(begins[by_place], to, side="right") - 1]
+        by_address = np.argsort(begins)
+        block = by_address[np.searchsorted(begins[by_address], to, side="right") - 1]
         order = np.lexsort((to, block))
         self.to = to[order]
         self.source = np.concatenate([job.source for job in jobs])[order]
-        self.nbytes = np.concatenate([job.attempt.plan.rows.nbytes for job in jobs])[order]
+        self.nbytes = np.concatenate([job.nbytes for job in jobs])[order]
         self.counts = np.bincount(block, minlength=len(begins)).astype(np.uint32)
         self._ends = np.cumsum(self.counts, dtype=np.intp)
         ends = self.to + self.nbytes
         expected = np.roll(ends, 1)
         expected[self._ends - self.counts] = begins
         filled = np.array_equal(self.to, expected) and (ends[self._ends - 1] - begins == block_nbytes).all()
-        assert filled, "the reads do not fill the blocks, each byte once"
+        assert filled, "the reads must fill each byte of the blocks exactly once"
 
     def copy(self, first: int, end: int, stop: Stop, digests: U64) -> bool:
-        """Blocks ``first`` to ``end``. False when it was stopped on the way."""
+        """Copy blocks ``first`` to ``end``. False when it was stopped."""
         rows = slice(int(self._ends[first] - self.counts[first]), int(self._ends[end - 1]))
         counts = self.counts[first:end]
         return move_runs(
@@ -97,17 +111,16 @@ class _Rows:
 
 
 class _JointCopy:
-    """The one copy in place of those of ``jobs``."""
+    """One copy that does the work of ``jobs``."""
 
-    def __init__(self, joint: JointRead, jobs: list[CopyJob], rows: _Rows, promised: U64) -> None:
+    def __init__(self, joint: JointRead, jobs: list[JoinableJob], rows: _Rows, expected: U64) -> None:
         self._joint = joint
         self._jobs = jobs
         self._rows = rows
-        self._promised = promised
-        nbytes = int(rows.nbytes.sum())
-        chunking = copy_chunking(nbytes, True)
-        sizes = np.full(len(promised), nbytes // len(promised), np.uint64)
-        self._nbytes = nbytes
+        self._expected = expected
+        self._nbytes = int(rows.nbytes.sum())
+        chunking = copy_chunking(self._nbytes, True)
+        sizes = np.full(len(expected), self._nbytes // len(expected), np.uint64)
         self._chunks = [(first, end) for first, end, _ in windows(sizes, chunking.rows, chunking.nbytes)]
         self._turn = itertools.count()
         self._stop_byte: Stop = np.zeros(1, np.uint8)
@@ -116,11 +129,11 @@ class _JointCopy:
         self._inside = 0
 
     def start(self, pool: CopyPool) -> None:
-        entered = [job for job in self._jobs if job.attempt.enter(self._kick)]
+        entered = [job for job in self._jobs if job.enter(self._interrupt)]
         if len(entered) < len(self._jobs):
-            # One was stopped before all had come.
+            # One job was stopped before all had joined.
             for job in entered:
-                job.attempt.leave(self._kick)
+                job.leave(self._interrupt)
                 job.start_alone(pool)
             return
         self._inside, self._ended = pool.choose(self._nbytes, len(self._chunks))
@@ -130,7 +143,7 @@ class _JointCopy:
         for _ in range(self._inside):
             pool.submit(self._run)
 
-    def _kick(self) -> None:
+    def _interrupt(self) -> None:
         self._stop_byte[0] = 1
 
     def _run(self) -> None:
@@ -139,11 +152,11 @@ class _JointCopy:
                 first, end = self._chunks[chunk]
                 digests = np.empty(end - first, np.uint64)
                 if self._rows.copy(first, end, self._stop_byte, digests):
-                    compare(np.arange(first, end), self._promised[first:end], digests)
+                    compare(np.arange(first, end), self._expected[first:end], digests)
         except Exception as error:
-            # Whatever it is, it is a batch's: who awaits that must hear, and nobody else would.
+            # Any error ends a batch: otherwise its waiter would never be told.
             self._error = error
-            self._kick()
+            self._interrupt()
         with self._lock:
             self._inside -= 1
             last = self._inside == 0
@@ -151,7 +164,7 @@ class _JointCopy:
             self._leave()
 
     def _leave(self) -> None:
-        """No thread copies any more."""
+        """The last thread has finished."""
         self._ended()
         stopped = bool(self._stop_byte[0])
         self._joint.verified = not stopped
@@ -162,7 +175,6 @@ class _JointCopy:
             except Exception as failure:
                 error = failure
             if error is None and stopped:
-                again = PathFailed("shm", "a read it was joined with was stopped", interrupted=True)
+                again = PathFailed("shm", "a read joined with this one was stopped", interrupted=True)
                 error, self._error = self._error or again, None
-            chunks = 0 if error else len(job.attempt.plan.chunks)
-            job.attempt.leave(self._kick, chunks=chunks, error=error)
+            job.leave(self._interrupt, chunks=0 if error else job.num_chunks, error=error)

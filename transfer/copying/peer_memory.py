@@ -1,6 +1,4 @@
-"""The memory of a peer on this host, by whichever way this host allows: its process, or its memfds mapped
-here.
-"""
+"""Reading the memory of a peer on this host: from its process, or from its memfds, mapped here."""
 
 from __future__ import annotations
 
@@ -18,23 +16,37 @@ import numpy.typing as npt
 
 from moonpool.transfer.connections.handshake import Identity
 from moonpool.transfer.connections.wire import RegionInfo
-from moonpool.transfer.copying.device import bounced
+from moonpool.transfer.copying.device import through_staging
 from moonpool.transfer.copying.memcpy import Copy, copy_from, copy_here
+from moonpool.transfer.errors import PeerLost, RegionError
 from moonpool.transfer.memory.allocation import map_shared
-from moonpool.transfer.memory.lifeline import Place, Process, lifeline_parts
+from moonpool.transfer.memory.lifeline import INCARNATION_NBYTES, Process, RegionLocation, lifeline_parts
 from moonpool.transfer.memory.region import Hold
 from moonpool.transfer.native.arrays import address_of
-from moonpool.transfer.native.compiled_copy import mover
+from moonpool.transfer.native.compiled_copy import compiled_copy
 
 _log = logging.getLogger(__name__)
 
 LIFELINE_ID = 0
-"""Not a region's id: asks for the lifeline itself."""
+"""Used in place of a region's id, to ask for the lifeline."""
+
+
+def check_lifeline(lifeline: bytes, peer: Identity, region_ids: Sequence[int]) -> None:
+    """Check the ``lifeline_parts`` read after a copy. Region ids are never reused.
+
+    Raises PeerLost when it is another process's, RegionError when a region was closed.
+    """
+    if lifeline[:INCARNATION_NBYTES] != peer.incarnation:
+        raise PeerLost(peer.agent_id, "its process is gone")
+    open_ids = np.frombuffer(lifeline, np.uint32, offset=INCARNATION_NBYTES).tolist()
+    for region_id, open_id in zip(region_ids, open_ids, strict=True):
+        if region_id != open_id:
+            raise RegionError(region_id, "was closed by its owner during the read")
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
-    """Where regions begin, for ``copy``. keep: to be kept for as long as that is used."""
+class CopySource:
+    """The addresses of regions by id, for ``copy``. keep: objects that must live until the copy is done."""
 
     copy: Copy
     bases: dict[int, int]
@@ -43,76 +55,77 @@ class Located:
 
 class PeerMemory(Protocol):
     async def reach(self, region: RegionInfo) -> bool:
-        """Get ready to read ``region``. False: it cannot be read this way."""
+        """Prepare to read ``region``. False: it cannot be read this way."""
 
-    def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> Located:
-        """Regions that were reached, to be copied from to memory of ``hold``."""
+    def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> CopySource:
+        """The source of copies from reached regions to memory of ``hold``."""
 
     def lifeline(self, region_ids: Sequence[int]) -> bytes:
-        """The ``lifeline_parts`` of the peer, as they are now. OSError when it has ended."""
+        """The current ``lifeline_parts`` of the peer. Raises OSError when its process has ended."""
 
     def forget(self, region_id: int) -> None:
-        """The peer closed it. From any thread."""
+        """The peer closed the region. From any thread."""
 
     def close(self) -> None:
         """Idempotent."""
 
 
 class ProcessMemory:
-    """All of the peer's memory: what it keeps in memfds is mapped, the rest is read with process_vm_readv."""
+    """All memory of a peer that may be read: memfds are mapped, the rest is read by process_vm_readv."""
 
     def __init__(self, process: Process, peer: Identity) -> None:
         self._process = process
         self._peer = peer
-        # None: not in a memfd, or that is not to be had.
+        # None: the region has no memfd, or it cannot be mapped.
         self._maps: dict[int, npt.NDArray[np.uint8] | None] = {}
 
     async def reach(self, region: RegionInfo) -> bool:
         if region.on_device:
             return False
         if region.id not in self._maps:
-            # Where it has ended, the read finds out.
+            # If the process has ended, the read finds out.
             with contextlib.suppress(OSError):
-                self.place(region.id)
+                self.locate_region(region.id)
         return True
 
-    def place(self, region_id: int) -> Place | None:
-        """Where a region is at the peer, None when it is not open; it is mapped if it can be. From any
-        thread. OSError when the peer has ended.
-        """
-        place = self._process.place(self._peer.lifeline, region_id)
-        if place is not None and region_id not in self._maps:
-            self._maps[region_id] = self._map(region_id, place)
-        return place
+    def locate_region(self, region_id: int) -> RegionLocation | None:
+        """The location of an open region, which is mapped if possible; None: it is not open.
 
-    def _map(self, region_id: int, place: Place) -> npt.NDArray[np.uint8] | None:
-        if place.fd < 0 or mover() is None:
+        From any thread. Raises OSError when the process has ended.
+        """
+        location = self._process.region_location(self._peer.lifeline, region_id)
+        if location is not None and region_id not in self._maps:
+            self._maps[region_id] = self._map(region_id, location)
+        return location
+
+    def _map(self, region_id: int, location: RegionLocation) -> npt.NDArray[np.uint8] | None:
+        if location.fd < 0 or compiled_copy() is None:
             return None
         try:
-            fd = self._process.descriptor(place.fd)
+            fd = self._process.descriptor(location.fd)
         except OSError as error:
             # Some sandboxes allow reading another process, but not this.
-            _log.debug("the memfd of region %d cannot be had: %s", region_id, error)
+            _log.debug("the memfd of region %d cannot be mapped: %s", region_id, error)
             return None
         try:
-            # The number may have come to mean another file, if the region was closed meanwhile.
-            if self._process.place(self._peer.lifeline, region_id) != place:
+            # If the region was closed meanwhile, the descriptor may be another file's.
+            if self._process.region_location(self._peer.lifeline, region_id) != location:
                 return None
-            return map_shared(fd, place.nbytes)
+            return map_shared(fd, location.nbytes)
         finally:
             os.close(fd)
 
-    def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> Located:
-        return self.located({region.id: region.address for region in regions}, hold)
+    def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> CopySource:
+        return self.source({region.id: region.address for region in regions}, hold)
 
-    def located(self, regions: Mapping[int, int], hold: Hold) -> Located:
-        """The same by id and address at the peer."""
-        maps = {region_id: self._maps.get(region_id) for region_id in regions}
+    def source(self, addresses: Mapping[int, int], hold: Hold) -> CopySource:
+        """``locate``, by id and address at the peer."""
+        maps = {region_id: self._maps.get(region_id) for region_id in addresses}
         mapped = {region_id: address_of(array) for region_id, array in maps.items() if array is not None}
-        if len(mapped) == len(regions):
-            return Located(bounced(hold, copy_here), mapped, list(maps.values()))
+        if len(mapped) == len(addresses):
+            return CopySource(through_staging(hold, copy_here), mapped, list(maps.values()))
         copy = functools.partial(copy_from, self._process.pid)
-        return Located(bounced(hold, copy), dict(regions), [])
+        return CopySource(through_staging(hold, copy), dict(addresses), [])
 
     def lifeline(self, region_ids: Sequence[int]) -> bytes:
         parts = self._process.read(self._peer.lifeline, lifeline_parts(region_ids))
@@ -121,7 +134,7 @@ class ProcessMemory:
         return parts
 
     def forget(self, region_id: int) -> None:
-        # A copy that still runs keeps the array, so the map stays until it is through.
+        # A running copy keeps the array, and so the map.
         self._maps.pop(region_id, None)
 
     def close(self) -> None:
@@ -130,7 +143,7 @@ class ProcessMemory:
 
 
 class MappedMemory:
-    """The regions that the peer keeps in memfds, mapped read-only. For hosts that forbid process_vm_readv."""
+    """The memfds of a peer, mapped read-only. For hosts that forbid process_vm_readv."""
 
     def __init__(
         self,
@@ -138,9 +151,7 @@ class MappedMemory:
         map_region: Callable[[int, int], Awaitable[npt.NDArray[np.uint8]]],
         process: Process | None,
     ) -> None:
-        """map_region(id, nbytes) asks the peer for a memfd. process: to see whether it lives, where it can
-        be seen.
-        """
+        """map_region(id, nbytes) asks the peer for a memfd. process: None if the peer's pid is unknown."""
         self._lifeline = lifeline
         self._map_region = map_region
         self._process = process
@@ -153,10 +164,10 @@ class MappedMemory:
                 self._maps[region.id] = await self._map_region(region.id, region.nbytes)
         return region.shared
 
-    def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> Located:
+    def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> CopySource:
         maps = {region.id: self._maps[region.id] for region in regions}
         bases = {region_id: address_of(array) for region_id, array in maps.items()}
-        return Located(bounced(hold, copy_here), bases, list(maps.values()))
+        return CopySource(through_staging(hold, copy_here), bases, list(maps.values()))
 
     def lifeline(self, region_ids: Sequence[int]) -> bytes:
         if self._process is not None and not self._process.alive:

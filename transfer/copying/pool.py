@@ -1,4 +1,4 @@
-"""The threads that copy memory for an agent, and how many of them one batch is worth."""
+"""The threads of an agent that copy memory, and how much of a batch each of them copies."""
 
 from __future__ import annotations
 
@@ -7,20 +7,44 @@ import threading
 import time
 from collections.abc import Callable
 
-# Weight of the newest batch in the moving average.
-_NEW_WEIGHT = 0.2
-# One batch in so many is copied with another number of threads, to see whether that has become faster.
+from moonpool.transfer.copying.memcpy import SLICE_NBYTES
+from moonpool.transfer.memory.chunks import Chunking
+from moonpool.transfer.metrics import moving_average
+from moonpool.transfer.native.compiled_copy import compiled_copy
+
+# One batch in so many tries another number of threads, because their speed changes.
 _EXPLORE_EVERY = 32
-# More threads take a core from the computation: they must earn it.
+# A further thread takes a core from the computation, so it must gain at least this much.
 _CLEARLY_FASTER = 1.15
-# Below this a second thread has started when the first is done.
+# A smaller batch is done before a second thread has started.
 _MIN_SHARED_NBYTES = 8 << 20
+# Handing a smaller batch to a thread takes longer than the copy on the event loop's thread: 0.1 ms.
+_INLINE_NBYTES = 1 << 20
+_INLINE_ROWS = 256
+# Without the compiled copy verifying is a second pass. Small chunks are still in the cache then.
+_OBSERVED_CHUNK_NBYTES = 2 << 20
+_OBSERVED_CHUNK_ROWS = 1024
+_MAX_CHUNK_NBYTES = 32 << 20
+_MAX_CHUNK_ROWS = 16 * 1024
 
 
-class Lanes:
-    """How many threads copy one large batch, learned from what batches reached.
+def is_small(nbytes: int, num_rows: int) -> bool:
+    """Whether the event loop's thread copies the batch itself."""
+    return nbytes <= _INLINE_NBYTES and num_rows <= _INLINE_ROWS
 
-    One core fills the memory bus of some machines and a third of it on others; and cores are busy or not.
+
+def copy_chunking(nbytes: int, observed: bool) -> Chunking:
+    """The ``Path.chunking`` of copied batches."""
+    if observed and compiled_copy() is None:
+        return Chunking(_OBSERVED_CHUNK_NBYTES, _OBSERVED_CHUNK_ROWS, whole_spans=True)
+    chunk_nbytes = min(max(nbytes // 4, SLICE_NBYTES), _MAX_CHUNK_NBYTES)
+    return Chunking(chunk_nbytes, _MAX_CHUNK_ROWS, whole_spans=observed)
+
+
+class ThreadTuner:
+    """Choose the number of threads of a large copy by the measured speed of earlier ones.
+
+    One core saturates the memory bus of some machines and a third of it on others.
     """
 
     def __init__(self, most: int) -> None:
@@ -33,41 +57,40 @@ class Lanes:
         if self._most == 1:
             return 1
         self._turn += 1
-        untried = [lanes for lanes in range(1, self._most + 1) if lanes not in self._speed]
+        untried = [count for count in range(1, self._most + 1) if count not in self._speed]
         if untried:
             return untried[0]
         if self._turn % _EXPLORE_EVERY == 0:
             return 1 + (self._turn // _EXPLORE_EVERY) % self._most
         best = 1
-        for lanes in range(2, self._most + 1):
-            if self._speed[lanes] > self._speed[best] * _CLEARLY_FASTER:
-                best = lanes
+        for count in range(2, self._most + 1):
+            if self._speed[count] > self._speed[best] * _CLEARLY_FASTER:
+                best = count
         return best
 
-    def record(self, lanes: int, speed: float) -> None:
-        """A batch on ``lanes`` threads moved ``speed`` bytes/s."""
-        old = self._speed.get(lanes, speed)
-        self._speed[lanes] = old + _NEW_WEIGHT * (speed - old)
+    def record(self, count: int, speed: float) -> None:
+        """A batch on ``count`` threads moved ``speed`` bytes/s."""
+        self._speed[count] = moving_average(self._speed.get(count, 0.0), speed)
 
 
 class CopyPool:
     """Threads that start when first needed and sleep when idle."""
 
     def __init__(self, num_threads: int) -> None:
-        self.lanes = Lanes(num_threads)
+        self._tuner = ThreadTuner(num_threads)
         self._num_threads = num_threads
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def choose(self, nbytes: int, num_chunks: int) -> tuple[int, Callable[[], None]]:
-        """How many threads a batch is worth, and what to call at its end."""
+        """(number of threads for a batch, function to call at its end)."""
         if nbytes < _MIN_SHARED_NBYTES:
             return 1, lambda: None
-        lanes, started = min(self.lanes.choose(), num_chunks), time.perf_counter()
-        return lanes, lambda: self.lanes.record(lanes, nbytes / (time.perf_counter() - started))
+        count, started = min(self._tuner.choose(), num_chunks), time.perf_counter()
+        return count, lambda: self._tuner.record(count, nbytes / (time.perf_counter() - started))
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which may not raise, on one of the threads. Call on the event loop's thread."""
+        """Run ``work``, which must not raise, on one of the threads. Call on the event loop's thread."""
         self._work.put(work)
         if len(self._threads) < self._num_threads:
             thread = threading.Thread(target=self._run, name="moonpool copy", daemon=True)
@@ -77,11 +100,11 @@ class CopyPool:
     def _run(self) -> None:
         while work := self._work.get():
             work()
-            # Nobody's memory is kept while there is nothing to do.
+            # An idle thread must not keep a batch's memory alive.
             del work
 
     def close(self) -> None:
-        """Finish what was submitted and end the threads. Idempotent."""
+        """Finish submitted work and end the threads. Idempotent."""
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:

@@ -1,7 +1,4 @@
-"""Memory that callers own, as plain bytes: by the buffer protocol, DLPack or the CUDA array interface.
-
-Nobody's library need be imported for that.
-"""
+"""Memory that callers own: by the buffer protocol, DLPack or the CUDA array interface."""
 
 from __future__ import annotations
 
@@ -54,20 +51,17 @@ _pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def is_on_device(buffer: object) -> bool:
-    """Whether ``buffer`` says that it lies in the memory of a CUDA device."""
+    """Whether ``buffer`` is in the memory of a CUDA device."""
     if hasattr(buffer, "__dlpack_device__"):
         return bool(buffer.__dlpack_device__()[0] == _CUDA)
     return hasattr(buffer, "__cuda_array_interface__")
 
 
 def adopt_device(buffer: Any, writable: bool, cuda: Cuda) -> DeviceMemory:
-    """Contiguous memory of a CUDA device: of something ``is_on_device``. Waits for no stream.
-
-    Raises ValueError when it is not usable.
-    """
+    """The memory of a buffer that ``is_on_device``. Waits for no stream. Raises ValueError: not usable."""
     owner: object = buffer
     if hasattr(buffer, "__dlpack__"):
-        # -1: it need not make any stream wait.
+        # -1: no stream needs to wait.
         owner, view = _capsule(buffer, stream=-1)
         address, nbytes = _extent(view)
     else:
@@ -83,21 +77,18 @@ def adopt_device(buffer: Any, writable: bool, cuda: Cuda) -> DeviceMemory:
         raise ValueError("memory of zero bytes cannot be registered")
     device = cuda.device_of(address)
     if device is None or cuda.device_of(address + nbytes - 1) != device:
-        raise ValueError(f"there are no {nbytes} bytes of a device's memory at {address:#x}")
+        raise ValueError(f"the {nbytes} bytes at {address:#x} are not in one device's memory")
     return DeviceMemory(address, nbytes, device, owner)
 
 
 def adopt(buffer: Buffer | SupportsDLPack | SupportsCuda, writable: bool) -> Memory:
-    """Anything contiguous in host memory that has the buffer protocol or speaks DLPack.
-
-    Raises ValueError when it is not usable, TypeError when it is neither.
-    """
+    """Host memory by the buffer protocol or DLPack. Raises ValueError: not usable, TypeError: neither."""
     owner: object = None
     readonly = False
     if isinstance(buffer, np.ndarray):
         if buffer.dtype.hasobject:
-            raise ValueError("an array of Python objects holds addresses, not bytes that could be moved")
-        # Not through memoryview: it knows no bfloat16 and the like.
+            raise ValueError("an array of Python objects cannot be registered: it contains addresses")
+        # memoryview does not support bfloat16 and similar types.
         if not buffer.flags.c_contiguous:
             raise ValueError("only contiguous memory can be registered")
         array, readonly = buffer.reshape(-1).view(np.uint8), not buffer.flags.writeable
@@ -116,7 +107,7 @@ def adopt(buffer: Buffer | SupportsDLPack | SupportsCuda, writable: bool) -> Mem
 
 
 def _tensor_bytes(tensor: SupportsDLPack) -> tuple[npt.NDArray[np.uint8], object]:
-    """The memory of ``tensor`` as uint8 [nbytes], and what must be kept for as long as that is used."""
+    """The memory of ``tensor`` as uint8 [nbytes], and its owner."""
     capsule, view = _capsule(tensor)
     if view.device_type not in (_CPU, _CUDA_HOST):
         raise ValueError(f"the tensor is on a device (DLPack type {view.device_type}), not in host memory")
@@ -128,7 +119,7 @@ def _tensor_bytes(tensor: SupportsDLPack) -> tuple[npt.NDArray[np.uint8], object
 
 
 def _capsule(tensor: Any, **arguments: int) -> tuple[object, _Tensor]:
-    # Not consumed: the capsule itself then frees what it holds, when it goes.
+    # The capsule is not consumed, so its destructor frees the tensor.
     capsule = tensor.__dlpack__(**arguments)
     return capsule, _Tensor.from_address(_pointer_of(capsule, _CAPSULE_NAME))
 

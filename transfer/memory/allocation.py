@@ -1,6 +1,4 @@
-"""Memory to move bytes from and to: prefaulted, in huge pages where that helps, or shareable by
-descriptor.
-"""
+"""Allocated memory: prefaulted, in huge pages or shareable by a memfd."""
 
 from __future__ import annotations
 
@@ -19,16 +17,14 @@ from moonpool.transfer.native.arrays import address_of
 Backing = Literal["anonymous", "memfd", "registered", "cuda"]
 
 HUGE_PAGE_NBYTES = 2 << 20
-# A mapping whose file another process can shrink kills its reader with SIGBUS: sealed files only.
+# If another process shrinks a mapped file, its readers die of SIGBUS. So only sealed files are mapped.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _PREFAULT_STEP_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """``array``: uint8 [nbytes], page-aligned. ``fd``: of the memfd behind it, or -1. Freed with its last
-    view.
-    """
+    """Host memory. array: uint8 [nbytes]; its last view frees it. fd: of its memfd, or -1."""
 
     array: npt.NDArray[np.uint8]
     backing: Backing
@@ -45,17 +41,14 @@ class Memory:
         return len(self.array)
 
     def close(self) -> None:
-        """Give up the descriptor. The bytes go when nobody refers to ``array`` any more."""
+        """Close the descriptor. The bytes are freed with the last reference to ``array``."""
         if self.fd >= 0:
             os.close(self.fd)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Of the CUDA device with the ordinal ``device``: no array, because the processor cannot reach it.
-
-    Freed with ``owner``.
-    """
+    """Memory of the CUDA device with ordinal ``device``, freed with ``owner``."""
 
     address: int
     nbytes: int
@@ -65,15 +58,14 @@ class DeviceMemory:
     fd: int = -1
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """There is nothing to close."""
 
 
 def allocate(nbytes: int, name: str, backing: Backing) -> Memory:
-    """``nbytes`` of zeroed memory with every page present.
+    """Allocate zeroed memory with every page present.
 
-    anonymous: huge pages when it is large enough to hold one. memfd: any process that is sent the descriptor
-    can map it.
-    Raises MemoryError when the machine has not got it.
+    backing: anonymous memory has huge pages; a memfd can be mapped by processes that receive its descriptor.
+    Raises MemoryError when the machine has not enough.
     """
     if backing == "memfd":
         return _allocate_memfd(nbytes, name)
@@ -95,11 +87,11 @@ def allocate(nbytes: int, name: str, backing: Backing) -> Memory:
 def _allocate_memfd(nbytes: int, name: str) -> Memory:
     fd = os.memfd_create(f"moonpool-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Pages that are there already are mapped three times as fast as others.
+        # Existing pages are mapped three times as fast.
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
-        # For hosts where shared memory may have huge pages; by default it may not.
+        # Takes effect on hosts that allow huge pages for shared memory; most do not.
         libc.madvise(address_of(memory), nbytes, libc.MADV_HUGEPAGE)
         _prefault(memory)
     except OSError as error:
@@ -112,22 +104,22 @@ def _allocate_memfd(nbytes: int, name: str) -> Memory:
 
 
 def adopt_shared(fd: int) -> Memory:
-    """A memfd that other processes may have too. ValueError when its size may change."""
+    """Map a memfd that other processes share. Raises ValueError when its size may change, OSError."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
-        raise ValueError("only a memfd that is sealed at its size can be registered")
+        raise ValueError("the memfd must be sealed against shrinking and growing")
     own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
     return Memory(np.frombuffer(mmap.mmap(own, os.fstat(own).st_size), np.uint8), "memfd", own)
 
 
 def map_shared(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Map a peer's memfd read-only. OSError when it is not ``nbytes`` long for good."""
+    """Map a peer's memfd read-only. Raises OSError when it is not sealed at ``nbytes``."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(fd).st_size != nbytes:
         raise OSError(22, "the peer's shared memory is not sealed at its size")
     return np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), np.uint8)
 
 
 def _prefault(memory: npt.NDArray[np.uint8]) -> None:
-    # In steps, so that a signal (Ctrl-C) is seen between them while gigabytes are zeroed.
+    # In steps: a signal (Ctrl-C) is handled between them.
     address, nbytes = address_of(memory), len(memory)
     for start in range(0, nbytes, _PREFAULT_STEP_NBYTES):
         step = min(_PREFAULT_STEP_NBYTES, nbytes - start)

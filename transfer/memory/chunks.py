@@ -1,6 +1,4 @@
-"""A batch as the data plane sees it: rows of (here, there, size), cut into chunks that are moved one by
-one.
-"""
+"""A batch as rows of (local, remote, size), and the chunks of rows that are moved one by one."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from moonpool.transfer.native.arrays import U32, U64, Index
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Runs of bytes: address here uint64 [n]; region uint32 [n] and offset uint64 [n] there; nbytes uint64
-    [n].
-    """
+    """Runs of bytes: local address, remote region and offset, and size; uint64 [n], region uint32 [n]."""
 
     address: U64
     region: U32
@@ -34,19 +30,23 @@ class Rows:
         return Rows(self.address[rows], self.region[rows], self.offset[rows], self.nbytes[rows])
 
     def take(self, which: Index) -> Rows:
-        """Some of them, in that order."""
+        """The rows with these indices."""
         return Rows(self.address[which], self.region[which], self.offset[which], self.nbytes[which])
 
     @property
     def total_nbytes(self) -> int:
         return int(self.nbytes.sum())
 
+    @property
+    def remote_spans(self) -> Spans:
+        return Spans(self.region, self.offset, self.nbytes)
+
     def based(self, bases: Mapping[int, int]) -> U64:
-        """Addresses there, of regions that begin at ``bases``: uint64 [n]."""
+        """Remote addresses, if region ``id`` begins at ``bases[id]``: uint64 [n]."""
         return based(self.region, self.offset, bases)
 
     def merged(self, local_region: U32 | None = None) -> Rows:
-        """Neighbours that are adjacent both here and there become one run; not across ``local_region``s."""
+        """Join rows that are adjacent on both sides, and equal in ``local_region``, uint32 [n]."""
         if len(self) < 2:
             return self
         follows = self.address[:-1] + self.nbytes[:-1] == self.address[1:]
@@ -64,10 +64,10 @@ class Rows:
         )
 
     def split(self, most_nbytes: int) -> Rows:
-        """The same bytes in the same order, no run longer than ``most_nbytes``."""
+        """Split rows longer than ``most_nbytes``; keep their order."""
         if not len(self) or self.nbytes.max() <= most_nbytes:
             return self
-        row, skipped, nbytes = pieces(self.nbytes, most_nbytes)
+        row, skipped, nbytes = split_runs(self.nbytes, most_nbytes)
         return Rows(self.address[row] + skipped, self.region[row], self.offset[row] + skipped, nbytes)
 
 
@@ -82,10 +82,8 @@ def based(region: U32, offset: U64, bases: Mapping[int, int]) -> U64:
     return addresses
 
 
-def pieces(nbytes: U64, most_nbytes: int) -> tuple[Index, U64, U64]:
-    """Cut runs into pieces of at most ``most_nbytes``: (run, bytes of the run before it, size) of each
-    piece.
-    """
+def split_runs(nbytes: U64, most_nbytes: int) -> tuple[Index, U64, U64]:
+    """Split runs into parts of at most ``most_nbytes``: (run, offset in the run, size) of each part."""
     most = np.uint64(most_nbytes)
     counts = ((nbytes + most - np.uint64(1)) // most).astype(np.intp)
     run = np.repeat(np.arange(len(nbytes)), counts)
@@ -103,13 +101,11 @@ def vectors(address: U64, nbytes: U64) -> U64:
 
 
 def windows(nbytes: U64, most_rows: int, most_nbytes: int) -> list[tuple[int, int, int]]:
-    """Consecutive row ranges (begin, end, bytes) of at most ``most_rows`` rows and, beyond one row,
-    ``most_nbytes`` bytes.
-    """
+    """Consecutive row ranges (begin, end, bytes): one row, or at most ``most_rows`` and ``most_nbytes``."""
     whole = int(nbytes.sum())
     if 0 < len(nbytes) <= most_rows and whole <= most_nbytes:
         return [(0, len(nbytes), whole)]
-    # A list: each search in it is a tenth of what one call of numpy costs.
+    # A list, because a search in it takes a tenth of the time of a call of numpy.
     ends: list[int] = np.cumsum(nbytes).tolist()
     ranges: list[tuple[int, int, int]] = []
     begin, base, count = 0, 0, len(ends)
@@ -123,20 +119,15 @@ def windows(nbytes: U64, most_rows: int, most_nbytes: int) -> list[tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """The chunks that a path wants a batch cut into: of at most ``nbytes`` and ``rows``. whole_spans: each
-    row is a span, however long.
-    """
+    """Limits of a chunk, in bytes and rows. whole_spans: each row is a whole span, however long."""
 
     nbytes: int
     rows: int
     whole_spans: bool = False
 
 
-class Plan:
-    """The rows of a batch in ``chunks``, and which spans are complete once some of the chunks are.
-
-    Thread-safe: chunks may be done by several threads in any order.
-    """
+class ChunkPlan:
+    """The rows of a batch, its ``chunks`` (begin, end), and the spans that are complete. Thread-safe."""
 
     def __init__(
         self,
@@ -147,7 +138,7 @@ class Plan:
         *,
         merge: bool = True,
     ) -> None:
-        """addresses: of the local spans. ``merge`` False: no chunk completes more spans than it has rows."""
+        """addresses: of the local spans. merge: join adjacent rows; a chunk may then complete more spans."""
         rows = Rows(addresses, remote.region, remote.offset, local.nbytes)
         if not chunking.whole_spans:
             rows = (rows.merged(local.region) if merge else rows).split(chunking.nbytes)
@@ -167,13 +158,13 @@ class Plan:
         return int(np.searchsorted(np.cumsum(self._spans.nbytes), begin, side="right"))
 
     def done(self, chunk: int) -> Index:
-        """Note that a chunk has been moved. Returns the spans this completed."""
+        """Note that a chunk was moved. Returns the spans this completed."""
         with self._lock:
             return self._progress.done(chunk)
 
 
 class _Progress:
-    """Which spans are whole. Rows keep the spans' order, so both cut the same line of bytes."""
+    """The chunks missing of each span. Rows keep the order of spans, so both divide the same bytes."""
 
     def __init__(self, span_nbytes: U64, row_nbytes: U64, chunks: list[tuple[int, int]]) -> None:
         span_end = np.cumsum(span_nbytes)
@@ -181,7 +172,7 @@ class _Progress:
         chunk_begin = np.concatenate((np.zeros(1, np.uint64), chunk_end[:-1]))
         self._first_span = np.searchsorted(span_end, chunk_begin, side="right")
         self._last_span = np.searchsorted(span_end, chunk_end, side="left")
-        # A span is whole when every chunk it shares bytes with is done.
+        # A span is complete when every chunk with bytes of it is done.
         first_chunk = np.searchsorted(chunk_end, span_end - span_nbytes, side="right")
         self._missing = np.searchsorted(chunk_end, span_end, side="left") - first_chunk + 1
 

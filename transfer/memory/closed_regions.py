@@ -1,49 +1,45 @@
-"""Closed regions whose memory must stay, because peers may still be reading it without asking."""
+"""Closed regions that peers may still be reading."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
-from moonpool.transfer.connections.control import Control
 from moonpool.transfer.memory.region import Region
 
 
-class Lingering:
-    """Over TCP and shared memory UCX answers a read by copying from the address it was given, whatever lies
-    there by then; and device memory may not be freed while another process has it mapped.
+class ClosedRegions:
+    """Keeps the memory of a closed region until every reader has released it or is gone.
 
-    So such a region is kept until every peer has said that it reads it no more, or is gone.
+    Over TCP and shared memory UCX copies from the address in the request, whatever that memory holds by then.
+    Device memory must not be freed while another process has it mapped.
     """
 
     def __init__(self, forget: Callable[[int], None]) -> None:
-        """``forget(region id)`` when nobody reads it any more."""
+        """``forget(region id)`` is called when the last reader has released it."""
         self._forget = forget
-        self._regions: dict[int, tuple[Region, set[Control]]] = {}
+        self._regions: dict[int, tuple[Region, set[Hashable]]] = {}
         self._changed = asyncio.Event()
 
-    def __len__(self) -> int:
-        return len(self._regions)
-
-    def add(self, region: Region, peers: set[Control]) -> None:
-        """``peers``: who was just told, and will answer."""
-        self._regions[region.id] = (region, peers)
+    def add(self, region: Region, readers: set[Hashable]) -> None:
+        """``readers``: the peers that will call ``release``."""
+        self._regions[region.id] = (region, readers)
         self._free_unread()
 
-    def let_go(self, peer: Control, region_id: int) -> None:
+    def release(self, reader: Hashable, region_id: int) -> None:
         if region_id in self._regions:
-            self._regions[region_id][1].discard(peer)
+            self._regions[region_id][1].discard(reader)
             self._free_unread()
 
-    def gone(self, peer: Control) -> None:
+    def forget_reader(self, reader: Hashable) -> None:
         """Its connection has ended."""
-        for _, peers in self._regions.values():
-            peers.discard(peer)
+        for _, readers in self._regions.values():
+            readers.discard(reader)
         self._free_unread()
 
-    async def on_devices_gone(self, seconds: float) -> list[Region]:
-        """Wait until no peer reads regions in device memory. Returns those it reads after ``seconds``."""
+    async def on_devices_released(self, seconds: float) -> list[Region]:
+        """Wait until no peer reads regions in device memory. Returns those still read after ``seconds``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._on_devices():
@@ -55,7 +51,7 @@ class Lingering:
         return [region for region, _ in self._regions.values() if region.device is not None]
 
     def _free_unread(self) -> None:
-        for region_id in [region_id for region_id, (_, peers) in self._regions.items() if not peers]:
+        for region_id in [region_id for region_id, (_, readers) in self._regions.items() if not readers]:
             del self._regions[region_id]
             self._forget(region_id)
             self._changed.set()

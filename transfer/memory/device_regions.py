@@ -1,4 +1,4 @@
-"""What an agent that has device memory keeps for it."""
+"""An agent's regions in device memory: CUDA IPC handles, pinned host memory and stagings."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ _log = logging.getLogger(__name__)
 
 
 class CudaRegions:
-    """Belongs to the event loop's thread, but for ``staging``."""
+    """Belongs to the event loop's thread, except ``staging``."""
 
     def __init__(self, cuda: Cuda, device: int) -> None:
-        """device: what it does on no device of its regions, it does on this one."""
+        """device: current device of copies between host memory and other devices."""
         self.cuda = cuda
         self.device = device
         self.staging = StagingPool(cuda)
         self._handles: dict[int, bytes] = {}
 
     def handle(self, region: Region) -> bytes:
-        """What a process on this host needs to map a region in device memory: see ``IpcMemory``.
-
-        Empty where the driver has no handle for it.
-        """
+        """What ``IpcMemory`` needs to map a region in device memory; empty if the driver has no handle."""
         if region.id not in self._handles:
             self._handles[region.id] = self._export(region)
         return self._handles[region.id]
@@ -36,23 +33,23 @@ class CudaRegions:
             with self.cuda.on(region.device):
                 handle, offset = self.cuda.export(region.address)
         except (CudaError, CudaUnavailable) as error:
-            _log.info("region %d goes through host memory, also on this host: %s", region.id, error)
+            _log.info("region %d is copied through host memory, even on this host: %s", region.id, error)
             return b""
         return handle + offset.to_bytes(8, "little")
 
     def forget(self, region_id: int) -> None:
-        """It is closed, and nobody reads it any more."""
+        """The region is closed, and no peer reads it any more."""
         self._handles.pop(region_id, None)
 
     def pin(self, region: Region) -> None:
-        """Make copies between allocated host memory and devices fast, until the region is closed."""
+        """Pin allocated host memory until the region is closed, which makes device copies fast."""
         if region.backing not in ("anonymous", "memfd"):
             return
         try:
             self.cuda.pin(region.address, region.nbytes)
         except CudaError as error:
             _log.warning(
-                "host memory of region %d could not be locked, so copies take longer: %s", region.id, error
+                "host memory of region %d could not be pinned, so copies are slower: %s", region.id, error
             )
         else:
             region.on_closed = lambda: self._unpin(region)
@@ -61,9 +58,9 @@ class CudaRegions:
         try:
             self.cuda.unpin(region.address)
         except CudaError as error:
-            # After an error of the device nothing can be undone, and the memory is given up all the same.
-            _log.error("region %d stays locked: %s", region.id, error)
+            # Happens after a device error. The memory is freed regardless.
+            _log.error("region %d stays pinned: %s", region.id, error)
 
     def close(self) -> None:
-        """Nothing moves any more."""
+        """No batch is in progress any more."""
         self.staging.close()

@@ -1,4 +1,4 @@
-"""A page of an agent that its peers on the same host can look at without asking it."""
+"""The lifeline: memory of an agent that peers on its host read without asking."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from pathlib import Path
 
 import numpy as np
 
-from moonpool.transfer.connections.descriptor import INCARNATION_NBYTES
 from moonpool.transfer.memory.allocation import allocate
 from moonpool.transfer.memory.chunks import vectors
 from moonpool.transfer.memory.region import MAX_OPEN_REGIONS, Region
 from moonpool.transfer.native import libc
 from moonpool.transfer.native.arrays import U32, address_of
 
-_PLACES_OFFSET = INCARNATION_NBYTES + 4 * MAX_OPEN_REGIONS
-_PLACE = struct.Struct("<QQq")
-LIFELINE_NBYTES = _PLACES_OFFSET + _PLACE.size * MAX_OPEN_REGIONS
+INCARNATION_NBYTES = 16
+_LOCATIONS_OFFSET = INCARNATION_NBYTES + 4 * MAX_OPEN_REGIONS
+_LOCATION = struct.Struct("<QQq")
+LIFELINE_NBYTES = _LOCATIONS_OFFSET + _LOCATION.size * MAX_OPEN_REGIONS
 
 
 class Lifeline:
-    """incarnation, then by slot the ids of the open regions, uint32 [MAX_OPEN_REGIONS], and where each is:
-    address, bytes, descriptor of its memfd or -1, 64 bits each. See ``RegionTable``.
+    """The agent's incarnation, then by slot (see ``RegionTable``) the ids and the locations of open regions.
 
-    A peer that has copied from our memory looks for the region's id afterwards: ids are never used twice, so
-    a region that is open has been open throughout.
+    ids: uint32 [MAX_OPEN_REGIONS]. Locations: address, bytes, descriptor of the memfd or -1, 64 bits each.
+    A peer that has copied from our memory looks for the region's id afterwards. Ids are never reused, so a
+    region that is open then was open during the copy.
     """
 
     def __init__(self, incarnation: bytes) -> None:
         self._memory = allocate(LIFELINE_NBYTES, "lifeline", "memfd")
         self._memory.array[:INCARNATION_NBYTES] = np.frombuffer(incarnation, np.uint8)
         self.address = address_of(self._memory.array)
-        self.open_ids: U32 = self._memory.array[INCARNATION_NBYTES:_PLACES_OFFSET].view(np.uint32)
-        self._places = self._memory.array[_PLACES_OFFSET:]
+        self.open_ids: U32 = self._memory.array[INCARNATION_NBYTES:_LOCATIONS_OFFSET].view(np.uint32)
+        self._locations = self._memory.array[_LOCATIONS_OFFSET:]
 
-    def place(self, region: Region) -> None:
-        """Say where a region is; before its id is among the open ones."""
-        at = _PLACE.size * (region.id % MAX_OPEN_REGIONS)
-        _PLACE.pack_into(self._places.data, at, region.address, region.nbytes, region.fd)
+    def publish(self, region: Region) -> None:
+        """Write a region's location. Call before its id is written to ``open_ids``."""
+        at = _LOCATION.size * (region.id % MAX_OPEN_REGIONS)
+        _LOCATION.pack_into(self._locations.data, at, region.address, region.nbytes, region.fd)
 
     @property
     def fd(self) -> int:
@@ -54,14 +54,14 @@ class Lifeline:
 
 
 def lifeline_parts(region_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """(offset, size) of what to look at for some regions: the incarnation, then the slot of each."""
+    """(offset, size) of the incarnation and of the id slot of each region."""
     slots = [(INCARNATION_NBYTES + 4 * (region_id % MAX_OPEN_REGIONS), 4) for region_id in region_ids]
     return [(0, INCARNATION_NBYTES), *slots]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a region is in its owner's process. fd: of its memfd there, or -1."""
+class RegionLocation:
+    """The location of a region in its owner's process. fd: of its memfd there, or -1."""
 
     address: int
     nbytes: int
@@ -69,7 +69,7 @@ class Place:
 
 
 class Process:
-    """Another process on this host, held by a pidfd so that its number cannot come to mean another one."""
+    """Another process of this host. Its pidfd stays valid even when its number is reused."""
 
     def __init__(self, pid: int) -> None:
         """Raises OSError when there is no such process."""
@@ -80,37 +80,35 @@ class Process:
     def alive(self) -> bool:
         if self._fd < 0:
             return False
-        # One of its own: a poll object serves one thread at a time.
+        # A poll object of its own: one cannot be used by several threads.
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         return not poll.poll(0)
 
     def read(self, address: int, parts: Sequence[tuple[int, int]]) -> bytes:
-        """The bytes of each (offset from ``address``, size), joined. OSError: we may not, or there are
-        none.
-        """
+        """Read the bytes of each (offset from ``address``, size), joined. Raises OSError."""
         sizes = np.array([size for _, size in parts], np.uint64)
         copy = np.empty(int(sizes.sum()), np.uint8)
         here = vectors(np.array([address_of(copy)], np.uint64), np.array([len(copy)], np.uint64))
         there = vectors(np.array([address + offset for offset, _ in parts], np.uint64), sizes)
-        num_parts = len(parts)
-        if libc.process_vm_readv(
-            self.pid, address_of(here), 1, address_of(there), num_parts, quick=True
-        ) != len(copy):
-            raise OSError(errno.EFAULT, "the other process has no memory there")
+        copied = libc.process_vm_readv(
+            self.pid, address_of(here), 1, address_of(there), len(parts), quick=True
+        )
+        if copied != len(copy):
+            raise OSError(errno.EFAULT, "the other process has no memory at this address")
         return copy.tobytes()
 
-    def place(self, lifeline: int, region_id: int) -> Place | None:
-        """Where an open region of the agent with that ``lifeline`` is. OSError as ``read``."""
+    def region_location(self, lifeline: int, region_id: int) -> RegionLocation | None:
+        """The location of an open region of the agent with that ``lifeline``. Raises OSError."""
         slot = region_id % MAX_OPEN_REGIONS
-        parts = [(INCARNATION_NBYTES + 4 * slot, 4), (_PLACES_OFFSET + _PLACE.size * slot, _PLACE.size)]
-        facts = self.read(lifeline, parts)
-        if not region_id or int.from_bytes(facts[:4], "little") != region_id:
+        id_part = (INCARNATION_NBYTES + 4 * slot, 4)
+        location = self.read(lifeline, [id_part, (_LOCATIONS_OFFSET + _LOCATION.size * slot, _LOCATION.size)])
+        if not region_id or int.from_bytes(location[:4], "little") != region_id:
             return None
-        return Place(*_PLACE.unpack(facts[4:]))
+        return RegionLocation(*_LOCATION.unpack(location[4:]))
 
     def descriptor(self, fd: int) -> int:
-        """One of our own for its descriptor ``fd``. Raises OSError."""
+        """Duplicate its file descriptor ``fd``. Raises OSError."""
         return libc.pidfd_getfd(self._fd, fd)
 
     def close(self) -> None:
@@ -121,7 +119,7 @@ class Process:
 
 
 def living_process(pid: int) -> Process | None:
-    """A process whose number is known here; else None."""
+    """The process, or None if the pid is 0 or unknown."""
     try:
         return Process(pid) if pid > 0 else None
     except OSError:
@@ -129,11 +127,11 @@ def living_process(pid: int) -> Process | None:
 
 
 def readable_process(pid: int, lifeline: int, incarnation: bytes) -> Process | None:
-    """The process, if its memory can be read from here and it is the agent it says it is; else None."""
+    """The process, if we may read its memory and it is the agent with that ``incarnation``; else None."""
     process = living_process(pid)
     if process is None:
         return None
-    # No right to (Yama, another user, seccomp), or another process: either way not by this path.
+    # An OSError means no permission (Yama, another user, seccomp) or another process.
     with contextlib.suppress(OSError):
         if process.read(lifeline, lifeline_parts(())) == incarnation:
             return process
@@ -142,12 +140,12 @@ def readable_process(pid: int, lifeline: int, incarnation: bytes) -> Process | N
 
 
 def readable_by_peers() -> bool:
-    """Whether other processes of this user can read ours, as far as it can be told from inside."""
+    """Whether other processes of this user can read this one, as far as it can tell itself."""
     try:
         yama = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):
         yama = 0
-    # 0: the same user; 1: whom we allow, and we allow all of the same user; beyond: only with privileges.
+    # 0: the same user may; 1: as ``libc.allow_readers`` says; above: only privileged processes.
     if yama > 1 or not libc.is_dumpable():
         return False
     marker = np.frombuffer(os.urandom(8), np.uint8)

@@ -1,4 +1,4 @@
-"""Regions: memory a transfer agent may move bytes from or to, and who is using it right now."""
+"""Regions: memory that a transfer agent moves bytes from or to, and its current uses."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from moonpool.transfer.memory.span import Spans, check_bounds, region_ids, spans
 from moonpool.transfer.memory.staging import Staging, StagingPool
 from moonpool.transfer.native.arrays import U32, U64
 
-# A use that was told to stop must be gone in this time: it is between two system calls, or its socket was
-# shut.
+# Time for a use to stop: it is between two system calls, or its socket was shut.
 _STOP_S = 5.0
 MAX_OPEN_REGIONS = 4096
 
 
 class Region:
-    """Registered memory. ``id`` is never used again in the agent's life, so a stale span cannot name new
-    memory.
+    """Registered memory. The agent never reuses an ``id``, so a stale span cannot name new memory.
 
-    device: the ordinal of the CUDA device whose memory it is; None: the host's.
+    device: ordinal of the CUDA device that has the memory; None: the host.
     """
 
     def __init__(
@@ -43,18 +41,18 @@ class Region:
         self.address = memory.address
         self.device: int | None = memory.device
         self.on_closed: Callable[[], None] | None = None
-        """Called when nothing uses it any more, before its memory goes."""
+        """Called after the last use, before the memory is freed."""
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """The bytes, uint8 [nbytes]. Raises RegionError where the processor cannot reach them."""
+        """The bytes, uint8 [nbytes]. Raises RegionError for device memory."""
         if isinstance(self._memory, DeviceMemory):
             raise RegionError(self.id, f"is in the memory of CUDA device {self.device}, not the host's")
         return self._memory.array
 
     @property
     def buffer(self) -> memoryview:
-        """The same, a memoryview of format B."""
+        """The bytes as a memoryview of format B."""
         view = memoryview(self.array.data)
         return view if self.writable else view.toreadonly()
 
@@ -73,19 +71,15 @@ class Region:
         return self.id not in self._table
 
     def close(self) -> None:
-        """Take the memory out of use; idempotent.
+        """End all uses of the memory. Idempotent.
 
         Batches that use it, ours and our peers', end with RegionError. When this returns, no thread of the
-        agent touches the bytes; allocated memory is freed when the last array or view of it goes.
+        agent touches the bytes. Allocated memory is freed with the last array or view of it.
         """
         if self._table.remove(self):
             if self.on_closed is not None:
                 self.on_closed()
             self._memory.close()
-
-    def span(self, offset: int = 0, nbytes: int | None = None) -> tuple[int, int, int]:
-        """(id, offset, nbytes), ready for ``Span(*region.span(...))``."""
-        return self.id, offset, self.nbytes - offset if nbytes is None else nbytes
 
     def __enter__(self) -> Region:
         return self
@@ -98,9 +92,7 @@ class Region:
 
 
 class Hold:
-    """A use of some regions. While it is held their memory stays; ``stop`` is called when one of them is
-    closed.
-    """
+    """A use of some regions. It keeps their memory; ``stop`` is called when one of them is closed."""
 
     def __init__(
         self, table: RegionTable, regions: tuple[Region, ...], stop: Callable[[RegionError], None]
@@ -111,17 +103,17 @@ class Hold:
 
     @property
     def device(self) -> int | None:
-        """Of the first of its regions that is in a device's memory; None: all are in the host's."""
+        """Device of the first region in device memory; None: all are in host memory."""
         return next((region.device for region in self.regions if region.device is not None), None)
 
     def staging(self) -> AbstractContextManager[Staging]:
-        """What moves bytes of its ``device``; at the end of the context nothing touches them any more."""
+        """A staging of its ``device``. When the context ends, its copies are complete."""
         assert self.device is not None
         assert self._table.staging is not None
         return self._table.staging.borrow(self.device)
 
     def checksums(self, spans: Spans) -> U64:
-        """Of the bytes of its regions as they are now: uint64 [n]."""
+        """Current checksums of spans of its regions: uint64 [n]."""
         bases = {region.id: region.address for region in self.regions}
         addresses = based(spans.region, spans.offset, bases)
         if self.device is None:
@@ -130,29 +122,29 @@ class Hold:
             return np.array(staging.checksums(addresses, spans.nbytes), np.uint64)
 
     def release(self) -> None:
-        """From any thread; idempotent."""
+        """From any thread. Idempotent."""
         self._table.release(self)
 
 
 class RegionTable:
-    """The regions of one agent. ``hold`` and ``release`` may be called from any thread, the rest from the
-    owner's.
+    """The regions of one agent. ``hold`` and ``release`` are thread-safe; the rest is for the owner's thread.
 
-    open_ids: uint32 [MAX_OPEN_REGIONS]; a region lives in slot id % MAX_OPEN_REGIONS, which holds its id
-    while it is open. Peers on this host look there after a copy, to know that the memory was still meant to
-    be read. place: called with each region before that.
+    A region has slot id % MAX_OPEN_REGIONS.
     """
 
     def __init__(
-        self, open_ids: U32, place: Callable[[Region], None], on_close: Callable[[Region], None]
+        self, open_ids: U32, publish: Callable[[Region], None], on_close: Callable[[Region], None]
     ) -> None:
+        """open_ids: uint32 [MAX_OPEN_REGIONS], the id of the open region of each slot, or 0.
+
+        Peers on this host check it after a copy. publish: called with each region before its id is written.
+        """
         self.staging: StagingPool | None = None
-        """As soon as a region is in a device's memory."""
+        """Set with the first region in device memory."""
         self._open_ids = open_ids
-        self._place = place
+        self._publish = publish
         self._on_close = on_close
-        # The id each slot gives next; the slot that has been free for longest comes first. 0 is no region's
-        # id.
+        # The next id of each free slot; the slot that has been free longest comes first. No region has id 0.
         self._next_ids = deque(range(1, MAX_OPEN_REGIONS))
         self._regions: dict[int, Region] = {}
         self._holds: dict[Hold, None] = {}
@@ -182,12 +174,12 @@ class RegionTable:
         region = Region(self, self._next_ids.popleft(), name, memory, writable)
         with self._changed:
             self._regions[region.id] = region
-            self._place(region)
+            self._publish(region)
             self._open_ids[region.id % MAX_OPEN_REGIONS] = region.id
         return region
 
     def hold(self, region_ids: Iterable[int], stop: Callable[[RegionError], None]) -> Hold:
-        """Raises RegionError when one is not open; then nothing is held."""
+        """Hold regions. Raises RegionError, and holds none, when one is not open."""
         with self._changed:
             hold = Hold(self, tuple(self.get(region_id) for region_id in region_ids), stop)
             self._holds[hold] = None
@@ -199,7 +191,7 @@ class RegionTable:
                 self._changed.notify_all()
 
     def remove(self, region: Region) -> bool:
-        """False when it was removed before. Returns when nobody uses the region any more."""
+        """Stop all uses of the region and wait for their end. False: it was removed before."""
         region_id = region.id
         with self._changed:
             if self._regions.pop(region_id, None) is None:
@@ -207,7 +199,7 @@ class RegionTable:
             self._open_ids[region_id % MAX_OPEN_REGIONS] = 0
             users = [hold for hold in self._holds if region in hold.regions]
         self._on_close(region)
-        # Outside the lock: stopping a use may end it at once, and that releases its hold.
+        # Outside the lock: a use that ends at once releases its hold.
         for hold in users:
             hold.stop(RegionError(region_id, "was closed while a batch was using it"))
         with self._changed:
@@ -222,21 +214,14 @@ class RegionTable:
         for region in self:
             region.close()
 
-    @property
-    def in_use(self) -> bool:
-        """Whether any thread is at work on a region now."""
-        return bool(self._holds)
-
     def check_integrity(self) -> None:
-        """Nothing runs, so nothing is held."""
+        """Check the table. No batch may be in progress."""
         assert not self._holds, f"{len(self._holds)} holds are left"
         published = set(self._open_ids[self._open_ids > 0].tolist())
-        assert published == set(self._regions), "what peers are shown differs from the table"
+        assert published == set(self._regions), "the published ids differ from the table"
 
     def addresses(self, spans: Spans, *, writable: bool) -> U64:
-        """Address of each span, uint64 [n]. Raises SpanError when one is out of bounds or may not be
-        written.
-        """
+        """Address of each span, uint64 [n]. Raises SpanError: out of bounds, not open or read-only."""
         addresses = spans.offset.copy()
         ids = region_ids(spans)
         for region_id in ids:

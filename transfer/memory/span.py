@@ -1,4 +1,4 @@
-"""Spans: which bytes of which region."""
+"""Spans: bytes of a region."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moonpool.transfer.native.arrays import U32, U64, Index
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``nbytes`` bytes from ``offset`` on in region ``region``, ours or the peer's by context."""
+    """``nbytes`` bytes at ``offset`` in region ``region``, local or remote by context."""
 
     region: int
     offset: int
@@ -24,10 +24,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """Many spans in columns: region uint32 [n], offset uint64 [n], nbytes uint64 [n].
-
-    The same as a list of ``Span``, without a Python object for each.
-    """
+    """Many spans in columns: region uint32 [n], offset uint64 [n], nbytes uint64 [n]."""
 
     region: U32
     offset: U64
@@ -45,16 +42,12 @@ class Spans:
         return int(self.nbytes.sum())
 
     def take(self, which: Index) -> Spans:
-        """Some of them, in that order."""
+        """The spans with these indices."""
         return Spans(self.region[which], self.offset[which], self.nbytes[which])
 
     @classmethod
     def of(cls, spans: Sequence[Span] | Spans) -> Spans:
-        """Columns of ``spans``.
-
-        Raises:
-            SpanError: a value is not an integer, negative, or beyond 64 bits.
-        """
+        """Columns of ``spans``. Raises SpanError: a value is not an integer, negative, or too large."""
         if isinstance(spans, Spans):
             return cls(
                 _column(spans.region, np.uint32),
@@ -62,7 +55,7 @@ class Spans:
                 _column(spans.nbytes, np.uint64),
             )
         try:
-            # array.array is the fast way that also refuses floats and negative numbers.
+            # array.array is fast, and refuses floats and negative numbers.
             return cls(
                 np.frombuffer(array("I", [span.region for span in spans]), np.uint32),
                 np.frombuffer(array("Q", [span.offset for span in spans]), np.uint64),
@@ -101,7 +94,7 @@ def _first_bad(spans: Sequence[Span]) -> SpanError:
 
 
 def region_ids(spans: Spans) -> list[int]:
-    """The regions that occur, each once. Nearly always one, so that is made cheap."""
+    """The distinct regions. Fast for one region, the usual case."""
     first = spans.region[0]
     if len(spans) == 1 or bool((spans.region == first).all()):
         return [int(first)]
@@ -109,14 +102,14 @@ def region_ids(spans: Spans) -> list[int]:
 
 
 def spans_in(spans: Spans, region_id: int, ids: list[int]) -> Index:
-    """Which spans are in ``region_id``, one of their region ``ids``."""
+    """Indices of the spans in ``region_id``. ids: ``region_ids(spans)``."""
     if len(ids) == 1:
         return np.arange(len(spans))
     return np.flatnonzero(spans.region == region_id)
 
 
 def check_pairs(local: Spans, remote: Spans) -> None:
-    """Local and remote spans must pair up: as many, each of the same, non-zero size."""
+    """Check that there are equally many spans, in pairs of equal size. Raises SpanError."""
     if len(local) != len(remote):
         raise SpanError(
             min(len(local), len(remote)), f"{len(local)} local spans, but {len(remote)} remote ones"
@@ -130,18 +123,17 @@ def check_pairs(local: Spans, remote: Spans) -> None:
 
 
 def check_bounds(spans: Spans, region_id: int, region_nbytes: int, where: Index) -> None:
-    """``spans[where]`` must lie in a region of ``region_nbytes``; written so that no sum can overflow."""
+    """Check that ``spans[where]`` are inside a region of ``region_nbytes``. No sum overflows."""
     whole = len(where) == len(spans)
     if whole:
-        # As a rule the longest span would fit even where the last one begins: three numbers instead of five
-        # columns, on the way to the first byte of every batch.
+        # Usually even the longest span would fit at the highest offset. This check is much faster.
         longest, last = int(spans.nbytes.max()), int(spans.offset.max())
         if spans.nbytes.min() > 0 and last + longest <= region_nbytes:
             return
     offset = spans.offset if whole else spans.offset[where]
     nbytes = spans.nbytes if whole else spans.nbytes[where]
     size = np.uint64(region_nbytes)
-    # An empty span counts as longer than anything.
+    # The size of an empty span wraps around, so it is found too.
     bad = (nbytes - np.uint64(1) >= size) | (offset > size - np.minimum(nbytes, size))
     if bad.any():
         at = int(where[int(bad.argmax())])
@@ -154,7 +146,7 @@ def check_bounds(spans: Spans, region_id: int, region_nbytes: int, where: Index)
 
 
 def check_disjoint(spans: Spans) -> None:
-    """Destination spans may not overlap: which bytes would win is nobody's choice."""
+    """Check that destination spans do not overlap. Raises SpanError."""
     one_region = bool((spans.region == spans.region[0]).all())
     if one_region and bool((spans.offset[1:] >= spans.offset[:-1] + spans.nbytes[:-1]).all()):
         return

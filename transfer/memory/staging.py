@@ -1,4 +1,4 @@
-"""Device memory on its way: through pinned host memory in two or three slots at a time, or directly."""
+"""Copies of device memory: directly, or through pinned host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from moonpool.transfer.memory.allocation import allocate
-from moonpool.transfer.memory.chunks import pieces, windows
+from moonpool.transfer.memory.chunks import split_runs, windows
 from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.cuda import Cuda, CudaError
 from moonpool.transfer.native.libc import IOV_MAX
@@ -22,18 +22,17 @@ _NUM_SLOTS = 3
 
 Wanted = Callable[[], bool]
 Move = Callable[[U64, U64, U64], bool]
-"""(addresses in a slot, addresses there, sizes) -> whether it was still wanted."""
-
+"""(addresses in a slot, other addresses, sizes) -> False: the copy is no longer wanted."""
 
 _log = logging.getLogger(__name__)
-# Slots that a device may still write to, whatever becomes of their pool.
-_left: list[Staging] = []
+# A device may still write to the slots of these, so they must not be freed.
+_leaked: list[Staging] = []
 
 
 class Staging:
-    """A stream of a device, slots of pinned memory, and an event for each. One thread uses it at a time.
+    """A CUDA stream, and slots of pinned memory with an event each. Used by one thread at a time.
 
-    That stream waits for no other: whoever computes on the same memory sees to it that its kernels are over.
+    The stream does not wait for others: kernels that use the same memory must have ended.
     """
 
     def __init__(self, cuda: Cuda, device: int) -> None:
@@ -45,7 +44,7 @@ class Staging:
         self._events = [cuda.new_event() for _ in range(_NUM_SLOTS)]
 
     def copy(self, to: U64, source: U64, nbytes: U64, wanted: Wanted) -> bool:
-        """Copy ``nbytes[i]`` from ``source[i]`` to ``to[i]``, all of which a device can reach. A ``Copy``."""
+        """Copy ``nbytes[i]`` from ``source[i]`` to ``to[i]``, directly. False: it is no longer wanted."""
         if not wanted():
             return False
         self._cuda.copy(to, source, nbytes, self._stream)
@@ -53,9 +52,9 @@ class Staging:
         self._cuda.wait_for_event(self._events[0])
         return True
 
-    def bring(self, to: U64, other: U64, nbytes: U64, fill: Move) -> bool:
-        """Let ``fill`` put bytes in slots, and copy them to ``to``: those of one while the next is filled."""
-        to, other, nbytes = _cut(to, other, nbytes)
+    def upload(self, to: U64, other: U64, nbytes: U64, fill: Move) -> bool:
+        """Copy to ``to`` what ``fill`` puts into slots; one slot is copied while the next is filled."""
+        to, other, nbytes = _fitting(to, other, nbytes)
         for turn, (begin, end, slot) in enumerate(self._slotted(nbytes)):
             event = self._events[turn % _NUM_SLOTS]
             if turn >= _NUM_SLOTS:
@@ -67,9 +66,9 @@ class Staging:
         self.finish()
         return True
 
-    def take(self, source: U64, other: U64, nbytes: U64, empty: Move) -> bool:
-        """Copy from ``source`` to slots and let ``empty`` have them: one while the next are being filled."""
-        source, other, nbytes = _cut(source, other, nbytes)
+    def download(self, source: U64, other: U64, nbytes: U64, empty: Move) -> bool:
+        """Copy from ``source`` to slots for ``empty``; one slot is emptied while the next are filled."""
+        source, other, nbytes = _fitting(source, other, nbytes)
         parts = self._slotted(nbytes)
 
         def enqueue(turn: int) -> None:
@@ -88,7 +87,7 @@ class Staging:
         return True
 
     def checksums(self, address: U64, nbytes: U64) -> list[int]:
-        """``transfer.checksum`` of each run of device memory, of the bytes as they come out of it."""
+        """``transfer.checksum`` of each run of device memory."""
         ends = np.cumsum(nbytes).tolist()
         found: list[int] = []
         digest, seen = xxhash.xxh3_64(), 0
@@ -103,11 +102,11 @@ class Staging:
                     digest = xxhash.xxh3_64()
             return True
 
-        self.take(address, address, nbytes, read)
+        self.download(address, address, nbytes, read)
         return found
 
     def _slotted(self, nbytes: U64) -> list[tuple[int, int, U64]]:
-        """(begin, end, where each of these rows lies in a slot), slot by slot in turn."""
+        """(begin, end, address of each of these rows in a slot), for one slot after another."""
         parts = []
         for turn, (begin, end, _) in enumerate(windows(nbytes, IOV_MAX, SLOT_NBYTES)):
             sizes = nbytes[begin:end]
@@ -116,7 +115,7 @@ class Staging:
         return parts
 
     def finish(self) -> None:
-        """Returns when nothing that was enqueued touches any memory any more."""
+        """Wait for all copies."""
         self._cuda.wait_for_stream(self._stream)
 
     def close(self) -> None:
@@ -127,15 +126,16 @@ class Staging:
             self._cuda.unpin(self._slots.address)
 
 
-def _cut(address: U64, other: U64, nbytes: U64) -> tuple[U64, U64, U64]:
+def _fitting(address: U64, other: U64, nbytes: U64) -> tuple[U64, U64, U64]:
+    """The same runs, split to fit slots."""
     if nbytes.max() <= SLOT_NBYTES:
         return address, other, nbytes
-    run, skipped, nbytes = pieces(nbytes, SLOT_NBYTES)
+    run, skipped, nbytes = split_runs(nbytes, SLOT_NBYTES)
     return address[run] + skipped, other[run] + skipped, nbytes
 
 
 class StagingPool:
-    """As many as were ever in use at a time. Thread-safe."""
+    """Stagings, made on demand and kept. Thread-safe."""
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
@@ -145,13 +145,13 @@ class StagingPool:
 
     @contextlib.contextmanager
     def borrow(self, device: int) -> Iterator[Staging]:
-        """One of ``device``, which is current meanwhile. When it is given back its copies are over."""
+        """A staging of ``device``, the current device meanwhile. Its copies are complete at the end."""
         with self.cuda.on(device):
             staging = self._find(device)
             try:
                 yield staging
             finally:
-                # Where that fails it stays among the busy ones: the device may still write to its slots.
+                # If this fails the staging stays busy: the device may still write to its slots.
                 staging.finish()
                 with self._lock:
                     self._busy.remove(staging)
@@ -169,13 +169,13 @@ class StagingPool:
         return found
 
     def close(self) -> None:
-        """Nobody borrows any more."""
+        """Free the stagings. None is borrowed any more."""
         for staging in self._idle:
             try:
                 staging.close()
             except CudaError as error:
-                # After an error of the device nothing can be undone; it ends with the process.
-                _log.error("a stream of device %d is left: %s", staging.device, error)
-                _left.append(staging)
-        _left.extend(self._busy)
+                # After a device error nothing can be freed before the process ends.
+                _log.error("a stream of device %d cannot be freed: %s", staging.device, error)
+                _leaked.append(staging)
+        _leaked.extend(self._busy)
         self._idle.clear()

@@ -54,7 +54,7 @@ def forms() -> list[str]:
     return [*(flag for name, flag in _FORMS if name in has), ""]
 
 
-class Mover:
+class CompiledCopy:
     """The library's one function."""
 
     def __init__(self, path: Path) -> None:
@@ -102,12 +102,12 @@ def _declare(loaded: ctypes.CDLL) -> ctypes._NamedFuncPointer:
 
 
 @functools.cache
-def mover() -> Mover | None:
+def compiled_copy() -> CompiledCopy | None:
     """None where it cannot be compiled, which is said once, or is not wanted."""
     if os.environ.get("MOONPOOL_TRANSFER") == "plain":
         return None
     try:
-        return Mover(library(forms()[0]).build())
+        return CompiledCopy(library(forms()[0]).build())
     except (BuildFailed, OSError) as error:
         _log.warning("%s", error)
         return None

@@ -1,54 +1,69 @@
-"""What every way of moving bytes to and from a peer offers, whatever it moves them by."""
+"""The interface of a transport to one peer. A new transport subclasses ``Path``, as ``LocalPath`` does."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from moonpool.transfer.connections.wire import RegionInfo
-from moonpool.transfer.copying.attempt import Attempt, Direction
+from moonpool.transfer.copying.attempt import Attempt
+from moonpool.transfer.copying.batch_request import Direction
+from moonpool.transfer.errors import RegionError
 from moonpool.transfer.memory.chunks import Chunking
 from moonpool.transfer.memory.region import Region
 
 
-class Path(Protocol):
-    """One transport to one peer. All methods are called on the event loop's thread."""
+class Path(ABC):
+    """All methods are called on the event loop's thread.
 
-    @property
-    def name(self) -> str:
-        """local, cuda-ipc, shm, ucx or tcp."""
+    name: local, cuda-ipc, shm, ucx or tcp. networked: bytes leave the host, so writes are verified at the
+    peer unless ``transfer.checksum`` is off.
+    """
 
-    @property
-    def networked(self) -> bool:
-        """Bytes leave the host, so that writes are verified at the other end unless that is turned off."""
+    name: str
+    networked = False
 
     def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
-        """Whether it can move bytes between these regions, by where they lie."""
+        """Whether it can move bytes between these regions, by their kinds of memory."""
+        return True
 
+    @abstractmethod
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
-        """How it wants a batch of ``nbytes`` cut.
-
-        observed: somebody follows the batch span by span, or verifies it, and that goes chunk by chunk.
-        """
+        """The chunks of a batch of ``nbytes``. observed: spans are verified or reported as they complete."""
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
-        """Be ready to start, for these regions of the peer: connect what is not connected. Cheap when it is.
+        """Connect what is needed to move these regions of the peer. Cheap if it is connected.
 
         Raises PathFailed, StaleEpoch, AccessDenied.
         """
+        return
 
+    @abstractmethod
     def start(self, attempt: Attempt) -> None:
-        """Move it. Does not wait and does not raise: what goes wrong goes to ``attempt.stop`` or
-        ``leave``.
-        """
+        """Start moving, without waiting. Errors go to ``attempt.stop`` or ``attempt.leave``."""
 
     def progress(self, attempt: Attempt) -> Mapping[object, int]:
-        """What carries the attempt just now, and of each a number that changes while bytes move; empty where
-        that cannot be told, or nothing can get stuck.
-        """
+        """Per carrier of the attempt a number that changes while bytes move. Empty: it cannot stall."""
+        return {}
 
     def drop(self, carriers: Collection[object]) -> bool:
-        """Give up ``carriers``, out of ``progress``, if others can take over what they carry. False: no."""
+        """Drop ``carriers`` of ``progress`` if others can take over their work. False: they cannot."""
+        return False
 
     async def close(self) -> None:
         """Release sockets, threads and maps. All attempts have ended. Idempotent."""
+        return
+
+
+def known_regions(
+    region_ids: Iterable[int], known: Callable[[int], RegionInfo | None], attempt: Attempt
+) -> list[RegionInfo] | None:
+    """What the peer said of its regions. None, and the attempt is stopped, if it has closed one since."""
+    infos = []
+    for region_id in region_ids:
+        info = known(region_id)
+        if info is None:
+            attempt.stop(RegionError(region_id, "was closed by its owner"))
+            return None
+        infos.append(info)
+    return infos

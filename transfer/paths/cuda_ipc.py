@@ -1,4 +1,4 @@
-"""Device memory of other processes on this host, mapped by CUDA IPC; and the path that copies from it."""
+"""The path between devices of two processes of one host: device memory mapped by CUDA IPC."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from moonpool.transfer.connections.handshake import Identity
 from moonpool.transfer.connections.wire import Op, RegionInfo
-from moonpool.transfer.copying.attempt import Direction
+from moonpool.transfer.copying.batch_request import Direction
 from moonpool.transfer.copying.device import direct_copy
-from moonpool.transfer.copying.peer_memory import Located, PeerMemory
+from moonpool.transfer.copying.peer_memory import CopySource, PeerMemory
 from moonpool.transfer.copying.pool import CopyPool
 from moonpool.transfer.errors import PathFailed
 from moonpool.transfer.memory.chunks import Chunking
@@ -35,23 +35,22 @@ _log = logging.getLogger(__name__)
 
 
 class _Mapping:
-    """An allocation of another process. Its map goes with the last of these."""
+    """A reference to a mapped allocation of another process."""
 
     def __init__(self, cuda: Cuda, device: int, handle: bytes) -> None:
         """Raises CudaError."""
         self.address = _OPENED.acquire(cuda, device, handle)
         self.close = weakref.finalize(self, _OPENED.release, cuda, device, handle)
-        """At the latest when nobody refers to this any more."""
-        # When the process ends, so do its maps.
+        # The process's end unmaps everything.
         self.close.atexit = False
 
 
 class _Opened:
-    """What this process has mapped: a handle can be opened but once, whoever wants it. Thread-safe."""
+    """The mapped allocations, with reference counts: a process can map each only once. Thread-safe."""
 
     def __init__(self) -> None:
         self._maps: dict[tuple[int, bytes], list[int]] = {}
-        # Of the thread: the end of a mapping may come in the middle of the beginning of another one.
+        # Reentrant: the garbage collector may end one mapping while the same thread makes another.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -80,10 +79,10 @@ _OPENED = _Opened()
 
 
 class IpcMemory:
-    """A ``PeerMemory``: the regions of the peer that are in a device's memory."""
+    """A ``PeerMemory``: the peer's regions in device memory."""
 
     def __init__(self, host: PeerMemory, cuda: Callable[[], CudaRegions | None]) -> None:
-        """host: to see whether the peer lives. cuda: ours, as soon as there is one."""
+        """host: the peer's host memory, for its lifeline. cuda: returns ours once there is one."""
         self._host = host
         self._cuda = cuda
         self._mappings: dict[int, _Mapping] = {}
@@ -97,7 +96,7 @@ class IpcMemory:
         handle, offset = region.ipc[:IPC_HANDLE_NBYTES], _offset(region)
         if offset >= _MAX_OFFSET:
             return False
-        # Some milliseconds for a large one.
+        # Takes milliseconds for a large allocation.
         opening = asyncio.ensure_future(asyncio.to_thread(_Mapping, cuda.cuda, cuda.device, handle))
         try:
             mapping = await _wait_for(opening)
@@ -107,7 +106,7 @@ class IpcMemory:
         self._mappings[region.id] = mapping
         return True
 
-    def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> Located:
+    def locate(self, regions: Sequence[RegionInfo], hold: Hold) -> CopySource:
         cuda = self._cuda()
         assert cuda is not None
         maps = {region.id: self._mappings[region.id] for region in regions}
@@ -118,17 +117,16 @@ class IpcMemory:
             try:
                 return direct(to, source, nbytes, stop, digests)
             except CudaError as error:
-                # As the kernel's errors for host memory: the path looks whether the peer lives, and another
-                # one may do.
+                # As for host memory: the path then checks the peer, and another path may succeed.
                 raise OSError(errno.EFAULT, str(error)) from error
 
-        return Located(copy, bases, list(maps.values()))
+        return CopySource(copy, bases, list(maps.values()))
 
     def lifeline(self, region_ids: Sequence[int]) -> bytes:
         return self._host.lifeline(region_ids)
 
     def forget(self, region_id: int) -> None:
-        # A copy that still runs keeps it.
+        # A running copy keeps the mapping.
         self._mappings.pop(region_id, None)
 
     def close(self) -> None:
@@ -137,14 +135,12 @@ class IpcMemory:
 
 
 def _offset(region: RegionInfo) -> int:
-    """Where in its allocation it begins."""
+    """Offset of the region in its allocation."""
     return int.from_bytes(region.ipc[IPC_HANDLE_NBYTES:], "little")
 
 
 async def _wait_for(opening: asyncio.Future[_Mapping]) -> _Mapping:
-    """Its result. When cancelled it waits all the same, and then lets go of it: the peer may be waiting for
-    that to free the memory.
-    """
+    """Its result. A cancellation waits too, then unmaps: the peer may wait for that to free the memory."""
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
@@ -157,8 +153,9 @@ async def _wait_for(opening: asyncio.Future[_Mapping]) -> _Mapping:
 
 
 class CudaIpcPath(ShmPath):
-    """Devices copy from each other. As over shm a write is read by its target, here from our device's memory;
-    what cannot be mapped is left to the other paths.
+    """Copies between devices. As over shm the target reads a write, here from our device memory.
+
+    Regions that cannot be mapped are left to other paths.
     """
 
     name = "cuda-ipc"

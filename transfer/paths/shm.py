@@ -1,6 +1,4 @@
-"""Bytes between two processes of one host: reads straight from the peer's memory, writes fetched by the
-peer.
-"""
+"""The path between two processes of one host."""
 
 from __future__ import annotations
 
@@ -8,31 +6,28 @@ import errno
 import functools
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from moonpool.transfer.connections.descriptor import INCARNATION_NBYTES
 from moonpool.transfer.connections.handshake import Identity
 from moonpool.transfer.connections.wire import RegionInfo
-from moonpool.transfer.copying.attempt import Attempt, Direction
-from moonpool.transfer.copying.job import CopyJob, copy_chunking
-from moonpool.transfer.copying.peer_memory import PeerMemory
-from moonpool.transfer.copying.pool import CopyPool
-from moonpool.transfer.errors import PathFailed, PeerLost, RegionError
+from moonpool.transfer.copying.attempt import Attempt
+from moonpool.transfer.copying.batch_request import Direction
+from moonpool.transfer.copying.job import CopyJob
+from moonpool.transfer.copying.peer_memory import PeerMemory, check_lifeline
+from moonpool.transfer.copying.pool import CopyPool, copy_chunking
+from moonpool.transfer.errors import PathFailed, PeerLost
 from moonpool.transfer.memory.chunks import Chunking
-from moonpool.transfer.memory.region import Region
-from moonpool.transfer.memory.span import Spans, region_ids
+from moonpool.transfer.memory.span import region_ids
+from moonpool.transfer.paths.base import Path, known_regions
 from moonpool.transfer.paths.tcp.stream_path import StreamPath
 
 
-class ShmPath:
-    """A ``Path`` that copies memory.
+class ShmPath(Path):
+    """Copies from the peer's memory.
 
-    A read needs nothing of the peer but that it lives: it may be busy, or stopped. A write is a request that
-    the peer copy from us, so that it is the peer who decides, at that moment, that the memory may be written.
+    A read needs only that the peer's process lives: it may be busy, or stopped. A write asks the peer to copy
+    from us, so that the peer decides, at that moment, whether its memory may be written.
     """
 
     name = "shm"
-    networked = False
 
     def __init__(
         self,
@@ -42,8 +37,8 @@ class ShmPath:
         region: Callable[[int], RegionInfo | None],
         streams: StreamPath | None,
     ) -> None:
-        """region: what is known of one. streams: over a Unix socket, for writes and for memory out of
-        reach; None where it comes to neither.
+        """region: what is known of a peer's region. streams: over a Unix socket, for writes and for memory
+        that cannot be read directly; None: not needed.
         """
         self._pool = pool
         self._peer = peer
@@ -51,9 +46,6 @@ class ShmPath:
         self._region = region
         self._streams = streams
         self._unreachable: set[int] = set()
-
-    def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
-        return True
 
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
         if self._streams is not None and (direction == "write" or self._unreachable):
@@ -71,42 +63,33 @@ class ShmPath:
 
     def start(self, attempt: Attempt) -> None:
         rows = attempt.plan.rows
-        ids = region_ids(Spans(rows.region, rows.offset, rows.nbytes))
+        ids = region_ids(rows.remote_spans)
         if self._streams is not None and (
-            attempt.direction == "write" or self._unreachable.intersection(ids)
+            attempt.request.direction == "write" or self._unreachable.intersection(ids)
         ):
             self._streams.start(attempt)
             return
-        infos: list[RegionInfo] = []
-        for region_id in ids:
-            info = self._region(region_id)
-            if info is None:
-                attempt.stop(RegionError(region_id, "was closed by its owner"))
-                return
-            infos.append(info)
-        located = self._memory.locate(infos, attempt.hold)
-        attempt.afterwards(located.keep.clear)
+        infos = known_regions(ids, self._region, attempt)
+        if infos is None:
+            return
+        source = self._memory.locate(infos, attempt.hold)
+        attempt.on_finished(source.keep.clear)
         CopyJob(
             attempt,
             rows.address,
-            rows.based(located.bases),
-            located.copy,
+            rows.based(source.bases),
+            source.copy,
             conclude=functools.partial(self._conclude, ids),
             waits=attempt.hold.device is not None or any(info.on_device for info in infos),
         ).start(self._pool)
 
     def _conclude(self, region_ids: list[int], failure: OSError | None) -> None:
-        """Was that the peer's memory, and its region, to the end? Region ids are never used twice."""
+        """Check that the regions were open, at the same process, until after the copy."""
         try:
             lifeline = self._memory.lifeline(region_ids)
         except OSError as error:
             raise PeerLost(self._peer.agent_id, f"its memory is gone ({error})") from error
-        if lifeline[:INCARNATION_NBYTES] != self._peer.incarnation:
-            raise PeerLost(self._peer.agent_id, "its process is gone")
-        open_ids = np.frombuffer(lifeline, np.uint32, offset=INCARNATION_NBYTES).tolist()
-        for region_id, open_id in zip(region_ids, open_ids, strict=True):
-            if region_id != open_id:
-                raise RegionError(region_id, "was closed by its owner during the read")
+        check_lifeline(lifeline, self._peer, region_ids)
         if failure is not None and failure.errno == errno.ESRCH:
             raise PeerLost(self._peer.agent_id, "its process is gone") from failure
         if failure is not None:
@@ -116,12 +99,6 @@ class ShmPath:
         """The peer closed the region."""
         self._memory.forget(region_id)
         self._unreachable.discard(region_id)
-
-    def progress(self, attempt: Attempt) -> dict[object, int]:
-        return {}
-
-    def drop(self, carriers: object) -> bool:
-        return False
 
     async def close(self) -> None:
         if self._streams is not None:

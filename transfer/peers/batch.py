@@ -1,4 +1,4 @@
-"""A batch of spans under way: one awaitable, whatever threads and connections it takes."""
+"""A batch of spans in progress."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from moonpool.transfer import metrics
-from moonpool.transfer.copying.attempt import Direction
+from moonpool.transfer.copying.batch_request import BatchRequest
 from moonpool.transfer.errors import ChecksumMismatch, DeadlineExceeded, PeerLost, StaleEpoch, TransferError
-from moonpool.transfer.memory.span import Spans
-from moonpool.transfer.native.arrays import U64, Index
+from moonpool.transfer.native.arrays import Index
 from moonpool.transfer.paths.base import Path
-from moonpool.transfer.peers.failover import Attempts
-
-if TYPE_CHECKING:
-    from moonpool.transfer.copying.joint_read import JointRead
-    from moonpool.transfer.peers.peer import Peer
+from moonpool.transfer.peers.failover import Failover, PeerRoute
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,48 +27,31 @@ class TransferReport:
     transport: str
 
 
+class BatchOwner(Protocol):
+    """What a batch needs of its peer."""
+
+    def notify(self, payload: bytes) -> None: ...
+
+    def lose(self, error: TransferError) -> None: ...
+
+    def batch_ended(self, batch: Batch) -> None: ...
+
+
 class Batch:
-    """``await`` it for its ``TransferReport``, or its error; it runs whether awaited or not.
+    """Await it for its ``TransferReport`` or its error. It runs whether it is awaited or not.
 
     Cancelling an ``await`` cancels the batch, and returns only when nothing touches the local spans any more.
     """
 
-    def __init__(
-        self,
-        peer: Peer,
-        direction: Direction,
-        local: Spans,
-        addresses: U64,
-        remote: Spans,
-        *,
-        deadline_s: float,
-        checksums: U64 | None,
-        verify_on_network: bool,
-        notify: bytes | None,
-        joint: JointRead | None,
-    ) -> None:
-        self.nbytes = local.total_nbytes
-        self._peer = peer
-        self._direction: Direction = direction
-        self._num_spans = len(local)
-        self._deadline_s = deadline_s
-        self._notify = notify
-        self._attempts = Attempts(
-            peer,
-            direction,
-            local,
-            addresses,
-            remote,
-            deadline_s=deadline_s,
-            checksums=checksums,
-            verify_on_network=verify_on_network,
-            joint=joint,
-        )
-        loop = asyncio.get_running_loop()
-        self._ends_at = loop.time() + deadline_s
+    def __init__(self, owner: BatchOwner, route: PeerRoute, request: BatchRequest) -> None:
+        self.nbytes = request.nbytes
+        self._owner = owner
+        self._agent_id = route.agent_id
+        self._request = request
+        self._failover = Failover(route, request)
         self._begun = False
-        self._task = loop.create_task(self._run())
-        self._task.add_done_callback(lambda _: peer.batch_ended(self))
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(lambda _: owner.batch_ended(self))
 
     def __await__(self) -> Generator[Any, None, TransferReport]:
         return self._task.__await__()
@@ -82,37 +60,37 @@ class Batch:
         return self._task.done()
 
     def cancel(self) -> None:
-        """Stop it; ``await`` then raises CancelledError, once the spans are free."""
+        """Stop it. ``await`` then raises CancelledError, once nothing touches the spans any more."""
         self._task.cancel()
 
     def fail(self, error: TransferError) -> None:
-        """End it with ``error``. For the peer's use."""
-        if self._attempts.failure is None and not self._task.done():
-            self._attempts.failure = error
-            # A task that is cancelled before its first step never gets to say why.
+        """End it with ``error``. Called by the peer."""
+        if self._failover.failure is None and not self._task.done():
+            self._failover.failure = error
+            # A task that is cancelled before its first step could not raise the error.
             if self._begun:
                 self._task.cancel()
 
     async def ended(self) -> None:
-        """Wait until it has, however it did."""
+        """Wait for the end. Raises nothing."""
         await asyncio.wait([self._task])
 
     def uses(self, region_id: int) -> bool:
-        return region_id in self._attempts.remote_regions
+        return region_id in self._request.remote_regions
 
     async def completions(self) -> AsyncIterator[int]:
-        """The indices of spans as they become complete (and verified), in no particular order, each once.
+        """Yield the index of each span once, as it becomes complete and verified, in any order.
 
-        Ask before the first ``await`` after ``read`` or ``write``, or earlier ones are missed. Ends with the
-        batch, and raises its error. Spans are the caller's only when the batch has ended, but those named
-        here are already whole.
+        Call it before the first ``await`` after ``read`` or ``write``, or earlier spans are missed. It ends
+        with the batch and raises its error. The yielded spans are complete, but memory stays in use until the
+        batch has ended.
         """
         completed: asyncio.Queue[Index | None] = asyncio.Queue()
-        self._attempts.on_spans = completed.put_nowait
+        self._failover.on_spans = completed.put_nowait
         self._task.add_done_callback(lambda _: completed.put_nowait(None))
-        seen = np.zeros(self._num_spans, bool)
+        seen = np.zeros(len(self._request.local), bool)
         while (spans := await completed.get()) is not None:
-            # A second attempt completes some of them again.
+            # A second attempt completes some spans again.
             fresh = spans[~seen[spans]]
             seen[fresh] = True
             for index in fresh.tolist():
@@ -121,44 +99,43 @@ class Batch:
 
     async def _run(self) -> TransferReport:
         self._begun = True
-        in_flight = metrics.in_flight(self._direction)
-        in_flight.inc(self.nbytes)
+        direction, nbytes = self._request.direction, self.nbytes
+        in_flight = metrics.in_flight(direction)
+        in_flight.inc(nbytes)
         started = time.perf_counter()
         try:
             path = await self._within_deadline()
-            seconds = time.perf_counter() - started
-            self._count(path, seconds)
-            return TransferReport(self.nbytes, seconds, path.name)
         except BaseException as error:
-            metrics.FAILURES.labels(self._direction, type(error).__name__).inc()
+            metrics.FAILURES.labels(direction, type(error).__name__).inc()
             if isinstance(error, ChecksumMismatch):
-                metrics.CHECKSUM_MISMATCHES.labels(self._direction).inc()
+                metrics.CHECKSUM_MISMATCHES.labels(direction).inc()
             if isinstance(error, PeerLost | StaleEpoch):
-                self._peer.lose(error)
+                self._owner.lose(error)
             raise
         finally:
-            in_flight.dec(self.nbytes)
+            in_flight.dec(nbytes)
+        seconds = time.perf_counter() - started
+        counters = metrics.of_path(path.name, direction)
+        counters.nbytes.inc(nbytes)
+        counters.spans.inc(len(self._request.local))
+        counters.seconds.observe(seconds)
+        counters.bandwidth.observe(nbytes, seconds)
+        return TransferReport(nbytes, seconds, path.name)
 
     async def _within_deadline(self) -> Path:
+        request = self._request
         try:
-            if self._attempts.failure is not None:
-                raise self._attempts.failure
-            async with asyncio.timeout_at(self._ends_at):
-                path = await self._attempts.run()
+            if self._failover.failure is not None:
+                raise self._failover.failure
+            async with asyncio.timeout(request.seconds_left()):
+                path = await self._failover.run()
         except TimeoutError:
-            what = f"a {self._direction} of {self.nbytes} bytes"
-            raise DeadlineExceeded(self._peer.agent_id, self._deadline_s, what) from None
+            what = f"a {request.direction} of {request.nbytes} bytes"
+            raise DeadlineExceeded(self._agent_id, request.deadline_s, what) from None
         except asyncio.CancelledError:
-            if self._attempts.failure is not None and self._task.cancelling() == 1:
-                raise self._attempts.failure from None
+            if self._failover.failure is not None and self._task.cancelling() == 1:
+                raise self._failover.failure from None
             raise
-        if self._notify is not None:
-            self._peer.notify(self._notify)
+        if request.notify is not None:
+            self._owner.notify(request.notify)
         return path
-
-    def _count(self, path: Path, seconds: float) -> None:
-        counters = metrics.of_path(path.name, self._direction)
-        counters.nbytes.inc(self.nbytes)
-        counters.spans.inc(self._num_spans)
-        counters.seconds.observe(seconds)
-        counters.bandwidth.observe(self.nbytes, seconds)

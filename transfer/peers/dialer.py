@@ -1,4 +1,4 @@
-"""Finding the ways to a peer: in this process, on this host, over the network."""
+"""Connecting to peers: which paths lead to a peer in this process, on this host or over the network."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import asyncio
 import contextlib
 import functools
 import ipaddress
-import logging
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.network.sockets import prepare
-from moonpool.runtime.network.tls import secure
-from moonpool.transfer.connections.control import Control
+from moonpool.runtime.network.tls import TlsContexts, secure
+from moonpool.transfer.agent_memory import AgentMemory
+from moonpool.transfer.connections.control import Control, ControlOwner
 from moonpool.transfer.connections.descriptor import AgentDescriptor
-from moonpool.transfer.connections.handshake import meet_server, receive_descriptor
+from moonpool.transfer.connections.handshake import Authenticated, handshake_as_client, receive_descriptor
 from moonpool.transfer.connections.host import boot_id
-from moonpool.transfer.connections.local_link import AGENTS, LocalLink
+from moonpool.transfer.connections.link import AGENTS, Link, LocalAgent, LocalLink
 from moonpool.transfer.connections.wire import Kind, Op, WireError
 from moonpool.transfer.copying.peer_memory import LIFELINE_ID, MappedMemory, PeerMemory, ProcessMemory
+from moonpool.transfer.copying.pool import CopyPool
 from moonpool.transfer.errors import PathFailed, PeerLost
 from moonpool.transfer.memory.allocation import map_shared
 from moonpool.transfer.memory.device_regions import CudaRegions
@@ -35,214 +38,222 @@ from moonpool.transfer.paths.tcp.stream_path import StreamPath
 from moonpool.transfer.paths.ucx.rma_path import UcxPath
 from moonpool.transfer.peers.peer import Peer
 
-if TYPE_CHECKING:
-    from moonpool.transfer.agent import TransferAgent
-
-_log = logging.getLogger(__name__)
-
-# How long the control connection is tried at one of several addresses.
+# Time limit of connecting to one of several addresses; the others need time too.
 _RAIL_S = 1.0
 
+Address = tuple[str, int] | None
+"""(host, port); None: the peer's Unix socket."""
 
-async def connect_peer(agent: TransferAgent, target: AgentDescriptor) -> Peer:
-    """Raises StaleEpoch, AccessDenied, or PeerLost with what was tried."""
-    names = [name for name in agent.options.transports if name in target.transports]
-    peer = functools.partial(
-        Peer, target.agent_id, target.epoch, regions=agent.regions, verify=agent.options.checksum
-    )
-    there = AGENTS.get((os.getpid(), target.incarnation))
-    if "local" in names and there is not None:
-        link = LocalLink(agent, there, lambda link: agent.peers.link_lost(link, "its agent was closed"))
-        return peer(link=link, paths=[LocalPath(agent.pool, there.regions)])
 
-    failures: list[str] = []
-    if {"shm", "cuda-ipc"}.intersection(names) and target.unix_name and target.boot_id == boot_id():
-        # Being reachable under a name of this network namespace is the proof that it is this host.
-        try:
-            control = await _connect_control(agent, target)
+class Dialer:
+    """Makes the connections of one agent. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        options: TransferOptions,
+        tls: TlsContexts | None,
+        pool: CopyPool,
+        memory: AgentMemory,
+        local: LocalAgent,
+        owner: ControlOwner,
+    ) -> None:
+        """local, memory, pool: of the agent. owner: of its control connections."""
+        self._options = options
+        self._tls = tls
+        self._pool = pool
+        self._memory = memory
+        self._local = local
+        self._owner = owner
+
+    async def connect(self, target: AgentDescriptor, on_lost: Callable[[Link, str], None]) -> Peer:
+        """Connect to ``target``. on_lost: called when an agent of this process is closed.
+
+        Raises StaleEpoch, AccessDenied, or PeerLost, which lists what was tried.
+        """
+        names = [name for name in self._options.transports if name in target.transports]
+        there = AGENTS.get((os.getpid(), target.incarnation))
+        if "local" in names and there is not None:
+            link = LocalLink(self._local, there, on_lost)
+            return self._peer(target, link, [LocalPath(self._pool, there.regions)])
+
+        failures: list[str] = []
+        if {"shm", "cuda-ipc"}.intersection(names) and target.unix_name and target.boot_id == boot_id():
+            # Only a process of this host can be reached by a name in our network namespace.
             try:
-                return peer(link=control, paths=await _same_host_paths(agent, target, control, names))
-            except BaseException:
-                control.close()
-                raise
-        except (OSError, WireError, PathFailed) as error:
-            failures.append(f"shm: {error}")
-    if target.tcp_port and ("tcp" in names or "ucx" in names):
-        for address in target.tcp_addresses:
-            last = address == target.tcp_addresses[-1]
-            try:
-                # One that does not answer must leave time for the others.
-                async with asyncio.timeout(None if last else _RAIL_S):
-                    control = await _connect_control(agent, target, address)
-            except (OSError, WireError) as error:
-                failures.append(f"tcp: {str(error) or f'{address[0]} does not answer'}")
-            else:
-                return peer(link=control, paths=_network_paths(agent, target, control, names))
-    if not failures:
-        failures.append(f"of its transports ({', '.join(target.transports)}) none leads there from here")
-    raise PeerLost(target.agent_id, "; ".join(failures))
+                control = await self._connect_control(target, None)
+                try:
+                    return self._peer(target, control, await self._same_host_paths(target, control, names))
+                except BaseException:
+                    control.close()
+                    raise
+            except (OSError, WireError, PathFailed) as error:
+                failures.append(f"shm: {error}")
+        if target.tcp_port and ("tcp" in names or "ucx" in names):
+            for address in target.tcp_addresses:
+                last = address == target.tcp_addresses[-1]
+                try:
+                    async with asyncio.timeout(None if last else _RAIL_S):
+                        control = await self._connect_control(target, address)
+                except (OSError, WireError) as error:
+                    failures.append(f"tcp: {str(error) or f'{address[0]} does not answer'}")
+                else:
+                    return self._peer(target, control, self._network_paths(target, control, names))
+        if not failures:
+            failures.append(f"none of its transports ({', '.join(target.transports)}) can be used from here")
+        raise PeerLost(target.agent_id, "; ".join(failures))
 
+    def connect_back(self, control: Control) -> Peer:
+        """A peer for reading from the agent that made ``control`` to us. Raises PathFailed."""
+        remote = control.remote
+        identity = remote.identity
+        paths: list[Path] = []
+        process = readable_process(remote.pid, identity.lifeline, identity.incarnation)
+        if "cuda-ipc" in self._options.transports and process is not None:
+            paths.append(self._cuda_ipc_path(control, ProcessMemory(process, identity), None))
+        if self._memory.ucx is not None:
+            paths.append(self._ucx_path(control, None))
+        if not paths:
+            raise PathFailed("fetch", "the memory of the writing process cannot be reached")
+        return Peer(
+            identity.agent_id,
+            identity.epoch,
+            link=control,
+            paths=paths,
+            regions=self._memory.regions,
+            verify=False,
+            owns_link=False,
+        )
 
-async def _connect_control(
-    agent: TransferAgent, target: AgentDescriptor, address: tuple[str, int] | None = None
-) -> Control:
-    sock = await _connect(agent, target, address)
-    try:
-        met = await meet_server(sock, target, agent.identity, agent.options.secret, Kind.CONTROL)
-        return Control(sock, met, agent)
-    except BaseException:
-        sock.close()
-        raise
+    def _peer(self, target: AgentDescriptor, link: Link, paths: Sequence[Path]) -> Peer:
+        regions, verify = self._memory.regions, self._options.checksum
+        return Peer(target.agent_id, target.epoch, link, paths, regions, verify=verify)
 
+    # ------------------------------------------------------------------ paths
 
-async def _same_host_paths(
-    agent: TransferAgent, target: AgentDescriptor, control: Control, names: list[str]
-) -> list[Path]:
-    identity, pid = control.met.identity, control.met.pid
-    memory: PeerMemory
-    process = readable_process(pid, identity.lifeline, identity.incarnation)
-    if process is not None:
-        memory = ProcessMemory(process, identity)
-    else:
-        map_region = functools.partial(_map_region, agent, target)
-        memory = MappedMemory(await map_region(LIFELINE_ID, LIFELINE_NBYTES), map_region, living_process(pid))
-    streams = functools.partial(
-        StreamPath,
-        connects=[functools.partial(_connect_data, agent, target, None)],
-        streams=1,
-        slice_nbytes=agent.options.tcp.slice_nbytes,
-    )
-    paths: list[Path] = []
-    for name in names:
-        if name == "cuda-ipc":
-            writes = streams("cuda-ipc", device_write_op=Op.FETCH)
-            paths.append(_cuda_ipc_path(agent, control, memory, writes))
-        elif name == "shm":
-            # Who may read the peer's memory is most likely readable by it, too; it says so if not.
-            reads_us = Op.PULL if process is not None else Op.WRITE
-            shm = ShmPath(
-                agent.pool, identity, memory, control.known_region, streams("shm", write_op=reads_us)
-            )
-            control.on_region_closed(shm.forget)
-            paths.append(shm)
-    return [*paths, *_network_paths(agent, target, control, names)]
+    async def _same_host_paths(
+        self, target: AgentDescriptor, control: Control, names: list[str]
+    ) -> list[Path]:
+        identity, pid = control.remote.identity, control.remote.pid
+        memory: PeerMemory
+        process = readable_process(pid, identity.lifeline, identity.incarnation)
+        if process is not None:
+            memory = ProcessMemory(process, identity)
+        else:
+            map_region = functools.partial(self._map_region, target)
+            lifeline = await map_region(LIFELINE_ID, LIFELINE_NBYTES)
+            memory = MappedMemory(lifeline, map_region, living_process(pid))
+        paths: list[Path] = []
+        for name in names:
+            if name == "cuda-ipc":
+                writes = self._streams("cuda-ipc", target, [None], 1, device_write_op=Op.FETCH)
+                paths.append(self._cuda_ipc_path(control, memory, writes))
+            elif name == "shm":
+                # If we can read the peer's memory, it can most likely read ours. It reports if not.
+                write_op = Op.PULL if process is not None else Op.WRITE
+                streams = self._streams("shm", target, [None], 1, write_op=write_op)
+                shm = ShmPath(self._pool, identity, memory, control.known_region, streams)
+                control.on_region_closed(shm.forget)
+                paths.append(shm)
+        return [*paths, *self._network_paths(target, control, names)]
 
+    def _network_paths(self, target: AgentDescriptor, control: Control, names: list[str]) -> list[Path]:
+        """In the order of ``transfer.transports``."""
+        paths: list[Path] = []
+        tcp_streams = self._options.tcp.streams
+        for name in names:
+            if name == "ucx" and self._memory.ucx is not None:
+                writes = self._streams("tcp", target, target.tcp_addresses, tcp_streams, write_op=Op.FETCH)
+                paths.append(self._ucx_path(control, writes))
+            elif name == "tcp" and target.tcp_port:
+                paths.append(self._streams("tcp", target, target.tcp_addresses, tcp_streams))
+        return paths
 
-def _cuda_ipc_path(
-    agent: TransferAgent, control: Control, memory: PeerMemory, writes: StreamPath | None
-) -> CudaIpcPath:
-    def cuda() -> CudaRegions | None:
-        return agent.memory.cuda
+    def _cuda_ipc_path(self, control: Control, memory: PeerMemory, writes: StreamPath | None) -> CudaIpcPath:
+        def cuda() -> CudaRegions | None:
+            return self._memory.cuda
 
-    identity, mapped = control.met.identity, IpcMemory(memory, cuda)
-    path = CudaIpcPath(agent.pool, identity, mapped, control.known_region, writes, cuda)
-    control.on_region_closed(path.forget)
-    return path
+        identity, mapped = control.remote.identity, IpcMemory(memory, cuda)
+        path = CudaIpcPath(self._pool, identity, mapped, control.known_region, writes, cuda)
+        control.on_region_closed(path.forget)
+        return path
 
+    def _ucx_path(self, control: Control, writes: StreamPath | None) -> UcxPath:
+        assert self._memory.ucx is not None
+        path = UcxPath(
+            self._memory.ucx.worker, control.remote.identity, control.region, control.known_region, writes
+        )
+        control.on_region_closed(path.forget)
+        return path
 
-async def _map_region(
-    agent: TransferAgent, target: AgentDescriptor, region_id: int, nbytes: int
-) -> npt.NDArray[np.uint8]:
-    """The memfd of a region of the peer, mapped read-only. Raises PathFailed."""
-    try:
-        sock = await _connect(agent, target, None)
-        with sock:
-            await meet_server(sock, target, agent.identity, agent.options.secret, Kind.SHARE, region_id)
-            fd = await receive_descriptor(sock)
+    def _streams(
+        self,
+        name: str,
+        target: AgentDescriptor,
+        addresses: Sequence[Address],
+        streams: int,
+        *,
+        write_op: Op = Op.WRITE,
+        device_write_op: Op = Op.WRITE,
+    ) -> StreamPath:
+        return StreamPath(
+            name,
+            [functools.partial(self._connect_data, target, address) for address in addresses],
+            streams=streams,
+            slice_nbytes=self._options.tcp.slice_nbytes,
+            write_op=write_op,
+            device_write_op=device_write_op,
+        )
+
+    # ------------------------------------------------------------------ connections
+
+    async def _connect_control(self, target: AgentDescriptor, address: Address) -> Control:
+        sock, remote = await self._connect(target, address, Kind.CONTROL, 0)
+        return Control(sock, remote, self._owner)
+
+    async def _connect_data(self, target: AgentDescriptor, address: Address, number: int) -> socket.socket:
+        return (await self._connect(target, address, Kind.DATA, number))[0]
+
+    async def _map_region(
+        self, target: AgentDescriptor, region_id: int, nbytes: int
+    ) -> npt.NDArray[np.uint8]:
+        """Map the memfd of a peer's region read-only. Raises PathFailed."""
         try:
-            return map_shared(fd, nbytes)
-        finally:
-            os.close(fd)
-    except (OSError, WireError) as error:
-        raise PathFailed("shm", f"cannot map region {region_id}: {error}") from error
+            sock, _ = await self._connect(target, None, Kind.MEMFD, region_id)
+            with sock:
+                fd = await receive_descriptor(sock)
+            try:
+                return map_shared(fd, nbytes)
+            finally:
+                os.close(fd)
+        except (OSError, WireError) as error:
+            raise PathFailed("shm", f"cannot map region {region_id}: {error}") from error
 
-
-def _network_paths(
-    agent: TransferAgent, target: AgentDescriptor, control: Control, names: list[str]
-) -> list[Path]:
-    """In the order of ``transfer.transports``: whoever names ucx first wants it first."""
-    paths: list[Path] = []
-    for name in names:
-        if name == "ucx" and agent.memory.ucx is not None:
-            streams = _tcp_path(agent, target, Op.FETCH)
-            peer = (target.agent_id, target.incarnation)
-            ucx = UcxPath(agent.memory.ucx.worker, peer, control.region, control.known_region, streams)
-            control.on_region_closed(ucx.forget)
-            paths.append(ucx)
-        elif name == "tcp" and target.tcp_port:
-            paths.append(_tcp_path(agent, target))
-    return paths
-
-
-def writer_of(agent: TransferAgent, control: Control) -> Peer:
-    """The other side of a connection it made to us, to read from what it writes. Raises PathFailed."""
-    identity = control.met.identity
-    paths: list[Path] = []
-    process = readable_process(control.met.pid, identity.lifeline, identity.incarnation)
-    if "cuda-ipc" in agent.options.transports and process is not None:
-        paths.append(_cuda_ipc_path(agent, control, ProcessMemory(process, identity), None))
-    if agent.memory.ucx is not None:
-        peer = (identity.agent_id, identity.incarnation)
-        ucx = UcxPath(agent.memory.ucx.worker, peer, control.region, control.known_region, None)
-        control.on_region_closed(ucx.forget)
-        paths.append(ucx)
-    if not paths:
-        raise PathFailed("fetch", "the memory of the writing process cannot be reached")
-    return Peer(
-        identity.agent_id,
-        identity.epoch,
-        link=control,
-        paths=paths,
-        regions=agent.regions,
-        verify=False,
-        owns_link=False,
-    )
-
-
-def _tcp_path(agent: TransferAgent, target: AgentDescriptor, write_op: Op = Op.WRITE) -> StreamPath:
-    tcp = agent.options.tcp
-    connects = [functools.partial(_connect_data, agent, target, address) for address in target.tcp_addresses]
-    return StreamPath("tcp", connects, streams=tcp.streams, slice_nbytes=tcp.slice_nbytes, write_op=write_op)
-
-
-async def _connect_data(
-    agent: TransferAgent, target: AgentDescriptor, address: tuple[str, int] | None, number: int
-) -> socket.socket:
-    sock = await _connect(agent, target, address)
-    try:
-        await meet_server(sock, target, agent.identity, agent.options.secret, Kind.DATA, number)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-async def _connect(
-    agent: TransferAgent, target: AgentDescriptor, address: tuple[str, int] | None
-) -> socket.socket:
-    """A connected, non-blocking socket: over TCP to ``address``, else on this host. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    where: Any
-    if address is None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        where = f"\0{target.unix_name}"
-    else:
-        family, where = await _resolve(*address)
+    async def _connect(
+        self, target: AgentDescriptor, address: Address, kind: Kind, argument: int
+    ) -> tuple[socket.socket, Authenticated]:
+        """A connected, non-blocking socket after the handshake. Raises OSError and the handshake's errors."""
+        where: Any = f"\0{target.unix_name}"
+        family = socket.AF_UNIX
+        if address is not None:
+            family, where = await _resolve(*address)
         sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        prepare(sock)
-        await loop.sock_connect(sock, where)
-    except BaseException:
-        sock.close()
-        raise
-    if agent.tls is not None and address is not None:
-        return await secure(sock, agent.tls.client, server=False)
-    return sock
+        try:
+            prepare(sock)
+            await asyncio.get_running_loop().sock_connect(sock, where)
+            if self._tls is not None and address is not None:
+                sock = await secure(sock, self._tls.client, server=False)
+            remote = await handshake_as_client(
+                sock, target, self._local.identity, self._options.secret, kind, argument
+            )
+        except BaseException:
+            sock.close()
+            raise
+        return sock, remote
 
 
-async def _resolve(host: str, port: int) -> tuple[int, Any]:
+async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     with contextlib.suppress(ValueError):
-        # Numbers, as usual: no need for a resolver and its thread.
+        # An IP address, as usual, needs no resolver and its thread.
         version = ipaddress.ip_address(host).version
         return (socket.AF_INET6 if version == 6 else socket.AF_INET), (host, port)
     resolved = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -1,11 +1,11 @@
-"""Another agent, connected: the other end of reads and writes."""
+"""A connected agent: the other end of reads and writes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -14,19 +14,20 @@ import numpy as np
 from moonpool.transfer import metrics
 from moonpool.transfer.connections.link import Link
 from moonpool.transfer.connections.wire import MAX_FRAME_NBYTES
-from moonpool.transfer.copying.attempt import Direction
+from moonpool.transfer.copying.batch_request import BatchRequest, Direction
 from moonpool.transfer.copying.joint_read import JointRead
 from moonpool.transfer.errors import RegionError, SpanError, TransferError
 from moonpool.transfer.memory.region import RegionTable
-from moonpool.transfer.memory.span import Span, Spans, check_disjoint, check_pairs
+from moonpool.transfer.memory.span import Span, Spans, check_disjoint, check_pairs, region_ids
 from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.peers.batch import Batch
+from moonpool.transfer.peers.failover import PeerRoute
 from moonpool.transfer.peers.path_choice import PathChoice
 
 
 class Peer:
-    """One incarnation of an agent. When its process goes, this object is of no more use: connect again.
+    """One incarnation of an agent. It cannot be used after its process has ended: connect again.
 
     All methods belong to the event loop's thread.
     """
@@ -42,36 +43,36 @@ class Peer:
         verify: bool,
         owns_link: bool = True,
     ) -> None:
-        """owns_link: it ends with this object; else it serves the other side, which made it."""
+        """owns_link: close the link with this object; False if the other side made the connection."""
         self.agent_id = agent_id
         self.epoch = epoch
         self.link = link
-        self.paths = PathChoice(paths)
-        self.regions = regions
-        self.thread_id = threading.get_ident()
+        self.route = PeerRoute(agent_id, link, PathChoice(paths), regions)
         self.owns_link = owns_link
         self._verify = verify
         self._batches: set[Batch] = set()
-        self._letting_go: set[asyncio.Task[None]] = set()
+        self._releasing: set[asyncio.Task[None]] = set()
         self._lost: TransferError | None = None
         self.on_lost: Callable[[Peer], None] | None = None
         link.on_region_closed(self._region_closed)
 
     @property
     def lost(self) -> bool:
-        """True from when its process was seen to be gone, or the agent was closed."""
+        """True once its process was seen to be gone, or the agent was closed."""
         return self._lost is not None
 
     @property
+    def paths(self) -> PathChoice:
+        return self.route.paths
+
+    @property
     def bandwidth(self) -> dict[str, float]:
-        """Bytes/s by path, a moving average of batches of 1 MiB and more."""
+        """Bytes/s by path: a moving average over batches of 1 MiB and more."""
         return self.paths.bandwidth
 
     @property
     def nbytes_per_s(self) -> float:
-        """What the first of the paths that were measured has reached, in the order in which they would be
-        taken now; 0: none was.
-        """
+        """The bandwidth of the first measured path in the current order; 0: no path was measured."""
         bandwidth = self.bandwidth
         return next((bandwidth[path.name] for path in self.paths.ranked() if path.name in bandwidth), 0.0)
 
@@ -84,19 +85,17 @@ class Peer:
         checksums: Sequence[int] | None = None,
         joint: JointRead | None = None,
     ) -> Batch:
-        """Copy ``remote[i]``, in the peer's regions, to ``local[i]``, in ours; the sizes must be equal.
+        """Copy ``remote[i]``, in the peer's regions, to ``local[i]``, in ours, of equal sizes.
 
-        checksums: ``transfer.checksum`` of each span's bytes, as its owner gave it; compared with what
-        arrived, unless ``transfer.checksum`` is off. joint: of reads from several peers that are asked for
-        together.
+        checksums: the owner's ``transfer.checksum`` of each span; verified unless ``transfer.checksum`` is
+        off. joint: of reads from several peers that fill the same blocks.
 
-        Raises, here and before anything is posted: SpanError, which names the span. The batch, when awaited,
-        raises
+        Raises SpanError, which names the span, before anything is posted. The awaited batch raises
             SpanError, RegionError: the peer has no such bytes; nothing was read.
             ChecksumMismatch, PeerLost, StaleEpoch, DeadlineExceeded, RegionError: the bytes of the local
             spans are undefined, and nothing touches them any more.
         """
-        return self._post("read", local, remote, deadline_s, checksums, None, joint)
+        return self._post("read", local, remote, deadline_s, checksums, joint=joint)
 
     def write(
         self,
@@ -107,20 +106,19 @@ class Peer:
         checksums: Sequence[int] | None = None,
         notify: bytes | None = None,
     ) -> Batch:
-        """Copy ``local[i]`` to ``remote[i]``; the mirror image of ``read``, with the same errors.
+        """Copy ``local[i]`` to ``remote[i]``; otherwise as ``read``, with the same errors.
 
-        checksums: of each span's bytes; the peer's copy is compared with them. Without, the checksums of the
-        local bytes are used where the bytes travel over a network. notify: a note for the peer, sent once
-        everything is there.
-        After an error the remote spans are undefined. The peer stops writing as soon as it learns of the
-        error, and in any case at the deadline: take the memory for something else only after that.
+        checksums: of each span; the peer's copy is verified against them. Without them, writes over a network
+        are verified against the local bytes. notify: a note sent to the peer after all bytes have arrived.
+        After an error the remote spans are undefined. The peer stops writing when it learns of the error, at
+        the latest at the deadline: do not reuse the memory before.
         """
-        return self._post("write", local, remote, deadline_s, checksums, notify, None)
+        return self._post("write", local, remote, deadline_s, checksums, notify=notify)
 
     def notify(self, payload: bytes) -> None:
-        """Hand the peer a note of at most 64 KiB; it comes out of its ``notifications()``, in order.
+        """Send the peer a note of at most 64 KiB. Its ``notifications()`` returns notes in order.
 
-        TransferError when the connection is broken, or a stopped peer left too many unread.
+        Raises TransferError when the connection is broken, or the peer has left too many notes unread.
         """
         if self._lost is not None:
             raise self._lost
@@ -135,8 +133,9 @@ class Peer:
         remote: Sequence[Span] | Spans,
         deadline_s: float,
         checksums: Sequence[int] | None,
-        notify: bytes | None,
-        joint: JointRead | None,
+        *,
+        notify: bytes | None = None,
+        joint: JointRead | None = None,
     ) -> Batch:
         if self._lost is not None:
             raise self._lost
@@ -144,23 +143,27 @@ class Peer:
             raise ValueError(f"deadline_s must be positive and finite, got {deadline_s}")
         here, there = Spans.of(local), Spans.of(remote)
         check_pairs(here, there)
-        promised = None if checksums is None else _check_checksums(checksums, len(here))
+        expected = None if checksums is None else _check_checksums(checksums, len(here))
         if notify is not None:
             _check_note(notify)
-        addresses = self.regions.addresses(here, writable=direction == "read")
+        addresses = self.route.regions.addresses(here, writable=direction == "read")
         check_disjoint(here if direction == "read" else there)
-        batch = Batch(
-            self,
-            direction,
-            here,
-            addresses,
-            there,
+        request = BatchRequest(
+            direction=direction,
+            local=here,
+            addresses=addresses,
+            remote=there,
             deadline_s=deadline_s,
-            checksums=promised if self._verify else None,
+            ends_at=time.monotonic() + deadline_s,
+            checksums=expected if self._verify else None,
             verify_on_network=self._verify,
             notify=notify,
             joint=joint,
+            nbytes=here.total_nbytes,
+            local_regions=region_ids(here),
+            remote_regions=region_ids(there),
         )
+        batch = Batch(self, self.route, request)
         self._batches.add(batch)
         return batch
 
@@ -168,14 +171,14 @@ class Peer:
         self._batches.discard(batch)
 
     def lose(self, error: TransferError) -> None:
-        """End all batches with ``error``, refuse new ones, and let go of it."""
+        """End all batches with ``error``, refuse new ones, and call ``on_lost``. Idempotent."""
         if self._lost is None:
             self.end(error)
             if self.on_lost is not None:
                 self.on_lost(self)
 
     def end(self, error: TransferError) -> None:
-        """End all batches with ``error``, and refuse new ones. The connection stays."""
+        """End all batches with ``error``, and refuse new ones. The connection stays open."""
         self._lost = error
         for batch in list(self._batches):
             batch.fail(error)
@@ -184,23 +187,23 @@ class Peer:
         reading = [batch for batch in self._batches if batch.uses(region_id)]
         for batch in reading:
             batch.fail(RegionError(region_id, "was closed by its owner"))
-        closing = asyncio.get_running_loop().create_task(self._let_go(region_id, reading))
-        self._letting_go.add(closing)
-        closing.add_done_callback(self._letting_go.discard)
+        releasing = asyncio.get_running_loop().create_task(self._release_region(region_id, reading))
+        self._releasing.add(releasing)
+        releasing.add_done_callback(self._releasing.discard)
 
-    async def _let_go(self, region_id: int, reading: list[Batch]) -> None:
+    async def _release_region(self, region_id: int, reading: list[Batch]) -> None:
         for batch in reading:
             await batch.ended()
+        # If the connection has broken meanwhile, the owner sees that.
         with contextlib.suppress(TransferError):
-            # Where the connection has broken meanwhile, its owner knows anyway.
-            self.link.let_go(region_id)
+            self.link.release_region(region_id)
 
     async def close(self) -> None:
-        """Let go of it, once lost."""
+        """Close the link and the paths of a lost peer."""
         for batch in list(self._batches):
             await batch.ended()
-        if self._letting_go:
-            await asyncio.wait(list(self._letting_go))
+        if self._releasing:
+            await asyncio.wait(list(self._releasing))
         if self.owns_link:
             self.link.close()
         for path in self.paths:

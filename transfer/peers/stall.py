@@ -1,4 +1,4 @@
-"""Noticing that an attempt stands still: a link that was cut says nothing."""
+"""Detection of stalled attempts. A cut link reports nothing."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.errors import PathFailed
 from moonpool.transfer.paths.base import Path
 
-# The share of the time that is left, and its bounds, after which what has not moved is taken to be stuck.
-# Short enough to leave time for another way, long enough for a lost packet or two and a busy processor.
-_SHARE = 1 / 8
+# Time without progress that counts as a stall: a fraction of the time left, within bounds. It must leave time
+# for another path, and tolerate a few lost packets and a busy processor.
+_FRACTION = 1 / 8
 _MIN_S = 0.125
 _MAX_S = 1.0
 
 
 class StallWatch:
-    """Looks at an attempt now and then, from its start until ``cancel``. On the event loop's thread.
+    """Checks an attempt periodically, from its creation until ``cancel``. On the event loop's thread.
 
-    What carries it and has moved nothing from one look to the next is dropped, if the path has another way;
-    else, if the batch has ``elsewhere`` to go, the attempt is stopped with PathFailed. If neither is so there
-    is nothing better than to wait for the deadline.
+    Carriers (connections) without progress between two checks are dropped, if the path has others. Otherwise
+    the attempt is stopped with PathFailed, if another path is ``untried``. Otherwise it runs to the deadline.
     """
 
-    def __init__(self, path: Path, attempt: Attempt, *, elsewhere: bool) -> None:
+    def __init__(self, path: Path, attempt: Attempt, *, untried: bool) -> None:
         self._path = path
         self._attempt = attempt
-        self._elsewhere = elsewhere
+        self._untried = untried
         self._seen: Mapping[object, int] = {}
-        self._every_s = min(max(attempt.deadline_s() * _SHARE, _MIN_S), _MAX_S)
+        self._every_s = min(max(attempt.request.seconds_left() * _FRACTION, _MIN_S), _MAX_S)
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(self._every_s, self._look)
 
@@ -39,7 +38,7 @@ class StallWatch:
     def _look(self) -> None:
         seen, self._seen = self._seen, self._path.progress(self._attempt)
         stuck = [carrier for carrier, moved in self._seen.items() if seen.get(carrier) == moved]
-        if stuck and not self._path.drop(stuck) and self._elsewhere and len(stuck) == len(self._seen):
+        if stuck and not self._path.drop(stuck) and self._untried and len(stuck) == len(self._seen):
             reason = f"nothing has moved for {self._every_s:.3g} s"
             self._attempt.stop(PathFailed(self._path.name, reason))
             return

@@ -1,29 +1,30 @@
-"""The peers of an agent: each is connected once, watched, and forgotten when it is lost."""
+"""The peers of an agent. Each is connected once, watched, and removed when it is lost."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
+from moonpool.transfer.agent_memory import AgentMemory
 from moonpool.transfer.connections.control import Control
 from moonpool.transfer.connections.descriptor import AgentDescriptor
 from moonpool.transfer.connections.handshake import Identity
 from moonpool.transfer.connections.link import Link
 from moonpool.transfer.errors import AgentClosed, DeadlineExceeded, PeerLost
-from moonpool.transfer.peers.dialer import connect_peer, writer_of
+from moonpool.transfer.peers.dialer import Dialer
 from moonpool.transfer.peers.peer import Peer
 
-if TYPE_CHECKING:
-    from moonpool.transfer.agent import TransferAgent
 
-
-class Peers:
+class PeerTable:
     """Belongs to the event loop's thread."""
 
-    def __init__(self, agent: TransferAgent, controls: set[Control]) -> None:
-        """controls: the agent's, both those that we made and those that were made to us."""
-        self._agent = agent
+    def __init__(
+        self, dialer: Dialer, memory: AgentMemory, controls: set[Control], deadline_s: float
+    ) -> None:
+        """controls: the agent's connections, in either direction; this table adds and removes its own."""
+        self._dialer = dialer
+        self._memory = memory
         self._controls = controls
+        self._deadline_s = deadline_s
         self._connecting: dict[bytes, asyncio.Task[Peer]] = {}
         self._by_link: dict[Link, Peer] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -33,29 +34,28 @@ class Peers:
         task = self._connecting.get(descriptor.incarnation)
         if task is None:
             task = asyncio.create_task(self._connect(descriptor))
-            # When all who waited have given up, nobody is left to look at how it ended.
+            # If all waiters have given up, the error would never be retrieved.
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._connecting[descriptor.incarnation] = task
         try:
             async with asyncio.timeout(limit_s):
-                # Shielded: others may be waiting for the same peer.
+                # Shielded, because other callers may wait for the same peer.
                 return await asyncio.shield(task)
         except TimeoutError:
             raise DeadlineExceeded(descriptor.agent_id, limit_s, "connecting") from None
 
     async def _connect(self, descriptor: AgentDescriptor) -> Peer:
-        limit_s = self._agent.options.deadline_s
         try:
-            async with asyncio.timeout(limit_s):
-                peer = await connect_peer(self._agent, descriptor)
+            async with asyncio.timeout(self._deadline_s):
+                peer = await self._dialer.connect(descriptor, self.link_lost)
         except BaseException as error:
             self._connecting.pop(descriptor.incarnation, None)
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(descriptor.agent_id, limit_s, "connecting") from None
+                raise DeadlineExceeded(descriptor.agent_id, self._deadline_s, "connecting") from None
             raise
         self._watch(peer)
         if not peer.link.open:
-            # Lost before it was ours to be told of.
+            # The link was lost before ``_watch``, so ``link_lost`` did not know the peer.
             gone = PeerLost(peer.agent_id, "it went away while we were connecting")
             self._connecting.pop(descriptor.incarnation, None)
             peer.lose(gone)
@@ -63,14 +63,14 @@ class Peers:
         return peer
 
     def writer(self, client: Identity) -> Peer:
-        """The one who asks us to fetch what it writes. Raises PeerLost, PathFailed."""
+        """The peer for reading what ``client`` writes to us. Raises PeerLost, PathFailed."""
         incarnation = client.incarnation
-        control = next((c for c in self._controls if c.met.identity.incarnation == incarnation), None)
+        control = next((c for c in self._controls if c.remote.identity.incarnation == incarnation), None)
         if control is None:
             raise PeerLost(client.agent_id, "it has no control connection")
         writer = self._by_link.get(control)
         if writer is None:
-            writer = writer_of(self._agent, control)
+            writer = self._dialer.connect_back(control)
             self._watch(writer)
         return writer
 
@@ -79,7 +79,7 @@ class Peers:
         return {peer.agent_id: rate for peer in self._by_link.values() if (rate := peer.nbytes_per_s)}
 
     def link_lost(self, link: Link, reason: str) -> None:
-        """The process at the other end of a peer's link is gone."""
+        """The process at the other end of a link is gone."""
         peer = self._by_link.get(link)
         if peer is not None:
             peer.lose(PeerLost(peer.agent_id, reason))
@@ -88,15 +88,15 @@ class Peers:
         self._by_link[peer.link] = peer
         peer.on_lost = self._forget
         if isinstance(peer.link, Control):
-            # It may read from us, for a write; so it must hear of regions that are closed.
+            # The peer may read from us, for a write, so it must be told of closed regions.
             self._controls.add(peer.link)
 
     def _forget(self, peer: Peer) -> None:
-        """``peer`` is lost: whoever asks for it connects anew."""
+        """``peer`` is lost: the next ``connect`` makes a new one."""
         self._by_link.pop(peer.link, None)
         if isinstance(peer.link, Control) and (peer.owns_link or not peer.link.open):
             self._controls.discard(peer.link)
-            self._agent.memory.gone(peer.link)
+            self._memory.closed_regions.forget_reader(peer.link)
         for incarnation, task in list(self._connecting.items()):
             if task.done() and not task.cancelled() and task.exception() is None and task.result() is peer:
                 del self._connecting[incarnation]
@@ -104,8 +104,8 @@ class Peers:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    async def close(self) -> None:
-        """Lose them all; nothing of theirs is under way when it returns."""
+    async def close(self, error: AgentClosed) -> None:
+        """End all peers with ``error``. Nothing of theirs is in progress when it returns."""
         connecting = [task for task in self._connecting.values() if not task.done()]
         for task in connecting:
             task.cancel()
@@ -113,9 +113,9 @@ class Peers:
             await asyncio.wait(connecting)
         peers = list(self._by_link.values())
         for peer in peers:
-            peer.end(AgentClosed(self._agent.agent_id))
-        # While there are connections to say so.
-        await self._agent.memory.withdraw()
+            peer.end(error)
+        # Needs the connections, to tell the peers.
+        await self._memory.withdraw()
         for peer in peers:
             if peer.link in self._by_link:
                 self._forget(peer)

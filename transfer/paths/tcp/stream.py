@@ -1,4 +1,4 @@
-"""One data connection to a peer and the thread that drives it."""
+"""One data connection to a peer, and its thread."""
 
 from __future__ import annotations
 
@@ -26,25 +26,23 @@ from moonpool.transfer.connections.wire import (
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.copying.device import receive, send
 from moonpool.transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError, TransferError
-from moonpool.transfer.memory.span import Spans
 from moonpool.transfer.native.arrays import Index
 
-# Requests sent before the first is answered: the server starts on the next while the last bytes are on their
-# way.
+# Requests sent before the first is answered: the server starts the next while the last bytes travel.
 _DEPTH = 2
-# A request that follows an unanswered one must fit the server's smallest receive buffer: it may be busy
-# sending what we are not receiving yet.
+# A request that follows an unanswered one must fit the server's smallest receive buffer: the server may be
+# blocked sending what we do not receive yet.
 _MAX_AHEAD_NBYTES = 16 << 10
 
 
 class Task:
-    """One request and what to do with the reply."""
+    """A request for one chunk. written: of CHECKSUM and PULL_CHECKED, the spans to verify."""
 
     def __init__(self, attempt: Attempt, chunk: int, op: Op) -> None:
         self.attempt = attempt
         self.chunk = chunk
         self.op = op
-        self.written: Index = np.empty(0, np.intp)  # of a CHECKSUM or PULL_CHECKED: the spans to compare
+        self.written: Index = np.empty(0, np.intp)
 
 
 class StreamOwner(Protocol):
@@ -54,50 +52,45 @@ class StreamOwner(Protocol):
     def name(self) -> str: ...
 
     def next_task(self, block: bool) -> Task | None:
-        """None: nothing to do now, or, when it blocks, the end."""
+        """None: there is no task now, or, if it blocks, the stream must end."""
 
     def cannot_pull(self) -> None:
         """The peer cannot read our memory."""
 
     def answered(self, stream: Stream) -> None:
-        """Its other end is there."""
+        """The peer has replied on it."""
 
     def stream_ended(self, stream: Stream, tasks: list[Task], error: Exception) -> bool:
-        """``tasks`` were not done. True: other streams do them; False: they come to ``error``."""
+        """``tasks`` were not done. True: other streams do them; False: they fail with ``error``."""
 
 
 class Stream:
-    """One connection and the thread that drives it."""
+    """interrupted: cut by an attempt that ended, so the connection itself may be sound."""
 
     def __init__(self, path: StreamOwner, stream: ByteStream, number: int) -> None:
-        """number: what the peer knows the connection by."""
+        """number: identifies the connection to the peer."""
         self.bytes = stream
         self.number = number
         self._thread = threading.Thread(target=self._run, name=f"{path.name} stream", daemon=True)
         self._path = path
         self._sent: deque[Task] = deque()
         self._next: deque[Task] = deque()
-        self._kicked = False
+        self.interrupted = False
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; what it was doing fails."""
+        """End the thread. Its tasks fail."""
         self.bytes.shut()
         self._thread.join()
 
-    @property
-    def kicked(self) -> bool:
-        """It was cut by an attempt that ended, and may have been sound."""
-        return self._kicked
-
     def carries(self, attempt: Attempt) -> bool:
-        """Whether requests of it are under way here. From any thread."""
+        """Whether requests of ``attempt`` are in progress here. From any thread."""
         return any(task.attempt is attempt for task in tuple(self._sent))
 
-    def _kick(self) -> None:
-        self._kicked = True
+    def _interrupt(self) -> None:
+        self.interrupted = True
         self.bytes.shut()
 
     def _run(self) -> None:
@@ -106,19 +99,19 @@ class Stream:
             while self._send_next():
                 self._receive()
         except (OSError, WireError) as error:
-            failure = PathFailed(self._path.name, str(error), interrupted=self._kicked)
+            failure = PathFailed(self._path.name, str(error), interrupted=self.interrupted)
         except Exception as error:
-            # Our bug, not the path's: who awaits the batch must hear, and nobody else would.
+            # A bug of ours. It must end the batch: otherwise its waiter would never be told.
             failure = error
         tasks = [*self._sent, *self._next]
-        # First out of the path, so that an attempt that is started again does not meet us there.
+        # Leave the path first: an attempt that starts again must not find this stream there.
         taken_over = self._path.stream_ended(self, tasks, failure)
         for task in tasks:
-            task.attempt.leave(self._kick, error=None if taken_over else failure)
+            task.attempt.leave(self._interrupt, error=None if taken_over else failure)
         self.bytes.close(reset=True)
 
     def _send_next(self) -> bool:
-        """Keep requests on the way. False at the end."""
+        """Send until enough requests are unanswered. False: the stream must end."""
         while len(self._sent) < _DEPTH:
             task = self._take()
             if task is None:
@@ -131,21 +124,21 @@ class Stream:
         if self._next:
             return self._next.popleft()
         while task := self._path.next_task(block=not self._sent):
-            if task.attempt.enter(self._kick):
+            if task.attempt.enter(self._interrupt):
                 return task
         return None
 
     def _send(self, task: Task) -> None:
         attempt = task.attempt
-        budget_ms = max(1, min(int(attempt.deadline_s() * 1000), (1 << 32) - 1))
+        budget_ms = max(1, min(int(attempt.request.seconds_left() * 1000), (1 << 32) - 1))
         if task.op is Op.END:
-            self.bytes.send(pack_end(attempt.left_behind, budget_ms))
+            self.bytes.send(pack_end(attempt.unfinished_streams, budget_ms))
             return
         rows = attempt.rows(task.chunk)
         if task.op is Op.CHECKSUM:
-            spans = attempt.remote.take(task.written)
+            spans = attempt.request.remote.take(task.written)
         else:
-            spans = Spans(rows.region, rows.offset, rows.nbytes)
+            spans = rows.remote_spans
         request = Request(task.op, len(spans), budget_ms, spans.total_nbytes)
         if task.op is Op.WRITE:
             padding = self.bytes.padding(REQUEST_NBYTES + request.body_nbytes, request.nbytes)
@@ -162,7 +155,7 @@ class Stream:
             self.bytes.send(head)
 
     def _receive(self) -> None:
-        """Take the reply to the oldest request."""
+        """Receive the reply to the oldest request."""
         task = self._sent[0]
         reply = Reply.unpack(self.bytes.receive(REPLY_NBYTES))
         self.bytes.receive(reply.padding)
@@ -178,12 +171,12 @@ class Stream:
             error = self._refusal(task, reply)
         self._sent.popleft()
         if over:
-            task.attempt.leave(self._kick, chunks=0 if error else 1, error=error)
+            task.attempt.leave(self._interrupt, chunks=0 if error else 1, error=error)
         else:
             self._next.append(task)
 
     def _accept(self, task: Task, reply: Reply) -> bool:
-        """False when the task needs another request."""
+        """False: the task needs another request."""
         attempt = task.attempt
         if task.op is Op.END:
             return True

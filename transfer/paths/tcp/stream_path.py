@@ -1,4 +1,4 @@
-"""Bytes through stream sockets: several connections to the peer that share the chunks of a batch."""
+"""The path over stream sockets: several connections to the peer share the chunks of a batch."""
 
 from __future__ import annotations
 
@@ -9,40 +9,54 @@ import queue
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from moonpool.transfer import metrics
+from moonpool.transfer.connections.backoff import Backoff
 from moonpool.transfer.connections.byte_stream import byte_stream
-from moonpool.transfer.connections.wire import MAX_REQUEST_SPANS, WRITES, Op, RegionInfo
-from moonpool.transfer.copying.attempt import Attempt, Direction
+from moonpool.transfer.connections.wire import MAX_REQUEST_SPANS, WRITES, Op
+from moonpool.transfer.copying.attempt import Attempt
+from moonpool.transfer.copying.batch_request import Direction
 from moonpool.transfer.errors import PathFailed, TransferError
 from moonpool.transfer.memory.chunks import Chunking
-from moonpool.transfer.memory.region import Region
-from moonpool.transfer.paths.tcp.rail import Rail
+from moonpool.transfer.paths.base import Path
 from moonpool.transfer.paths.tcp.stream import Stream, Task
 
-# A chunk costs two turns of the GIL on either side, so as few as possible; small ones where each is verified
-# or followed, while it is in the cache.
+# A chunk acquires the GIL twice on either side, so chunks are large. Observed chunks are small, so that they
+# are still in the cache when they are verified.
 _MIN_CHUNK_NBYTES = 1 << 20
 _MAX_CHUNK_NBYTES = 32 << 20
 _OBSERVED_CHUNK_NBYTES = 4 << 20
 _MAX_PULL_NBYTES = 64 << 20
-# Rails differ in speed: with several chunks to each connection the slow one does not end last by much.
+# Several chunks per connection let fast rails take over work of slow ones.
 _CHUNKS_A_STREAM = 4
-# After that an address that does not answer is left alone for a while; sooner where others answer.
+# Time limits of connecting to an address, without and with other connections.
 _CONNECT_S = 5.0
 _PROBE_S = 1.0
 
-
-# Of the data connections of this process.
+# The numbers of this process's data connections.
 _NUMBERS = itertools.count(1)
 
 
-class StreamPath:
-    """A ``Path`` through data connections, over TCP or a Unix socket.
+@dataclass(slots=True, eq=False)
+class Rail:
+    """An address of the peer, usually of one network interface.
 
-    A batch is striped over all of them: they take its chunks from one queue, so the faster ones take more.
-    What a connection that breaks had begun is done by the others; its rail is left alone for a while, and
-    connected again beside a later batch. The path has failed when none is left.
+    connect: makes a connection with a given number, and returns its socket after the handshake.
+    """
+
+    connect: Callable[[int], Awaitable[socket.socket]]
+    backoff: Backoff = field(default_factory=Backoff)
+    num_streams: int = 0
+    connecting: asyncio.Task[None] | None = None
+
+
+class StreamPath(Path):
+    """Data connections over TCP or a Unix socket.
+
+    A batch is striped over all connections: they take its chunks from one queue, so faster ones take more.
+    When a connection breaks the others redo its chunks; its rail is paused, and reconnected during a later
+    batch. The path has failed when no connection is left.
     """
 
     def __init__(
@@ -55,9 +69,10 @@ class StreamPath:
         write_op: Op = Op.WRITE,
         device_write_op: Op = Op.WRITE,
     ) -> None:
-        """connects: one for each address of the peer, see ``Rail``. streams: to each.
-        write_op: WRITE, or PULL or FETCH where the peer can reach us.
-        device_write_op: the same, of a device's memory.
+        """connects: for each address of the peer, see ``Rail``. streams: number of connections to each.
+
+        write_op: WRITE, or PULL or FETCH if the peer can read our memory. device_write_op: the same for
+        device memory.
         """
         self.name = name
         self.networked = name == "tcp"
@@ -74,25 +89,22 @@ class StreamPath:
     def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
         if direction == "write" and self.write_op in (Op.PULL, Op.FETCH):
             return Chunking(_MAX_PULL_NBYTES, MAX_REQUEST_SPANS)
-        lanes = self._num_streams * len(self._rails)
-        share = -(-nbytes // (lanes if len(self._rails) == 1 else lanes * _CHUNKS_A_STREAM))
+        streams = self._num_streams * len(self._rails)
+        chunk_nbytes = -(-nbytes // (streams if len(self._rails) == 1 else streams * _CHUNKS_A_STREAM))
         most = min(_OBSERVED_CHUNK_NBYTES, _MAX_CHUNK_NBYTES) if observed else _MAX_CHUNK_NBYTES
-        return Chunking(min(max(share, _MIN_CHUNK_NBYTES), most), MAX_REQUEST_SPANS)
-
-    def carries(self, direction: Direction, ours: Sequence[Region], theirs: Sequence[RegionInfo]) -> bool:
-        return True
+        return Chunking(min(max(chunk_nbytes, _MIN_CHUNK_NBYTES), most), MAX_REQUEST_SPANS)
 
     # ------------------------------------------------------------------ connections
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
-        # Connections that come later join in: a rail that is down holds up no batch that others can carry.
+        # Later connections join in: a rail that is down must not delay a batch that others can move.
         lacking = [rail for rail in self._rails if rail.num_streams < self._num_streams]
         connecting = {self._begin_connecting(rail) for rail in lacking if rail.backoff.ready}
         if not self._streams:
             await self._first(connecting or {self._begin_connecting(rail) for rail in lacking})
 
     async def _first(self, connecting: set[asyncio.Task[None]]) -> None:
-        """Wait until there is a connection. Raises what the last rail came to when none has any."""
+        """Wait for a connection. Raises the last rail's error when there is none."""
         while connecting:
             done, connecting = await asyncio.wait(connecting, return_when=asyncio.FIRST_COMPLETED)
             if self._streams:
@@ -103,7 +115,7 @@ class StreamPath:
     def _begin_connecting(self, rail: Rail) -> asyncio.Task[None]:
         if rail.connecting is None or rail.connecting.done():
             rail.connecting = asyncio.create_task(self._connect(rail))
-            # Nobody may be waiting for it; then its back-off says enough.
+            # Without a waiter the error would never be retrieved. The back-off records it.
             rail.connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return rail.connecting
 
@@ -144,17 +156,17 @@ class StreamPath:
     # ------------------------------------------------------------------ attempts
 
     def start(self, attempt: Attempt) -> None:
-        op = Op.READ if attempt.direction == "read" else self.write_op
+        op = Op.READ if attempt.request.direction == "read" else self.write_op
         if op is not Op.READ and attempt.hold.device is not None:
             op = self.device_write_op
-        # A span that had to be cut in pieces is in no chunk as a whole.
-        if op is Op.PULL and attempt.verify_remote and len(attempt.plan.rows) == len(attempt.local):
+        # A span that was split is not in one chunk as a whole.
+        if op is Op.PULL and attempt.verify_remote and len(attempt.plan.rows) == len(attempt.request.local):
             op = Op.PULL_CHECKED
         with self._lock:
             if self._streams:
                 for chunk in range(len(attempt.plan.chunks)):
                     self._tasks.put(Task(attempt, chunk, op))
-                if attempt.left_behind:
+                if attempt.unfinished_streams:
                     attempt.expect(1)
                     self._tasks.put(Task(attempt, len(attempt.plan.chunks), Op.END))
                 return
@@ -172,7 +184,7 @@ class StreamPath:
                 return False
             for stream, rail in self._streams.items():
                 if rail in stuck:
-                    # An idle one ends with the first request it takes, which goes to the next.
+                    # An idle one ends with the first task it takes, which is then put back.
                     stream.bytes.shut()
         for rail in stuck:
             self._pause(rail)
@@ -186,7 +198,7 @@ class StreamPath:
 
     def next_task(self, block: bool) -> Task | None:
         if not block:
-            # Leave to each connection that has nothing to do the task it is about to take.
+            # Leave one task for each idle connection.
             if self._tasks.qsize() <= self._num_idle:
                 return None
             with contextlib.suppress(queue.Empty):
@@ -200,7 +212,6 @@ class StreamPath:
         return task
 
     def cannot_pull(self) -> None:
-        # Then we send it the bytes.
         self.write_op = self.device_write_op = Op.WRITE
 
     def answered(self, stream: Stream) -> None:
@@ -212,8 +223,8 @@ class StreamPath:
             rail.num_streams -= 1
             writes = {task.attempt for task in tasks if task.op in WRITES}
             for attempt in writes:
-                attempt.left_behind.append(stream.number)
-            if not stream.kicked and len(self._rails) > 1:
+                attempt.unfinished_streams.append(stream.number)
+            if not stream.interrupted and len(self._rails) > 1:
                 self._pause(rail)
             if self._streams:
                 if isinstance(error, PathFailed):

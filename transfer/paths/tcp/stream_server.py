@@ -1,4 +1,4 @@
-"""The answering side of data connections: each has a thread that serves one request after the other."""
+"""The server side of data connections. Each has a thread that serves one request after another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from moonpool.transfer.connections.byte_stream import ByteStream, byte_stream
-from moonpool.transfer.connections.handshake import Met
+from moonpool.transfer.connections.handshake import Authenticated
 from moonpool.transfer.connections.wire import (
     REPLY_NBYTES,
     REQUEST_NBYTES,
@@ -28,47 +28,46 @@ from moonpool.transfer.connections.wire import (
     unpack_spans,
 )
 from moonpool.transfer.copying.device import receive, send
-from moonpool.transfer.copying.peer_memory import Located, ProcessMemory
+from moonpool.transfer.copying.peer_memory import CopySource, ProcessMemory
 from moonpool.transfer.errors import RegionError, SpanError
 from moonpool.transfer.memory.chunks import based, windows
 from moonpool.transfer.memory.lifeline import readable_process
 from moonpool.transfer.memory.region import Hold, RegionTable
 from moonpool.transfer.memory.span import Spans, check_bounds, region_ids, spans_in
 from moonpool.transfer.native.arrays import U64
-from moonpool.transfer.native.compiled_copy import Stop, mover
+from moonpool.transfer.native.compiled_copy import Stop, compiled_copy
 from moonpool.transfer.native.cuda import CudaError
 
 _log = logging.getLogger(__name__)
 _MAX_BUDGET_S = 600.0
-# Between two looks at whether the client still wants its write: some 0.7 ms.
+# Bytes between two checks whether the client still wants its write: about 0.7 ms.
 _LOOK_NBYTES = 16 << 20
-# Small enough that what has been copied is still in the cache when it is verified, where that is a second
-# pass.
+# Without the compiled copy verifying is a second pass. So few bytes are still in the cache then.
 _CACHED_NBYTES = 2 << 20
 
 
-# (client, spans here, spans of the client, seconds) -> what ends when the bytes are here.
-Fetch = Callable[[Met, Spans, Spans, float], "Future[object]"]
+# (client, local spans, the client's spans, seconds) -> a future that ends when the bytes have arrived.
+Fetch = Callable[[Authenticated, Spans, Spans, float], "Future[object]"]
 
 
 class StreamServer:
     """Serves the regions of one agent to its peers' data connections."""
 
     def __init__(self, regions: RegionTable, slice_nbytes: int, fetch: Fetch) -> None:
-        """``fetch`` reads spans of a client's regions over UCX; may be called from any thread."""
+        """``fetch`` reads spans of a client's regions, as a peer; from any thread."""
         self.regions = regions
         self.fetch = fetch
         self.slice_nbytes = slice_nbytes
         self._lock = threading.Lock()
-        self._threads: dict[threading.Thread, _ServedStream] = {}
+        self._threads: dict[threading.Thread, ServerConnection] = {}
 
     def __len__(self) -> int:
         return len(self._threads)
 
-    def serve(self, sock: socket.socket, met: Met) -> None:
-        """Take over a socket after its handshake."""
-        served = _ServedStream(byte_stream(sock, self.slice_nbytes), met, self)
-        thread = threading.Thread(target=served.run, name=f"serve {met.identity.agent_id}", daemon=True)
+    def serve(self, sock: socket.socket, remote: Authenticated) -> None:
+        """Serve a connection, and close its socket in the end."""
+        served = ServerConnection(byte_stream(sock, self.slice_nbytes), remote, self)
+        thread = threading.Thread(target=served.run, name=f"serve {remote.identity.agent_id}", daemon=True)
         with self._lock:
             self._threads[thread] = served
         thread.start()
@@ -76,17 +75,17 @@ class StreamServer:
     def forget(self, incarnation: bytes, region_id: int) -> None:
         """A client closed one of its regions."""
         with self._lock:
-            served = [one for one in self._threads.values() if one.met.identity.incarnation == incarnation]
+            served = [one for one in self._threads.values() if one.remote.identity.incarnation == incarnation]
         for one in served:
             one.forget(region_id)
 
     def ended(self) -> None:
-        """The calling thread is done."""
+        """The calling thread has ended its connection."""
         with self._lock:
             self._threads.pop(threading.current_thread(), None)
 
     def close(self) -> None:
-        """End all connections; when it returns, none of their threads is left."""
+        """End all connections, and wait for their threads."""
         with self._lock:
             threads = dict(self._threads)
         for served in threads.values():
@@ -95,14 +94,12 @@ class StreamServer:
             thread.join()
 
     def end(self, incarnation: bytes, numbers: Collection[int], seconds: float) -> bool:
-        """End a client's connections of these numbers. True: nothing of what came over them is going on any
-        more. False: something still is after ``seconds``.
-        """
+        """End a client's connections with these numbers. False: some still run after ``seconds``."""
         with self._lock:
             threads = [
                 thread
                 for thread, served in self._threads.items()
-                if served.met.identity.incarnation == incarnation and served.met.argument in numbers
+                if served.remote.identity.incarnation == incarnation and served.remote.argument in numbers
             ]
             for thread in threads:
                 self._threads[thread].stream.shut()
@@ -112,10 +109,12 @@ class StreamServer:
         return not any(thread.is_alive() for thread in threads)
 
 
-class _ServedStream:
-    def __init__(self, stream: ByteStream, met: Met, server: StreamServer) -> None:
+class ServerConnection:
+    """One data connection, on a thread of its own."""
+
+    def __init__(self, stream: ByteStream, remote: Authenticated, server: StreamServer) -> None:
         self.stream = stream
-        self.met = met
+        self.remote = remote
         self._server = server
         self._memory: ProcessMemory | None = None
         self._stop: Stop = np.zeros(1, np.uint8)
@@ -131,9 +130,9 @@ class _ServedStream:
             while True:
                 self._answer(Request.unpack(self.stream.receive(REQUEST_NBYTES)))
         except (OSError, WireError) as error:
-            _log.debug("data connection of %s ended: %s", self.met.identity.agent_id, error)
+            _log.debug("data connection of %s ended: %s", self.remote.identity.agent_id, error)
         except CudaError as error:
-            _log.error("data connection of %s ended: %s", self.met.identity.agent_id, error)
+            _log.error("data connection of %s ended: %s", self.remote.identity.agent_id, error)
         finally:
             if self._memory is not None:
                 self._memory.close()
@@ -172,21 +171,24 @@ class _ServedStream:
         self.stream.limit(0)
 
     def _end(self, numbers: list[int], seconds: float) -> None:
-        if self.met.argument in numbers:
+        if self.remote.argument in numbers:
             raise WireError("it asked to end the connection it asked on")
-        ended = self._server.end(self.met.identity.incarnation, numbers, min(seconds, _MAX_BUDGET_S))
-        message = b"" if ended else b"its earlier connections do not end"
-        self.stream.send(Reply(Status.OK if ended else Status.FAILED, 0, len(message)).pack() + message)
+        if self._server.end(self.remote.identity.incarnation, numbers, min(seconds, _MAX_BUDGET_S)):
+            self._reply()
+        else:
+            self._reply(Status.FAILED, 0, b"its earlier connections do not end")
 
     def _refuse(self, request: Request, status: Status, detail: int, reason: str) -> None:
         if request.op is Op.WRITE:
-            # They are on their way already; what follows them may be another batch's.
+            # The bytes have been sent already, and another batch's request may follow them.
             self.stream.discard(request.nbytes)
-        message = reason.encode()[:1024]
-        self.stream.send(Reply(status, detail, len(message)).pack() + message)
+        self._reply(status, detail, reason.encode()[:1024])
+
+    def _reply(self, status: Status = Status.OK, detail: int = 0, payload: bytes = b"") -> None:
+        self.stream.send(Reply(status, detail, len(payload)).pack() + payload)
 
     def _region_closed(self, error: RegionError) -> None:
-        """One that is being served. From any thread."""
+        """A region of the request in progress was closed. From any thread."""
         self._stop[0] = 1
         self.stream.shut()
 
@@ -199,63 +201,58 @@ class _ServedStream:
             send(self.stream, head, hold, addresses, spans.nbytes)
         elif request.op is Op.WRITE:
             receive(self.stream, hold, addresses, spans.nbytes, lambda: self._wanted(deadline))
-            self.stream.send(Reply(Status.OK, 0, 0).pack())
+            self._reply()
         elif request.op in (Op.PULL, Op.PULL_CHECKED):
             checked = request.op is Op.PULL_CHECKED
             self._pull(unpack_sources(body, spans), addresses, spans.nbytes, hold, checked, deadline)
         else:
-            self._tell(hold.checksums(spans))
-
-    def _tell(self, found: U64) -> None:
-        payload = found.tobytes()
-        self.stream.send(Reply(Status.OK, 0, len(payload)).pack() + payload)
+            self._reply(payload=hold.checksums(spans).tobytes())
 
     def _pull(
         self, sources: Spans, addresses: U64, nbytes: U64, hold: Hold, checked: bool, deadline: float
     ) -> None:
-        """checked: answer with the checksums of what was copied."""
-        located = self._locate(sources, hold)
-        if located is None:
-            message = b"the memory of the writing process cannot be read"
-            self.stream.send(Reply(Status.FAILED, 0, len(message)).pack() + message)
+        """checked: reply with the checksums of the copy."""
+        source = self._locate(sources, hold)
+        if source is None:
+            self._reply(Status.FAILED, 0, b"the memory of the writing process cannot be read")
             return
-        there = based(sources.region, sources.offset, located.bases)
+        there = based(sources.region, sources.offset, source.bases)
         digests = np.empty(len(nbytes) if checked else 0, np.uint64)
-        most_nbytes = _CACHED_NBYTES if checked and mover() is None else _LOOK_NBYTES
+        most_nbytes = _CACHED_NBYTES if checked and compiled_copy() is None else _LOOK_NBYTES
         for begin, end, _ in windows(nbytes, len(nbytes), most_nbytes):
             part = slice(begin, end)
-            wanted = self._wanted(deadline) and located.copy(
+            wanted = self._wanted(deadline) and source.copy(
                 addresses[part], there[part], nbytes[part], self._stop, digests[part] if checked else None
             )
             if not wanted:
                 raise ConnectionResetError("the client no longer wants its write")
-        self._tell(digests)
+        self._reply(payload=digests.tobytes())
 
-    def _locate(self, sources: Spans, hold: Hold) -> Located | None:
-        """None: the client's memory cannot be read, or its region is closed. Raises SpanError."""
-        identity = self.met.identity
+    def _locate(self, sources: Spans, hold: Hold) -> CopySource | None:
+        """None: the client's memory cannot be read, or a region is closed. Raises SpanError."""
+        identity = self.remote.identity
         if self._memory is None:
-            process = readable_process(self.met.pid, identity.lifeline, identity.incarnation)
+            process = readable_process(self.remote.pid, identity.lifeline, identity.incarnation)
             if process is None:
                 return None
             self._memory = ProcessMemory(process, identity)
-        places: dict[int, int] = {}
+        addresses: dict[int, int] = {}
         ids = region_ids(sources)
         for region_id in ids:
-            place = self._memory.place(region_id)
-            if place is None:
+            location = self._memory.locate_region(region_id)
+            if location is None:
                 return None
-            check_bounds(sources, region_id, place.nbytes, spans_in(sources, region_id, ids))
-            places[region_id] = place.address
-        return self._memory.located(places, hold)
+            check_bounds(sources, region_id, location.nbytes, spans_in(sources, region_id, ids))
+            addresses[region_id] = location.address
+        return self._memory.source(addresses, hold)
 
     def _fetch(self, spans: Spans, sources: Spans, budget_s: float) -> None:
-        """An ordinary read of the client's regions, with all that makes reads safe, until it hangs up."""
+        """Read the client's regions as a peer, until the client hangs up."""
         if self._poll.poll(0):
             raise ConnectionResetError("the client no longer wants its write")
         ended = os.eventfd(0, os.EFD_CLOEXEC)
         try:
-            reading = self._server.fetch(self.met, spans, sources, budget_s)
+            reading = self._server.fetch(self.remote, spans, sources, budget_s)
             reading.add_done_callback(lambda _: os.eventfd_write(ended, 1))
             self._poll.register(ended, select.POLLIN)
             if ended not in dict(self._poll.poll()):
@@ -270,14 +267,10 @@ class _ServedStream:
         if isinstance(error, SpanError | RegionError):
             raise error
         if error is not None:
-            message = str(error).encode()[:1024]
-            self.stream.send(Reply(Status.FAILED, 0, len(message)).pack() + message)
+            self._reply(Status.FAILED, 0, str(error).encode()[:1024])
             return
-        self.stream.send(Reply(Status.OK, 0, 0).pack())
+        self._reply()
 
     def _wanted(self, deadline: float) -> bool:
-        """Whether a write may still change our memory, or look at the client's.
-
-        The client hangs up when its batch is over; by then its memory may mean something else.
-        """
+        """Whether the write may continue. The client hangs up when its batch is over."""
         return time.monotonic() < deadline and not self._poll.poll(0)

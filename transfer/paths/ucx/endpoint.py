@@ -1,4 +1,4 @@
-"""The connection of a worker to one peer's worker. All of it belongs to the progress thread."""
+"""The UCX connection to a peer's worker. All of it belongs to the progress thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLOSE_S = 1.0
 
 
 def status_of(pointer: int | None) -> tuple[int, int]:
-    """(status, request) of what a non-blocking call returned: request 0 when it is over."""
+    """(status, request) of a non-blocking call's result; request 0: it is complete."""
     if pointer is None:
         return lib.OK, 0
     if pointer >= _FIRST_ERROR:
@@ -26,7 +26,7 @@ def status_of(pointer: int | None) -> tuple[int, int]:
 
 
 class Endpoint:
-    """``failed``: the status it broke with, else 0."""
+    """failed: the status with which the connection broke, or 0."""
 
     def __init__(self, worker: UcxWorker, address: bytes) -> None:
         """Raises UcxError."""
@@ -35,7 +35,7 @@ class Endpoint:
         self._keys: dict[int, ctypes.c_void_p] = {}
         self.failed = 0
         self.closed = False
-        # Kept for as long as UCX may call it.
+        # UCX may call it during the endpoint's life.
         self._on_error = lib.ErrorCallback(self._broke)
         buffer = ctypes.create_string_buffer(address, len(address))
         self._handle = ctypes.c_void_p()
@@ -80,14 +80,13 @@ class Endpoint:
         there: Sequence[int],
         requests: list[int],
     ) -> int:
-        """Post reads of ``nbytes[i]`` from address ``there[i]`` to ``here[i]``; ``requests`` takes those that
-        are not over at once.
+        """Post reads of ``nbytes[i]`` from address ``there[i]`` to ``here[i]``, and return a status.
 
-        Returns a status. They are over when a ``flush`` posted later is.
+        requests: receives those that are not complete at once. All are when a later ``flush`` is.
         """
         handle, key = repeat(self._handle.value), repeat(self._keys[region_id].value)
         params = repeat(ctypes.addressof(self._params))
-        # A loop in Python around the call would take as long again.
+        # A Python loop would take twice as long.
         pointers = list(map(self._ucx.quick.ucp_get_nbx, handle, here, nbytes, there, key, params))
         requests += filter(None, pointers)
         if requests and max(requests) >= _FIRST_ERROR:
@@ -97,22 +96,22 @@ class Endpoint:
         return lib.OK
 
     def flush(self) -> tuple[int, int]:
-        """(status, request): over when everything posted before it is."""
+        """(status, request); complete when everything posted before it is."""
         return status_of(self._ucx.quick.ucp_ep_flush_nbx(self._handle, ctypes.byref(self._params)))
 
     def check(self, request: int) -> int:
-        """The status of a request; it is freed when it is over."""
+        """The status of a request. A complete request is freed."""
         status: int = self._ucx.quick.ucp_request_check_status(request)
         if status != lib.IN_PROGRESS:
             self._ucx.quick.ucp_request_free(request)
         return status
 
     def free(self, requests: list[int]) -> None:
-        """Requests that are over."""
+        """Free complete requests."""
         deque(map(self._ucx.quick.ucp_request_free, requests), maxlen=0)
 
     def wait(self, requests: list[int], seconds: float) -> bool:
-        """Progress until all are over, and free them; for at most ``seconds``. True when they are."""
+        """Progress until all are complete, and free them. False: some are not after ``seconds``."""
         until = time.monotonic() + seconds
         while requests:
             self._ucx.call.ucp_worker_progress(self._worker.worker)
@@ -123,7 +122,7 @@ class Endpoint:
         return True
 
     def close(self) -> None:
-        """Break it off; what was posted fails. Idempotent."""
+        """Close the connection by force; posted requests fail. Idempotent."""
         if self.closed:
             return
         self.closed = True

@@ -1,4 +1,4 @@
-"""The devices of this host that bytes can leave by, as the kernel shows them."""
+"""The RDMA devices and network interfaces of this host, from /sys."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _NODES = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True, slots=True)
 class RdmaDevice:
-    """rate: as the driver words it. numa_node: -1 where there is but one, or the kernel does not say.
-    distance: from the processors this process may run on, as the kernel counts it; 10: same node, 0: unknown.
+    """rate: the driver's text. numa_node: -1 if unknown, or if there is only one.
+
+    distance: the kernel's, from the processors this process may run on. 10: the same node, 0: unknown.
     """
 
     name: str
@@ -31,7 +32,7 @@ class RdmaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """mbit_s: 0 where the driver does not say, as for virtual ones. The rest as of an ``RdmaDevice``."""
+    """mbit_s: 0 if unknown, as for virtual interfaces. The rest as for ``RdmaDevice``."""
 
     name: str
     up: bool
@@ -47,7 +48,7 @@ class Interface:
 
 
 def rdma_devices(root: Path = _RDMA, nodes: Path = _NODES) -> list[RdmaDevice]:
-    """The nearest first."""
+    """The RDMA devices, nearest first."""
     found = []
     for device in sorted(root.glob("*")):
         ports = sorted((device / "ports").glob("*"))
@@ -60,13 +61,13 @@ def rdma_devices(root: Path = _RDMA, nodes: Path = _NODES) -> list[RdmaDevice]:
 
 
 def num_rdma_rails(devices: list[RdmaDevice]) -> int:
-    """How many of them a batch is spread over: the active ones that are nearest."""
+    """The number of active devices at the smallest distance: a batch is spread over them."""
     distances = [device.distance for device in devices if device.active]
     return distances.count(min(distances)) if distances else 0
 
 
 def numa_distance(node: int, nodes: Path = _NODES) -> int:
-    """From the nearest of the nodes that this process may run on; 0 where it cannot be told."""
+    """Distance from the nearest node that this process may run on; 0: unknown."""
     cpus = os.sched_getaffinity(0)
     ours = [
         int(folder.name.removeprefix("node"))
@@ -78,7 +79,7 @@ def numa_distance(node: int, nodes: Path = _NODES) -> int:
 
 
 def _cpus(ranges: str) -> set[int]:
-    """Of the kernel's way to write them, such as 0-3,8."""
+    """Parse the kernel's format, such as 0-3,8."""
     found: set[int] = set()
     for part in filter(None, ranges.split(",")):
         first, _, last = part.partition("-")
@@ -87,12 +88,12 @@ def _cpus(ranges: str) -> set[int]:
 
 
 def interfaces(root: Path = _NET, nodes: Path = _NODES) -> list[Interface]:
-    """Those that lead to other hosts: not the loopback."""
+    """All network interfaces but the loopback."""
     found = []
     for device in sorted(root.glob("*")):
         if device.name == "lo":
             continue
-        # A bridge or a virtual device may be "unknown" and carry traffic.
+        # A bridge or virtual device that works may report "unknown".
         up = _text(device / "operstate") in ("up", "unknown")
         mbit_s = max(_number(device / "speed", 0), 0)
         node = _number(device / "device" / "numa_node", -1)
@@ -101,7 +102,7 @@ def interfaces(root: Path = _NET, nodes: Path = _NODES) -> list[Interface]:
 
 
 def _text(file: Path) -> str:
-    # An interface that is down refuses to tell its speed with EINVAL.
+    # Reading the speed of an interface that is down fails with EINVAL.
     try:
         return file.read_text(errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""A UCX worker and the one thread that touches it."""
+"""A UCX worker and its progress thread."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from moonpool.transfer.paths.ucx.topology import num_rdma_rails, rdma_devices
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# What a survivor needs to live through a peer's death, and what made TCP fast; names as in `ucx_info -c`. A
-# variable UCX_<name> of the environment goes first. Not every build knows every name.
+# Settings to survive a peer's death and to make TCP fast; names as in `ucx_info -c`. An environment variable
+# UCX_<name> takes precedence. Not every build knows every name.
 _CONFIG = {
     "MM_ERROR_HANDLING": "y",
     "CMA_MEMORY_INVALIDATE": "y",
-    # Copies a call to progress: by default one, and each call is a turn of the GIL.
+    # Copies per call of progress. The default is one, and each call acquires the GIL.
     "CMA_TX_QUOTA": "64",
     "TCP_TX_SEG_SIZE": "512K",
     "TCP_RX_SEG_SIZE": "512K",
     "RNDV_FRAG_MEM_TYPES": "host",
-    # By default the progress thread waits for each connection to be made, and all peers with it; and where
-    # that is refused at once UCX (1.21) never closes the socket.
+    # By default the progress thread, and with it all peers, waits for each connection. And UCX (1.21) never
+    # closes a socket that was refused at once.
     "TCP_CONN_NB": "y",
 }
-# Rounds without news before the thread goes to sleep: some 20 µs, less than waking up takes.
+# Idle rounds before the thread sleeps: about 20 µs, less than waking up takes.
 _SPINS = 20
 
 
@@ -51,24 +51,22 @@ class UcxError(TransferError):
 
 
 class Task(Protocol):
-    """Work in progress: called again and again by the thread."""
+    """Work that the progress thread calls repeatedly."""
 
     def step(self) -> bool:
-        """Do what can be done now. True when it is over. Must not raise."""
+        """Do what can be done now. True: it is complete. Must not raise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """Memory that UCX knows. key: what a peer needs to reach it."""
+    """Memory mapped by UCX. key: what a peer needs to read it."""
 
     handle: int
     key: bytes
 
 
 class UcxWorker:
-    """``submit`` and ``start`` may be called from any thread; ``ucx``, ``worker`` belong to the progress
-    thread.
-    """
+    """``submit`` and ``start`` may be called from any thread; ``worker`` belongs to the progress thread."""
 
     def __init__(self, ucx: Ucx) -> None:
         """Raises UcxError when no transport works here."""
@@ -93,7 +91,7 @@ class UcxWorker:
         config, context = ctypes.c_void_p(), ctypes.c_void_p()
         self._check("ucp_config_read", call.ucp_config_read(None, None, ctypes.byref(config)))
         try:
-            # By default an operation goes by one device, however many there are.
+            # By default an operation uses one device.
             rails = {"MAX_RMA_RAILS": str(max(1, num_rdma_rails(rdma_devices())))}
             for name, value in (_CONFIG | rails).items():
                 if f"UCX_{name}" not in os.environ:
@@ -101,7 +99,7 @@ class UcxWorker:
             params = lib.Params(
                 field_mask=lib.PARAM_FEATURES | lib.PARAM_MT_WORKERS_SHARED,
                 features=lib.FEATURE_RMA | lib.FEATURE_WAKEUP,
-                # Regions are mapped on other threads than the worker's.
+                # Other threads map regions.
                 mt_workers_shared=1,
             )
             version = self.ucx.version
@@ -143,7 +141,7 @@ class UcxWorker:
     # ------------------------------------------------------------------ from any thread
 
     def map(self, address: int, nbytes: int) -> Mapping:
-        """Make memory known. Raises UcxError."""
+        """Raises UcxError."""
         call = self.ucx.call
         handle, key, key_nbytes = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
         params = lib.MapParams(
@@ -168,7 +166,7 @@ class UcxWorker:
         self.wake()
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What ``function`` returns or raises on the progress thread."""
+        """Run ``function`` on the progress thread; return or raise what it does."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -190,13 +188,13 @@ class UcxWorker:
         self.submit(lambda: self._tasks.append(task))
 
     def close(self) -> None:
-        """End the thread and let the library go. All tasks have ended; maps are to be undone before."""
+        """End the thread and the worker. All tasks have ended."""
         self.submit(self._stop)
         self._thread.join()
         os.close(self._wake_fd)
 
     def cleanup(self) -> None:
-        """After ``close``, and after the last ``unmap``."""
+        """Release the library. After ``close`` and the last ``unmap``."""
         self.ucx.call.ucp_cleanup(self._context)
 
     # ------------------------------------------------------------------ the progress thread
@@ -221,11 +219,11 @@ class UcxWorker:
         self.ucx.call.ucp_worker_destroy(self.worker)
 
     def _sleep(self) -> None:
-        # Only when nothing is left to progress does the worker promise to signal what comes next.
+        # The worker signals later events only if nothing is left to progress.
         if self.ucx.call.ucp_worker_arm(self.worker) != lib.OK or not self._commands.empty():
             return
         self._poll.poll()
-        # It may have been the worker's own descriptor that woke us.
+        # The worker's own descriptor may have caused the wake-up.
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
 
