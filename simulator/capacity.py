@@ -1,4 +1,4 @@
-"""Which cluster serves most within the SLOs: prefill and decode nodes of some size, or plain replicas."""
+"""Capacity planning: the cluster with the highest goodput a GPU, found by simulating candidates."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from moonpool.simulator.inputs.trace import TraceRequest, at_speed
 from moonpool.simulator.outcome import Outcome
 from moonpool.simulator.simulation import Simulation
 
-# A cluster serves a load when so many of its requests are within the SLOs.
+# A cluster serves a load if this fraction of its requests is within the SLOs.
 EFFECTIVE = 0.9
-# Speeds are found to a factor of 1.5 and then halved so often: to 5 %.
-_GROWTH, _HALVINGS, _MOST_GROWTHS = 1.5, 3, 10
-# Ratios this far from the one that balances the stages' work are not looked at.
-_FAR = 2.0
-# Tokens a step of a replica may take: fewer keep its decode steps short, more make prefills fast.
+# The search steps by this factor, then bisects: to 5 %.
+_GROWTH, _HALVINGS, _MAX_GROWTHS = 1.5, 3, 10
+# Candidates are skipped if the stages' work differs by more than this factor.
+_MAX_IMBALANCE = 2.0
+_MAX_RATIOS = 5
+# Chunk sizes of replicas: small ones keep decode steps short, large ones make prefills fast.
 _REPLICA_CHUNKS = (256, 512, 1024)
-# Disaggregation is worth its second kind of node from here on.
+# Disaggregation is recommended from this gain on.
 MIN_GAIN = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One cluster. ``num_both`` replicas, and nothing else, or nodes of both roles."""
+    """One cluster: either ``num_both`` replicas, or prefill and decode nodes."""
 
     parallel: int  # GPUs a node
     num_prefill: int
@@ -50,8 +51,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a candidate can do: ``outcome`` is at ``speed`` × the trace's, the fastest where it still serves.
-    ``speed`` 0: it keeps the SLOs at no load; ``outcome`` then is of the slowest that was tried."""
+    """The highest ``speed`` (× the trace's) that a candidate serves, and the outcome there.
+
+    ``speed`` 0: it misses the SLOs at any load; ``outcome`` is that of the slowest run.
+    """
 
     candidate: Candidate
     speed: float
@@ -59,32 +62,32 @@ class Verdict:
 
     @property
     def goodput_per_gpu(self) -> float:
-        """Requests within the SLOs, a second and GPU; 0 where it does not serve."""
+        """Requests within the SLOs, a second and GPU; 0 if it does not serve."""
         return self.outcome.goodput / self.candidate.num_gpus if self.speed else 0.0
 
 
 def check_slo(
     gpu: Accelerator, model: ModelShape, parallel: Sequence[int], requests: Sequence[TraceRequest], slo: Slo
 ) -> None:
-    """Refuse what even an idle node of the best kind cannot keep for nine of ten requests.
+    """Refuse limits that even an idle node of the best kind misses for nine of ten requests.
 
     Raises:
-        ConfigError: naming the option, and what would be possible.
+        ConfigError: names the option and the lowest possible limit.
     """
     kinds = [hardware.profile for hardware in _kinds(gpu, model, parallel)]
     prompts = [request.input_tokens for request in requests]
-    # Cached prefixes make it less: nothing is refused that a cache could save.
+    # One token, because the rest of a prompt may be cached.
     least_s = min(kind.prefill_s(1, 0) for kind in kinds)
-    if slo.ttft_s < least_s:
+    if not slo.ttft_s >= least_s:
         raise ConfigError(
             f"--slo-ttft {slo.ttft_s:g} is impossible: one step takes {least_s:.3g} s on the fastest node",
             key="slo_ttft",
         )
     context = int(np.quantile(prompts, 1 - EFFECTIVE))
     least_s = min(kind.step_s(1, context) for kind in kinds)
-    if slo.tbt_s < least_s:
+    if not slo.tbt_s >= least_s:
         raise ConfigError(
-            f"--slo-tbt {slo.tbt_s:g} is impossible: alone on the fastest node a token takes {least_s:.3g} s",
+            f"--slo-tbt {slo.tbt_s:g} is impossible: a token takes {least_s:.3g} s on an idle fastest node",
             key="slo_tbt",
         )
 
@@ -96,7 +99,7 @@ def candidates(
     parallel: Sequence[int],
     requests: Sequence[TraceRequest],
 ) -> list[Candidate]:
-    """Clusters of ``num_gpus`` GPUs worth looking at; nodes of each kind that the weights fit.
+    """Return clusters of ``num_gpus`` GPUs to simulate, of each kind of node that holds the weights.
 
     Raises:
         ConfigError: there is none.
@@ -125,28 +128,29 @@ def _kinds(gpu: Accelerator, model: ModelShape, parallel: Sequence[int]) -> Iter
 
 
 def _balanced(hardware: Hardware, num_nodes: int, requests: Sequence[TraceRequest]) -> list[int]:
-    """Counts of prefill nodes near the one at which both stages are as busy."""
+    """Return counts of prefill nodes at which both stages are about equally busy."""
     profile = hardware.profile
     prefill_s = float(np.mean([profile.prefill_s(r.input_tokens, 0) for r in requests]))
-    # A decode step of a batch of 32 is shared by 32.
+    # Assume decode batches of 32.
     context = float(np.mean([r.input_tokens for r in requests]))
     token_s = profile.step_s(32, int(32 * context)) / 32
     decode_s = token_s * float(np.mean([r.output_tokens for r in requests]))
     counts = []
     for prefill in range(1, num_nodes):
         odds = prefill / (num_nodes - prefill) * decode_s / prefill_s
-        # A cache halves prefill's work at best, batches differ: what is near is kept, and the extremes too.
-        if 1 / (2 * _FAR) <= odds <= _FAR or num_nodes <= 4:
+        # A cache may halve the work of prefills.
+        if 1 / (2 * _MAX_IMBALANCE) <= odds <= _MAX_IMBALANCE or num_nodes <= 4:
             counts.append(prefill)
-    if len(counts) > 5:
-        counts = [counts[round(i * (len(counts) - 1) / 4)] for i in range(5)]
+    if len(counts) > _MAX_RATIOS:
+        last = len(counts) - 1
+        counts = [counts[round(i * last / (_MAX_RATIOS - 1))] for i in range(_MAX_RATIOS)]
     return counts or ([num_nodes - 1] if num_nodes > 1 else [])
 
 
 def judge(
     candidate: Candidate, requests: Sequence[TraceRequest], slo: Slo, say: Callable[[str], None]
 ) -> Verdict:
-    """The highest speed at which the candidate serves, by simulating."""
+    """Find the highest speed that the candidate serves, by simulating."""
 
     def run(speed: float) -> Outcome:
         say(f"{candidate.name} of {candidate.parallel} GPUs at {speed:.2f}× the speed")
@@ -156,7 +160,7 @@ def judge(
     outcome = run(speed)
     growth = _GROWTH if outcome.effective_ratio >= EFFECTIVE else 1 / _GROWTH
     slowest, bad_speed = outcome, speed
-    for _ in range(_MOST_GROWTHS):
+    for _ in range(_MAX_GROWTHS):
         serves = outcome.effective_ratio >= EFFECTIVE
         if serves:
             best, good = speed, outcome

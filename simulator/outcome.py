@@ -89,6 +89,12 @@ class Outcome:
         return float(np.mean(times)) if times else 0.0
 
     @property
+    def busy_ratio(self) -> float:
+        """Fraction of the GPU time until the last token in which steps ran."""
+        available_s = self.num_gpus * self.span_s
+        return (self.prefill_busy_s + self.decode_busy_s) / available_s if available_s else 0.0
+
+    @property
     def hit_ratio(self) -> float:
         """Of the prompt tokens of requests that were computed, those whose KV was there, in any tier."""
         total = sum(self.hit_tokens.values())

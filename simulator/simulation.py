@@ -273,7 +273,7 @@ class Simulation:
             if job.attempt != attempt:
                 return
             placed.hand_over = None
-            if self.scenario.decode_keeps:
+            if self.scenario.decode_caches:
                 decode.memory.commit(hold, job.keys[len(hold.pinned) :])
             node.forget(job, job.hold)
             job.hold = PinnedBlocks()

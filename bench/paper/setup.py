@@ -37,5 +37,5 @@ def scenario(policy: str, *, prefill: int, decode: int) -> Scenario:
         num_decode=decode,
         policy=policy,
         slo=SLO,
-        decode_keeps=False,
+        decode_caches=False,
     )

@@ -14,9 +14,9 @@ from moonpool.bench.harness.plot import draw
 from moonpool.bench.serve.client.workload import Workload
 from moonpool.bench.serve.figures import Slo
 from moonpool.bench.serve.run import CASES, PEERS, TRACING, Settings, measure
-from moonpool.bench.simulation.plot import check_ending
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.reports import report
+from moonpool.runtime.reports.plot import check_ending
 
 _PATH = click.Path(path_type=Path)
 # Of what is measured; the peers' versions are in their names and in bench/serve/peers.

@@ -1,79 +1,77 @@
-"""An outcome as the rows of a report."""
+"""A simulation's outcome as rows and curves of a report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from moonpool.runtime.reports.report import Row
-from moonpool.simulator.outcome import Outcome
+from moonpool.runtime.reports.report import Curve, Row
+from moonpool.simulator.outcome import Outcome, Served
 
-_TIERS = ("pool", "host", "ssd", "peer")
+_CURVE_POINTS = 200
+# The latencies of a served request; those of gaps need two tokens.
+_TTFT = "TTFT"
+_TBT = "TBT (longest tenth)"
+_LATENCIES: Mapping[str, Callable[[Served], float]] = {
+    _TTFT: lambda each: each.ttft_s,
+    "TPOT": lambda each: each.tpot_s,
+    _TBT: lambda each: each.tbt_s,
+    "E2E": lambda each: each.e2e_s,
+}
 
 
 def rows(case: str, outcome: Outcome) -> list[Row]:
-    """Every figure; latencies are over the requests that were served, means with p50 and p99 beside them."""
-    completed = outcome.completed
-    found = [
-        Row(case, "requests", float(len(outcome.served)), "requests"),
-        Row(case, "served", float(len(completed)), "requests"),
-        Row(case, "served within the SLOs", float(outcome.num_within), "requests"),
-        Row(case, "effective request ratio", 100 * outcome.effective_ratio, "%"),
-        Row(case, "goodput", outcome.goodput, "requests/s"),
+    """Return every figure. Latencies are means over the served requests, with p50 and p99."""
+    figures: list[tuple[str, float, str]] = [
+        ("requests", len(outcome.served), "requests"),
+        ("served", len(outcome.completed), "requests"),
+        ("served within the SLOs", outcome.num_within, "requests"),
+        ("effective request ratio", 100 * outcome.effective_ratio, "%"),
+        ("goodput", outcome.goodput, "requests/s"),
+        *((f"rejected: {stage}", count, "requests") for stage, count in sorted(outcome.rejections.items())),
+        ("cache hit", 100 * outcome.hit_ratio, "% of prompt tokens"),
     ]
-    for stage, count in sorted(outcome.rejections.items()):
-        found.append(Row(case, f"rejected: {stage}", float(count), "requests"))
-    if completed:
-        found.append(_spread(case, "TTFT", [each.ttft_s for each in completed]))
-    several = [each for each in completed if each.output_tokens > 1]
-    if several:
-        found.append(_spread(case, "TPOT", [each.tpot_s for each in several]))
-        found.append(_spread(case, "TBT (longest tenth)", [each.tbt_s for each in several]))
-    if completed:
-        found.append(_spread(case, "E2E", [each.e2e_s for each in completed]))
-    return found + _cache_rows(case, outcome) + _cost_rows(case, outcome)
-
-
-def _spread(case: str, metric: str, seconds: Sequence[float]) -> Row:
-    return Row(
-        case,
-        metric,
-        1e3 * float(np.mean(seconds)),
-        "ms, mean",
-        p50=1e3 * float(np.median(seconds)),
-        p99=1e3 * float(np.quantile(seconds, 0.99)),
-    )
-
-
-def _cache_rows(case: str, outcome: Outcome) -> list[Row]:
     total = sum(outcome.hit_tokens.values())
-    found = [Row(case, "cache hit", 100 * outcome.hit_ratio, "% of prompt tokens")]
-    for tier in _TIERS:
-        tokens = outcome.hit_tokens[tier]
-        if tokens:
-            found.append(Row(case, f"hit in {tier}", 100 * tokens / total, "% of prompt tokens"))
-            found.append(Row(case, f"hit in {tier}, blocks", float(tokens // outcome.block_tokens), "blocks"))
-    if outcome.hot_copies:
-        copies = float(np.mean(outcome.hot_copies))
-        found.append(
-            Row(case, f"copies of the {len(outcome.hot_copies)} most shared blocks", copies, "nodes, mean")
+    for tier in ("pool", "host", "ssd", "peer"):
+        if tokens := outcome.hit_tokens[tier]:
+            figures.append((f"hit in {tier}", 100 * tokens / total, "% of prompt tokens"))
+            figures.append((f"hit in {tier}, blocks", tokens // outcome.block_tokens, "blocks"))
+    if copies := outcome.hot_copies:
+        figures.append(
+            (f"copies of the {len(copies)} most shared blocks", float(np.mean(copies)), "nodes, mean")
         )
     if outcome.num_copies:
-        found.append(Row(case, "hot prefixes copied", float(outcome.num_copies), "copies"))
-        found.append(Row(case, "let go again", float(outcome.num_released), "copies"))
+        figures.append(("hot prefixes copied", outcome.num_copies, "copies"))
+        figures.append(("released", outcome.num_released, "copies"))
+    figures += [
+        ("bytes moved", outcome.moved_nbytes / 1e9, "GB"),
+        ("prefill GPU time", outcome.prefill_busy_s, "GPU s"),
+        ("decode GPU time", outcome.decode_busy_s, "GPU s"),
+        ("GPUs busy", 100 * outcome.busy_ratio, "% of GPU s"),
+    ]
+    found = [Row(case, metric, float(value), unit) for metric, value, unit in figures]
+    for metric, latency_s in _LATENCIES.items():
+        if values := _values(outcome, metric, latency_s):
+            mean, p50, p99 = np.mean(values), np.median(values), np.quantile(values, 0.99)
+            found.append(
+                Row(case, metric, 1e3 * float(mean), "ms, mean", p50=1e3 * float(p50), p99=1e3 * float(p99))
+            )
     return found
 
 
-def _cost_rows(case: str, outcome: Outcome) -> list[Row]:
-    return [
-        Row(case, "bytes moved", outcome.moved_nbytes / 1e9, "GB"),
-        Row(case, "prefill GPU time", outcome.prefill_busy_s, "GPU s"),
-        Row(case, "decode GPU time", outcome.decode_busy_s, "GPU s"),
-        Row(case, "GPUs busy", 100 * _busy(outcome), "% of GPU s"),
-    ]
+def _values(outcome: Outcome, metric: str, latency_s: Callable[[Served], float]) -> list[float]:
+    least_tokens = 1 if metric in (_TTFT, "E2E") else 2
+    return [latency_s(each) for each in outcome.completed if each.output_tokens >= least_tokens]
 
 
-def _busy(outcome: Outcome) -> float:
-    available_s = outcome.num_gpus * outcome.span_s
-    return (outcome.prefill_busy_s + outcome.decode_busy_s) / available_s if available_s else 0.0
+def curves(outcomes: Mapping[str, Outcome]) -> list[Curve]:
+    """Return the distributions of TTFT and TBT: a line for each outcome. Rejected requests never arrive."""
+    found: list[Curve] = []
+    for metric in (_TTFT, _TBT):
+        for case, outcome in outcomes.items():
+            values = np.sort(_values(outcome, metric, _LATENCIES[metric]))
+            ranks = np.linspace(0, len(values) - 1, min(len(values), _CURVE_POINTS)).astype(int)
+            points = [(float(values[rank]), float(rank + 1) / len(outcome.served)) for rank in ranks]
+            found.append(Curve(metric, case, "s", "fraction of requests", points))
+    return found

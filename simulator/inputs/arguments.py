@@ -1,80 +1,99 @@
-"""What the options of the command name: hardware, events, workloads."""
+"""Values of the commands' options: hardware, cluster events, workloads."""
 
 from __future__ import annotations
 
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
+from moonpool.conductor.costs.model import Profile
 from moonpool.runtime.errors import ConfigError
-from moonpool.simulator.inputs.hardware import SHIPPED, Hardware, from_fields, tensor_parallel
-from moonpool.simulator.inputs.scenario import ClusterEvent
+from moonpool.simulator.inputs.hardware import SHIPPED, Hardware, tensor_parallel
+from moonpool.simulator.inputs.scenario import ClusterEvent, Role
 from moonpool.simulator.inputs.workload import Workload
 
+# A tier that is given a capacity, on hardware without that tier, loads at this rate.
+_LOAD_NBYTES_PER_S = {"host": 20e9, "ssd": 3e9}
+_EVENT = re.compile(r"([0-9.]+):(fail|join):(prefill|decode|both)(?:-([0-9]+))?")
 
-def hardware_named(name: str) -> Hardware:
-    """One that is shipped, or that of a TOML or JSON file.
+
+def hardware(name: str, capacities: Mapping[str, int | None]) -> Hardware:
+    """Return shipped hardware by name, or that of a TOML or JSON file, with these capacities.
+
+    ``capacities``: tokens by field of ``Hardware``; None leaves a field unchanged.
 
     Raises:
         ConfigError: there is neither, or the file does not describe a node.
     """
-    if name in SHIPPED:
-        return tensor_parallel(*SHIPPED[name])
-    path = Path(name)
+    found = tensor_parallel(*SHIPPED[name]) if name in SHIPPED else _hardware_file(Path(name))
+    changed: dict[str, Any] = {field: tokens for field, tokens in capacities.items() if tokens is not None}
+    for tier, rate in _LOAD_NBYTES_PER_S.items():
+        if changed.get(f"{tier}_tokens") and not getattr(found, f"{tier}_load_nbytes_per_s"):
+            changed[f"{tier}_load_nbytes_per_s"] = rate
+    return replace(found, **changed)
+
+
+def _hardware_file(path: Path) -> Hardware:
     if not path.exists():
-        raise ConfigError(f"no hardware {name!r}: a file, or one of {', '.join(SHIPPED)}", key="hardware")
+        raise ConfigError(
+            f"no hardware {str(path)!r}: a file, or one of {', '.join(SHIPPED)}", key="hardware"
+        )
     try:
         text = path.read_text()
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", key="hardware") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must be a table of a node's properties", key="hardware")
-    return from_fields(str(path), content)
+    if not isinstance(content, dict) or not isinstance(content.get("profile"), dict):
+        raise ConfigError(f"{path} must have the properties of a node, and a table 'profile'", key="hardware")
+    profile = Profile.from_record(_numbers(f"{path}: profile", content.pop("profile"), Profile))
+    name = str(content.pop("name", path))
+    numbers = _numbers(str(path), content, Hardware)
+    for needed in ("kv_token_nbytes", "pool_tokens"):
+        if needed not in numbers:
+            raise ConfigError(f"{path}: {needed} is missing", key="hardware")
+    return Hardware(name=name, profile=profile, **numbers)
 
 
-def with_tiers(hardware: Hardware, tokens: dict[str, int | None]) -> Hardware:
-    """With other capacities, ``tokens`` by field; None: as it is. A tier without a speed gets a plain one."""
-    changed: dict[str, Any] = {name: count for name, count in tokens.items() if count is not None}
-    for tier, plain in (("host", 20e9), ("ssd", 3e9)):
-        if changed.get(f"{tier}_tokens") and not getattr(hardware, f"{tier}_load_nbytes_per_s"):
-            changed[f"{tier}_load_nbytes_per_s"] = plain
-    return replace(hardware, **changed)
-
-
-_EVENT = re.compile(r"([0-9.]+):(fail|join):(prefill|decode|both)(?:-([0-9]+))?")
+def _numbers(where: str, given: Mapping[str, Any], kind: type[Hardware | Profile]) -> dict[str, Any]:
+    """Return ``given`` after checking that it has fields of ``kind`` alone, each a number of 0 or more."""
+    known = {field.name for field in fields(kind)}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown {key}; known are {', '.join(sorted(known))}", key="hardware")
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"{where}: {key} must be a number of 0 or more, got {value!r}", key="hardware")
+    return dict(given)
 
 
 def cluster_event(text: str) -> ClusterEvent:
-    """From ``SECONDS:fail:prefill-0`` or ``SECONDS:join:decode``."""
+    """Read ``SECONDS:fail:prefill-0`` or ``SECONDS:join:decode``."""
     match = _EVENT.fullmatch(text)
     if match is None or (match[2] == "fail") != (match[4] is not None):
         raise ConfigError(f"--at {text!r} is not like 600:fail:prefill-0 or 900:join:decode", key="at")
-    return ClusterEvent(float(match[1]), match[2], match[3], int(match[4] or 0))
+    kind, role = cast('Literal["fail", "join"]', match[2]), cast(Role, match[3])
+    return ClusterEvent(float(match[1]), kind, role, int(match[4] or 0))
 
 
 def workload(text: str, block_tokens: int, seed: int) -> Workload:
-    """From ``key=value,…``; what is not given has its default."""
-    kinds = {field.name: str(field.type) for field in fields(Workload)}
+    """Read ``key=value,…``; other fields have their defaults."""
+    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(Workload)}
+    del kinds["block_tokens"], kinds["seed"]
     given: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
-        if key not in kinds or key in ("block_tokens", "seed"):
-            known = ", ".join(name for name in kinds if name not in ("block_tokens", "seed"))
-            raise ConfigError(f"a workload has no {key!r}; it has {known}", key="workload")
+        if key not in kinds:
+            raise ConfigError(f"a workload has no {key!r}; it has {', '.join(kinds)}", key="workload")
         try:
-            given[key] = _value(value, kinds[key])
-        except ValueError as error:
-            raise ConfigError(f"--workload {item!r}: {error}", key="workload") from error
+            given[key] = _BOOLEANS[value] if kinds[key] is bool else kinds[key](value)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"--workload {item!r}: must be {kinds[key].__name__}", key="workload"
+            ) from error
     return Workload(**given, block_tokens=block_tokens, seed=seed)
 
 
-def _value(text: str, kind: str) -> bool | int | float:
-    if kind == "bool":
-        if text not in ("true", "false"):
-            raise ValueError("must be true or false")
-        return text == "true"
-    return int(text) if kind == "int" else float(text)
+_BOOLEANS = {"true": True, "false": False}

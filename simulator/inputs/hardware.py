@@ -1,28 +1,27 @@
-"""What a node can do: its cost profile, memory and links; from published peaks, or measured."""
+"""Hardware of a node: cost profile, memory and links; from data sheets, or measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from moonpool.conductor.costs.model import Profile
 from moonpool.runtime.errors import ConfigError
 
-# The shares of the published peaks that real kernels reach: of arithmetic in prefill, of memory bandwidth in
-# decode. H200, measured: 790 of 989 TFLOP/s and 4.3 of 4.8 TB/s by kernels alone; a whole step has gaps.
+# Fractions of the published peaks that steps reach: of arithmetic in prefill, of memory bandwidth in decode.
+# H200, measured: 790 of 989 TFLOP/s and 4.3 of 4.8 TB/s by kernels alone; a whole step has gaps.
 _FLOPS_REACHED = 0.5
 _BANDWIDTH_REACHED = 0.7
-# What a tensor-parallel all-reduce costs before its first byte, and a step besides its kernels.
+# The latency of a tensor-parallel all-reduce, and of a step without its kernels.
 _ALL_REDUCE_S = 12e-6
 _STEP_S = 1e-3
-# The share of a GPU's memory that weights and KV get; activations and the runtime have the rest.
-_MEMORY_SHARE = 0.9
+# The fraction of a GPU's memory for weights and KV; activations and the runtime use the rest.
+_MEMORY_FRACTION = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One GPU by its data sheet, and its share of the host around it."""
+    """One GPU by its data sheet, and its part of the host."""
 
     name: str
     flops_per_s: float  # dense, in the dtype of the weights
@@ -38,10 +37,10 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model decides its costs."""
+    """The properties of a model that decide its costs."""
 
     name: str
-    num_params: float  # that a token goes through
+    num_params: float  # active for a token
     num_layers: int
     hidden_size: int
     kv_token_nbytes: int
@@ -50,12 +49,12 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One node. ``profile`` is what such a node would measure of itself."""
+    """One node. ``profile``: the costs that such a node would measure."""
 
     name: str
     profile: Profile
     kv_token_nbytes: int
-    pool_tokens: int  # of KV that the paged pool holds
+    pool_tokens: int  # capacity of the paged pool
     num_gpus: int = 1
     host_tokens: int = 0
     ssd_tokens: int = 0
@@ -63,8 +62,8 @@ class Hardware:
     ssd_load_nbytes_per_s: float = 0.0
     network_nbytes_per_s: float = 25e9
     network_latency_s: float = 1e-3
-    request_s: float = 0.0  # that a request is under way beside everything else, until its first token is out
-    chunk_tokens: int = 2048  # most tokens of one step
+    request_s: float = 0.0  # overhead of a request until its first token, besides queueing and computing
+    chunk_tokens: int = 2048  # limit of tokens in a step
     max_batch_size: int = 512
 
     def __post_init__(self) -> None:
@@ -78,18 +77,19 @@ class Hardware:
             )
 
     def scaled(self, *, prefill: float = 1.0, decode: float = 1.0) -> Hardware:
-        """The same where prefills, and decode steps, take so many times as long."""
+        """Return the same hardware with slower prefills and decode steps, by these factors."""
         profile = replace(self.profile, **asdict(self.profile.scaled(prefill, decode)))
         return replace(self, profile=profile)
 
 
 def tensor_parallel(gpu: Accelerator, model: ModelShape, num_gpus: int) -> Hardware:
-    """A node of ``num_gpus`` that share every layer, by arithmetic, bandwidth and all-reduces:
+    """Estimate a node of ``num_gpus`` with tensor parallelism. ``reached``: fraction of the peak.
 
-    prefill, a token: 2 × params / (GPUs × flops × reached) + two all-reduces a layer of its hidden state;
-    for each earlier token it looks at: 4 × layers × hidden / (GPUs × flops × reached);
-    decode, a step: weights / (GPUs × bandwidth × reached) + two all-reduce latencies a layer + a fixed part;
-    a sequence in it: as a prefilled token; a token of its context: KV bytes / (GPUs × bandwidth × reached).
+    A prefilled token: 2 × params / (GPUs × flops × reached) + two all-reduces a layer of its hidden state;
+    plus for each earlier token: 4 × layers × hidden / (GPUs × flops × reached).
+    A decode step: weights / (GPUs × bandwidth × reached) + two all-reduce latencies a layer + a constant;
+    plus for each sequence a prefilled token, and for each token of context KV bytes / (GPUs × bandwidth ×
+    reached).
 
     Raises:
         ConfigError: the weights do not fit.
@@ -101,7 +101,7 @@ def tensor_parallel(gpu: Accelerator, model: ModelShape, num_gpus: int) -> Hardw
     reduced_nbytes = 2 * model.num_layers * model.hidden_size * 2
     token_s = 2 * model.num_params / flops + ring * reduced_nbytes / gpu.peer_nbytes_per_s
     latency_s = 2 * model.num_layers * _ALL_REDUCE_S if num_gpus > 1 else 0.0
-    room = num_gpus * gpu.memory_nbytes * _MEMORY_SHARE - model.weight_nbytes
+    room = num_gpus * gpu.memory_nbytes * _MEMORY_FRACTION - model.weight_nbytes
     if room < model.kv_token_nbytes:
         raise ConfigError(
             f"{model.name} ({model.weight_nbytes / 1e9:.0f} GB) does not fit {num_gpus} × {gpu.name}",
@@ -137,42 +137,8 @@ H200 = Accelerator("H200", 989e12, 4.8e12, 141e9, 450e9, 50e9, host_nbytes_per_s
 LLAMA3_70B = ModelShape("LLaMA3-70B", 70.6e9, 80, 8192, 2 * 80 * 8 * 128 * 2, 141.2e9)
 LLAMA3_8B = ModelShape("LLaMA3-8B", 8.03e9, 32, 4096, 2 * 32 * 8 * 128 * 2, 16.1e9)
 
-# By the names that --hardware takes: the GPU, the model, GPUs of a node.
+# The names of --hardware: GPU, model, GPUs of a node.
 SHIPPED: Mapping[str, tuple[Accelerator, ModelShape, int]] = {
     "8xa800-llama3-70b": (A800, LLAMA3_70B, 8),
     "h200-llama3-8b": (H200, LLAMA3_8B, 1),
 }
-
-
-def from_fields(name: str, content: Mapping[str, Any]) -> Hardware:
-    """From the fields of ``Hardware``, with ``profile`` as a table of its own, as read from a file.
-
-    Raises:
-        ConfigError: a field is unknown, missing or not a number.
-    """
-    plain = {field.name for field in fields(Hardware)} - {"name", "profile"}
-    unknown = content.keys() - plain - {"profile", "name"}
-    if unknown:
-        known = ", ".join(sorted(plain))
-        raise ConfigError(
-            f"{name}: unknown {', '.join(sorted(unknown))}; known are profile, {known}", key=name
-        )
-    coefficients = content.get("profile")
-    if not isinstance(coefficients, Mapping) or not coefficients:
-        raise ConfigError(f"{name}: needs a table 'profile' with a node's cost coefficients", key=name)
-    known_costs = {field.name for field in fields(Profile)}
-    for key, value in {**content, **coefficients}.items():
-        if key in ("name", "profile"):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise ConfigError(f"{name}: {key} must be a number of 0 or more, got {value!r}", key=name)
-    if coefficients.keys() - known_costs:
-        wrong = ", ".join(sorted(coefficients.keys() - known_costs))
-        raise ConfigError(
-            f"{name}: unknown {wrong} in profile; known are {', '.join(sorted(known_costs))}", key=name
-        )
-    for needed in ("kv_token_nbytes", "pool_tokens"):
-        if needed not in content:
-            raise ConfigError(f"{name}: {needed} is missing", key=name)
-    given = {key: content[key] for key in plain if key in content}
-    return Hardware(name=str(content.get("name", name)), profile=Profile.from_record(coefficients), **given)

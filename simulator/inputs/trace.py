@@ -1,17 +1,17 @@
-"""Requests with times, lengths and blocks, as traces give them."""
+"""Traces: requests with arrival times, lengths and block ids."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moonpool.runtime.errors import ConfigError
 
-# What one id of a Mooncake trace stands for.
+# Tokens of one id in a Mooncake trace.
 BLOCK_TOKENS = 512
 
 
@@ -33,9 +33,9 @@ class TraceRequest:
 
 
 def load_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> list[TraceRequest]:
-    """JSON lines, gzipped or not: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``.
+    """Read JSON lines, gzipped or not: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``.
 
-    In order of arrival. Raises ``TraceInvalid``.
+    Returns the requests in order of arrival. Raises ``TraceInvalid``.
     """
     requests: list[TraceRequest] = []
     parents: dict[int, int] = {}
@@ -50,7 +50,7 @@ def load_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> list[TraceReq
     except (OSError, UnicodeDecodeError, EOFError) as error:
         raise TraceInvalid(f"{path} cannot be read: {error}") from error
     if not requests:
-        raise TraceInvalid(f"{path} has no request in it")
+        raise TraceInvalid(f"{path} has no requests")
     return sorted(requests, key=lambda request: request.arrival_s)
 
 
@@ -84,7 +84,7 @@ def _number(where: str, fields: dict[str, Any], name: str, least: int) -> float:
 
 
 def _check_chain(where: str, ids: tuple[int, ...], parents: dict[int, int]) -> None:
-    """An id names a whole prefix, so it always has the same one before it."""
+    """Check that an id, which names a whole prefix, always follows the same id."""
     before = -1
     for block_id in ids:
         if parents.setdefault(block_id, before) != before:
@@ -93,8 +93,6 @@ def _check_chain(where: str, ids: tuple[int, ...], parents: dict[int, int]) -> N
 
 
 def at_speed(requests: Sequence[TraceRequest], speed: float, limit: int = 0) -> list[TraceRequest]:
-    """The first ``limit`` (0: all) requests, arriving ``speed`` times as fast."""
+    """Return the first ``limit`` (0: all) requests, arriving ``speed`` times as fast."""
     chosen = requests[:limit] if limit else requests
-    if speed == 1:
-        return list(chosen)
-    return [TraceRequest(r.arrival_s / speed, r.input_tokens, r.output_tokens, r.block_ids) for r in chosen]
+    return [replace(request, arrival_s=request.arrival_s / speed) for request in chosen]

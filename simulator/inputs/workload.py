@@ -1,4 +1,4 @@
-"""Workloads made from a seed: sessions with shared system prompts, turns and tool loops."""
+"""Generated workloads: sessions with shared system prompts, turns and tool calls."""
 
 from __future__ import annotations
 
@@ -10,55 +10,56 @@ from dataclasses import dataclass
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.inputs.trace import TraceRequest
 
-# In a burst, sessions come so many times as fast as on average; the pauses between make up for it.
+# In a burst, sessions arrive this many times as fast as on average; a pause follows.
 _BURST = 8.0
 _BURST_S = 5.0
+_LEAST = {
+    1: ("sessions", "prompt_tokens", "output_tokens", "turn_tokens", "system_prompts", "turns"),
+    0: ("system_tokens", "spread", "think_s", "tool_share", "tool_calls", "tool_s", "token_s"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``sessions`` conversations of ``turns`` requests on average. Lengths in tokens, means of a log-normal
-    distribution with the given spread (standard deviation of the logarithm; 0: always the mean).
+    """``sessions`` conversations of ``turns`` requests on average.
+
+    Lengths are in tokens, means of a log-normal distribution; ``spread`` is the standard deviation of the
+    logarithm (0: always the mean).
     """
 
     sessions: int = 500
     rate: float = 1.0  # sessions a second
-    bursty: bool = False  # five seconds of eight times the rate, then a pause
-    system_prompts: int = 4  # different ones; the first is the most popular (Zipf)
+    bursty: bool = False  # 5 s of eight times the rate, then a pause
+    system_prompts: int = 4  # number of different ones; popularity by Zipf
     system_tokens: int = 1024  # of each; 0: none
-    prompt_tokens: int = 2048  # of a session's first request, behind the system prompt
-    turn_tokens: int = 256  # that each later request adds behind the answer before it
+    prompt_tokens: int = 2048  # of a session's first request, after the system prompt
+    turn_tokens: int = 256  # added by each later request, after the answer before it
     output_tokens: int = 256
     spread: float = 0.8
     turns: float = 3.0  # geometric
     think_s: float = 20.0  # between an answer and the next turn, exponential
-    tool_share: float = 0.0  # of turns that call tools: each then makes ``tool_calls`` more requests at once
+    tool_share: float = 0.0  # fraction of turns that make ``tool_calls`` more requests at once
     tool_calls: int = 3
-    tool_s: float = 0.5  # a call takes
-    token_s: float = 0.02  # an output token is taken to take, for when the next turn comes
+    tool_s: float = 0.5  # duration of a call
+    token_s: float = 0.02  # assumed duration of an output token, for the time of the next turn
     block_tokens: int = 512
     seed: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("sessions", "prompt_tokens", "output_tokens", "turn_tokens", "system_prompts", "turns"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"a workload's {name} must be 1 or more, got {getattr(self, name)}", key=name
-                )
-        for name in ("system_tokens", "spread", "think_s", "tool_calls", "tool_s", "token_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"a workload's {name} must be 0 or more, got {getattr(self, name)}", key=name
-                )
+        for least, names in _LEAST.items():
+            for name in names:
+                if not getattr(self, name) >= least:
+                    text = f"a workload's {name} must be {least} or more, got {getattr(self, name)}"
+                    raise ConfigError(text, key=name)
         if not self.rate > 0:
+            raise ConfigError(f"a workload's rate must be above 0, got {self.rate}", key="rate")
+        if self.tool_share > 1:
             raise ConfigError(
-                f"a workload's rate must be above 0 sessions a second, got {self.rate}", key="rate"
+                f"a workload's tool_share is at most 1, got {self.tool_share}", key="tool_share"
             )
-        if not 0 <= self.tool_share <= 1:
-            raise ConfigError(f"tool_share is a share, from 0 to 1, got {self.tool_share}", key="tool_share")
 
     def requests(self) -> list[TraceRequest]:
-        """In order of arrival. Equal workloads give equal requests."""
+        """Return the requests in order of arrival; equal workloads give equal requests."""
         rng = random.Random(self.seed)
         blocks = _Blocks(self.block_tokens)
         found: list[TraceRequest] = []
@@ -74,7 +75,7 @@ class Workload:
                 now_s += rng.expovariate(self.rate)
                 continue
             busy_s = rng.expovariate(self.rate * _BURST)
-            # Each burst's end is followed by the pause that brings the mean back to the rate.
+            # The pause after a burst brings the mean back to the rate.
             bursts = math.floor((now_s % (_BURST_S * _BURST) + busy_s) / _BURST_S)
             now_s += busy_s + bursts * _BURST_S * (_BURST - 1)
 
@@ -100,7 +101,6 @@ class Workload:
     def _length(self, rng: random.Random, mean: int) -> int:
         if not self.spread:
             return mean
-        # Of a log-normal distribution with this mean.
         return max(1, round(rng.lognormvariate(math.log(mean) - self.spread**2 / 2, self.spread)))
 
 
@@ -109,7 +109,7 @@ def _zipf(rng: random.Random, count: int) -> int:
 
 
 class _Blocks:
-    """Gives block ids: the same for the same tokens behind the same ones."""
+    """Allocates block ids: equal ids for equal prefixes."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -121,7 +121,7 @@ class _Blocks:
         return list(range(first, first + count))
 
     def chain(self, shared: tuple[str, int], num_tokens: int) -> _Chain:
-        """A prompt that begins with these shared tokens."""
+        """Return a prompt that begins with these shared tokens."""
         full = num_tokens // self.block_tokens
         ids = self._shared.get(shared)
         if ids is None:
@@ -130,7 +130,7 @@ class _Blocks:
 
 
 class _Chain:
-    """A growing prompt. Its last, unfinished block gets an id of its own whenever it is shown."""
+    """A growing prompt. Its partial last block gets a new id in each request."""
 
     def __init__(self, blocks: _Blocks, full: list[int], num_tokens: int) -> None:
         self.num_tokens = num_tokens
