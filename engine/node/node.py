@@ -66,7 +66,6 @@ class EngineNode:
         self.replica = Replica.ours()
         own_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
         self.node_id = self.replica.replica_id if self.replica is not None else own_id
-        self._agreement = {"version": own_version(), "options": agreement_of(config)}
         self.epoch = time.time_ns()
         self.state = "starting"
         self.rpc_address = ""
@@ -223,10 +222,23 @@ class EngineNode:
             layout=str(engine.layout),
             ranks=memory.ranks,
         )
-        self._packed_kv_address = self.kv_address.SerializeToString()
         if not self.metrics_url:
             port = serve_metrics(config.node.host, config.node.metrics_port)
             self.metrics_url = f"http://{config.node.host}:{port}/metrics"
+        self._identity = NodeRecord(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            role=self.role,
+            host=config.node.host,
+            pid=os.getpid(),
+            rpc_address=self.rpc_address,
+            metrics_url=self.metrics_url,
+            model=engine.model_fingerprint.hex(),
+            layout=engine.layout.fingerprint.hex(),
+            kv_address=self.kv_address.SerializeToString(),
+            replica=self.replica,
+            extra={"version": own_version(), "options": agreement_of(config)},
+        )
         self._observed = [
             observe_engine(engine),
             observe_stores(lambda: [("kv", self.store.tiers)]),
@@ -317,20 +329,11 @@ class EngineNode:
     def record(self) -> NodeRecord:
         """Return the node's current index record."""
         stats = self.engine.stats()
-        return NodeRecord(
-            node_id=self.node_id,
-            epoch=self.epoch,
-            role=self.role,
-            host=self.config.node.host,
-            pid=os.getpid(),
-            rpc_address=self.rpc_address,
-            metrics_url=self.metrics_url,
-            state=self.health.state(self.state),
-            reasons=self.health.judgement.reasons,
+        return self._identity.current(
+            self.health.state(self.state),
+            self.health.judgement.reasons,
+            self.health.readings(),
             unix_s=self.clock(),
-            model=self.engine.model_fingerprint.hex(),
-            layout=self.engine.layout.fingerprint.hex(),
-            kv_address=self._packed_kv_address,
             load=NodeLoad(
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
@@ -342,7 +345,6 @@ class EngineNode:
             tiers=self.store.fill(),
             profile=self.profile(),
             links=self.agent.bandwidth(),
-            replica=self.replica,
             extra=self._extra(),
         )
 
@@ -354,8 +356,6 @@ class EngineNode:
             "versions": self._versions,
             "evicted": evicted_totals(),
             "paths": path_totals(),
-            "health": self.health.readings(),
-            **self._agreement,
         }
         if plan.world_size > 1:
             extra["ranks"] = self.ranks

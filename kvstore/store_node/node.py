@@ -57,7 +57,6 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.node_id = config.node.id or f"{self.role}-{config.node.host}-{os.getpid()}"
-        self._agreement = {"version": own_version(), "options": agreement_of(config)}
         self.epoch = time.time_ns()
         self.state = "starting"
         self._clock = clock
@@ -156,6 +155,16 @@ class StoreNode(node_pb2_grpc.NodeServicer):
 
     async def _start_publishing(self, stack: AsyncExitStack) -> None:
         index = self.config.index
+        self._identity = NodeRecord(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            role=self.role,
+            host=self.config.node.host,
+            pid=os.getpid(),
+            rpc_address=self._rpc_address,
+            metrics_url=self._metrics_url,
+            extra={"version": own_version(), "options": agreement_of(self.config)},
+        )
         redis = connect(index.redis_url)
         stack.push_async_callback(redis.aclose)
         self._publisher = IndexPublisher(
@@ -198,22 +207,14 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         if self._kv.store is not None:
             stats = self._kv.store.host.stats
             num_blocks, num_held = stats.num_blocks, stats.num_held
-        return NodeRecord(
-            node_id=self.node_id,
-            epoch=self.epoch,
-            role=self.role,
-            host=self.config.node.host,
-            pid=os.getpid(),
-            rpc_address=self._rpc_address,
-            metrics_url=self._metrics_url,
-            state=self._health.state(self.state),
-            reasons=self._health.judgement.reasons,
-            unix_s=time.time(),
+        return self._identity.current(
+            self._health.state(self.state),
+            self._health.judgement.reasons,
+            self._health.readings(),
             layout=self._kv.layout.fingerprint.hex() if self._kv.layout is not None else "",
             kv_address=self._kv_address().SerializeToString(),
             load=NodeLoad(num_blocks=num_blocks, free_blocks=num_blocks - num_held),
             links=self._agent.bandwidth(),
-            extra=self._agreement | {"health": self._health.readings()},
         )
 
     def _kv_address(self) -> node_pb2.KvAddress:

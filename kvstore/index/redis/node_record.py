@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from base64 import b64decode, b64encode
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -97,8 +99,13 @@ class NodeRecord:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RecordCorrupt(f"a node record cannot be read: {error!r} in {data[:200]!r}") from error
 
-    def with_load(self, load: NodeLoad) -> NodeRecord:
-        return replace(self, load=load)
+    def current(
+        self, state: str, reasons: tuple[str, ...], readings: Mapping[str, Any], **facts: Any
+    ) -> NodeRecord:
+        """Return this record as of now: state, ``reasons`` and ``readings`` of the node's health, and the
+        fields in ``facts``. Its ``extra`` is added to the record's own."""
+        extra = {**self.extra, **facts.pop("extra", {}), "health": readings}
+        return replace(self, **{"unix_s": time.time(), **facts}, state=state, reasons=reasons, extra=extra)
 
 
 _FIELDS = tuple(f.name for f in fields(NodeRecord) if f.name != "extra")
