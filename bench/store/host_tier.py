@@ -56,9 +56,12 @@ class HostBlocks:
             np.copyto(into, source)
 
     def _put(self) -> None:
-        put = self._plain.put
+        tier = self._plain
         for key, source in zip(self._keys, self._source, strict=True):
-            put(key, source, checksum=0)
+            slot = tier.reserve(key, None)
+            assert slot is not None
+            np.copyto(tier.bytes_of(slot), source)
+            tier.fill(slot, key, None, 0)
 
     def _get(self) -> None:
         tier = self._plain

@@ -91,7 +91,6 @@ class NodeStore:
                 threads=options.ssd.io_threads,
                 policy=options.ssd.policy,
                 saved_s=savings.ssd,
-                max_queued_nbytes=options.ssd.queue_nbytes,
                 io_deadline_s=options.ssd.deadline_s,
             )
             log.info("%d blocks of an earlier life taken up from %s", len(ssd), directory)

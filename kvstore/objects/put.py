@@ -16,7 +16,7 @@ _WINDOW_CHUNKS = 4 * RUN_CHUNKS
 def window_chunks(store: TieredStore) -> int:
     """Most chunks reserved or leased at a time. Large enough that a window is worth its round trip, small
     enough that one put or get does not take all of memory, nor empty it for what may never come."""
-    return max(min(_WINDOW_CHUNKS, store.host.stats.num_blocks // 4), 1)
+    return max(min(_WINDOW_CHUNKS, store.host.capacity // 4), 1)
 
 
 class Put:

@@ -1,19 +1,17 @@
-"""Objects that somebody reads: their chunks stay in memory until he says so, or his time is up."""
+"""Leases on objects: their chunks stay in memory until the reader releases them or the lease expires."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from random import Random
 
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.chunks import ChainRun, ChunkPlan
 from moonpool.kvstore.objects.put import window_chunks
 from moonpool.kvstore.objects.table import ObjectTable
-from moonpool.kvstore.objects.write_behind import WriteBehind
 from moonpool.kvstore.store import TieredStore
 from moonpool.protos import store_pb2
 
@@ -31,37 +29,22 @@ class Opened:
 
 
 class ObjectLeases:
-    """``sweep`` must be called now and then: a dead reader never releases."""
+    """Pin objects for readers. The leases are the store's own, so ``store.sweep`` ends those that expire."""
 
     def __init__(
-        self,
-        store: TieredStore,
-        table: ObjectTable,
-        behind: WriteBehind,
-        *,
-        longest_s: float,
-        clock: Callable[[], float],
-        rng: Random,
+        self, store: TieredStore, table: ObjectTable, *, longest_s: float, clock: Callable[[], float]
     ) -> None:
-        """``rng`` makes the ids: who is not told one must not guess it, for it ends somebody's lease."""
         self._store = store
         self._table = table
-        self._behind = behind
         self._window = window_chunks(store)
         self._longest_s = longest_s
         self._clock = clock
-        self._rng = rng
-        self._leases: dict[int, tuple[int, float]] = {}  # the store's lease, and when it ends
-        self._read_s: dict[bytes, float] = {}  # when a surplus copy was last asked for
-
-    def __len__(self) -> int:
-        return len(self._leases)
+        self._read_s: dict[bytes, float] = {}  # when a surplus copy was last read
 
     async def open(self, owner: bytes, wanted: store_pb2.OpenObject, ttl_s: float) -> Opened | None:
-        """Pin chunks from ``wanted.first_chunk`` on, a window of them at most; those on disk come to memory.
+        """Pin a window of chunks from ``wanted.first_chunk`` on; those on disk are read into memory.
 
-        None: not here. An answer without chunks where some were wanted: there is no room to bring them to
-        memory now.
+        None: the object is not here. No chunks although the object has some: there is no memory for them.
         """
         record = self._table.find(owner, wanted.key)
         if record is None or wanted.version not in (0, record.info.version):
@@ -79,26 +62,24 @@ class ObjectLeases:
                     break
                 at += num_pinned
         except BaseException:
-            self._release_all(opened)
+            self.release(opened.lease_ids)
             raise
         if at < end and self._table.find(owner, wanted.key) is not record:
-            self._release_all(opened)
+            self.release(opened.lease_ids)
             metrics.LOOKUPS.labels("miss").inc()
-            return None  # a chunk turned out to be gone or damaged, and took the object along
+            return None  # a chunk was gone or damaged, so the object was dropped
         metrics.LOOKUPS.labels("hit").inc()
         return opened
 
     async def _pin(self, opened: Opened, cut: ChunkPlan, run: ChainRun, at: int, ttl_s: float) -> int:
-        """Pin the run that chunk ``at`` is in; returns how many chunks from ``at`` on can be read."""
+        """Pin the run that contains chunk ``at``; returns how many chunks from ``at`` on can be read."""
         self._store.use(run.keys)
         if Tier.SSD in self._store.match(run.keys):
-            # They come to memory, and others have to leave it.
-            await self._behind.room()
+            # They are read into memory, from which others must be evicted.
+            await self._store.room()
         lease = await self._store.pin(run.keys, min(ttl_s, self._longest_s))
         if lease.id:
-            lease_id = self._rng.getrandbits(63) | 1
-            self._leases[lease_id] = (lease.id, lease.expires_s)
-            opened.lease_ids.append(lease_id)
+            opened.lease_ids.append(lease.id)
         blocks = lease.blocks[at - run.first :]
         opened.offsets += [block.slot * cut.chunk_nbytes for block in blocks]
         opened.checksums += [block.checksum for block in blocks]
@@ -106,32 +87,18 @@ class ObjectLeases:
             opened.checksums[-1] = opened.record.tail_checksum
         return len(blocks)
 
-    def release(self, lease_id: int) -> None:
-        """Let go. One that is not held is no error."""
-        lease = self._leases.pop(lease_id, None)
-        if lease is not None:
-            self._store.release(lease[0])
-
-    def _release_all(self, opened: Opened) -> None:
-        for lease_id in opened.lease_ids:
-            self.release(lease_id)
-
-    def sweep(self) -> None:
-        now_s = self._clock()
-        for lease_id in [each for each, (_, ends_s) in self._leases.items() if ends_s <= now_s]:
-            self.release(lease_id)
-
-    def close(self) -> None:
-        for lease_id in list(self._leases):
-            self.release(lease_id)
+    def release(self, lease_ids: Iterable[int]) -> None:
+        """End leases. Unknown ones are no error."""
+        for lease_id in lease_ids:
+            self._store.release(lease_id)
 
     def touch(self, record: store_pb2.StoredObject) -> None:
-        """It is read, or has just come."""
+        """Record that an object is new or is being read."""
         if record.info.surplus:
             self._read_s[record.info.key] = self._clock()
 
     def unused_surplus(self, unused_s: float) -> list[store_pb2.StoredObject]:
-        """Surplus copies that were not read for ``unused_s``, the one unread for longest first."""
+        """Surplus copies that were not read for ``unused_s``, the least recently read first."""
         surplus = [record for record in self._table if record.info.surplus]
         kept = {record.info.key: self._read_s.get(record.info.key, 0.0) for record in surplus}
         self._read_s = {key: read_s for key, read_s in kept.items() if read_s}
@@ -139,7 +106,7 @@ class ObjectLeases:
         return sorted(cold, key=lambda record: kept[record.info.key])
 
     async def check(self, owner: bytes, key: bytes) -> bool:
-        """Compare every chunk of the owner's object with its checksum. True: it was damaged, and is gone."""
+        """Verify every chunk of the owner's object. True: it was damaged, and has been dropped."""
         record = self._table.find(owner, key)
         if record is None:
             return False

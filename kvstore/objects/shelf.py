@@ -13,7 +13,6 @@ from moonpool.kvstore.objects.owner_quota import ObjectQuotas
 from moonpool.kvstore.objects.put import Put
 from moonpool.kvstore.objects.read_leases import ObjectLeases
 from moonpool.kvstore.objects.table import ObjectTable
-from moonpool.kvstore.objects.write_behind import WriteBehind
 from moonpool.kvstore.store import TieredStore
 from moonpool.protos import store_pb2
 
@@ -21,6 +20,8 @@ log = logging.getLogger(__name__)
 
 # A copy made because an object was hot is no longer needed when nobody has read it here for so long.
 _UNUSED_S = 10.0
+# Longest that closing waits for the disk.
+_FLUSH_S = 60.0
 
 
 class ObjectShelf:
@@ -48,10 +49,7 @@ class ObjectShelf:
         self.chunk_nbytes = chunk_nbytes
         self._quotas = ObjectQuotas(tenant_nbytes)
         self.table = ObjectTable(store, chunk_nbytes, catalogue, self._quotas)
-        self._behind = WriteBehind(store)
-        self.leases = ObjectLeases(
-            store, self.table, self._behind, longest_s=longest_lease_s, clock=clock, rng=rng
-        )
+        self.leases = ObjectLeases(store, self.table, longest_s=longest_lease_s, clock=clock)
         self._node_id = node_id
         self._store = store
         self._longest_lease_s = longest_lease_s
@@ -62,7 +60,7 @@ class ObjectShelf:
     @property
     def num_users(self) -> int:
         """Puts and reads under way."""
-        return len(self._puts) + len(self.leases)
+        return len(self._puts) + self._store.stats.num_leases
 
     # ------------------------------------------------------------------ life
 
@@ -75,9 +73,8 @@ class ObjectShelf:
         """Take back what is under way, and give the disk the time to take what only memory holds."""
         for put_id in list(self._puts):
             self.abort(put_id)
-        self.leases.close()
         await self.table.settle()
-        await self._behind.done()
+        await self._store.flush(_FLUSH_S)
         await self._store.close()
         await self.table.close()
 
@@ -88,7 +85,6 @@ class ObjectShelf:
             log.warning("a put of %r was not continued in time", self._puts[put_id].record.info.name)
             metrics.PUTS.labels("expired").inc()
             self.abort(put_id)
-        self.leases.sweep()
         self._store.sweep()
 
     # ------------------------------------------------------------------ objects come
@@ -132,7 +128,6 @@ class ObjectShelf:
         if put is None:
             raise PutUnknown(put_id)
         put.commit(checksums)
-        self._behind.add(len(checksums))
         try:
             if not put.complete:
                 await self._reserve(put)
@@ -156,10 +151,10 @@ class ObjectShelf:
             self.table.discard(put.abort())
 
     async def _reserve(self, put: Put) -> None:
-        await self._behind.room()
+        await self._store.room()
         await self._drop_surplus(self.table.cut(put.record).num_chunks)
         if not put.reserve():
-            capacity = self._store.host.stats.num_blocks
+            capacity = self._store.host.capacity
             raise StoreFull(self._node_id, put.record.info.nbytes, capacity * self.chunk_nbytes)
         put.expires_s = self._clock() + put.ttl_s
 

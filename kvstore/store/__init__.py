@@ -1,9 +1,8 @@
-"""The blocks of one node over all its tiers: the engine's pool, host memory, disk."""
+"""The blocks of one node in all its tiers: the engine's pool, host memory, disk."""
 
 from moonpool.kvstore.store.leases import Lease, Pinned
 from moonpool.kvstore.store.reservation import Reservation
-from moonpool.kvstore.store.stats import StoreStats, TierStats
-from moonpool.kvstore.store.tiered import TieredStore
+from moonpool.kvstore.store.tiered import StoreStats, TieredStore, TierStats
 from moonpool.kvstore.tiers.protocols import Bytes, DiskTier, PoolTier
 
 __all__ = [

@@ -48,7 +48,7 @@ class _StoresCollector(Collector):
                 pinned.add_metric(labels, tier.num_pinned)
                 rate.add_metric(labels, rates[tier.name])
             queues.add_metric([shelf, "write"], stats.num_queued_writes)
-            queues.add_metric([shelf, "leaving"], stats.num_leaving)
+            queues.add_metric([shelf, "demoting"], stats.num_demoting)
             queues.add_metric([shelf, "promote"], stats.num_promoting)
             leases.add_metric([shelf], stats.num_leases)
         yield from (blocks, nbytes, room, pinned, rate, queues, leases)

@@ -141,7 +141,7 @@ class Reader:
         try:
             yield await self.promoter.promote(on_disk, ahead=ahead)
         finally:
-            host.release(slots)
+            host.unpin(slots)
             self._residency.make_headroom()
 
     def _pin_prefix(self, keys: Sequence[BlockKey], unplaced: dict[BlockKey, UnplacedBlock]) -> list[Pinned]:
@@ -179,6 +179,6 @@ class Reader:
         self._release(in_pool, [block.slot for block in pinned if block.tier is Tier.HOST])
 
     def _release(self, in_pool: Sequence[int], slots: Sequence[int]) -> None:
-        self._residency.host.release(slots)
+        self._residency.host.unpin(slots)
         if self._residency.pool is not None and in_pool:
             self._residency.pool.release(in_pool)

@@ -68,11 +68,11 @@ class Reservation:
         keys = self._keys[self.num_held : self.num_held + len(self.slots)]
         for i, (key, slot) in enumerate(zip(keys, self.slots, strict=True)):
             value = xxh3_64_intdigest(self._host.bytes_of(slot).data) if checksums is None else checksums[i]
-            self._host.commit(slot, key, before, value)
+            self._host.fill(slot, key, before, value)
             before = key
         for key in keys:
             self._residency.stored(key)
-        self._host.release(self._above)
+        self._host.unpin(self._above)
         return self.num_held + len(keys)
 
     def abort(self) -> None:
@@ -81,7 +81,7 @@ class Reservation:
             self._open = False
             for slot in self.slots:
                 self._host.abandon(slot)
-            self._host.release(self._above)
+            self._host.unpin(self._above)
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Which tier holds which block, and what happens to a block that leaves one."""
+"""Which tier holds which block, and where a block goes that a tier evicts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from moonpool.kvstore.tiers.copier import Copier
 from moonpool.kvstore.tiers.demotion import Demoter
 from moonpool.kvstore.tiers.host import HostTier
 from moonpool.kvstore.tiers.protocols import Bytes, DiskTier, PoolTier
-from moonpool.kvstore.tiers.write_queue import DiskWriter
+from moonpool.kvstore.tiers.write_batch import BlockSources
+from moonpool.kvstore.tiers.write_queue import WriteQueue
 from moonpool.runtime.config.options import StoreOptions
 
 OnChange = Callable[[BlockKey, Tier | None], None]
 
 
 class Residency:
-    """The tiers together hold a prefix of every chain: the pool and the disk do each, and the block before
-    one in host memory is in some tier.
+    """Together the tiers hold a prefix of every chain: the pool and the disk each do, and the predecessor of
+    a block in host memory is in some tier.
 
-    A block that leaves the pool goes to host memory; one that leaves host memory goes to disk as the write
-    policy says, or is lost, and with it what host memory holds after it. Nothing here waits.
+    A block evicted from the pool goes to host memory. One evicted from host memory goes to disk as the write
+    policy says, or is lost together with its descendants in host memory. Nothing here waits.
     """
 
     def __init__(
@@ -37,39 +38,32 @@ class Residency:
         copier: Copier,
         on_change: OnChange,
         saved_s: SavedSeconds | None = None,
+        *,
+        keep_until_written: bool = False,
     ) -> None:
         self.host = HostTier(
-            memory,
-            layout,
-            policy=options.host.policy,
-            saved_s=saved_s,
-            on_evicted=self._evicted_from_host,
+            memory, layout, policy=options.host.policy, saved_s=saved_s, on_evicted=self._evicted_from_host
         )
         self.pool = pool
         self.disk = disk
         self.demoter = Demoter(self.host, pool, copier, self._demoted)
-        self.writer: DiskWriter | None = None
+        self.writes: WriteQueue | None = None
         self._write_policy = options.write_policy
+        self._keep_until_written = keep_until_written
         self._on_change = on_change
-        capacity = self.host.stats.num_blocks
-        self._num_reserve = round(capacity * (1 - options.host.watermark))
-        self._takes_over = False  # what leaves host memory at this moment is written to disk
+        self._num_reserve = round(self.host.capacity * (1 - options.host.watermark))
+        self._writes_evicted = False  # blocks that host memory evicts now are written to disk
         if disk is not None:
             disk.on_dropped = self._dropped_by_disk
-            max_queued = max(options.ssd.queue_nbytes // layout.block_nbytes, 1)
-            self.writer = DiskWriter(
+            self.writes = WriteQueue(
                 disk,
-                self.host,
-                pool,
-                copier,
-                max_queued=max_queued,
-                # The queue may not make host memory its own.
-                max_leaving=max(min(max_queued, capacity // 4), 1),
-                on_settled=self.announce,
+                BlockSources(self.host, pool, copier),
+                budget_nbytes=options.ssd.queue_nbytes,
+                on_finished=self.announce,
                 sources_settled=self.demoter.copied,
             )
 
-    # ------------------------------------------------------------------ what is where
+    # ------------------------------------------------------------------ lookup
 
     def tier_of(self, key: BlockKey) -> Tier | None:
         """The fastest tier that holds the block."""
@@ -93,37 +87,39 @@ class Residency:
     def blocks(self) -> Iterator[tuple[BlockKey, Tier]]:
         """Every block with its fastest tier, each once."""
         in_pool = set() if self.pool is None else set(self.pool.keys())
-        in_memory = set(self.host.keys()) | self.demoter.coming.keys()
-        if self.writer is not None:
-            in_memory |= self.writer.leaving.keys()
+        in_memory = set(self.host.keys()) | self.demoter.demoting.keys()
+        if self.writes is not None:
+            in_memory |= self.writes.evicted.keys()
         on_disk = () if self.disk is None else self.disk.keys()
         yield from ((key, Tier.POOL) for key in in_pool)
         yield from ((key, Tier.HOST) for key in in_memory - in_pool)
         yield from ((key, Tier.SSD) for key in on_disk if key not in in_memory and key not in in_pool)
 
     def slot_of(self, key: BlockKey) -> int | None:
-        """Where in host memory the block is: held there, or on its way out."""
+        """The block's slot in host memory, also while it waits there to be written to disk."""
         slot = self.host.slot_of(key)
-        if slot is None and self.writer is not None and (leaving := self.writer.leaving.get(key)):
-            return leaving.slot
+        if slot is None and self.writes is not None and (evicted := self.writes.evicted.get(key)):
+            return evicted.slot
         return slot
 
     def _tier_below(self, key: BlockKey) -> Tier | None:
-        if self.slot_of(key) is not None or key in self.demoter.coming:
+        if self.slot_of(key) is not None or key in self.demoter.demoting:
             return Tier.HOST
         return Tier.SSD if self.disk is not None and key in self.disk else None
 
-    # ------------------------------------------------------------------ blocks come
+    # ------------------------------------------------------------------ new blocks
 
     def stored(self, key: BlockKey) -> None:
-        """Host memory holds a new block."""
+        """Host memory has a new block."""
         self.announce(key)
-        if self._write_policy == "write-through":
+        if self._keep_until_written and self.writes is not None:
+            self.writes.require(key)
+        elif self._write_policy == "write-through":
             self.write(key)
         self.make_headroom()
 
     def sealed(self, key: BlockKey) -> None:
-        """The pool holds a new block."""
+        """The pool has a new block."""
         if self._write_policy == "write-through":
             self.write(key)
 
@@ -136,18 +132,18 @@ class Residency:
             self.write(keys[num_held - 1])
 
     def write(self, key: BlockKey) -> None:
-        """Queue a block, with what is missing before it, for the disk."""
-        if self.writer is not None and self.disk is not None and key not in self.disk:
-            self.writer.offer(key)
+        """Queue a block and its missing predecessors for the disk."""
+        if self.writes is not None and self.disk is not None and key not in self.disk:
+            self.writes.offer(key)
 
-    # ------------------------------------------------------------------ blocks go
+    # ------------------------------------------------------------------ eviction and removal
 
     def demote(self, key: BlockKey, parent: BlockKey | None, block: int, surplus: bool) -> None:
-        """The pool drops this block now; its bytes may be read until ``demoter.copied``. One that is
-        ``surplus`` is not worth host memory."""
+        """The pool drops this block now; its bytes may be read until ``demoter.copied``. A ``surplus`` one is
+        not kept."""
         assert self.pool is not None
-        if self.slot_of(key) is None and key not in self.demoter.coming and not surplus:
-            if self.demoter.take(key, parent, block):
+        if self.slot_of(key) is None and key not in self.demoter.demoting and not surplus:
+            if self.demoter.add(key, parent, block):
                 self.make_headroom()
             else:
                 metrics.REFUSED_BLOCKS.inc()
@@ -160,7 +156,7 @@ class Residency:
             self._on_change(key, tier)
 
     def announce(self, key: BlockKey) -> None:
-        """Say where the block is now."""
+        """Report where the block is now."""
         tier = self.tier_of(key)
         if tier is None:
             self._lost(key)
@@ -168,34 +164,38 @@ class Residency:
             self._on_change(key, tier)
 
     def remove_from_host(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Drop blocks with what follows them. Returns those, to be announced."""
+        """Drop blocks and their descendants. Returns those, to be announced."""
         gone: dict[BlockKey, None] = {}
         for key in keys:
             self.demoter.forget(key)
-            if self.writer is not None:
-                self.writer.forget(key)
-            gone |= dict.fromkeys([*self.host.remove(key), key])
+            gone |= dict.fromkeys([*self._remove(key), key])
         return list(gone)
 
+    def _remove(self, key: BlockKey) -> list[BlockKey]:
+        removed = self.host.remove(key)
+        if self.writes is not None:
+            for each in (*removed, key):
+                self.writes.forget(each)
+        return removed
+
     def drop_corrupt(self, key: BlockKey) -> None:
-        """The copy in host memory is not what was put."""
+        """The copy in host memory does not match its checksum."""
         metrics.CORRUPT_BLOCKS.labels("host").inc()
         for gone in self.remove_from_host([key]):
             self.announce(gone)
 
     def make_headroom(self) -> None:
-        """Host memory has got blocks. Write-back: evict ahead of need, through the disk's queue, so that
-        there is room at once."""
-        writer = self.writer
-        if writer is None or self._write_policy != "write-back":
+        """Under write-back, evict to disk ahead of need, so that host memory has free slots."""
+        writes = self.writes
+        if writes is None or self._write_policy != "write-back":
             return
-        while self.host.num_free + len(writer.leaving) < self._num_reserve and writer.takes_more:
-            self._takes_over = True
+        while self.host.num_free + len(writes.evicted) < self._num_reserve and writes.has_room:
+            self._writes_evicted = True
             try:
                 if not self.host.evict():
                     return
             finally:
-                self._takes_over = False
+                self._writes_evicted = False
 
     def _evicted_from_host(self, key: BlockKey, slot: int) -> None:
         """Called by the host tier while the block is still there."""
@@ -208,15 +208,15 @@ class Residency:
         elif key in self.host.surplus:
             reason = "surplus"
             self._lost(key, in_host=True)
-        elif self._takes_over and self.writer is not None:
+        elif self._writes_evicted and self.writes is not None:
             reason = "written"
-            self.writer.take_over(key, self.host.parent_of(key), slot)
+            self.writes.write_evicted(key, self.host.parent_of(key), slot)
         else:
             self._lost(key, in_host=True)
         metrics.evicted_blocks("host", reason).inc()
 
     def _demoted(self, key: BlockKey) -> None:
-        """A block on its way from the pool has come to host memory, or found no room there."""
+        """The demotion of a block from the pool has ended; host memory may have had no room."""
         if key not in self.host:
             metrics.REFUSED_BLOCKS.inc()
         self.announce(key)
@@ -230,28 +230,28 @@ class Residency:
             self.announce(key)
 
     def _lost(self, key: BlockKey, *, in_host: bool = False) -> None:
-        """No tier holds the block any more: nobody reaches what follows it, so that goes too.
+        """No tier holds the block any more: its descendants cannot be reached, and go too.
 
         ``in_host``: the host tier is about to forget it, as the last of its chain there.
         """
         self._on_change(key, None)
         orphans = [] if in_host else self.host.after(key)
-        orphans += self.demoter.give_up(key)
-        if self.writer is not None:
-            orphans += self.writer.give_up(key)
+        orphans += self.demoter.drop_descendants(key)
+        if self.writes is not None:
+            orphans += self.writes.drop_descendants(key)
         for orphan in orphans:
-            self.host.remove(orphan)
+            self._remove(orphan)
             metrics.EVICTED_BLOCKS.labels("host", "orphaned").inc()
             self.announce(orphan)
 
     def check_integrity(self) -> None:
-        """Assert what this class promises; when nothing is under way."""
+        """Assert every invariant; only while nothing is being demoted."""
         self.host.check_integrity()
-        assert not self.demoter.coming, "something is under way"
+        assert not self.demoter.demoting, "a block is being demoted"
         for key in list(self.host.keys()):
             parent = self.host.parent_of(key)
-            assert parent is None or self.is_held(parent), "a block in host memory nobody can reach"
-        if self.writer is not None:
-            self.writer.check_integrity()
+            assert parent is None or self.is_held(parent), "a block in host memory that cannot be reached"
+        if self.writes is not None:
+            self.writes.check_integrity()
         if self.disk is not None:
             self.disk.check_integrity()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import BlockFormat
@@ -16,7 +17,6 @@ from moonpool.kvstore.store.leases import Lease, LeaseTable
 from moonpool.kvstore.store.reader import Reader
 from moonpool.kvstore.store.reservation import Reservation
 from moonpool.kvstore.store.residency import OnChange, Residency
-from moonpool.kvstore.store.stats import StoreStats, TierStats
 from moonpool.kvstore.tiers import metrics
 from moonpool.kvstore.tiers.copier import Copier
 from moonpool.kvstore.tiers.protocols import Bytes, DiskTier, PoolTier
@@ -28,16 +28,38 @@ _VERIFY_BLOCKS = 32
 
 
 def _ignore_change(key: BlockKey, tier: Tier | None) -> None:
-    """Who listens where nobody was named."""
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier now."""
+
+    name: str  # "host", "ssd"
+    capacity_blocks: int
+    num_blocks: int
+    num_pinned: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    tiers: list[TierStats]
+    num_leases: int
+    num_queued_writes: int  # blocks that wait to be written to disk
+    num_demoting: int  # blocks evicted from host memory that keep their slot until they are on disk
+    num_promoting: int  # blocks on their way from disk to host memory
+    host_load_nbytes_per_s: float  # measured lately; 0: not known
+    ssd_load_nbytes_per_s: float
 
 
 class TieredStore:
-    """Blocks are immutable and named by keys of chains; ``keys`` is always a run of one chain, and what the
-    store holds of a chain is a prefix of it.
+    """The blocks of one node. They are immutable; ``keys`` is always a run of one chain, and of each chain
+    the store holds a prefix.
 
-    Everything happens on one event loop; only the disk's reads and writes, and copies of several MiB, leave
-    it. Nothing but ``get``, ``pin`` and ``prefetch`` of blocks on disk waits for the disk, and they only for
-    its deadline.
+    Everything runs on one event loop, except the disk's reads and writes and copies of several MiB. Only
+    ``get``, ``pin`` and ``prefetch`` wait for the disk, for its deadline at most; so do ``flush`` and
+    ``room``, which say so.
     """
 
     def __init__(
@@ -51,60 +73,76 @@ class TieredStore:
         on_change: OnChange = _ignore_change,
         saved_s: SavedSeconds | None = None,
         clock: Callable[[], float] = time.monotonic,
+        keep_until_written: bool = False,
     ) -> None:
         """``memory``: uint8, the host tier; slot i is bytes ``[i * block_nbytes, (i + 1) * block_nbytes)``.
-        ``ssd`` is closed by the store. ``on_change(key, tier)``: the block's fastest copy is in ``tier`` now,
-        None where no copy is left. What the pool takes in, the engine says itself. ``saved_s``: what a hit in
-        host memory is worth to its eviction policy.
 
-        Raises LayoutError when ``memory`` holds no block.
+        ``ssd``: closed by the store.
+        ``on_change(key, tier)``: the block's fastest copy is in ``tier`` now; None: no copy is left. It is
+        not called for blocks that the pool adds.
+        ``saved_s``: what a hit in host memory is worth to its eviction policy.
+        ``keep_until_written``: host memory keeps every block until it is on disk or its write failed; call
+        ``room`` before adding more.
+
+        Raises ``LayoutError``: ``memory`` holds no block.
         """
         self.layout = layout
         self._options = options
         self._clock = clock
         self._copier = Copier(options.host.io_threads)
-        self._residency = Residency(layout, options, memory, pool, ssd, self._copier, on_change, saved_s)
+        self._residency = Residency(
+            layout,
+            options,
+            memory,
+            pool,
+            ssd,
+            self._copier,
+            on_change,
+            saved_s,
+            keep_until_written=keep_until_written,
+        )
         self.host = self._residency.host
         self.ssd = ssd
         self._reader = Reader(self._residency, self._copier, layout.block_nbytes, clock)
         self._leases = LeaseTable(self._reader.release, longest_s=options.lease_ttl_s, clock=clock)
 
     async def start(self) -> None:
-        """Begin writing to disk. What the disk holds already is held from the beginning."""
-        if self._residency.writer is not None:
-            self._residency.writer.start()
+        """Begin writing to disk. Blocks that are on disk already are held before this."""
+        if self._residency.writes is not None:
+            self._residency.writes.start()
 
     async def close(self) -> None:
-        """End: leases lapse, the write under way is finished, the disk is closed. What only memory holds is
-        lost: ``flush`` first to keep it."""
+        """End every lease, finish the writes that have begun, close the disk. Blocks that are only in memory
+        are lost: ``flush`` first to keep them."""
         self._leases.release_all()
         await self.copied()
-        if self._residency.writer is not None:
-            await self._residency.writer.close()
+        if self._residency.writes is not None:
+            await self._residency.writes.close()
         if self._reader.promoter is not None:
             await self._reader.promoter.close()
         if self.ssd is not None:
             await self.ssd.close()
         await self._copier.close()
 
-    # ------------------------------------------------------------------ what is here
+    # ------------------------------------------------------------------ lookup
 
     def tier_of(self, key: BlockKey) -> Tier | None:
         """The fastest tier that holds the block."""
         return self._residency.tier_of(key)
 
     def match(self, keys: Sequence[BlockKey]) -> list[Tier]:
-        """The tier of each block of the longest prefix of ``keys`` that is held. Pins nothing, counts as no
-        use."""
+        """The tier of each block of the longest prefix that is held. Neither pins nor counts as a use."""
         return self._residency.match(keys)
 
     def blocks(self) -> Iterator[tuple[BlockKey, Tier]]:
-        """Every block with its fastest tier, each once, in no order. Change nothing meanwhile."""
+        """Every block with its fastest tier, in no order. Change nothing while iterating."""
         return self._residency.blocks()
 
     def use(self, keys: Sequence[BlockKey], found: Sequence[Tier] | None = None) -> None:
-        """A request uses this chain: what is held of it stays longer, and under ``selective`` goes to disk.
-        ``found``: what ``match`` said when it came, where some time has passed since."""
+        """Record that a request uses this chain; under ``selective`` its blocks go to disk.
+
+        ``found``: what ``match`` returned when the request arrived; None: match now.
+        """
         tiers = self._residency.match(keys) if found is None else found
         self._residency.used(keys, len(tiers))
         for tier in Tier:
@@ -115,25 +153,25 @@ class TieredStore:
     # ------------------------------------------------------------------ reading
 
     async def get(self, keys: Sequence[BlockKey], spans: Sequence[Bytes]) -> list[Tier]:
-        """Fill ``spans[i]`` (uint8 [block_nbytes]) with the block named ``keys[i]``, verified. What lies on
-        disk is in host memory from then on. Returns where each was found.
+        """Fill ``spans[i]`` (uint8 [block_nbytes]) with the block ``keys[i]``, verified. Returns each one's
+        tier; blocks on disk are in host memory afterwards.
 
         Raises:
             BlockMissing: some are not held, or could not be read in time.
-            BlockCorrupt: a copy was not what had been put, and has been dropped.
-        After an error the spans before its ``first_missing`` are filled, the others' bytes are undefined; a
-        cancellation leaves all undefined. Nothing is written to ``spans`` once this has ended.
+            BlockCorrupt: a copy did not match its checksum and has been dropped.
+        After an error the spans before its ``first_missing`` are filled and the others undefined; after a
+        cancellation all are undefined. Nothing is written to ``spans`` once this has ended.
         """
         return await self._reader.get(keys, spans)
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> int:
-        """Bring what lies on disk of this chain to host memory, ahead of its use. Returns how many of the
+        """Read this chain's blocks on disk into host memory, ahead of their use. Returns how many of the
         first blocks are in memory then."""
         return await self._reader.prefetch(keys)
 
     async def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
-        """Keep the longest prefix of ``keys`` readable in memory until ``release``, for ``ttl_s`` at most
-        (and ``store.lease_ttl_s``). Blocks on disk are brought to host memory first, as far as there is room.
+        """Keep the longest prefix of ``keys`` in memory until ``release``, for at most ``ttl_s`` and
+        ``store.lease_ttl_s``. Blocks on disk are read into host memory first, as far as there is room.
         """
         pinned, in_pool, slots = await self._reader.pin(keys)
         if not pinned:
@@ -141,11 +179,11 @@ class TieredStore:
         return self._leases.grant(pinned, in_pool, slots, ttl_s)
 
     def release(self, lease_id: int) -> None:
-        """End a lease. Twice, or after it lapsed, is no error."""
+        """End a lease. Idempotent; a lapsed or unknown one is no error."""
         self._leases.release(lease_id)
 
     def sweep(self) -> int:
-        """Call now and then: ends leases whose time is up; returns how many."""
+        """End the leases that have expired; returns how many. Call it regularly."""
         return self._leases.sweep()
 
     # ------------------------------------------------------------------ writing
@@ -158,14 +196,14 @@ class TieredStore:
         parent: BlockKey | None = None,
         checksums: Sequence[int] | None = None,
     ) -> int:
-        """Keep a run of blocks (uint8 [block_nbytes] each) that follows ``parent`` in its chain; None: it
-        starts one. Nobody finds a block before it is complete. Blocks held already are left as they are.
+        """Store a run of blocks (uint8 [block_nbytes] each) after ``parent`` in its chain; None: the first.
+        A block is visible once it is complete. Blocks held already are not changed.
 
         Returns how many of the first ``keys`` are held now: fewer where there is no room, none where
         ``parent`` is not held.
 
-        Raises BlockCorrupt where ``checksums`` (xxh3-64) are given and one is not its span's. Nothing was
-        kept then, nor after a cancellation.
+        Raises ``BlockCorrupt``: one of ``checksums`` (xxh3-64) does not match its span. Nothing is stored
+        then, nor after a cancellation.
         """
         began_s = self._clock()
         with self.reserve(keys, parent=parent) as reservation:
@@ -181,11 +219,11 @@ class TieredStore:
             return reservation.commit(found)
 
     def reserve(self, keys: Sequence[BlockKey], *, parent: BlockKey | None = None) -> Reservation:
-        """Room in host memory for those of ``keys`` that are not held, for a writer that fills it itself."""
+        """Reserve host memory for those of ``keys`` that are not held; the caller fills it."""
         return Reservation(self._residency, keys, parent)
 
     def sealed(self, key: BlockKey) -> None:
-        """The pool holds a new block: under ``write-through`` it goes to disk."""
+        """The pool has a new block: under ``write-through`` it goes to disk."""
         self._residency.sealed(key)
 
     def demote(
@@ -196,22 +234,22 @@ class TieredStore:
         *,
         surplus: bool = False,
     ) -> None:
-        """The pool drops this block now: keep it in host memory, unless it is ``surplus``, a copy nobody
-        needs any more. Returns at once; the block's bytes must not change before ``copied``."""
+        """Keep in host memory a block that the pool drops now, unless it is ``surplus``, a copy that is no
+        longer needed. Returns at once; the block's bytes must not change before ``copied``."""
         self._residency.demote(key, parent, block, surplus)
 
     async def copied(self) -> None:
-        """Wait until no block of ``demote`` is being read any more."""
+        """Wait until no block of ``demote`` is being read."""
         await self._residency.demoter.copied()
 
     @property
     def is_copying(self) -> bool:
-        """Whether ``copied`` has anything to wait for."""
+        """Whether ``copied`` would wait."""
         return self._residency.demoter.is_copying
 
     async def remove(self, keys: Sequence[BlockKey], *, reason: str = "removed") -> list[BlockKey]:
-        """Drop blocks, with what follows them, from host memory and disk; leased ones stay readable until
-        their lease ends. Returns those that no tier holds any more. ``reason``: for the metrics."""
+        """Drop blocks and their descendants from host memory and disk; leased ones stay readable until their
+        lease ends. Returns those that no tier holds any more. ``reason``: for the metrics."""
         gone = dict.fromkeys(self._residency.remove_from_host(keys))
         metrics.EVICTED_BLOCKS.labels("host", reason).inc(len(gone))
         if self.ssd is not None:
@@ -223,36 +261,40 @@ class TieredStore:
         return [key for key in gone if not self._residency.is_held(key)]
 
     async def flush(self, within_s: float) -> None:
-        """Write what only memory holds to disk, as far as there is time: for a node that is about to stop.
-        Not under ``selective``, which writes what was used again and nothing else."""
-        writer = self._residency.writer
-        if self.ssd is None or writer is None or self._options.write_policy == "selective":
+        """Write the blocks that are only in memory to disk, in at most ``within_s``. Under ``selective``
+        nothing is written: that policy keeps only blocks that were used again."""
+        writes = self._residency.writes
+        if self.ssd is None or writes is None or self._options.write_policy == "selective":
             return
         try:
             async with asyncio.timeout(within_s):
                 await self.copied()
                 for key, _ in list(self._residency.blocks()):
-                    if key not in self.ssd and not self.ssd.is_stalled and not writer.offer(key):
-                        await writer.flush()
-                        self._residency.write(key)
-                await writer.flush()
+                    if key not in self.ssd and not await writes.submit(key):
+                        break
+                await writes.drained()
         except TimeoutError:
-            _log.warning("%d blocks were not written to disk in the last %g s", len(writer), within_s)
+            _log.warning("%d blocks were not written to disk within %g s", len(writes), within_s)
 
-    # ------------------------------------------------------------------ how it is
+    async def room(self) -> None:
+        """Wait until at most half of host memory is kept until written; not while the disk stalls."""
+        if self._residency.writes is not None:
+            await self._residency.writes.room()
+
+    # ------------------------------------------------------------------ state
 
     @property
     def stats(self) -> StoreStats:
-        host, nbytes, writer = self.host.stats, self.layout.block_nbytes, self._residency.writer
-        tiers = [TierStats("host", host.num_blocks, host.num_held, host.num_pinned, host.num_held * nbytes)]
+        host, nbytes, writes = self.host, self.layout.block_nbytes, self._residency.writes
+        tiers = [TierStats("host", host.capacity, len(host), host.num_pinned, len(host) * nbytes)]
         if self.ssd is not None:
             capacity, num_blocks = self._options.ssd.capacity_nbytes // nbytes, len(self.ssd)
             tiers.append(TierStats("ssd", capacity, num_blocks, 0, num_blocks * nbytes))
         return StoreStats(
             tiers=tiers,
             num_leases=len(self._leases),
-            num_queued_writes=0 if writer is None else len(writer),
-            num_leaving=0 if writer is None else len(writer.leaving),
+            num_queued_writes=0 if writes is None else len(writes),
+            num_demoting=0 if writes is None else len(writes.evicted),
             num_promoting=0 if self._reader.promoter is None else len(self._reader.promoter),
             host_load_nbytes_per_s=self._reader.host_bandwidth.nbytes_per_s,
             ssd_load_nbytes_per_s=self._reader.disk_bandwidth.nbytes_per_s,
@@ -260,7 +302,7 @@ class TieredStore:
 
     async def verify(self, on_progress: Callable[[int, int], None] | None = None) -> list[BlockKey]:
         """Check every block of host memory and disk against its checksum; a copy that fails is dropped.
-        Returns the keys of those. ``on_progress(done, total)`` is called now and then."""
+        Returns their keys. ``on_progress(done, total)`` is called every few blocks."""
         in_host = list(self.host.keys())
         on_disk = [] if self.ssd is None else self.ssd.keys()
         total = len(in_host) + len(on_disk)
@@ -282,5 +324,5 @@ class TieredStore:
         return bad
 
     def check_integrity(self) -> None:
-        """Assert everything this class promises; when nothing is under way."""
+        """Assert every invariant; only while nothing is being demoted."""
         self._residency.check_integrity()

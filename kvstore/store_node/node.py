@@ -205,8 +205,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         """What the index says of this node, as it is now."""
         num_blocks = num_held = 0
         if self._kv.store is not None:
-            stats = self._kv.store.host.stats
-            num_blocks, num_held = stats.num_blocks, stats.num_held
+            num_blocks, num_held = self._kv.store.host.capacity, len(self._kv.store.host)
         return self._identity.current(
             self._health.state(self.state),
             self._health.judgement.reasons,

@@ -128,8 +128,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     async def Open(self, request: store_pb2.OpenRequest, context: Context) -> store_pb2.OpenReply:
         owner = _key(request.owner, "owner")
-        for lease_id in request.close_lease_id:
-            self._objects.leases.release(lease_id)
+        self._objects.leases.release(request.close_lease_id)
         reply = store_pb2.OpenReply(chunk_nbytes=self._objects.chunk_nbytes)
         for wanted in request.objects:
             opened = await self._objects.leases.open(owner, wanted, request.ttl_s)
@@ -144,8 +143,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         return store_pb2.OpenedObject(info=opened.record.info, chunks=chunks, lease_id=opened.lease_ids)
 
     async def Close(self, request: store_pb2.CloseRequest, context: Context) -> store_pb2.CloseReply:
-        for lease_id in request.lease_id:
-            self._objects.leases.release(lease_id)
+        self._objects.leases.release(request.lease_id)
         return store_pb2.CloseReply()
 
     # ------------------------------------------------------------------ what is here

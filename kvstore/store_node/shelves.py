@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import BlockFormat, OpaqueLayout
-from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.store import TieredStore
+from moonpool.kvstore.store.residency import OnChange
 from moonpool.kvstore.tiers.ssd import SsdTier
 from moonpool.runtime.config.options import Config, StoreOptions
 from moonpool.transfer import Region
-
-OnChange = Callable[[BlockKey, Tier | None], None]
 
 # Chunks of objects are blocks of this kind; another order of bytes in them needs another name.
 _CHUNK_FORMAT = b"moonpool-chunk-1".ljust(16, b"\0")
@@ -51,7 +47,7 @@ class ShelfFactory:
         )
         layout = OpaqueLayout(own.chunk_nbytes, _CHUNK_FORMAT)
         folder = self._folder(f"objects-{own.chunk_nbytes}") if own.object_ssd_nbytes else None
-        return await _make(layout, options, region, on_change, folder)
+        return await _make(layout, options, region, on_change, folder, keep_until_written=True)
 
     @property
     def catalogue(self) -> Path | None:
@@ -75,7 +71,13 @@ class ShelfFactory:
 
 
 async def _make(
-    layout: BlockFormat, options: StoreOptions, region: Region, on_change: OnChange, folder: Path | None
+    layout: BlockFormat,
+    options: StoreOptions,
+    region: Region,
+    on_change: OnChange,
+    folder: Path | None,
+    *,
+    keep_until_written: bool = False,
 ) -> TieredStore:
     ssd = None
     if folder is not None:
@@ -86,10 +88,16 @@ async def _make(
             capacity_nbytes=options.ssd.capacity_nbytes,
             threads=options.ssd.io_threads,
             policy=options.ssd.policy,
-            max_queued_nbytes=options.ssd.queue_nbytes,
             io_deadline_s=options.ssd.deadline_s,
         )
-    return TieredStore(layout, options, region.array, ssd=ssd, on_change=on_change)
+    return TieredStore(
+        layout,
+        options,
+        region.array,
+        ssd=ssd,
+        on_change=on_change,
+        keep_until_written=keep_until_written,
+    )
 
 
 def kv_folder(layout: OpaqueLayout) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from moonpool.kvstore.blocks.keys import BlockKey
 
@@ -16,42 +15,29 @@ class _Block(Protocol):
 Block = TypeVar("Block", bound=_Block)
 
 
-class InTransit(Generic[Block]):
-    """By key, as a dict is; ``after`` costs what it finds, however many there are. A block's ``parent``, the
-    key before it in its chain, does not change while it is here."""
+class InTransit(dict[BlockKey, Block]):
+    """Blocks by key; change it by ``add`` and ``take`` only. ``after`` costs as much as it finds.
+
+    A block's ``parent``, the key before it in its chain, does not change while it is here.
+    """
 
     def __init__(self) -> None:
-        self._blocks: dict[BlockKey, Block] = {}
+        super().__init__()
         self._after: dict[BlockKey, dict[BlockKey, None]] = {}
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._blocks
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self._blocks)
-
-    def keys(self) -> KeysView[BlockKey]:
-        return self._blocks.keys()
-
-    def get(self, key: BlockKey) -> Block | None:
-        return self._blocks.get(key)
-
     def after(self, key: BlockKey) -> list[BlockKey]:
-        """The blocks here that come right after ``key``, itself here or not, the first added first."""
+        """The blocks here that directly follow ``key``, itself here or not, the first added first."""
         return list(self._after.get(key, ()))
 
     def add(self, key: BlockKey, block: Block) -> None:
         """``key`` is not here yet."""
-        self._blocks[key] = block
+        self[key] = block
         if block.parent is not None:
             self._after.setdefault(block.parent, {})[key] = None
 
-    def pop(self, key: BlockKey) -> Block | None:
+    def take(self, key: BlockKey) -> Block | None:
         """Take a block out; None: it is not here."""
-        block = self._blocks.pop(key, None)
+        block = self.pop(key, None)
         if block is not None and block.parent is not None:
             siblings = self._after[block.parent]
             del siblings[key]

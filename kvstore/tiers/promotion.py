@@ -101,7 +101,7 @@ class Promoter:
                     if filled[i]:
                         unplaced[keys[i]] = UnplacedBlock(destinations[i], checksums[i])
                 elif filled[i] and reachable:
-                    host.commit(slot, keys[i], parent, checksums[i])
+                    host.fill(slot, keys[i], parent, checksums[i])
                     self._on_kept(keys[i])
                 else:
                     host.abandon(slot)

@@ -1,9 +1,9 @@
-"""Blocks that go to disk in one durable write, and what they need before them."""
+"""Blocks that go to disk in one durable write, and the memory their bytes are read from."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,13 +12,24 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.tiers import metrics
 from moonpool.kvstore.tiers.copier import Copier
 from moonpool.kvstore.tiers.host import HostTier
+from moonpool.kvstore.tiers.in_transit import InTransit
 from moonpool.kvstore.tiers.protocols import Bytes, DiskTier, PoolTier
 
 
 @dataclass(frozen=True, slots=True)
+class EvictedBlock:
+    """A block evicted from host memory whose slot stays pinned until the block is on disk."""
+
+    parent: BlockKey | None
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
-    """A block, and where it is read from: ``slot`` of host memory, or ``block`` of the pool. ``bytes``: None
-    where they are not in main memory."""
+    """A block and where it is read from: ``slot`` of host memory or ``block`` of the pool.
+
+    ``bytes`` is None where they are not in main memory.
+    """
 
     key: BlockKey
     parent: BlockKey | None
@@ -28,104 +39,128 @@ class Source:
     block: int | None = None
 
 
-class WriteBatch:
-    """With each block those before it that neither the disk has nor another batch brings. All of them stay
-    where they are from ``add`` until ``release``."""
+class BlockSources:
+    """The memory that blocks are written from: host memory, the pool, and slots of evicted blocks."""
 
-    def __init__(
-        self,
-        disk: DiskTier,
-        host: HostTier,
-        pool: PoolTier | None,
-        copier: Copier,
-        find: Callable[[BlockKey], Source | None],
-        coming: Container[BlockKey],
-    ) -> None:
-        """``coming``: blocks that other batches write."""
-        self.asked: list[BlockKey] = []
-        self._sources: dict[BlockKey, Source] = {}
-        self._disk = disk
-        self._host = host
+    def __init__(self, host: HostTier, pool: PoolTier | None, copier: Copier) -> None:
+        self.host = host
+        self.evicted: InTransit[EvictedBlock] = InTransit()
         self._pool = pool
         self._copier = copier
-        self._find = find
-        self._coming = coming
-        self._pool_blocks: list[list[int]] = []
 
-    def __len__(self) -> int:
-        return len(self._sources)
+    def find(self, key: BlockKey) -> Source | None:
+        """Return where a block is read from; None: no tier in memory has it."""
+        host, pool = self.host, self._pool
+        evicted = self.evicted.get(key)
+        slot = host.slot_of(key) if evicted is None else evicted.slot
+        if slot is not None:
+            parent = host.parent_of(key) if evicted is None else evicted.parent
+            return Source(key, parent, host.bytes_of(slot), host.checksum_of(slot), slot)
+        block = None if pool is None else pool.block_of(key)
+        if pool is None or block is None:
+            return None
+        bytes_ = pool.bytes_of(block) if pool.in_main_memory else None
+        return Source(key, pool.parent_of(key), bytes_, pool.known_checksum(block), block=block)
 
-    def __iter__(self) -> Iterator[BlockKey]:
-        """The blocks to be written."""
-        return iter(self._sources)
-
-    def add(self, key: BlockKey) -> bool:
-        """False, and nothing is added: the block or one before it is nowhere."""
-        run: list[Source] = []
-        here: BlockKey | None = key
-        while here is not None and not (here in self._disk or here in self._sources or here in self._coming):
-            source = self._find(here)
-            if source is None:
-                return False
-            run.append(source)
-            here = source.parent
-        self.asked.append(key)
-        self._sources.update((source.key, source) for source in reversed(run))
-        self._host.pin(source.slot for source in run if source.slot is not None)
+    def pin(self, run: Iterable[Source]) -> list[int]:
+        """Keep the blocks of a run (last first) until ``release``. Returns the pool blocks pinned for it."""
+        self.host.pin(source.slot for source in run if source.slot is not None)
         in_pool = next((source.key for source in run if source.slot is None), None)
-        if self._pool is not None and in_pool is not None:
-            lineage = self._pool.lineage(in_pool)
-            self._pool.acquire(lineage)
-            self._pool_blocks.append(lineage)
-        return True
+        if self._pool is None or in_pool is None:
+            return []
+        lineage = self._pool.lineage(in_pool)
+        self._pool.acquire(lineage)
+        return lineage
 
-    async def write(self, at_once: int) -> None:
-        """``at_once``: blocks in one durable write, where a single run is longer than a batch."""
-        sources = list(self._sources.values())
-        for first in range(0, len(sources), at_once):
-            if not await self._put(sources[first : first + at_once]):
-                return
+    def release(self, sources: Iterable[Source], pool_blocks: Sequence[int]) -> None:
+        self.host.unpin(source.slot for source in sources if source.slot is not None)
+        if self._pool is not None and pool_blocks:
+            self._pool.release(pool_blocks)
 
-    async def _put(self, sources: list[Source]) -> bool:
-        blocks, checksums = await self._in_main_memory(sources)
-        began_s = time.monotonic()
-        kept = await self._disk.put(
-            [source.key for source in sources],
-            [block.data for block in blocks],
-            parents=[source.parent for source in sources],
-            checksums=checksums,
-        )
-        metrics.SECONDS.labels("ssd", "store").observe(time.monotonic() - began_s)
-        metrics.WRITTEN_BLOCKS.inc(sum(kept))
-        if not all(kept):
-            metrics.DROPPED_WRITES.labels("disk").inc(len(kept) - sum(kept))
-        return all(kept)
-
-    async def _in_main_memory(self, sources: Sequence[Source]) -> tuple[list[Bytes], list[int | None]]:
-        """The blocks' bytes, of those elsewhere a copy, and their checksums where they are known."""
-        far = [source.block for source in sources if source.block is not None and source.bytes is None]
-        copies = [np.empty(self._host.layout.block_nbytes, np.uint8) for _ in far]
-        found: dict[int, tuple[Bytes, int]] = {}
-        if far:
+    async def in_main_memory(self, sources: Sequence[Source]) -> tuple[list[Bytes], list[int | None]]:
+        """Return the blocks' bytes and known checksums; blocks outside main memory are copied there."""
+        device_blocks = [
+            source.block for source in sources if source.block is not None and source.bytes is None
+        ]
+        copies = [np.empty(self.host.layout.block_nbytes, np.uint8) for _ in device_blocks]
+        found: dict[int | None, tuple[Bytes, int]] = {}
+        if device_blocks:
             pool = self._pool
             assert pool is not None
-            hashed = await self._copier.run(lambda: pool.copy_out(far, copies))
-            found = dict(zip(far, zip(copies, hashed, strict=True), strict=True))
+            hashed = await self._copier.run(lambda: pool.copy_out(device_blocks, copies))
+            found = dict(zip(device_blocks, zip(copies, hashed, strict=True), strict=True))
         blocks: list[Bytes] = []
         checksums: list[int | None] = []
         for source in sources:
-            if source.bytes is not None:
-                blocks.append(source.bytes)
-                checksums.append(source.checksum)
-            else:
-                assert source.block is not None
-                copy, value = found[source.block]
-                blocks.append(copy)
-                checksums.append(value)
+            here = (source.bytes, source.checksum)
+            bytes_, checksum = found[source.block] if source.bytes is None else here
+            assert bytes_ is not None
+            blocks.append(bytes_)
+            checksums.append(checksum)
         return blocks, checksums
 
+
+class WriteBatch:
+    """Blocks to write, each with its predecessors that neither the disk nor another batch has.
+
+    All of them stay where they are from ``add`` until ``release``.
+    """
+
+    def __init__(self, disk: DiskTier, sources: BlockSources, writing: Container[BlockKey]) -> None:
+        """``writing``: blocks of other batches."""
+        self.asked: list[BlockKey] = []
+        self._blocks: dict[BlockKey, Source] = {}
+        self._disk = disk
+        self._sources = sources
+        self._writing = writing
+        self._pool_blocks: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        """The blocks to be written."""
+        return iter(self._blocks)
+
+    def add(self, key: BlockKey) -> list[BlockKey] | None:
+        """Add a block; returns it and the predecessors that come with it, without those on disk.
+
+        None, and nothing is added: the block or a predecessor is nowhere.
+        """
+        run: list[Source] = []
+        here: BlockKey | None = key
+        while here is not None and not (here in self._disk or here in self._blocks or here in self._writing):
+            source = self._sources.find(here)
+            if source is None:
+                return None
+            run.append(source)
+            here = source.parent
+        self.asked.append(key)
+        self._blocks.update((source.key, source) for source in reversed(run))
+        self._pool_blocks += self._sources.pin(run)
+        return [source.key for source in run]
+
+    async def write(self, at_once: int) -> None:
+        """Write the blocks. ``at_once``: blocks in one durable write; a single run may be longer."""
+        blocks = list(self._blocks.values())
+        for first in range(0, len(blocks), at_once):
+            if not await self._put(blocks[first : first + at_once]):
+                return
+
+    async def _put(self, blocks: list[Source]) -> bool:
+        bytes_, checksums = await self._sources.in_main_memory(blocks)
+        began_s = time.monotonic()
+        stored = await self._disk.put(
+            [block.key for block in blocks],
+            [each.data for each in bytes_],
+            parents=[block.parent for block in blocks],
+            checksums=checksums,
+        )
+        metrics.SECONDS.labels("ssd", "store").observe(time.monotonic() - began_s)
+        metrics.WRITTEN_BLOCKS.inc(sum(stored))
+        if not all(stored):
+            metrics.DROPPED_WRITES.labels("disk").inc(len(stored) - sum(stored))
+        return all(stored)
+
     def release(self) -> None:
-        self._host.release(source.slot for source in self._sources.values() if source.slot is not None)
-        for lineage in self._pool_blocks:
-            assert self._pool is not None
-            self._pool.release(lineage)
+        self._sources.release(self._blocks.values(), self._pool_blocks)

@@ -1,19 +1,15 @@
-"""Blocks on their way to disk: a bounded queue, and the task that empties it."""
+"""Blocks on their way to disk: one queue with one budget of bytes, and the task that empties it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.tiers import metrics
-from moonpool.kvstore.tiers.copier import Copier
-from moonpool.kvstore.tiers.host import HostTier
-from moonpool.kvstore.tiers.in_transit import InTransit
-from moonpool.kvstore.tiers.protocols import DiskTier, PoolTier
-from moonpool.kvstore.tiers.write_batch import Source, WriteBatch
+from moonpool.kvstore.tiers.protocols import DiskTier
+from moonpool.kvstore.tiers.write_batch import BlockSources, EvictedBlock, WriteBatch
 from moonpool.runtime.errors import MoonpoolError
 
 _log = logging.getLogger(__name__)
@@ -25,124 +21,142 @@ _MIN_BATCH_BLOCKS = 16
 _MAX_BATCHES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """A block that host memory has evicted, and where its bytes still are."""
+class WriteQueue:
+    """Write blocks, each after its predecessors, so that the disk holds whole prefixes.
 
-    parent: BlockKey | None
-    slot: int
-
-
-class DiskWriter:
-    """Writes blocks, and with each the blocks before it that are not on disk yet: so the disk holds whole
-    prefixes, and what is read back after a restart can be used.
-
-    Two kinds are queued: blocks that stay where they are (``offer``), and blocks evicted from host memory
-    whose slots stay pinned until they are written (``take_over``). Nobody ever waits for the queue: what does
-    not fit is not written, and counted.
+    This is the only place that delays or refuses a write: what it gives to the disk begins at once.
+    ``used_nbytes``, of blocks queued or being written, is bounded by the budget. ``offer`` and
+    ``write_evicted`` never wait: a block without room is not written, and counted. ``submit`` waits for room.
+    ``require`` is never refused, and callers wait in ``room`` before they add more.
     """
 
     def __init__(
         self,
         disk: DiskTier,
-        host: HostTier,
-        pool: PoolTier | None,
-        copier: Copier,
+        sources: BlockSources,
         *,
-        max_queued: int,
-        max_leaving: int,
-        on_settled: Callable[[BlockKey], None],
+        budget_nbytes: int,
+        on_finished: Callable[[BlockKey], None],
         sources_settled: Callable[[], Awaitable[None]],
     ) -> None:
-        """``on_settled(key)``: a block that was taken over is on disk now, or lost; its slot is free.
+        """``on_finished(key)``: the block is on disk now, or its write failed; an evicted one's slot is free.
         ``sources_settled()`` waits for blocks on their way from the pool to host memory."""
-        self.leaving: InTransit[Leaving] = InTransit()
+        self.evicted = sources.evicted
         self._disk = disk
-        self._host = host
-        self._pool = pool
-        self._copier = copier
-        self._max_queued = max_queued
-        self._max_leaving = max_leaving
-        self._on_settled = on_settled
+        self._host = sources.host
+        self._sources = sources
+        self._on_finished = on_finished
         self._sources_settled = sources_settled
+        self._block_nbytes = self._host.layout.block_nbytes
+        self._max_blocks = max(budget_nbytes // self._block_nbytes, 1)
+        # Slots of evicted blocks cannot be used: they may take a quarter of host memory.
+        self._max_demoting = max(min(self._max_blocks, self._host.capacity // 4), 1)
+        self._batch_blocks = max(_MIN_BATCH_BLOCKS, _BATCH_NBYTES // self._block_nbytes)
         self._queue: dict[BlockKey, None] = {}
-        self._batch_blocks = max(_MIN_BATCH_BLOCKS, _BATCH_NBYTES // host.layout.block_nbytes)
+        self._writing: set[BlockKey] = set()
+        self._required: dict[BlockKey, list[int]] = {}  # host slots pinned for each
+        self._unwritten: dict[BlockKey, None] = {}  # required blocks whose write failed: tried again
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._finished = asyncio.Event()  # replaced each time a block has left the queue
         self._task: asyncio.Task[None] | None = None
         self._writes: set[asyncio.Task[None]] = set()
-        self._coming: set[BlockKey] = set()  # what they write
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="disk-writer")
 
     async def close(self) -> None:
-        """Let the writes under way end; what is queued behind it is not written."""
+        """Finish the writes that have begun; blocks still queued are not written."""
         if self._task is None:
             return
         for key in list(self._queue):
-            self._drop(key, "closing")
+            self._refuse(key, "closing")
         task, self._task = self._task, None
         await self._idle.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    async def flush(self) -> None:
+    async def drained(self) -> None:
         """Wait until nothing is queued or being written."""
         await self._idle.wait()
 
     def __len__(self) -> int:
+        """Blocks that wait to be written."""
         return len(self._queue)
 
-    # ------------------------------------------------------------------ what comes in
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the blocks that are queued or being written, predecessors included."""
+        return (len(self._queue) + len(self._writing)) * self._block_nbytes
+
+    # ------------------------------------------------------------------ entrances
+
+    def _has_room(self) -> bool:
+        return len(self._queue) + len(self._writing) < self._max_blocks
 
     @property
-    def takes_more(self) -> bool:
-        """Whether ``take_over`` would take a block."""
-        return (
-            len(self.leaving) < self._max_leaving
-            and len(self._queue) < self._max_queued
-            and not self._disk.is_stalled
-        )
+    def has_room(self) -> bool:
+        """Whether host memory may evict a block by ``write_evicted``."""
+        return len(self.evicted) < self._max_demoting and self._has_room() and not self._disk.is_stalled
 
     def offer(self, key: BlockKey) -> bool:
-        """Write this block of host memory or the pool, which keep it. False, counted: the queue is full."""
-        if key in self._queue:
+        """Write this block of host memory or the pool, which keep it. False, counted: there is no room."""
+        if key in self._queue or key in self._writing:
             return True
-        if len(self._queue) >= self._max_queued or self._disk.is_stalled:
+        if not self._has_room() or self._disk.is_stalled:
             metrics.DROPPED_WRITES.labels("stalled" if self._disk.is_stalled else "queue").inc()
             return False
         self._enqueue(key)
         return True
 
-    def take_over(self, key: BlockKey, parent: BlockKey | None, slot: int) -> None:
-        """Write a block that host memory evicts at this moment; its slot stays until then."""
+    async def submit(self, key: BlockKey) -> bool:
+        """``offer`` as soon as there is room. False: the disk stalls."""
+        while not (key in self._queue or key in self._writing or self._has_room() or self._disk.is_stalled):
+            await self._finished.wait()
+        return self.offer(key)
+
+    def write_evicted(self, key: BlockKey, parent: BlockKey | None, slot: int) -> None:
+        """Write a block that host memory evicts at this moment; its slot stays pinned until then."""
         self._host.pin((slot,))
-        self.leaving.add(key, Leaving(parent, slot))
+        self.evicted.add(key, EvictedBlock(parent, slot))
         self._enqueue(key)
 
-    def give_up(self, key: BlockKey) -> list[BlockKey]:
-        """A block is in no tier any more: forget what was leaving after it. Returns those."""
-        gone = self.leaving.after(key)
+    def require(self, key: BlockKey) -> None:
+        """Write a block of host memory, which cannot evict it before it is written or its write failed."""
+        if key in self._disk or key in self._required or key not in self._host:
+            return
+        # With its predecessors: eviction starts at an unpinned block and takes the end of its chain.
+        slots = self._required[key] = self._host.lineage(key)
+        self._host.pin(slots)
+        self._enqueue(key)
+
+    async def room(self) -> None:
+        """Wait until required blocks take at most half of host memory; not while the disk stalls."""
+        while len(self._required) > self._host.capacity // 2 and not self._disk.is_stalled:
+            await self._finished.wait()
+
+    def drop_descendants(self, key: BlockKey) -> list[BlockKey]:
+        """A block is in no tier any more: forget the evicted blocks after it. Returns those."""
+        gone = self.evicted.after(key)
         for name in gone:
             metrics.DROPPED_WRITES.labels("orphaned").inc()
             self.forget(name)
         return gone
 
     def forget(self, key: BlockKey) -> None:
-        """The block is removed: do not write it. One that is being written at this moment is."""
+        """The block is removed: do not write it. A write that has begun goes on."""
         self._queue.pop(key, None)
-        leaving = self.leaving.pop(key)
-        if leaving is not None:
-            self._host.release((leaving.slot,))
+        self._unwritten.pop(key, None)
+        self._unpin(key)
 
     def _enqueue(self, key: BlockKey) -> None:
-        self._queue[key] = None
-        self._idle.clear()
-        self._wake.set()
+        if key not in self._writing:
+            self._queue[key] = None
+            self._idle.clear()
+            self._wake.set()
 
-    # ------------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------------ writing
 
     async def _run(self) -> None:
         while True:
@@ -150,7 +164,7 @@ class DiskWriter:
             self._wake.clear()
             await self._sources_settled()
             while len(self._writes) < _MAX_BATCHES and (batch := self._next_batch()) is not None:
-                self._coming.update(batch)
+                self._writing.update(batch)
                 write = asyncio.create_task(self._write(batch), name="disk-write")
                 self._writes.add(write)
                 write.add_done_callback(self._write_ended)
@@ -158,16 +172,17 @@ class DiskWriter:
                 self._idle.set()
 
     def _next_batch(self) -> WriteBatch | None:
-        """The blocks queued for longest, up to a batch, or one run of a chain; None: nothing can begin."""
-        batch = WriteBatch(self._disk, self._host, self._pool, self._copier, self._find, self._coming)
+        """Take the oldest queued blocks, up to a batch or one run of a chain; None: nothing is queued."""
+        batch = WriteBatch(self._disk, self._sources, self._writing)
         for key in list(self._queue):
             if len(batch) >= self._batch_blocks:
                 break
-            if key in self._coming:
-                continue  # when it is there, or is not
-            del self._queue[key]
-            if not batch.add(key):
-                self._drop(key, "gone")
+            if key in self._queue:
+                run = batch.add(key)
+                if run is None:
+                    self._refuse(key, "gone")
+                for each in (key, *(run or ())):
+                    self._queue.pop(each, None)
         return batch if batch.asked else None
 
     async def _write(self, batch: WriteBatch) -> None:
@@ -177,47 +192,48 @@ class DiskWriter:
             _log.warning("blocks were not written to disk: %s", error)
             metrics.DROPPED_WRITES.labels("error").inc()
         except Exception:
-            # Its blocks are settled as not written. Serving goes on without the disk rather than end.
+            # The batch counts as not written. Serving continues without the disk.
             _log.exception("blocks were not written to disk")
             metrics.DROPPED_WRITES.labels("error").inc()
         finally:
             batch.release()
-            self._coming.difference_update(batch)
-            # What went along too: it may have been removed meanwhile, and is on disk again.
+            self._writing.difference_update(batch)
+            retried: dict[BlockKey, None] = {}
+            if self._task is not None and any(key in self._disk for key in batch):
+                retried, self._unwritten = self._unwritten, {}
+            failed = [key for key in batch if key in self._required and key not in self._disk]
+            self._unwritten.update(dict.fromkeys(failed))
+            # Predecessors too: one that was removed meanwhile is on disk again.
             for key in dict.fromkeys([*batch.asked, *batch]):
-                self._settle(key)
+                self._finish(key)
+            for key in retried:
+                self.require(key)
 
     def _write_ended(self, write: asyncio.Task[None]) -> None:
         self._writes.discard(write)
         self._wake.set()
 
-    def _find(self, key: BlockKey) -> Source | None:
-        """Where the block is read from; None: it is nowhere."""
-        host = self._host
-        leaving = self.leaving.get(key)
-        slot = host.slot_of(key) if leaving is None else leaving.slot
-        if slot is not None:
-            parent = host.parent_of(key) if leaving is None else leaving.parent
-            return Source(key, parent, host.bytes_of(slot), host.checksum_of(slot), slot)
-        block = None if self._pool is None else self._pool.block_of(key)
-        if self._pool is None or block is None:
-            return None
-        pool = self._pool
-        bytes_ = pool.bytes_of(block) if pool.in_main_memory else None
-        return Source(key, pool.parent_of(key), bytes_, pool.known_checksum(block), block=block)
+    def _finish(self, key: BlockKey) -> None:
+        self._unpin(key)
+        self._finished.set()
+        self._finished = asyncio.Event()
+        self._on_finished(key)
 
-    def _settle(self, key: BlockKey) -> None:
-        leaving = self.leaving.pop(key)
-        if leaving is not None:
-            self._host.release((leaving.slot,))
-        self._on_settled(key)
+    def _unpin(self, key: BlockKey) -> None:
+        evicted = self.evicted.take(key)
+        if evicted is not None:
+            self._host.unpin((evicted.slot,))
+        self._host.unpin(self._required.pop(key, ()))
 
-    def _drop(self, key: BlockKey, reason: str) -> None:
+    def _refuse(self, key: BlockKey, reason: str) -> None:
         metrics.DROPPED_WRITES.labels(reason).inc()
         self._queue.pop(key, None)
-        self._settle(key)
+        self._finish(key)
 
     def check_integrity(self) -> None:
-        assert self.leaving.keys() <= self._queue.keys() or not self._idle.is_set(), (
-            "a leaving block waits for nobody"
-        )
+        pending = self._queue.keys() | self._writing
+        assert self.evicted.keys() <= pending, "an evicted block is not being written"
+        assert self._required.keys() <= pending, "a required block is not being written"
+        assert not self._queue.keys() & self._writing, "a block is queued and being written"
+        assert len(self._queue) <= self._max_blocks + len(self._required), "the queue is over its budget"
+        assert all(key in self._host for key in self._required), "a required block was evicted"

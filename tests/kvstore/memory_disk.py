@@ -17,7 +17,7 @@ from moonpool.kvstore.store import Bytes
 class MemoryDisk:
     def __init__(self, num_blocks: int) -> None:
         self.on_dropped: Callable[[Sequence[BlockKey], str], None] | None = None
-        self.is_stalled = False
+        self._stalls = asyncio.Event()
         self.refuses = False
         self.may_write = asyncio.Event()  # cleared: writes wait
         self.may_write.set()
@@ -28,6 +28,18 @@ class MemoryDisk:
             num_blocks, make_policy("lru", num_blocks), on_evicted=lambda key, slot: self._evicted.append(key)
         )
         self._evicted: list[BlockKey] = []
+
+    @property
+    def is_stalled(self) -> bool:
+        return self._stalls.is_set()
+
+    @is_stalled.setter
+    def is_stalled(self, stalls: bool) -> None:
+        """Writes that wait end without effect when the disk begins to stall."""
+        if stalls:
+            self._stalls.set()
+        else:
+            self._stalls.clear()
 
     def __contains__(self, key: object) -> bool:
         return key in self._cache
@@ -56,7 +68,9 @@ class MemoryDisk:
         checksums: Sequence[int | None],
     ) -> list[bool]:
         await asyncio.sleep(0)
-        await self.may_write.wait()
+        await self._may_write_or_stalls()
+        if self.is_stalled:
+            return [key in self._cache for key in keys]
         kept = []
         for key, source, parent, checksum in zip(keys, sources, parents, checksums, strict=True):
             fits = not self.refuses and (parent is None or parent in self._cache)
@@ -69,6 +83,12 @@ class MemoryDisk:
         self._drop(self._evicted, "evicted")
         self._evicted = []
         return kept
+
+    async def _may_write_or_stalls(self) -> None:
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.may_write, self._stalls)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
 
     async def get(self, keys: Sequence[BlockKey], destinations: Sequence[memoryview]) -> list[bool]:
         await asyncio.sleep(0)

@@ -62,10 +62,16 @@ async def with_disk(
     *,
     write_policy: str = "write-back",
     watermark: float = 0.5,
+    queue_blocks: int = 64,
     **kwargs: Any,
 ) -> tuple[TieredStore, MemoryDisk]:
     disk = MemoryDisk(num_on_disk)
-    options = replace(LRU, write_policy=write_policy, host=HostTierOptions(policy="lru", watermark=watermark))
+    options = replace(
+        LRU,
+        write_policy=write_policy,
+        host=HostTierOptions(policy="lru", watermark=watermark),
+        ssd=SsdTierOptions(queue_nbytes=queue_blocks * NBYTES),
+    )
     store = make(num_blocks, options, ssd=disk, **kwargs)
     await store.start()
     return store, disk
@@ -73,4 +79,4 @@ async def with_disk(
 
 async def settled(store: TieredStore) -> None:
     """Nothing waits to be written."""
-    await store._residency.writer.flush()
+    await store._residency.writes.drained()

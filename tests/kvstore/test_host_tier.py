@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from xxhash import xxh3_64_intdigest
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import KVLayout
@@ -30,9 +31,17 @@ def payload(name: BlockKey) -> np.ndarray:
     return np.frombuffer(random.Random(name).randbytes(NBYTES), np.uint8)
 
 
+def put(host: HostTier, name: BlockKey, parent: BlockKey | None = None) -> int | None:
+    slot = host.slot_of(name)
+    if slot is None and (slot := host.reserve(name, parent)) is not None:
+        host.bytes_of(slot)[:] = payload(name)
+        host.fill(slot, name, parent, xxh3_64_intdigest(payload(name).data))
+    return slot
+
+
 def put_chain(host: HostTier, length: int, number: int = 0) -> list[int | None]:
     keys = chain(length, number)
-    return [host.put(k, payload(k), parent=keys[i - 1] if i else None) for i, k in enumerate(keys)]
+    return [put(host, k, keys[i - 1] if i else None) for i, k in enumerate(keys)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -81,13 +90,13 @@ def test_pinned_blocks_stay_and_a_tier_full_of_pins_refuses() -> None:
     host.pin(slots[:3])
     assert put_chain(host, 2, 1) == [slots[3], None]
     assert evicted == [key(3)]  # a chain's start is not eaten to make room for its end
-    assert host.stats.num_refusals == 1
-    host.release(slots[:3])
-    assert host.put(key(0, 2), payload(key(0, 2))) == slots[3]
-    assert host.put(key(0, 3), payload(key(0, 3))) == slots[3]
-    host.release(slots[:3])
-    assert host.put(key(0, 4), payload(key(0, 4))) is not None
-    assert host.stats.num_pinned == 0
+    assert host.num_refusals == 1
+    host.unpin(slots[:3])
+    assert put(host, key(0, 2)) == slots[3]
+    assert put(host, key(0, 3)) == slots[3]
+    host.unpin(slots[:3])
+    assert put(host, key(0, 4)) is not None
+    assert host.num_pinned == 0
     host.check_integrity()
 
 
@@ -101,7 +110,7 @@ def test_a_block_that_is_removed_takes_what_follows_and_pins_keep_only_bytes() -
     assert len(host.match(chain(5))) == 2
     put_chain(host, 3, 1)
     assert all(np.array_equal(host.bytes_of(slot), payload(key(i))) for i, slot in enumerate(slots[:4]))
-    host.release(slots[:4])
+    host.unpin(slots[:4])
     host.check_integrity()
 
 
@@ -110,16 +119,14 @@ def test_a_chain_that_comes_end_first_is_linked_as_it_comes() -> None:
     host = tier(4)
     keys = chain(4)
     for i in (3, 2, 1, 0):
-        host.put(keys[i], payload(keys[i]), parent=keys[i - 1] if i else None)
+        put(host, keys[i], keys[i - 1] if i else None)
     assert len(host.match(keys)) == 4
-    host.put(key(0, 1), payload(key(0, 1)))
+    put(host, key(0, 1))
     assert len(host.match(keys)) == 3
     host.check_integrity()
 
 
-def test_a_wrong_size_or_policy_is_refused() -> None:
-    with pytest.raises(LayoutError, match="128 bytes, got 8"):
-        tier(1).put(key(0), np.zeros(8, np.uint8))
+def test_memory_for_no_block_and_an_unknown_policy_are_refused() -> None:
     with pytest.raises(LayoutError, match="hold no block"):
         HostTier(np.zeros(8, np.uint8), LAYOUT)
     with pytest.raises(StoreError, match="random"):
@@ -144,17 +151,17 @@ class AnyHistory(RuleBasedStateMachine):
         slots = self.host.match(keys)
         self.host.pin(slots)
         for i in range(len(slots), length):
-            slot = self.host.put(keys[i], payload(keys[i]), parent=keys[i - 1] if i else None)
+            slot = put(self.host, keys[i], keys[i - 1] if i else None)
             if slot is None:
                 break
             self.host.pin([slot])
             slots.append(slot)
-        self.host.release(slots)
+        self.host.unpin(slots)
 
     @rule(number=st.integers(0, 3), first=st.integers(0, 8))
     def arrive_end_first(self, number: int, first: int) -> None:
         keys = chain(first + 1, number)
-        self.host.put(keys[first], payload(keys[first]), parent=keys[first - 1] if first else None)
+        put(self.host, keys[first], keys[first - 1] if first else None)
 
     @rule(number=st.integers(0, 3), length=st.integers(1, 9))
     def pin(self, number: int, length: int) -> None:
@@ -165,7 +172,7 @@ class AnyHistory(RuleBasedStateMachine):
     @rule()
     def unpin(self) -> None:
         if self.pinned:
-            self.host.release(self.pinned.pop(0)[0])
+            self.host.unpin(self.pinned.pop(0)[0])
 
     @rule(number=st.integers(0, 3), block=st.integers(0, 8))
     def remove(self, number: int, block: int) -> None:
@@ -196,7 +203,7 @@ def test_a_reserved_slot_is_found_only_once_it_is_committed() -> None:
     host.bytes_of(slot)[:] = payload(first)
     assert host.match([first]) == []
     host.check_integrity()
-    assert host.commit(slot, first, None, 7) == slot
+    assert host.fill(slot, first, None, 7) == slot
     assert host.match([first]) == [slot]
     assert host.checksum_of(slot) == 7
     other = host.reserve(second, first)
@@ -211,8 +218,8 @@ def test_the_second_to_commit_a_block_gets_the_first_ones_slot() -> None:
     host = tier(3)
     slots = [host.reserve(key(1), None) for _ in range(2)]
     assert None not in slots
-    assert host.commit(slots[1], key(1), None, 7) == slots[1]
-    assert host.commit(slots[0], key(1), None, 8) == slots[1]
+    assert host.fill(slots[1], key(1), None, 7) == slots[1]
+    assert host.fill(slots[0], key(1), None, 8) == slots[1]
     assert host.checksum_of(slots[1]) == 7
     assert host.num_free == 2
     host.check_integrity()

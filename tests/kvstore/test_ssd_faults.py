@@ -317,6 +317,26 @@ async def test_a_stalled_write_is_given_up(tmp_path: Path, monkeypatch: pytest.M
         assert await check_every_block(tier) == 15
 
 
+async def test_a_put_that_waits_for_another_of_the_same_block_ends_when_the_disk_stalls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stall = Stall(monkeypatch, "write")
+    tier = await open_tier(tmp_path, io_deadline_s=0.2)
+    stall.opened.clear()
+    try:
+        async with asyncio.timeout(20):
+            puts = (put_chain(tier, chain(3)), put_chain(tier, chain(5)), put_chain(tier, chain(3)))
+            assert await asyncio.gather(*puts) == [[False] * 3, [False] * 5, [False] * 3]
+        assert tier.stats.num_given_up == 3 + 5
+    finally:
+        stall.opened.set()
+    await answers(tier)
+    while not all(await put_chain(tier, chain(5))):
+        await answers(tier)
+    assert await check_every_block(tier) == 5
+    await tier.close()
+
+
 async def test_a_caller_that_leaves_is_not_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

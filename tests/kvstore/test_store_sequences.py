@@ -34,8 +34,9 @@ class StoreMachine(RuleBasedStateMachine):
         write_policy=st.sampled_from(["write-back", "write-through", "selective"]),
         policy=st.sampled_from(["lru", "prefix"]),
         num_blocks=st.integers(2, 12),
+        keep_until_written=st.booleans(),
     )
-    def start(self, write_policy: str, policy: str, num_blocks: int) -> None:
+    def start(self, write_policy: str, policy: str, num_blocks: int, keep_until_written: bool) -> None:
         self.loop = asyncio.new_event_loop()
         self.heard = Listener()
         self.pool = FakePool()
@@ -47,7 +48,14 @@ class StoreMachine(RuleBasedStateMachine):
 
         async def begin() -> None:
             self.disk = MemoryDisk(10)
-            self.store = make(num_blocks, options, pool=self.pool, ssd=self.disk, on_change=self.heard)
+            self.store = make(
+                num_blocks,
+                options,
+                pool=self.pool,
+                ssd=self.disk,
+                on_change=self.heard,
+                keep_until_written=keep_until_written,
+            )
             await self.store.start()
 
         self.loop.run_until_complete(begin())
@@ -79,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
         held = self.store.match(held_keys)
         damaged = any(name in self.disk and not self.disk._is_intact(name) for name in held_keys)
         # A write that goes on meanwhile may push out of the disk what is about to be read.
-        may_miss = damaged or not self.store._residency.writer._idle.is_set()
+        may_miss = damaged or not self.store._residency.writes._idle.is_set()
         try:
             self.run(get(self.store, len(held), number))
         except BlockMissing:
@@ -143,7 +151,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.release(lease.id)
             self.let_the_disk_work()
             assert self.pool.num_holds == 0
-            assert self.store.host.stats.num_pinned == 0
+            assert self.store.host.num_pinned == 0
             self.run(self.store.close())
             self.loop.close()
 

@@ -12,6 +12,7 @@ from moonpool.kvstore.eviction.surplus_copies import SurplusCopies
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain, key
 from tests.kvstore.small_store import (
+    NBYTES,
     Listener,
     get,
     payload,
@@ -39,7 +40,7 @@ async def test_write_back_writes_what_host_memory_evicts_and_what_is_before_it()
 async def test_a_cold_copy_for_busy_times_goes_first_and_is_not_written() -> None:
     now_s = 0.0
     store, disk = await with_disk(8, 64)
-    store.host._cache.surplus = SurplusCopies(clock=lambda: now_s)
+    store.host.surplus = SurplusCopies(clock=lambda: now_s)
     await put(store, 2)
     await put(store, 1, number=1)
     store.host.surplus.mark(chain(1, number=1))
@@ -88,11 +89,87 @@ async def test_a_full_queue_drops_the_write_and_blocks_nobody() -> None:
     disk.may_write.clear()
     for number in range(12):
         assert await put(store, 2, number) == 2
-    assert store.stats.num_leaving <= 2
+    assert store.stats.num_demoting <= 2
     assert await get(store, 2, 11) == [Tier.HOST] * 2
     disk.may_write.set()
     await settled(store)
     store.check_integrity()
+    await store.close()
+
+
+async def test_blocks_queued_and_being_written_stay_within_the_budget() -> None:
+    store, disk = await with_disk(64, 64, write_policy="write-through", queue_blocks=6)
+    writes = store._residency.writes
+    disk.may_write.clear()
+    for number in range(10):
+        assert await put(store, 2, number) == 2
+        await asyncio.sleep(0)
+        assert writes.used_nbytes <= 6 * NBYTES
+    assert writes.used_nbytes == 6 * NBYTES, "what is being written counts too"
+    disk.may_write.set()
+    await settled(store)
+    assert len(disk) == 6
+    await store.flush(10.0)
+    assert len(disk) == 20
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_required_block_is_not_evicted_before_it_is_written() -> None:
+    store, disk = await with_disk(
+        8, 64, write_policy="write-through", queue_blocks=1, keep_until_written=True
+    )
+    disk.may_write.clear()
+    assert await put(store, 6) == 6
+    room = asyncio.ensure_future(store.room())
+    assert await put(store, 4, number=1) == 2, "required blocks make no room for others"
+    assert not room.done()
+    assert store.match(chain(6)) == [Tier.HOST] * 6
+    store.check_integrity()
+    disk.may_write.set()
+    await room
+    await settled(store)
+    assert len(disk) == 8
+    assert await put(store, 4, number=2) == 4
+    assert len(await get(store, 6)) == 6
+    store.check_integrity()
+    await store.close()
+
+
+async def test_waiting_for_room_ends_when_the_disk_stalls_and_what_was_required_is_written_later() -> None:
+    store, disk = await with_disk(8, 64, write_policy="write-through", keep_until_written=True)
+    disk.may_write.clear()
+    await put(store, 6)
+    room = asyncio.ensure_future(store.room())
+    await asyncio.sleep(0.01)
+    assert not room.done()
+    disk.is_stalled = True
+    async with asyncio.timeout(10):
+        await room
+        await store.room()
+        await settled(store)
+    assert len(disk) == 0
+    assert store.host.num_pinned == 0, "a write that failed keeps nothing pinned"
+    disk.is_stalled = False
+    disk.may_write.set()
+    await put(store, 1, number=1)
+    await settled(store)
+    assert sorted(disk.keys()) == sorted(chain(6) + chain(1, 1))
+    store.check_integrity()
+    await store.close()
+
+
+async def test_a_flush_ends_when_the_disk_stalls() -> None:
+    store, disk = await with_disk(64, 64, queue_blocks=2)
+    disk.may_write.clear()
+    await put(store, 20)
+    flush = asyncio.ensure_future(store.flush(60.0))
+    await asyncio.sleep(0.01)
+    assert not flush.done()
+    disk.is_stalled = True
+    async with asyncio.timeout(10):
+        await flush
+    assert store.match(chain(20)) == [Tier.HOST] * 20
     await store.close()
 
 
@@ -101,7 +178,7 @@ async def test_a_block_on_its_way_to_disk_is_still_there() -> None:
     store, disk = await with_disk(8, 64, on_change=heard)
     disk.may_write.clear()
     await put(store, 8)
-    assert store.stats.num_leaving == 2
+    assert store.stats.num_demoting == 2
     assert await get(store, 8) == [Tier.HOST] * 8
     lease = await store.pin(chain(8), 5.0)
     assert len(lease.blocks) == 8
@@ -132,7 +209,7 @@ async def test_what_follows_a_block_that_is_lost_on_its_way_to_disk_is_lost_too(
     disk.may_write.clear()
     await put(store, 2)
     await put(store, 4, number=1)
-    assert store.stats.num_leaving == 2
+    assert store.stats.num_demoting == 2
     # Computed again while they are on their way, and continued by one more.
     for i, name in enumerate(chain(3)):
         pool.seal(name, key(i - 1) if i else None, payload(name))

@@ -57,8 +57,7 @@ async def test_cold_surplus_copies_go_before_what_is_older() -> None:
     now_s += 60.0
     opened = await shelf.leases.open(OWNER, store_pb2.OpenObject(key=b"hot copy".ljust(16)), 5.0)
     assert opened is not None
-    for lease_id in opened.lease_ids:
-        shelf.leases.release(lease_id)
+    shelf.leases.release(opened.lease_ids)
     # Memory is full now. The copy nobody has read goes, though it came after "old" ...
     assert await names_after(shelf, "one") == {"old", "hot copy", "new", "one"}
     # ... then what was unused for longest, as long as the other copy is read ...

@@ -12,7 +12,6 @@ class SsdTierStats:
     num_blocks: int = 0  # slots that are on the disk; more are made as long as it has room
     num_held: int = 0
     num_pinned: int = 0
-    queued_nbytes: int = 0  # blocks on their way to or from the disk
     is_stalled: bool = False
     is_direct: bool = True  # False: through the page cache, for want of O_DIRECT
 

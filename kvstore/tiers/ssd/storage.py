@@ -64,7 +64,6 @@ class SsdTier:
         threads: int = 2,
         policy: str = "lru",
         saved_s: SavedSeconds | None = None,
-        max_queued_nbytes: int = 256 << 20,
         io_deadline_s: float = 1.0,
         on_mismatch: Literal["refuse", "set-aside"] = "refuse",
         on_dropped: OnDropped | None = None,
@@ -92,7 +91,6 @@ class SsdTier:
         disk = Disk(
             opened,
             depth=threads,
-            max_queued_nbytes=max_queued_nbytes,
             deadline_s=io_deadline_s,
             clock=clock,
         )
@@ -162,7 +160,6 @@ class SsdTier:
             num_blocks=cache.capacity,
             num_held=len(cache),
             num_pinned=cache.num_pinned,
-            queued_nbytes=disk.queued_nbytes,
             is_stalled=disk.is_stalled,
             is_direct=disk.segments.direct,
             num_evictions=cache.num_evictions,
@@ -239,15 +236,11 @@ class SsdTier:
         """
         started_s = self._clock()
         num_new = sum(key not in self._cache for key in keys)
-        if num_new:
-            if await self._disk.take_write(num_new):
-                try:
-                    blocks = [self._bytes(source) for source in sources]
-                    await self._writer.put(keys, blocks, parents, checksums or [None] * len(keys))
-                finally:
-                    self._disk.give_write(num_new)
-            else:
-                self._slot_map.counts.num_given_up += num_new
+        if num_new and self._disk.is_stalled:
+            self._slot_map.counts.num_given_up += num_new
+        elif num_new:
+            blocks = [self._bytes(source) for source in sources]
+            await self._writer.put(keys, blocks, parents, checksums or [None] * len(keys))
         self._slot_map.counts.write_s += self._clock() - started_s
         return [key in self._cache for key in keys]
 

@@ -40,9 +40,12 @@ class BlockWriter:
         checksums: Sequence[int | None],
     ) -> None:
         """Returns when what the slot_map takes of them is stored, has failed, or was given up."""
-        await self._grow(sum(key not in self._slot_map.cache for key in keys))
+        num_new = sum(key not in self._slot_map.cache for key in keys)
+        await self._grow(num_new)
         while others := [self._being_written[key] for key in keys if key in self._being_written]:
-            await others[0].batch.ended.wait()
+            if not await self._disk.ended(others[0].batch):
+                self._slot_map.counts.num_given_up += num_new
+                return
         blocks = self._slot_map.reserve(keys, sources, parents, checksums, self._being_written)
         if not blocks:
             return

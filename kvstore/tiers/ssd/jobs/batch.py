@@ -25,7 +25,6 @@ class Batch:
         self._loop = asyncio.get_running_loop()
         self._answered: asyncio.Future[None] = self._loop.create_future()
         self._on_done = [on_done]
-        self.ended = asyncio.Event()  # every job has
         self._lock = threading.Lock()
         self._num_pending = 0
         self._touching = 0
@@ -88,7 +87,6 @@ class Batch:
     def _finish(self) -> None:
         for call in self._on_done:
             call()
-        self.ended.set()
         self._answer()
 
     def _answer(self) -> None:

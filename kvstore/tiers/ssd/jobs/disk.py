@@ -12,7 +12,6 @@ from moonpool.kvstore.tiers.ssd.files.record import StaleRecord
 from moonpool.kvstore.tiers.ssd.files.segments import CALL_NBYTES
 from moonpool.kvstore.tiers.ssd.files.startup import OpenDirectory
 from moonpool.kvstore.tiers.ssd.jobs.batch import Batch
-from moonpool.kvstore.tiers.ssd.jobs.byte_budget import ByteBudget
 from moonpool.kvstore.tiers.ssd.jobs.read import ReadJob, WantedBlock
 from moonpool.kvstore.tiers.ssd.jobs.threads import IoThreads
 from moonpool.kvstore.tiers.ssd.jobs.write import NewBlock, WriteJob
@@ -30,7 +29,6 @@ class Disk:
         opened: OpenDirectory,
         *,
         depth: int,
-        max_queued_nbytes: int,
         deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -45,15 +43,9 @@ class Disk:
         self._max_run = max(CALL_NBYTES // shape.slot_nbytes, 1)
         self._data = IoThreads("ssd", depth, self._max_run * shape.slot_nbytes, clock)
         self._commits = IoThreads("ssd-index", 1, 0, clock)
-        self._reads = ByteBudget(max_queued_nbytes)
-        self._writes = ByteBudget(max_queued_nbytes)
         self._under_way: set[Batch] = set()
         self._idle = asyncio.Event()
         self._watcher: asyncio.TimerHandle | None = None
-
-    @property
-    def queued_nbytes(self) -> int:
-        return self._reads.used_nbytes + self._writes.used_nbytes
 
     # ------------------------------------------------------------------ work
 
@@ -63,28 +55,13 @@ class Disk:
         ``on_done`` is called, once, when no thread works on it any more: before this returns, unless it was
         given up.
         """
-        nbytes = len(wanted) * self.segments.shape.slot_nbytes
-        begun = taken = False
-        try:
-            taken = not self.is_stalled and await self._reads.take(nbytes)
-            if taken:
-                reading = ReadJob(wanted, self.segments, self._max_run, on_done)
-                self._watch_over(reading.batch)
-                begun = True
-                reading.begin(self._data)
-                await reading.batch.wait()
-        finally:
-            if taken:
-                self._reads.give(nbytes)
-            if not begun:
-                on_done()
-
-    async def take_write(self, num_blocks: int) -> bool:
-        """Wait until so many blocks may be under way to the disk. False: it stalls. Else ``give_write``."""
-        return not self.is_stalled and await self._writes.take(num_blocks * self.segments.shape.slot_nbytes)
-
-    def give_write(self, num_blocks: int) -> None:
-        self._writes.give(num_blocks * self.segments.shape.slot_nbytes)
+        if self.is_stalled:
+            on_done()
+            return
+        reading = ReadJob(wanted, self.segments, self._max_run, on_done)
+        self._watch_over(reading.batch)
+        reading.begin(self._data)
+        await reading.batch.wait()
 
     def write(
         self,
@@ -101,6 +78,16 @@ class Disk:
         self._watch_over(writing.batch)
         writing.begin(self._data, self._commits, after)
         return writing
+
+    async def ended(self, batch: Batch) -> bool:
+        """Wait until a batch of another caller has ended. False: the disk stalls."""
+        if self.is_stalled:
+            return False
+        waiting = Batch(lambda: None)
+        self._watch_over(waiting)
+        waiting.add_jobs(1)
+        batch.when_done(waiting.job_ended)
+        return await waiting.wait()
 
     async def forget(self, gone: Sequence[StaleRecord], on_done: Callable[[], None]) -> bool:
         """Delete records, durably. False: given up, or failed, which is logged. ``on_done`` is called when
@@ -169,8 +156,6 @@ class Disk:
                 log.error(message, self.directory, held_s, about)
             for batch in self._under_way:
                 batch.abandon()
-            self._reads.refuse_waiting()
-            self._writes.refuse_waiting()
         elif self.is_stalled:
             self.is_stalled = False
             log.warning("%s answers again", self.directory)
