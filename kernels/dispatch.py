@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from moonpool.kernels import reference
-from moonpool.kernels.checks.arguments import checked
+from moonpool.kernels.checks import checked
 from moonpool.kernels.cpu.library import load
 from moonpool.kernels.mode import mode
 

@@ -2,7 +2,7 @@
 
 A decode step of a small model is hundreds of such calls of a few microseconds each, so the Python around a
 call is kept to what must be done. Shapes are the caller's promise; ``MOONPOOL_KERNELS=checked`` verifies
-every one (``moonpool.kernels.checks.arguments``). What the library has no form for (mixed dtypes, other
+every one (``moonpool.kernels.checks``). What the library has no form for (mixed dtypes, other
 devices) takes the torch
 form.
 """

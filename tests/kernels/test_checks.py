@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moonpool.kernels import reference
-from moonpool.kernels.checks.arguments import KernelMisuse, checked
+from moonpool.kernels.checks import KernelMisuse, checked
 from tests.kernels.paged import PagedBatch, Shape
 
 
@@ -34,8 +34,8 @@ def test_right_calls_pass() -> None:
     [
         ({"layer": 2}, "layer 2 is not one of"),
         ({"q": torch.zeros(2, 4, 16)}, "head_dim"),
-        ({"q": torch.zeros(3, 4, 32)}, "3 queries"),
-        ({"q": torch.zeros(2, 3, 32)}, "3 heads over 2 kv heads"),
+        ({"q": torch.zeros(3, 4, 32)}, "batch = 2"),
+        ({"q": torch.zeros(2, 3, 32)}, "3 heads are no multiple of 2"),
         ({"q": torch.zeros(2, 4, 32).half()}, "must be torch.float32"),
         ({"q": torch.zeros(2, 4, 64)[..., ::2]}, "contiguous"),
         ({"context_lens": torch.tensor([20, 17], dtype=torch.int32)}, "outside of the pool"),
@@ -63,7 +63,7 @@ def test_wrong_slots() -> None:
 
 def test_a_position_beyond_the_tables() -> None:
     pool = torch.zeros(2, 1, 2, 1, 8, 4)
-    with pytest.raises(KernelMisuse, match="beyond the rotary tables"):
+    with pytest.raises(KernelMisuse, match="beyond the 9 of cos"):
         checked(reference.rotate_and_write)(
             torch.zeros(1, 12),
             torch.tensor([9]),
