@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.model.transformer import Model
@@ -42,6 +43,21 @@ _SMALL_MOE = {
     "norm_topk_prob": True,
 }
 SHAPES: dict[str, dict[str, object]] = {"llama-3-8b": _LLAMA_8B, "small": _SMALL, "small-moe": _SMALL_MOE}
+# A small mixture of experts, some of which are hot.
+MIXTURE: dict[str, object] = {
+    "model_type": "mixtral",
+    "torch_dtype": "float32",
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": 4096,
+    "eos_token_id": None,
+}
 # What sends different tokens to different experts, and makes different tokens.
 _ROUTING = ("mlp.gate.weight", "lm_head.weight")
 
@@ -74,6 +90,22 @@ def make_checkpoint(name: str, directory: Path, max_position: int) -> ModelConfi
                 file.seek(8 + len(encoded) + begin)
                 file.write(torch.randn(shape).bfloat16().view(torch.uint8).numpy().tobytes())
     return config
+
+
+def write_mixture(directory: Path) -> None:
+    """A seeded checkpoint of ``MIXTURE`` with random weights.
+
+    The scale of an expert's row of the router sets how often it is chosen; hot ones differ between layers.
+    """
+    torch.manual_seed(0)
+    (directory / "config.json").write_text(json.dumps(MIXTURE))
+    tensors = {}
+    for name, shape in expected_tensors(ModelConfig.from_checkpoint(directory)).items():
+        tensors[name] = torch.ones(shape) if "norm" in name else torch.randn(shape) * shape[-1] ** -0.5
+        if name.endswith(".gate.weight"):
+            order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(len(tensors)))
+            tensors[name] *= 4 * (1 + order).rsqrt()[:, None]
+    save_file(tensors, directory / "model.safetensors")
 
 
 @torch.inference_mode()

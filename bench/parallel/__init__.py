@@ -1,1 +1,1 @@
-"""What spreading a model over processes costs and gives: steps, long prompts, blocks between other plans."""
+"""``moonpool bench parallel``: models over several processes: steps, prompts, and blocks between plans."""

@@ -1,38 +1,52 @@
-"""Blocks from the ranks of one plan to those of another, beside blocks between equal plans."""
+"""Blocks between the ranks of two plans, and between ranks and their node's host memory."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import statistics
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
-from moonpool.bench.parallel.copy_limit import Pools, RunCopy
+from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.turns import Call, spread, turns
+from moonpool.bench.parallel.steps import Settings
 from moonpool.engine.node.engine_memory import EngineMemory
-from moonpool.engine.prefix_cache.peer_exchange import KvSource, PeerExchange
+from moonpool.engine.prefix_cache.peer_exchange import PeerExchange
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
+from moonpool.kvstore.blocks.shards import BlockShard, overlaps
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import Config, EngineOptions, ModelOptions, ParallelOptions
-from moonpool.runtime.reports import report
-from moonpool.runtime.reports.report import Row
-from moonpool.transfer import TransferAgent
+from moonpool.runtime.reports.report import Row, versus
+from moonpool.transfer import TransferAgent, move_runs
 
 BLOCK_TOKENS = 64
-NUM_BLOCKS = 96
 BLOCKS = f"blocks of {BLOCK_TOKENS} tokens"
-SECONDS = f"{NUM_BLOCKS} blocks of {BLOCK_TOKENS} tokens"
-BOUND = "as many runs copied and checksummed in one process"
-# Of the bandwidth between equal plans.
-GOAL = 0.7
+SAVED, LOADED = f"{BLOCKS} saved", f"{BLOCKS} loaded"
+_LIMIT = "as many runs copied and checksummed in one process"
 _DEADLINE_S = 30.0
+_BETWEEN_NODES = ("shm", "tcp")
+_WITHIN_A_NODE = ("local", "cuda-ipc", "shm", "tcp")
+# (case, whether ranks share no pools with their leader, transports). No process maps a pool on a GPU.
+MAPPED_POOLS, REMOTE_POOLS, TCP_POOLS = "pools shared", "pools apart", "pools apart, over TCP of this machine"
+_STORES = (
+    (MAPPED_POOLS, False, _WITHIN_A_NODE),
+    (REMOTE_POOLS, True, _WITHIN_A_NODE),
+    (TCP_POOLS, True, ("local", "tcp")),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
+    """A node's engine memory, with blocks allocated."""
+
     agent: TransferAgent
     memory: EngineMemory
     exchange: PeerExchange
@@ -41,27 +55,25 @@ class Side:
 
 
 @asynccontextmanager
-async def side(
-    model: Path,
+async def _side(
+    settings: Settings,
     name: str,
     plan: ParallelPlan,
-    device: str,
+    transports: tuple[str, ...] = _BETWEEN_NODES,
     *,
     separate_pools: bool = False,
-    # As between nodes: the leaders of both sides are one process here, which no two nodes are.
-    transports: tuple[str, ...] = ("shm", "tcp"),
 ) -> AsyncIterator[Side]:
-    """``separate_pools``: ranks share no pools with their leader."""
+    """transports: between two nodes by default, though the leaders of both sides are in this process."""
+    config = Config()
     options = EngineOptions(
         block_size=BLOCK_TOKENS,
-        # Room for the blocks of a large model on GPUs, of the one that ships elsewhere.
-        pool_nbytes=((64 << 20) if device == "cpu" else (2 << 30)) * plan.world_size,
+        # Room for the blocks of a large model on GPUs, of the shipped one elsewhere.
+        pool_nbytes=((64 << 20) if settings.device == "cpu" else (2 << 30)) * plan.world_size,
         parallel=ParallelOptions(tp=plan.tp, pp=plan.pp, cp=plan.cp),
     )
-    config = Config()
     transfer = replace(config.transfer, transports=transports)
-    model_options = ModelOptions(path=str(model), device=device)
-    config = replace(config, engine=options, model=model_options, transfer=transfer)
+    model = ModelOptions(path=str(settings.model), device=settings.device)
+    config = replace(config, engine=options, model=model, transfer=transfer)
     async with await TransferAgent.start(config.transfer, agent_id=name, epoch=1) as agent:
         memory = await EngineMemory.open(config, agent, lambda *_: None, separate_pools=separate_pools)
         layout = memory.engine.layout
@@ -76,74 +88,147 @@ async def side(
             ranks=memory.ranks,
         )
         try:
-            yield Side(agent, memory, exchange, address, memory.engine.pool.allocate(NUM_BLOCKS))
+            yield Side(agent, memory, exchange, address, memory.engine.pool.allocate(settings.num_blocks))
         finally:
             await memory.engine.close()
             await memory.blocks.close()
 
 
-async def measure(model: Path, plans: Sequence[ParallelPlan], rounds: int, device: str) -> list[Row]:
-    """For each pair, in turn in each round: its blocks, checksums verified; and in main memory what bounds
-    them."""
+async def handover_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Verified reads between each pair of plans, and in main memory the copy that limits them."""
+    plans, num_blocks = settings.plans, settings.num_blocks
+    pairs = [(i, j) for i in range(len(plans)) for j in range(len(plans))]
     async with AsyncExitStack() as stack:
         sources, targets = [
-            [await stack.enter_async_context(side(model, f"{name} {plan}", plan, device)) for plan in plans]
+            [await stack.enter_async_context(_side(settings, f"{name} {plan}", plan)) for plan in plans]
             for name in ("source", "target")
         ]
-        seconds: dict[tuple[int, int], list[float]] = {}
-        copies = _copies(sources, targets) if device == "cpu" else {}
         described = [await source.memory.blocks.describe(source.blocks) for source in sources]
-        for _ in range(rounds + 1):
-            for i, source in enumerate(sources):
-                for j, target in enumerate(targets):
-                    peer = await target.exchange.connect(source.address)
-                    read = await _timed(target, peer, described[i])
-                    seconds.setdefault((i, j), []).append(read)
-                    if copies:
-                        copies[i, j].time()
-        nbytes = NUM_BLOCKS * sources[0].memory.engine.layout.block_nbytes
-    return [
-        row
-        for i, source_plan in enumerate(plans)
-        for j, target_plan in enumerate(plans)
-        for row in _pair_rows(
-            f"{source_plan} → {target_plan}",
-            nbytes,
-            seconds[i, j][1:],
-            copies[i, j].took_s[1:] if copies else [],
-            seconds[j, j][1:] if i != j else [],
-        )
-    ]
+        contestants: dict[tuple[int, int, str], Call] = {}
+        limits: list[StridedCopy] = []
+        if settings.device == "cpu":
+            there, here = ([Pools(side.memory, num_blocks) for side in of] for of in (sources, targets))
+            limits = [StridedCopy(there[i], here[j], num_blocks) for i, j in pairs]
+        for number, (i, j) in enumerate(pairs):
+            contestants[i, j, "read"] = partial(_read, sources[i], targets[j], described[i])
+            if limits:
+                contestants[i, j, "limit"] = limits[number].copy
+        seconds = await turns(contestants, run.rounds)
+        nbytes = num_blocks * sources[0].memory.engine.layout.block_nbytes
+
+    def gb_per_s(*key: object) -> float:
+        return nbytes / statistics.median(seconds[key]) / 1e9  # type: ignore[index]
+
+    for i, j in pairs:
+        case = f"{plans[i]} → {plans[j]}"
+        row = Row(case, BLOCKS, gb_per_s(i, j, "read"), "GB/s")
+        yield row if i == j else versus(row, "equal plans", gb_per_s(j, j, "read"))
+        yield spread(case, f"{num_blocks} {BLOCKS}", seconds[i, j, "read"], "s")
+        if limits:
+            yield Row(case, _LIMIT, gb_per_s(i, j, "limit"), "GB/s")
 
 
-def _copies(sources: Sequence[Side], targets: Sequence[Side]) -> dict[tuple[int, int], RunCopy]:
-    """As many bytes in as many places, so that the caches hold as much of them."""
-    here, there = ([Pools(side.memory, NUM_BLOCKS) for side in sides] for sides in (targets, sources))
-    return {
-        (i, j): RunCopy(source, target, NUM_BLOCKS)
-        for i, source in enumerate(there)
-        for j, target in enumerate(here)
-    }
-
-
-def _pair_rows(
-    case: str, nbytes: int, took_s: Sequence[float], copied_s: Sequence[float], equal_s: Sequence[float]
-) -> list[Row]:
-    """took_s: of the pair; copied_s: of its bound, none on GPUs; equal_s: between plans equal to the
-    target's, none where they are."""
-    seconds = statistics.median(took_s)
-    row = Row(case, BLOCKS, nbytes / seconds / 1e9, "GB/s")
-    if equal_s:
-        row = replace(row, limit="at least", limit_value=GOAL)
-        row = report.versus(row, "equal plans", nbytes / statistics.median(equal_s) / 1e9)
-    p50, p95, p99 = np.quantile(took_s, (0.5, 0.95, 0.99)).tolist()
-    rows = [row, Row(case, SECONDS, seconds, "s", p50=p50, p95=p95, p99=p99)]
-    if copied_s:
-        rows.append(Row(case, BOUND, nbytes / statistics.median(copied_s) / 1e9, "GB/s"))
-    return rows
-
-
-async def _timed(target: Side, peer: KvSource, blocks: node_pb2.BlockSpans) -> float:
+async def _read(source: Side, target: Side, blocks: node_pb2.BlockSpans) -> float:
+    """Returns seconds, without those of connecting."""
+    peer = await target.exchange.connect(source.address)
     began_s = time.perf_counter()
     await target.exchange.read(peer, blocks, 0, target.blocks, deadline_s=_DEADLINE_S)
     return time.perf_counter() - began_s
+
+
+class Pools:
+    """Memory of this process, in the shape of a node's ranks' pools."""
+
+    def __init__(self, node: EngineMemory, num_blocks: int) -> None:
+        self.layout = node.engine.layout
+        self.shards = [BlockShard(shard.layers, shard.kv_heads) for shard in node.engine.shards]
+        # Written to, so that all pages exist.
+        self.arrays = [
+            np.ones(num_blocks * shard.block_nbytes(self.layout), np.uint8) for shard in self.shards
+        ]
+
+    def address(self, rank: int, offset: int) -> int:
+        return int(self.arrays[rank].__array_interface__["data"][0]) + offset
+
+
+class StridedCopy:
+    """The limit: the runs between two nodes' pools, copied and checksummed by a thread on each core."""
+
+    def __init__(self, source: Pools, target: Pools, num_blocks: int) -> None:
+        # The addresses below point into them.
+        self._pools = source, target
+        layout, theirs, ours = source.layout, source.shards, target.shards
+        # (to, from, bytes, bytes from block to block here, and there), of the first block.
+        runs = sorted(
+            (
+                target.address(i, run.target),
+                source.address(overlap.source, run.source),
+                run.nbytes,
+                shard.block_nbytes(layout),
+                theirs[overlap.source].block_nbytes(layout),
+            )
+            for i, shard in enumerate(ours)
+            for overlap in overlaps(layout, theirs, shard, i)
+            for run in overlap.runs
+        )
+        here, there, nbytes, step_here, step_there = np.array(runs, np.uint64).T
+        blocks = np.arange(num_blocks, dtype=np.uint64)[:, None]
+        self._to = (here + blocks * step_here).reshape(-1)
+        self._from = (there + blocks * step_there).reshape(-1)
+        self._nbytes = np.tile(nbytes, num_blocks)
+        self._counts = np.full(num_blocks, len(runs), np.uint32)
+
+    def copy(self) -> None:
+        num_threads = os.cpu_count() or 1
+        cuts = [len(self._counts) * i // num_threads for i in range(num_threads + 1)]
+        threads = [threading.Thread(target=self._copy, args=(slice(*cut),)) for cut in pairwise(cuts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _copy(self, blocks: slice) -> None:
+        counts, num_runs = self._counts[blocks], int(self._counts[0])
+        rows = slice(blocks.start * num_runs, blocks.stop * num_runs)
+        digests = np.empty(len(counts), np.uint64)
+        move_runs(self._to[rows], self._from[rows], self._nbytes[rows], counts, digests=digests)
+
+
+async def saving_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Blocks to host memory and back, where the leader maps the ranks' pools and where it does not."""
+    kinds = _STORES if settings.device == "cpu" else _STORES[1:]
+    for plan in (plan for plan in settings.plans if plan.world_size > 1):
+        contestants: dict[tuple[str, str], Call] = {}
+        async with AsyncExitStack() as stack:
+            for kind, separate_pools, transports in kinds:
+                side = _side(settings, kind, plan, transports, separate_pools=separate_pools)
+                store = _HostCopy(await stack.enter_async_context(side))
+                contestants[kind, SAVED] = store.save
+                contestants[kind, LOADED] = store.load
+            seconds = await turns(contestants, run.rounds)
+        for metric in (SAVED, LOADED):
+            rates = {
+                kind: store.nbytes / statistics.median(seconds[kind, metric]) / 1e9 for kind, _, _ in kinds
+            }
+            first = kinds[0][0]
+            for kind, rate in rates.items():
+                row = Row(f"{plan}, {kind}", metric, rate, "GB/s")
+                yield row if kind == first else versus(row, first, rates[first])
+
+
+class _HostCopy:
+    """A node, and host memory for its blocks."""
+
+    def __init__(self, node: Side) -> None:
+        count, nbytes = len(node.blocks), node.memory.engine.layout.block_nbytes
+        self.nbytes = count * nbytes
+        self._node = node
+        self._host = list(node.agent.allocate(self.nbytes, "host").array.reshape(count, nbytes))
+        self._checksums: list[int] = []
+
+    async def save(self) -> None:
+        blocks = self._node.memory.blocks
+        self._checksums = await asyncio.to_thread(blocks.bytes.copy_out, self._node.blocks, self._host)
+
+    async def load(self) -> None:
+        assert await self._node.memory.blocks.copy_in(self._host, self._node.blocks, self._checksums) is None

@@ -2,56 +2,99 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonpool.bench.engine.driver import Session
-from moonpool.bench.parallel.exchanges import exchange_rows, share_rows
+from moonpool.bench.harness.child import started
+from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.turns import spread
 from moonpool.engine import Engine
 from moonpool.engine.ranks.group import RankGroup
+from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.engine.ranks.leader import StepTimes
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
-from moonpool.runtime.config.options import EngineOptions, ModelOptions, ParallelOptions
-from moonpool.runtime.reports import report
-from moonpool.runtime.reports.report import Row
+from moonpool.runtime.config.options import EngineOptions, ModelOptions, ParallelOptions, TransferOptions
+from moonpool.runtime.reports.report import Row, versus
 
-BATCH, CONTEXT, NUM_STEPS = 8, 256, 200
-PROMPT = 4096
-# What a step may cost beside its tensors at tp 2, and how much faster two stages must be than one.
-BOOKKEEPING_MS = 1.5
-PIPELINE_SPEEDUP = 1.5
+BATCH, CONTEXT = 8, 256
 _MAX_BATCH_TOKENS = 2048
-_PIECE_TOKENS = 256
+_MICRO_BATCH_TOKENS = 256
 _GPU_POOL_NBYTES = 4 << 30
+_HOSTS_PLAN, _NUM_HOSTS = ParallelPlan(pp=2), 2
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """num_steps, prompt_tokens, num_blocks: of each measurement."""
+
+    model: Path
+    plans: Sequence[ParallelPlan]
+    device: str
+    max_ranks: int
+    num_steps: int
+    prompt_tokens: int
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class OneRank:
-    """What a single process takes, seconds."""
+    """Seconds of a single process."""
 
     step_s: float
     prompt_s: float
 
 
+async def step_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """One rank first: the plans are compared with it."""
+    one, alone = ParallelPlan(), None
+    for plan in [one, *(plan for plan in settings.plans if plan != one)]:
+        run.say(str(plan))
+        parallel = ParallelOptions(tp=plan.tp, pp=plan.pp, cp=plan.cp, micro_batch_tokens=_MICRO_BATCH_TOKENS)
+        async with running(settings.model, settings.device, parallel) as session:
+            rows, took = await _measure(session, str(plan), plan, run.rounds, settings, alone)
+        alone = alone or took
+        for row in rows:
+            yield row
+
+
+async def host_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Two stages on one machine, and over two rank hosts, whose link and relay are TCP on loopback.
+
+    The time of the wire between machines is not in them.
+    """
+    model, plan = settings.model, _HOSTS_PLAN
+    parallel = ParallelOptions(pp=plan.pp, micro_batch_tokens=_MICRO_BATCH_TOKENS)
+    async with running(model, "cpu", ParallelOptions()) as session:
+        _, alone = await _measure(session, "", ParallelPlan(), run.rounds, settings, None)
+    async with running(model, "cpu", parallel) as session:
+        one, _ = await _measure(session, f"{plan}, one machine", plan, run.rounds, settings, alone)
+    async with _over_hosts(model, parallel) as session:
+        name = f"{plan}, {_NUM_HOSTS} machines on loopback"
+        several, _ = await _measure(session, name, plan, run.rounds, settings, alone)
+    for row in one:
+        yield row
+    for row, other in zip(several, one, strict=True):
+        plain = replace(row, peer=None, peer_value=None, ratio=None)
+        yield versus(plain, "one machine", other.value) if other.value else row
+
+
 @asynccontextmanager
 async def running(
-    model: Path,
-    plan: ParallelPlan,
-    device: str = "cpu",
-    *,
-    hosts: int = 1,
-    listen: str = "",
-    ranks: RankGroup | None = None,
+    model: Path, device: str, parallel: ParallelOptions, ranks: RankGroup | None = None
 ) -> AsyncIterator[Session]:
-    """ranks: those of several ``hosts``, started already."""
-    parallel = ParallelOptions(
-        tp=plan.tp, pp=plan.pp, cp=plan.cp, micro_batch_tokens=_PIECE_TOKENS, hosts=hosts, listen=listen
-    )
+    """An engine. ranks: those of several hosts, started already."""
+    world_size = parallel.tp * parallel.pp * parallel.cp
     options = EngineOptions(
-        max_batch_tokens=_MAX_BATCH_TOKENS, pool_nbytes=pool_nbytes(device, plan), parallel=parallel
+        max_batch_tokens=_MAX_BATCH_TOKENS,
+        # Ranks on GPUs must be told.
+        pool_nbytes=0 if device == "cpu" else _GPU_POOL_NBYTES * world_size,
+        parallel=parallel,
     )
     engine = Engine(model, options, ModelOptions(device=device), ranks=ranks)
     try:
@@ -61,71 +104,106 @@ async def running(
         await engine.close()
 
 
-def pool_nbytes(device: str, plan: ParallelPlan) -> int:
-    """Of a GPU's ranks, who must be told; elsewhere the default."""
-    return 0 if device == "cpu" else _GPU_POOL_NBYTES * plan.world_size
+@asynccontextmanager
+async def _over_hosts(model: Path, parallel: ParallelOptions) -> AsyncIterator[Session]:
+    """An engine with its second stage under a rank host of its own."""
+    timeout_s = parallel.timeout_s
+    listener = HostListener(_NUM_HOSTS - 1, "127.0.0.1:0", "bench", timeout_s, TransferOptions())
+    group = RankGroup(_HOSTS_PLAN.world_size, timeout_s, listener)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(group.close)
+        starting = asyncio.create_task(group.start(threads=1))
+        # It listens after its first step, and then waits for the other machines.
+        await asyncio.sleep(0)
+        leader = f"127.0.0.1:{listener.port}"
+        command = [sys.executable, "-m", "moonpool.engine.ranks.hosts.daemon", "--leader", leader]
+        command += ["--set", "node.id=remote"]
+        await stack.enter_async_context(started("rank host", command, prints_ready=False))
+        await starting
+        parallel = replace(parallel, hosts=_NUM_HOSTS, listen=leader)
+        yield await stack.enter_async_context(running(model, "cpu", parallel, group))
 
 
-async def measure(
-    model: Path, plan: ParallelPlan, rounds: int, alone: OneRank | None, device: str
+async def _measure(
+    session: Session, name: str, plan: ParallelPlan, rounds: int, settings: Settings, alone: OneRank | None
 ) -> tuple[list[Row], OneRank]:
-    """Rows of the plan, and what it took; ``alone``: one rank's, of the same run."""
-    async with running(model, plan, device) as session:
-        return await measure_session(session, str(plan), plan, rounds, alone)
-
-
-async def measure_session(
-    session: Session, name: str, plan: ParallelPlan, rounds: int, alone: OneRank | None
-) -> tuple[list[Row], OneRank]:
-    """``measure`` of an engine that runs already, called ``name``."""
-    decode, prompt = (
-        f"{name}, {what}" for what in (f"decode, batch {BATCH}, context {CONTEXT}", f"prompt of {PROMPT}")
-    )
+    """Rows of the plan, and its seconds. ``alone``: one rank's, of the same run."""
+    num_steps, prompt_tokens = settings.num_steps, settings.prompt_tokens
+    decode = f"{name}, decode, batch {BATCH}, context {CONTEXT}"
+    prompt = f"{name}, prompt of {prompt_tokens}"
     times: list[StepTimes] = []
     clock = session.engine.observe_steps(times.append) if plan.world_size > 1 else None
-    steps = await session.decode(BATCH, CONTEXT, NUM_STEPS)
+    steps = await session.decode(BATCH, CONTEXT, num_steps)
     rows = [Row(decode, "step", 1e3 * steps.step_s, "ms")]
     if clock is not None and alone is not None:
-        decoding = times[-NUM_STEPS:]
+        decoding = times[-num_steps:]
         rows += _decode_rows(decode, plan, steps.step_s, decoding, alone)
         samples_s = list(clock.samples_s)[-sum(step.num_exchanges for step in decoding) :]
-        rows += exchange_rows(decode, samples_s, decoding, NUM_STEPS, "step", BATCH)
+        rows += _exchange_rows(decode, samples_s, decoding, num_steps, "step", BATCH)
         clock.samples_s.clear()
-    await session.first_token_s(PROMPT)
+    await session.first_token_s(prompt_tokens)
     times.clear()
-    prompt_s = statistics.median([await session.first_token_s(PROMPT) for _ in range(rounds)])
+    prompt_s = statistics.median([await session.first_token_s(prompt_tokens) for _ in range(rounds)])
     first = Row(prompt, "first token", 1e3 * prompt_s, "ms")
     if clock is None or alone is None:
         rows.append(first)
     else:
-        rows.append(report.versus(first, "one rank", 1e3 * alone.prompt_s))
-        rows += _prompt_rows(prompt, plan, alone.prompt_s / prompt_s)
-        rows += share_rows(prompt, times)
-        rows += exchange_rows(prompt, clock.samples_s, times, rounds, "prompt", PROMPT)
+        speedup = alone.prompt_s / prompt_s
+        rows += [
+            versus(first, "one rank", 1e3 * alone.prompt_s),
+            Row(prompt, "speedup over one rank", speedup, "×"),
+            Row(prompt, "scaling efficiency", speedup / plan.world_size, "of one rank's"),
+            *_time_fraction_rows(prompt, times),
+            *_exchange_rows(prompt, list(clock.samples_s), times, rounds, "prompt", prompt_tokens),
+        ]
     return rows, OneRank(steps.step_s, prompt_s)
-
-
-def _prompt_rows(case: str, plan: ParallelPlan, speedup: float) -> list[Row]:
-    row = Row(case, "speedup over one rank", speedup, "×")
-    if plan == ParallelPlan(pp=2):
-        row = replace(row, limit="at least", limit_value=PIPELINE_SPEEDUP)
-    return [row, Row(case, "scaling efficiency", speedup / plan.world_size, "of one rank's")]
 
 
 def _decode_rows(
     case: str, plan: ParallelPlan, step_s: float, times: Sequence[StepTimes], alone: OneRank
 ) -> list[Row]:
-    def median(of: Callable[[StepTimes], float]) -> float:
-        return statistics.median(of(step) for step in times)
+    def median_ms(of: Callable[[StepTimes], float]) -> float:
+        return 1e3 * statistics.median(of(step) for step in times)
 
-    leader_s = median(lambda step: step.compute_s[0] + step.collective_s[0] + step.bubble_s[0])
-    beside = Row(case, "all beside tensors and exchanges", 1e3 * (step_s - leader_s), "ms")
-    if plan == ParallelPlan(tp=2):
-        beside = replace(beside, limit="at most", limit_value=BOOKKEEPING_MS)
+    leader_ms = median_ms(lambda step: step.compute_s[0] + step.collective_s[0] + step.bubble_s[0])
     return [
-        *share_rows(case, times),
-        Row(case, "batch to the ranks", 1e3 * median(lambda step: step.publish_s), "ms"),
-        Row(case, "until all are done", 1e3 * median(lambda step: step.settle_s), "ms"),
-        beside,
+        *_time_fraction_rows(case, times),
+        Row(case, "batch to the ranks", median_ms(lambda step: step.publish_s), "ms"),
+        Row(case, "until all are done", median_ms(lambda step: step.settle_s), "ms"),
+        Row(case, "all beside tensors and exchanges", 1e3 * step_s - leader_ms, "ms"),
         Row(case, "scaling efficiency", alone.step_s / step_s / plan.world_size, "of one rank's"),
+    ]
+
+
+def _exchange_rows(
+    case: str, samples_s: Sequence[float], times: Sequence[StepTimes], num: int, of: str, num_tokens: int
+) -> list[Row]:
+    """Rank 0's exchanges. times: of ``num`` steps or prompts (``of``) of ``num_tokens`` tokens each.
+
+    samples_s: of all exchanges, or the last of them.
+    """
+    count = sum(step.num_exchanges for step in times) / num
+    nbytes = sum(step.exchanged_nbytes for step in times) / num
+    rows = [
+        Row(case, "exchanges", count, f"a {of}"),
+        Row(case, "exchanged by rank 0", nbytes, f"bytes/{of}"),
+        Row(case, "exchanged by rank 0, by token", nbytes / num_tokens, "bytes/token"),
+    ]
+    if samples_s:
+        seconds = Row(case, "exchanges, seconds", count * statistics.mean(samples_s), f"s/{of}")
+        rows += [spread(case, "an exchange", samples_s, "µs", 1e6), seconds]
+    return rows
+
+
+def _time_fraction_rows(case: str, times: Sequence[StepTimes]) -> list[Row]:
+    """The fraction of all the steps' time: for each kind, of the rank that spent most time in it."""
+    total_s = sum(step.step_s for step in times)
+    kinds = {
+        "computing, busiest rank": [step.compute_s for step in times],
+        "exchanging, most": [step.collective_s for step in times],
+        "bubble, most": [step.bubble_s for step in times],
+    }
+    return [
+        Row(case, name, max(map(sum, zip(*of_steps, strict=True))) / total_s, "of the step")
+        for name, of_steps in kinds.items()
     ]
