@@ -1,4 +1,4 @@
-"""Batch requests wait here for what interactive ones leave, one of them at the door at a time."""
+"""The queue of batch requests, which are placed one at a time when interactive requests leave room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class BatchQueue:
-    """A lock whose waiters come in by (priority, order), the smallest first; equal ones as they came."""
+    """A lock with an order: waiters get it by (priority, order), the smallest first, then by arrival."""
 
     def __init__(self) -> None:
         self._taken = False
@@ -23,8 +23,9 @@ class BatchQueue:
 
     @asynccontextmanager
     async def turn(self, priority: int, order_s: float, unless: asyncio.Future[None]) -> AsyncIterator[None]:
-        """Waits until it is the caller's turn, or ``unless`` is done: then the caller has no turn and must
-        see for itself. Cancelled while it waits, it is as if it had not come.
+        """Hold the lock. When ``unless`` is done first, the body runs without it: the caller must check.
+
+        A cancelled waiter leaves the queue as if it had never been there.
         """
         if self._taken and not unless.done():
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -34,7 +35,7 @@ class BatchQueue:
                 await asyncio.wait((waiter, unless), return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError:
                 if waiter.done():
-                    self._pass_on()  # the turn came and the cancel with it
+                    self._pass_on()  # the turn and the cancellation came together
                 waiter.cancel()
                 raise
             if not waiter.done():
@@ -48,7 +49,7 @@ class BatchQueue:
             self._pass_on()
 
     async def wait(self, timeout_s: float) -> None:
-        """Return after ``timeout_s``, or sooner when a request gave something back."""
+        """Return at the next ``notify``, or after ``timeout_s``."""
         self._notified = asyncio.get_running_loop().create_future()
         await asyncio.wait((self._notified,), timeout=timeout_s)
 
@@ -62,6 +63,6 @@ class BatchQueue:
         while self._waiters:
             *_, waiter = heapq.heappop(self._waiters)
             if not waiter.done():
-                self._taken = True  # nobody else may come in between
+                self._taken = True  # no newcomer may take the lock before this waiter runs
                 waiter.set_result(None)
                 return

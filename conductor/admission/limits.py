@@ -1,4 +1,4 @@
-"""Who is let in: bounds on requests in flight, of all and of each tenant, and on a tenant's tokens."""
+"""Admission control: limits on requests in flight, and on the tokens a minute of each tenant."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from moonpool.conductor.admission.tenants import Tenant
-from moonpool.conductor.admission.token_bucket import TokenBucket
 from moonpool.conductor.errors import ConductorClosed, DuplicateRequest, RequestRejected
 from moonpool.conductor.request import GenerateRequest
 
 _WEIGHT = 1 / 16
-# Of all requests in flight, batch ones may be this part: the rest of the room is kept for interactive ones.
+# The part of all requests in flight that batch requests may be: the rest is kept for interactive ones.
 _BATCH_PART = 0.5
 
 
@@ -35,8 +34,32 @@ class Run(Protocol):
     def abort(self, error: Exception) -> None: ...
 
 
+class TokenBucket:
+    """A minute's tokens, refilled evenly. It may go into debt: outputs end where they end."""
+
+    __slots__ = ("_left", "_per_s", "_since_s", "_size")
+
+    def __init__(self, tokens_per_minute: int, now_s: float) -> None:
+        self._size = self._left = float(tokens_per_minute)
+        self._per_s = tokens_per_minute / 60
+        self._since_s = now_s
+
+    def wait_s(self, now_s: float) -> float:
+        """Seconds until there are tokens; 0: there are."""
+        self._refill(now_s)
+        return 0.0 if self._left > 0 else (1 - self._left) / self._per_s
+
+    def use(self, num_tokens: int, now_s: float) -> None:
+        self._refill(now_s)
+        self._left -= num_tokens
+
+    def _refill(self, now_s: float) -> None:
+        self._left = min(self._size, self._left + (now_s - self._since_s) * self._per_s)
+        self._since_s = now_s
+
+
 class Admission:
-    """Lets at most ``max_requests`` in, by request id."""
+    """At most ``max_requests`` requests in flight, by request id."""
 
     def __init__(self, max_requests: int, clock: Callable[[], float]) -> None:
         self._max_requests = max_requests
@@ -45,8 +68,8 @@ class Admission:
         self._runs: dict[str, Run] = {}
         self._num_batch = 0
         self._of_tenant: Counter[str] = Counter()
-        self._rates: dict[str, TokenBucket] = {}
-        self._mean_s = 1.0  # how long requests took
+        self._buckets: dict[str, TokenBucket] = {}
+        self._mean_s = 1.0  # duration of a request
         self._closed = False
         self._empty: asyncio.Future[None] | None = None
 
@@ -55,7 +78,7 @@ class Admission:
         return self._runs
 
     def enter(self, run: Run) -> None:
-        """Raises ``RequestRejected``, ``DuplicateRequest`` or ``ConductorClosed``; it is not in then."""
+        """Admit ``run``. Raises ``RequestRejected``, ``DuplicateRequest`` or ``ConductorClosed``."""
         if self._closed:
             raise ConductorClosed
         request = run.request
@@ -69,7 +92,7 @@ class Admission:
         self._use(request.client, len(request.prompt_token_ids))
 
     def leave(self, run: Run) -> None:
-        """Idempotent."""
+        """``run`` has ended. Idempotent."""
         if self._runs.get(run.request_id) is not run:
             return
         del self._runs[run.request_id]
@@ -82,18 +105,16 @@ class Admission:
         self._mean_s += _WEIGHT * (self._clock() - run.started_s - self._mean_s)
 
     async def emptied(self, timeout_s: float) -> None:
-        """Return when nobody is in any more, or after ``timeout_s``."""
+        """Return when no request is in flight, or after ``timeout_s``."""
         if self._runs:
             self._empty = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._empty,), timeout=timeout_s)
 
     def close(self) -> None:
-        """Nobody gets in any more, and those inside are ended with ``ConductorClosed``."""
+        """Admit no more requests, and end those in flight with ``ConductorClosed``."""
         self._closed = True
         for run in list(self._runs.values()):
             run.abort(ConductorClosed())
-
-    # ------------------------------------------------------------------ the bounds
 
     def _check_total(self, batch: bool) -> None:
         if len(self._runs) >= self._max_requests:
@@ -107,14 +128,9 @@ class Admission:
         num_requests = self._of_tenant[client.name]
         if client.max_requests and num_requests >= client.max_requests:
             raise self._full(f"tenant {client.name} has {num_requests} requests in flight, its limit")
-        if client.tokens_per_minute:
-            wait_s = self._rate(client).wait_s(self._clock())
-            if wait_s:
-                raise RequestRejected(
-                    f"tenant {client.name} has used its {client.tokens_per_minute} tokens a minute",
-                    retry_after_s=wait_s,
-                    stage="limit",
-                )
+        if client.tokens_per_minute and (wait_s := self._bucket(client).wait_s(self._clock())):
+            reason = f"tenant {client.name} has used its {client.tokens_per_minute} tokens a minute"
+            raise RequestRejected(reason, retry_after_s=wait_s, stage="limit")
 
     def _full(self, reason: str) -> RequestRejected:
         # With n in flight, one leaves every mean / n seconds.
@@ -123,10 +139,10 @@ class Admission:
 
     def _use(self, client: Tenant, num_tokens: int) -> None:
         if client.tokens_per_minute:
-            self._rate(client).use(num_tokens, self._clock())
+            self._bucket(client).use(num_tokens, self._clock())
 
-    def _rate(self, client: Tenant) -> TokenBucket:
-        rate = self._rates.get(client.name)
-        if rate is None:
-            rate = self._rates[client.name] = TokenBucket(client.tokens_per_minute, self._clock())
-        return rate
+    def _bucket(self, client: Tenant) -> TokenBucket:
+        bucket = self._buckets.get(client.name)
+        if bucket is None:
+            bucket = self._buckets[client.name] = TokenBucket(client.tokens_per_minute, self._clock())
+        return bucket

@@ -1,7 +1,7 @@
-"""Whom an overloaded cluster turns away, and when: rejection policies by name.
+"""Rejection policies: when an overloaded cluster rejects a request.
 
-Those of the Mooncake paper (Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM
-Serving", section on overload-oriented scheduling). All are pure, and serve live requests and simulated ones.
+The policies of the Mooncake paper (Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for
+LLM Serving", section on overload-oriented scheduling). All are pure, and serve live and simulated requests.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.decode_schedule import DecodeSchedule
@@ -19,25 +18,24 @@ from moonpool.conductor.placing.placement import Placement, Rejection
 ARRIVAL = "arrival"
 DECODE = "decode"
 
-# Of the time allowed between tokens, what a request may be predicted to take when it joins: contexts grow,
-# others join, and an SLO is on the slowest gaps. Admitting up to the limit itself, three requests in four
-# missed it.
+# The part of the TBT limit that the predicted step may take. Contexts grow, other requests join, and the SLO
+# is on the slowest gaps: when requests were admitted up to the limit itself, three in four missed it.
 _STEP_PART = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutlook:
-    """The decode node that a request was placed on, and what the request would add to it."""
+    """The decode node of a placement, and what the request would add to it."""
 
     view: NodeView
     schedule: DecodeSchedule
     num_tokens: int  # of KV the request brings
-    expected_tokens: int  # it will probably add
+    expected_tokens: int  # it will probably produce
     block_size: int
     key: Hashable = None  # the request's own in ``schedule``, once it is there
 
     def gap_s(self, now_s: float, at_s: float) -> float:
-        """Seconds between two tokens if the request joined at ``at_s``; infinite: there would be no room."""
+        """Seconds between two tokens if the request joined at ``at_s``; infinite: its KV does not fit."""
         num_sequences, num_tokens = self.schedule.batch_at(now_s, at_s, without=self.key)
         num_tokens += self.num_tokens
         capacity_tokens = self.view.num_blocks * self.block_size
@@ -46,88 +44,42 @@ class DecodeOutlook:
         return self.view.cost.step_s(num_sequences + 1, num_tokens, now_s)
 
 
-class RejectionPolicy(Protocol):
-    """Both answer None to let the request go on. ``slo`` infinite: any latency will do."""
+@dataclass(frozen=True, slots=True)
+class RejectionPolicy:
+    """Both methods return None to accept the request. ``slo`` infinite: any latency will do."""
+
+    rejects: bool = True
+    checks_decode_at_arrival: bool = False
+    looks_ahead: bool = False  # to the decode load when the prefill is done
 
     def at_arrival(
         self, placement: Placement, decode: DecodeOutlook | None, slo: Slo, now_s: float
     ) -> Rejection | None:
         """Nothing has been computed. ``decode`` None: the request needs no decode node."""
-        ...
+        ttft_s = placement.prefill.ttft_s
+        if self.rejects and ttft_s > slo.ttft_s:
+            return Rejection(
+                f"the first token would take {ttft_s:.3g} s, {slo.ttft_s:.3g} s are allowed",
+                retry_after_s=ttft_s - slo.ttft_s,
+                stage=ARRIVAL,
+            )
+        if decode is None or not self.checks_decode_at_arrival:
+            return None
+        return _slow_decode(decode, slo, now_s, now_s + ttft_s * self.looks_ahead, ARRIVAL)
 
     def before_decode(self, decode: DecodeOutlook, slo: Slo, now_s: float) -> Rejection | None:
         """The prefill is done; a rejection wastes it."""
-        ...
-
-
-class AcceptAll:
-    """Lets requests wait as long as it takes."""
-
-    def at_arrival(
-        self, placement: Placement, decode: DecodeOutlook | None, slo: Slo, now_s: float
-    ) -> Rejection | None:
-        return None
-
-    def before_decode(self, decode: DecodeOutlook, slo: Slo, now_s: float) -> Rejection | None:
-        return None
-
-
-class Baseline(AcceptAll):
-    """Looks at each stage when the request gets there: prefills are wasted on whom decode rejects."""
-
-    def at_arrival(
-        self, placement: Placement, decode: DecodeOutlook | None, slo: Slo, now_s: float
-    ) -> Rejection | None:
-        return _late_prefill(placement, slo)
-
-    def before_decode(self, decode: DecodeOutlook, slo: Slo, now_s: float) -> Rejection | None:
-        return _slow_decode(decode, slo, now_s, now_s, DECODE)
-
-
-class Early(Baseline):
-    """Looks at both stages at arrival, as they are at that moment, and at decode again when it gets there.
-
-    Decode's load at arrival is not what the request will meet: those in prefill are not seen, so that load
-    swings between the two stages.
-    """
-
-    def at_arrival(
-        self, placement: Placement, decode: DecodeOutlook | None, slo: Slo, now_s: float
-    ) -> Rejection | None:
-        if rejection := _late_prefill(placement, slo):
-            return rejection
-        return None if decode is None else _slow_decode(decode, slo, now_s, now_s, ARRIVAL)
-
-
-class Predicted(Baseline):
-    """Looks at decode's load as it will be when the prefill is done: who will be gone, who will have come."""
-
-    def at_arrival(
-        self, placement: Placement, decode: DecodeOutlook | None, slo: Slo, now_s: float
-    ) -> Rejection | None:
-        if rejection := _late_prefill(placement, slo):
-            return rejection
-        at_s = now_s + placement.prefill.ttft_s
-        return None if decode is None else _slow_decode(decode, slo, now_s, at_s, ARRIVAL)
+        return _slow_decode(decode, slo, now_s, now_s, DECODE) if self.rejects else None
 
 
 REJECTIONS: Mapping[str, RejectionPolicy] = {
-    "none": AcceptAll(),
-    "baseline": Baseline(),
-    "early": Early(),
-    "predicted": Predicted(),
+    "none": RejectionPolicy(rejects=False),
+    # Checks each stage when the request gets there, and wastes the prefills of requests rejected by decode.
+    "baseline": RejectionPolicy(),
+    # Does not see the requests in prefill, so that load swings between the two stages.
+    "early": RejectionPolicy(checks_decode_at_arrival=True),
+    "predicted": RejectionPolicy(checks_decode_at_arrival=True, looks_ahead=True),
 }
-
-
-def _late_prefill(placement: Placement, slo: Slo) -> Rejection | None:
-    ttft_s = placement.prefill.ttft_s
-    if ttft_s <= slo.ttft_s:
-        return None
-    return Rejection(
-        f"the first token would take {ttft_s:.3g} s, {slo.ttft_s:.3g} s are allowed",
-        retry_after_s=ttft_s - slo.ttft_s,
-        stage=ARRIVAL,
-    )
 
 
 def _slow_decode(decode: DecodeOutlook, slo: Slo, now_s: float, at_s: float, stage: str) -> Rejection | None:

@@ -1,4 +1,4 @@
-"""Who may ask, how much, and with what weight: the tenants of a cluster, read from a TOML file.
+"""Tenants of a cluster, their API keys, limits and weights, read from a TOML file.
 
 [acme]
 keys = ["sk-acme-1"]            # or "sha256:…", so that the file holds no secret
@@ -30,7 +30,7 @@ _DIGEST = "sha256:"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant's rights. The default is whoever asks where no tenants are configured: no limits."""
+    """One tenant's limits. The default, without limits, is used where no tenants are configured."""
 
     name: str = ""
     weight: float = 1.0
@@ -40,8 +40,8 @@ class Tenant:
     service_class: Literal["interactive", "batch"] = INTERACTIVE
 
     def salt(self, cache_salt: str) -> str:
-        """What the block keys of its requests are rooted in: prefixes are shared within one salt only."""
-        # Lengths keep ("a", "b/c") and ("a/b", "c") apart.
+        """The salt of its block keys: prefixes are shared within one salt only."""
+        # With the length, ("a", "b/c") and ("a/b", "c") differ.
         return f"{len(self.name)}:{self.name}/{cache_salt}" if self.name else cache_salt
 
 
@@ -52,27 +52,27 @@ class Tenants:
     """Tenants by their API keys."""
 
     def __init__(self, by_digest: Mapping[bytes, Tenant] | None = None) -> None:
-        """``by_digest``: SHA-256 of a key -> its tenant; None: no keys are asked for."""
+        """``by_digest``: SHA-256 of a key -> its tenant; None: no key is required."""
         self._by_digest = by_digest
 
     @property
     def all(self) -> list[Tenant]:
-        """Each once; empty: no keys are asked for."""
+        """Each tenant once; empty: no key is required."""
         return list({tenant.name: tenant for tenant in (self._by_digest or {}).values()}.values())
 
     def of(self, authorization: str) -> Tenant | None:
-        """Whose ``Authorization`` header this is; None: nobody's."""
+        """Return the tenant that owns the API key of an ``Authorization`` header, or None."""
         if self._by_digest is None:
             return ANYONE
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer":
             return None
-        # Looked up by digest: how long it takes says nothing about the keys.
+        # By digest, so that the time of the look-up says nothing about the keys.
         return self._by_digest.get(hashlib.sha256(key.strip().encode()).digest())
 
     @classmethod
     def load(cls, path: str) -> Tenants:
-        """From a file; an empty path: anyone may ask. Raises ``ConfigError`` naming what is wrong in it."""
+        """Read a file; an empty path: no key is required. Raises ``ConfigError`` naming the wrong entry."""
         if not path:
             return cls()
         by_digest: dict[bytes, Tenant] = {}
@@ -81,9 +81,11 @@ class Tenants:
             tenant = Tenant(name, **table.model_dump(exclude={"keys"}))
             for key in table.keys:
                 if (other := by_digest.setdefault(_digest(key, where), tenant)) is not tenant:
-                    raise ConfigError(f"{where}: {other.name!r} has one of these keys too")
+                    raise ConfigError(
+                        f"{where}: tenant {other.name!r} has one of these keys too; keys must be unique"
+                    )
         if not by_digest:
-            raise ConfigError(f"{path}: no tenant has a key, so nobody could ask anything")
+            raise ConfigError(f"{path}: no tenant has a key, so every request would be rejected; add keys")
         return cls(by_digest)
 
 

@@ -1,6 +1,6 @@
-"""Seconds a prefill, a decode step and a transfer will take: measured by the nodes, corrected online.
+"""The cost model: seconds of prefills, decode steps and transfers, measured by nodes and corrected online.
 
-Placement, fetch-or-recompute and ``Retry-After`` all read these estimates, and how wrong they were is kept.
+Placement, fetch-or-recompute and ``Retry-After`` use these estimates; their errors are recorded.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from moonpool.conductor.costs.prediction_errors import PredictionErrors
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.runtime.cost_profile import CostProfile
 
-# Tiers that were not measured: memory copies and O_DIRECT reads where they were.
+# Tiers that were not measured: memory copies and O_DIRECT reads as measured elsewhere.
 _UNKNOWN_HOST_NBYTES_PER_S = 5e9
 _UNKNOWN_SSD_NBYTES_PER_S = 1.5e9
 
-# A correction is the mean of about the last eight measurements, stays within a factor of eight of the node's
-# own profile, and is half forgotten after a minute without news: a bad moment shuts no node out.
+# A correction is the mean of about the last eight measurements, within a factor of eight. Half of it is
+# forgotten after a minute without measurements, so that a bad moment shuts no node out.
 _MEMORY = 8
 _BOUND = 8.0
 _HALF_LIFE_S = 60.0
-# So many measurements weigh as much as what is known of the other nodes.
+# This many measurements weigh as much as the correction of the other nodes.
 _DOUBT = 2.0
 
 _LOADS = ("host_load_nbytes_per_s", "ssd_load_nbytes_per_s")
@@ -59,24 +59,23 @@ UNKNOWN = Profile(2e-3, 2e-5, 0.0, 1e-3, 2e-4, 0.0)
 
 
 class Correction:
-    """A factor on a profile that follows what was measured. Without news it leans on ``wider``, else on 1.
+    """A factor on a profile that follows measurements. Without recent ones it returns to ``wider``, or to 1.
 
-    ``wider`` is the correction of all nodes of the role: one that was not measured lately is taken to be as
-    far off its profile as the others are off theirs.
+    ``wider``: the correction of all nodes of the role.
     """
 
     __slots__ = ("_at_s", "_count", "_factor", "_log", "_since_s", "_wider")
 
     def __init__(self, wider: Correction | None = None) -> None:
         self._wider = wider
-        self._log = 0.0  # the factor's logarithm: twice as slow and twice as fast weigh the same
-        self._count = 0.0  # measurements it stands on, fading
+        self._log = 0.0  # the logarithm: twice as slow and twice as fast weigh the same
+        self._count = 0.0  # of measurements, fading
         self._since_s = 0.0
-        self._at_s = -math.inf  # when ``_factor`` was worked out: one decision asks for it several times
+        self._at_s = -math.inf  # when ``_factor`` was computed: one decision reads it several times
         self._factor = 1.0
 
     def observe(self, predicted_s: float, actual_s: float, now_s: float) -> None:
-        """``predicted_s`` is the profile's own, uncorrected."""
+        """``predicted_s``: by the profile, uncorrected."""
         if predicted_s <= 0 or actual_s <= 0:
             return
         if self._wider is not None:
@@ -92,7 +91,7 @@ class Correction:
         wider = self._wider
         if not self._count:
             return 1.0 if wider is None else wider.factor(now_s)
-        # Of a node it also depends on what the others of its role have shown since: those are not cached.
+        # The factor of a node also depends on later measurements of others: it is not cached.
         if wider is None and now_s == self._at_s:
             return self._factor
         count = self._faded(now_s)
@@ -108,14 +107,14 @@ class Correction:
 
 
 class NodeCost:
-    """The profile of one node with its two corrections."""
+    """The profile of one node and its two corrections."""
 
     __slots__ = ("decode_correction", "prefill_correction", "profile")
 
     def __init__(
         self, profile: Profile, prefill: Correction | None = None, decode: Correction | None = None
     ) -> None:
-        """``prefill`` and ``decode``: the corrections of all nodes of the role."""
+        """``prefill`` and ``decode``: corrections of all nodes of the role."""
         self.profile = profile
         self.prefill_correction = Correction(prefill)
         self.decode_correction = Correction(decode)
@@ -124,7 +123,7 @@ class NodeCost:
         return self.profile.prefill_s(uncached_tokens, cached_tokens) * self.prefill_correction.factor(now_s)
 
     def load_s(self, host_nbytes: int, ssd_nbytes: int) -> float:
-        """Bringing blocks from slower tiers into the pool."""
+        """Load blocks from slower tiers into the pool."""
         host = self.profile.host_load_nbytes_per_s or _UNKNOWN_HOST_NBYTES_PER_S
         ssd = self.profile.ssd_load_nbytes_per_s or _UNKNOWN_SSD_NBYTES_PER_S
         return host_nbytes / host + ssd_nbytes / ssd
@@ -134,7 +133,7 @@ class NodeCost:
 
 
 class CostModel:
-    """All estimates of one conductor: links, output lengths, and how wrong the estimates were."""
+    """All estimates of one conductor: nodes, links and output lengths, with their errors."""
 
     def __init__(self) -> None:
         self.links = LinkModel()
@@ -149,7 +148,7 @@ class CostModel:
         self.output_lengths = OutputLengths()
 
     def node(self, profile: Profile) -> NodeCost:
-        """The cost of a new node, corrected by what is known of the others."""
+        """The cost of a new node, corrected as the others are."""
         return NodeCost(profile, self.prefill_correction, self.decode_correction)
 
     def observe_ttft(self, predicted_s: float, actual_s: float) -> None:
@@ -159,13 +158,13 @@ class CostModel:
     def observe_prefill(
         self, node: NodeCost, *, uncached_tokens: int, cached_tokens: int, actual_s: float, now_s: float
     ) -> None:
-        """A prefill node reported its compute time; waiting and fetching are not part of it."""
+        """A prefill node reported its compute time, without waiting and fetching."""
         self._check("prefill", node.prefill_s(uncached_tokens, cached_tokens, now_s), actual_s)
         plain_s = node.profile.prefill_s(uncached_tokens, cached_tokens)
         node.prefill_correction.observe(plain_s, actual_s, now_s)
 
     def observe_steps(self, node: NodeCost, *, plain_s: float, actual_s: float, now_s: float) -> None:
-        """Several steps in a row took ``actual_s``; ``plain_s`` is what the profile alone says of them."""
+        """Several steps in a row took ``actual_s``; ``plain_s``: by the profile, uncorrected."""
         self._check("step", plain_s * node.decode_correction.factor(now_s), actual_s)
         node.decode_correction.observe(plain_s, actual_s, now_s)
 
@@ -179,9 +178,7 @@ class CostModel:
         now_s: float,
         predicted_s: float | None = None,
     ) -> None:
-        """Blocks were read by ``target`` from ``source`` (node ids). ``predicted_s``: what was expected of it
-        when it began; None: what is expected now.
-        """
+        """``target`` read blocks from ``source`` (node ids). ``predicted_s``: when it began; None: as now."""
         if predicted_s is None:
             predicted_s = self.links.seconds(source, target, nbytes, now_s)
         self._check("transfer", predicted_s, actual_s)

@@ -1,19 +1,19 @@
-"""How long outputs are: learned from those that ended, by the length of their prompts."""
+"""Expected output lengths, learned from finished requests by the length of their prompts."""
 
 from __future__ import annotations
 
 from collections import deque
 
-# Outputs remembered for each power of two of prompt tokens: about the last minutes of a busy conductor.
+# Outputs kept for each power of two of prompt tokens: about the last minutes of a busy conductor.
 _KEPT = 256
-# With fewer of its own kind, a request is judged by all of them.
+# With fewer outputs of its kind, a request is judged by all outputs.
 _ENOUGH = 16
-# Before anything has ended.
+# Before any request has finished.
 _UNKNOWN = 128
 
 
 class OutputLengths:
-    """Answers "how many more tokens will this one probably produce?"."""
+    """Predicts how many more tokens a request will produce."""
 
     __slots__ = ("_all", "_by_prompt")
 
@@ -29,8 +29,8 @@ class OutputLengths:
     def expected(self, num_prompt_tokens: int, so_far: int, limit: int) -> int:
         """Further tokens of a request that has produced ``so_far`` and may still produce ``limit``.
 
-        The mean of what those that got as far went on to produce. None got as far: as much again as there is,
-        which is what an unknown scale suggests. From 1 to ``limit``.
+        The mean over the outputs that were longer than ``so_far``; without any, as many again as there are.
+        From 1 to ``limit``.
         """
         kind = self._by_prompt.get(num_prompt_tokens.bit_length())
         lengths = kind if kind is not None and len(kind) >= _ENOUGH else self._all
@@ -38,7 +38,7 @@ class OutputLengths:
 
 
 class _Recent:
-    """The latest lengths, with the sum of them kept."""
+    """The latest lengths and their sum."""
 
     __slots__ = ("_lengths", "_sum")
 

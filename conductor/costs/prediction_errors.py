@@ -1,4 +1,4 @@
-"""How wrong predictions were."""
+"""Errors of the latest predictions of one kind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 
 class PredictionErrors:
-    """The absolute percentage errors of the latest predictions of one kind, and some of these themselves."""
+    """Absolute errors in percent of what was measured, and the latest pairs of predicted and measured."""
 
     def __init__(self, window: int = 256, shown: int = 48) -> None:
         self._percents: deque[float] = deque(maxlen=window)
@@ -20,11 +20,11 @@ class PredictionErrors:
             self.count += 1
 
     def latest(self) -> list[tuple[float, float]]:
-        """What was predicted and what it came to, to the millionth: to be drawn."""
+        """(predicted, measured), rounded to a millionth, for charts."""
         return [(round(predicted, 6), round(actual, 6)) for predicted, actual in self._latest]
 
     def quantile(self, q: float) -> float | None:
-        """The ``q`` quantile (0 … 1) in percent; None before the first prediction was checked."""
+        """The ``q`` quantile (0 … 1) in percent; None: nothing was measured yet."""
         if not self._percents:
             return None
         ordered = sorted(self._percents)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
+from moonpool.conductor.admission.limits import TokenBucket
 from moonpool.conductor.admission.tenants import ANYONE, Tenants
-from moonpool.conductor.admission.token_bucket import TokenBucket
 from moonpool.runtime.errors import ConfigError
 
 
