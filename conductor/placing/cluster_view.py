@@ -1,4 +1,4 @@
-"""What placement looks at: nodes as they are now, and who holds how much of a request's prefix."""
+"""Inputs of placement: a request, and the cluster at one moment."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from moonpool.conductor.placing.node_table import NodeTable
 
 @dataclass(frozen=True, slots=True)
 class PlaceRequest:
-    """What placement must know of a request. Placed again, its tokens already streamed count as prompt."""
+    """A request to place. When it is placed again, tokens already streamed count as prompt."""
 
     num_tokens: int
     remaining_tokens: int  # it may still produce
     expected_tokens: int  # it will probably produce
     deadline_s: float  # seconds from now
     reads_cache: bool = True  # False: every prompt token must be computed
-    fairness_delay_s: float = 0.0  # prefills that come within this time go first, whatever the policy
+    fairness_delay_s: float = 0.0  # prefills that arrive within this time may overtake it
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """``prefix_blocks`` says how many leading blocks of the request each node holds, in whatever tier;
-    ``slow_blocks`` how many of those are in host memory and on SSD, where there are any.
+    """``prefix_blocks``: leading blocks of the request on each node, in any tier; ``slow_blocks``: those of
+    them in host memory, and on SSD.
     """
 
     prefill: NodeTable
@@ -34,7 +34,7 @@ class ClusterView:
     block_size: int  # tokens
     block_nbytes: int
     now_s: float
-    turn: int = 0  # how many placements were made before: what round-robin counts by
-    draw: float = 0.0  # uniform in [0, 1): what random draws by
+    turn: int = 0  # placements made before, for round-robin
+    draw: float = 0.0  # uniform in [0, 1), for random choices
     slow_blocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    avoid: Collection[str] = ()  # nodes to take only when there is no other of their role
+    avoid: Collection[str] = ()  # nodes to use only if no other of their role is left

@@ -1,4 +1,4 @@
-"""What a request would cost on one node, by the cost model: the parts of a placement's estimates."""
+"""Estimates of what a request would cost on one node, by the cost model."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from moonpool.conductor.placing.policies import Policy
 from moonpool.kvstore.index.prefix_map import PrefixMap
 
 _NO_SLOW = (0, 0)
-# Holders of the longest prefixes that may be read from, where many hold them.
+# Where many nodes hold a prefix, the holders that are considered as sources.
 _SOURCES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A node from which the leading ``num_blocks`` of a request could be read."""
+    """A node that the leading ``num_blocks`` of a request could be read from."""
 
     node_id: str
     num_blocks: int
 
 
 def usable_blocks(request: PlaceRequest, view: ClusterView) -> int:
-    """The longest prefix that is of use: prefill needs a query row, so one token is always computed."""
+    """The longest prefix that can be used: prefill needs a query row, so one token is always computed."""
     return (request.num_tokens - 1) // view.block_size if request.reads_cache else 0
 
 
 def longest_blocks(prefixes: Mapping[str, int]) -> int:
-    """The longest prefix that any node holds."""
+    """Blocks of the longest prefix on any node."""
     if isinstance(prefixes, PrefixMap):
         prefixes = prefixes.longest(1)
     return max(prefixes.values(), default=0)
 
 
 def sources(view: ClusterView, usable: int) -> Sequence[Source]:
-    """Where a prefix could be fetched from: the longest one, from the holder whose links are least busy.
+    """Where to fetch a prefix from: the longest one, from the holder with the least busy link.
 
-    When those links are busy, the longest of the holders whose links are not comes second.
+    When that link is busy, the longest prefix of a holder with an idle link comes second.
     """
     holders: Mapping[str, int] = view.prefix_blocks
     if not usable or not holders:
@@ -66,60 +66,50 @@ def estimate_prefill(
     usable: int,
     fetchable: Sequence[Source],
 ) -> PrefillEstimate:
-    """Queue, fetch, load and compute on ``node``, with the prefix the policy would use there."""
+    """Queue, fetch, load and compute on ``node``, with the prefix that the policy would use there."""
     now_s, block_size, num_tokens = view.now_s, view.block_size, request.num_tokens
     cost, queue, node_id = node.cost, node.queue, node.node_id
     factor = cost.prefill_correction.factor(now_s)
     local_blocks = min(view.prefix_blocks.get(node_id, 0), usable)
     local_tokens = local_blocks * block_size
-    compute_s = factor * cost.profile.prefill_s(num_tokens - local_tokens, local_tokens)
+    recompute_s = factor * cost.profile.prefill_s(num_tokens - local_tokens, local_tokens)
     load_s = _load_s(view, node, local_blocks) if local_blocks else 0.0
-    order_s = now_s + request.fairness_delay_s + policy.patience_s(compute_s)
-    queue_s = node.foreign_queue_s + queue.wait_s(now_s, order_s)
-    shown_load_s = load_s - queue_s if load_s > queue_s else 0.0
-    best = PrefillEstimate(
-        node_id,
-        queue_s,
-        0.0,
-        compute_s,
-        queue_s + shown_load_s + compute_s,
-        local_tokens,
-        shown_load_s,
-        num_delayed=queue.behind(order_s),
-        num_placed=node.num_placed,
-    )
-    unaided_s = best.ttft_s
+
+    def estimate(compute_s: float, source: Source | None, transfer_s: float) -> PrefillEstimate:
+        order_s = now_s + request.fairness_delay_s + policy.patience_s(compute_s)
+        queue_s = node.foreign_queue_s + queue.wait_s(now_s, order_s)
+        late_load_s = load_s - queue_s if load_s > queue_s else 0.0
+        fetch_s = max(load_s + transfer_s - queue_s, 0.0) - late_load_s if source else 0.0
+        return PrefillEstimate(
+            node_id,
+            queue_s,
+            fetch_s,
+            compute_s,
+            queue_s + fetch_s + late_load_s + compute_s,
+            local_tokens,
+            late_load_s,
+            (source.num_blocks - local_blocks) * block_size if source else 0,
+            source.node_id if source else "",
+            transfer_s,
+            recompute_s if source else 0.0,
+            queue.behind(order_s),
+            node.num_placed,
+        )
+
+    unaided = best = estimate(recompute_s, None, 0.0)
     for source in fetchable:
         missing = source.num_blocks - local_blocks
         if missing <= 0 or source.node_id == node_id:
             continue
         transfer_s = view.links.seconds(source.node_id, node_id, missing * view.block_nbytes, now_s)
         transfer_s += _source_s(view, node, source, local_blocks)
-        held = source.num_blocks * block_size
-        rest_s = factor * cost.profile.prefill_s(num_tokens - held, held)
-        order_s = now_s + request.fairness_delay_s + policy.patience_s(rest_s)
-        queue_s = node.foreign_queue_s + queue.wait_s(now_s, order_s)
-        shown_load_s = load_s - queue_s if load_s > queue_s else 0.0
-        fetch_s = max(load_s + transfer_s - queue_s, 0.0) - shown_load_s
-        ttft_s = queue_s + fetch_s + shown_load_s + rest_s
-        if best.fetched_tokens and best.ttft_s <= ttft_s:
+        cached_tokens = source.num_blocks * block_size
+        rest_s = factor * cost.profile.prefill_s(num_tokens - cached_tokens, cached_tokens)
+        fetching = estimate(rest_s, source, transfer_s)
+        if best.fetched_tokens and best.ttft_s <= fetching.ttft_s:
             continue
-        if policy.takes(local_blocks, source.num_blocks, ttft_s, unaided_s):
-            best = PrefillEstimate(
-                node_id,
-                queue_s,
-                fetch_s,
-                rest_s,
-                ttft_s,
-                local_tokens,
-                shown_load_s,
-                missing * block_size,
-                source.node_id,
-                transfer_s,
-                compute_s,
-                queue.behind(order_s),
-                node.num_placed,
-            )
+        if policy.takes(local_blocks, source.num_blocks, fetching.ttft_s, unaided.ttft_s):
+            best = fetching
     return best
 
 
@@ -130,16 +120,16 @@ def estimate_decode(
     block_size, num_tokens, now_s = view.block_size, request.num_tokens, view.now_s
     num_blocks = -(-num_tokens // block_size)
     needed = num_blocks + -(-request.expected_tokens // block_size)
-    held = min(view.prefix_blocks.get(node.node_id, 0), num_blocks)
+    local_blocks = min(view.prefix_blocks.get(node.node_id, 0), num_blocks)
     # The two connect while the prompt is computed.
-    nbytes = (num_blocks - held) * view.block_nbytes
+    nbytes = (num_blocks - local_blocks) * view.block_nbytes
     transfer_s = view.links.seconds(prefill.node_id, node.node_id, nbytes, now_s, connected=True)
     profile, running = node.cost.profile, node.num_running
     factor = node.cost.decode_correction.factor(now_s)
     step_s = factor * profile.step_s(running + 1, node.num_context_tokens + num_tokens)
     decode_s = step_s * request.expected_tokens
-    # Without room it waits until others end; each of those ahead holds about as much as this one wants.
-    has_room = node.num_free_blocks >= needed - held
+    # Without room it waits until others end; each of those ahead needs about as much as this one.
+    has_room = node.num_free_blocks >= needed - local_blocks
     wait_s = 0.0 if has_room else decode_s * (node.num_waiting + 1)
     longer_s = factor * profile.step_growth_s(num_tokens)
     return DecodeEstimate(
@@ -148,7 +138,7 @@ def estimate_decode(
         wait_s,
         step_s,
         transfer_s + wait_s + decode_s,
-        held * block_size,
+        local_blocks * block_size,
         longer_s * running * request.expected_tokens,
         running,
         node.num_placed,
@@ -156,22 +146,22 @@ def estimate_decode(
 
 
 def _load_s(view: ClusterView, node: NodeView, num_blocks: int) -> float:
-    """Bringing the leading blocks that the node holds into its pool."""
+    """Load the leading local blocks into the pool of the node."""
     slow = view.slow_blocks.get(node.node_id, _NO_SLOW)
     if slow is _NO_SLOW:
         return 0.0
     host, ssd = slow
-    # What is used of the prefix is its beginning, and the slowest copies are at its end.
+    # The beginning of the prefix is used, and the slowest copies are at its end.
     unused = max(view.prefix_blocks[node.node_id] - num_blocks, 0)
     ssd, unused = max(ssd - unused, 0), max(unused - ssd, 0)
     return node.cost.load_s(max(host - unused, 0) * view.block_nbytes, ssd * view.block_nbytes)
 
 
 def _source_s(view: ClusterView, node: NodeView, source: Source, local_blocks: int) -> float:
-    """What the source itself needs to bring the blocks where they can be read: only SSDs must."""
+    """Seconds in which the source itself makes the blocks readable: blocks on SSD are read first."""
     slow = view.slow_blocks.get(source.node_id, _NO_SLOW)
     if slow is _NO_SLOW:
         return 0.0
     fetched = source.num_blocks - local_blocks
-    # Sources need not be prefill nodes, so their disks are taken to be like the reader's own.
+    # A source need not be a prefill node, so its disk is assumed to be like the reader's.
     return node.cost.load_s(0, min(slow[1], fetched) * view.block_nbytes)

@@ -1,4 +1,4 @@
-"""The nodes of one role: one by one, and for many of them as arrays that are kept current."""
+"""The nodes of one role, as objects and as arrays."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy.typing as npt
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.runtime.cost_profile import CostProfile
 
-# Up to so many nodes each one is looked at; beyond, arrays say which are worth it. Arrays cost 60 µs whatever
-# the size, and one node 3 µs.
+# Up to this many nodes each gets an estimate; beyond, arrays choose a shortlist. Arrays cost 60 µs at any
+# size, one estimate 3 µs.
 SMALL = 24
 
-# Rows of the table: what the estimates of all nodes are made of.
+# Rows of the table: the inputs of all estimates.
 (
     ENDS_S,
     WAITING_S,
@@ -36,12 +36,12 @@ SMALL = 24
 ) = range(15)
 _ROWS = 15
 
-# Equal nodes are told apart by their names, whatever order they are in.
+# Breaks ties of equal nodes by their names, whatever their order.
 _JITTER_S = 1e-7
 
 
 class NodeTable(Sequence[NodeView]):
-    """Nodes in no particular order. Whoever changes a view that is in a fleet calls ``touch`` after it."""
+    """Nodes in no particular order. Call ``touch`` after every change of a view in it."""
 
     def __init__(self, nodes: Iterable[NodeView] = ()) -> None:
         self._nodes: list[NodeView] = []
@@ -73,12 +73,12 @@ class NodeTable(Sequence[NodeView]):
         return None if position is None else self._nodes[position]
 
     def position(self, node_id: str) -> int | None:
-        """Its row in the arrays, until a node is removed."""
+        """Its column in the arrays, until a node is removed."""
         return self._positions.get(node_id)
 
     @property
     def small(self) -> bool:
-        """Whether each of its nodes is looked at."""
+        """Whether each node gets an estimate."""
         return len(self._nodes) <= SMALL
 
     def add(self, node: NodeView) -> None:
@@ -99,20 +99,20 @@ class NodeTable(Sequence[NodeView]):
             self._stale.add(position)
 
     def touch(self, node: NodeView) -> None:
-        """``node`` has changed. One that is not in this fleet is no matter."""
+        """``node`` has changed; ignored if it is not in this table."""
         position = self._positions.get(node.node_id)
         if position is not None:
             self._stale.add(position)
 
     def window(self, first: int, count: int) -> list[NodeView]:
-        """Up to ``count`` nodes from position ``first`` on, round the end."""
+        """Up to ``count`` nodes from position ``first`` on, wrapping around."""
         nodes = self._nodes[first : first + count]
         return nodes + self._nodes[: min(count - len(nodes), first)]
 
     def table(self, now_s: float) -> npt.NDArray[np.float64]:
-        """float64 [rows, nodes] as named above, current. Valid until the fleet changes; not to be written.
+        """float64 [rows, nodes], rows as named above. Read-only, valid until the fleet changes.
 
-        Corrections of the costs are those of the moment when their node was touched last.
+        Cost corrections are as of the last ``touch`` of their node.
         """
         count = len(self._nodes)
         table = self._table

@@ -1,4 +1,4 @@
-"""Where a request runs: one pure function over a view of the cluster."""
+"""Placement: one pure function over a view of the cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moonpool.conductor.placing.placement import (
 from moonpool.conductor.placing.policies import POLICIES, Policy
 from moonpool.conductor.placing.shortlist import capacity_blocks, decode_shortlist, prefill_shortlist
 
-# Candidates of each role that a placement remembers: a request's timeline must stay small in a large cluster.
+# Candidates of each role kept in a placement: timelines must stay small in a large cluster.
 _KEPT = 8
 
 _ttft_s = attrgetter("ttft_s")
@@ -32,8 +32,8 @@ def place(
 ) -> Placement | Rejection:
     """Choose a prefill and a decode node for ``request``, or say why not.
 
-    Pure: equal arguments give equal answers, and nothing is changed. One last token needs no decode node.
-    Rejects what no node can hold, and what no node can begin to answer within ``request.deadline_s``.
+    Pure: equal arguments give equal results, and nothing is changed. A single token needs no decode node.
+    Rejects requests that fit no node, and requests without a first token within ``request.deadline_s``.
     """
     decodes = request.remaining_tokens > 1
     if not len(view.prefill):
@@ -63,14 +63,14 @@ def place(
     estimates = [estimate_decode(request, view, prefill, node) for node in nodes]
     decode = policy.decode(estimates, view, slo)
     late = not _in_time(decode, prefill, request, slo)
-    # A late last token is still better than none: the deadline itself is kept by the request.
+    # A late last token is better than none: the request itself enforces the deadline.
     if late and (in_time_too := [e for e in estimates if _in_time(e, prefill, request, slo)]):
         decode, reason = policy.decode(in_time_too, view, slo), Reason.DEADLINE
     return _placement(prefill, decode, reason, prefills, estimates, patience_s, policy)
 
 
 def _too_large(request: PlaceRequest, view: ClusterView, role: str) -> Rejection:
-    # Of the last block one slot stays for the token to come.
+    # One slot of the last block is for the first output token.
     fleet = view.prefill if role == "prefill" else view.decode
     capacity = capacity_blocks(fleet) * view.block_size - 1
     return Rejection(

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 
 class Reason(StrEnum):
-    """What decided."""
+    """What decided a placement."""
 
-    LOCALITY = "locality"  # the node holds more of the prefix than others
-    LOAD = "load"  # nothing to choose between prefixes, or the holder is too busy
+    LOCALITY = "locality"  # the node has more of the prefix than others
+    LOAD = "load"  # prefixes are equal, or their holder is too busy
     DEADLINE = "deadline"  # the otherwise better node would have been too late
     TRANSFER = "transfer-beats-recompute"  # a prefix is fetched from another node
     ONLY = "only-candidate"
@@ -21,10 +21,10 @@ class Reason(StrEnum):
 
 
 class PrefillEstimate(NamedTuple):
-    """What prefilling on one node would cost.
+    """The predicted cost of prefilling on one node.
 
     ``ttft_s`` is the sum of ``queue_s``, ``fetch_s``, ``load_s`` and ``compute_s``. A node fetches and loads
-    while it computes for others, so those two are only what is left of them when its turn comes.
+    while it computes for others: those two are the parts that exceed ``queue_s``.
     """
 
     node_id: str
@@ -32,13 +32,13 @@ class PrefillEstimate(NamedTuple):
     fetch_s: float
     compute_s: float
     ttft_s: float
-    local_tokens: int  # of the prefix, held by the node itself
-    load_s: float = 0.0  # bringing those of them into the pool that are in slower tiers
-    fetched_tokens: int = 0  # further ones it would read from ``fetch_from``
+    local_tokens: int  # of the prefix, on the node itself
+    load_s: float = 0.0  # of those in slower tiers, into the pool
+    fetched_tokens: int = 0  # more tokens, read from ``fetch_from``
     fetch_from: str = ""
-    transfer_s: float = 0.0  # reading those, from beginning to end
-    recompute_s: float = 0.0  # with a fetch: what computing would take without it
-    num_delayed: int = 0  # prefills that wait there and would wait longer for this one
+    transfer_s: float = 0.0  # of that read, from beginning to end
+    recompute_s: float = 0.0  # with a fetch: compute time without it
+    num_delayed: int = 0  # waiting prefills that it would overtake
     num_placed: int = 0
 
     @property
@@ -47,22 +47,22 @@ class PrefillEstimate(NamedTuple):
 
 
 class DecodeEstimate(NamedTuple):
-    """What decoding on one node would cost. ``total_s`` is from the first token to the probable last one."""
+    """The predicted cost of decoding on one node. ``total_s``: from the first token to the last."""
 
     node_id: str
-    transfer_s: float  # of the blocks it lacks
+    transfer_s: float  # of missing blocks
     wait_s: float  # for blocks to become free
     step_s: float  # a token
     total_s: float
-    local_tokens: int  # of the prefix, held by the node itself
-    delay_s: float = 0.0  # by which it would put off the last tokens of those in the batch, all together
+    local_tokens: int  # of the prefix, on the node itself
+    delay_s: float = 0.0  # sum of the delays of all requests in the batch
     num_running: int = 0
     num_placed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes, why, and the best candidates of each role, best first."""
+    """The nodes of a request, the reason, and the best candidates of each role, best first."""
 
     prefill: PrefillEstimate
     decode: DecodeEstimate | None  # None: the prefill's token is the last one
@@ -70,7 +70,7 @@ class Placement:
     detail: str  # a sentence
     prefill_candidates: Sequence[PrefillEstimate]
     decode_candidates: Sequence[DecodeEstimate]
-    patience_s: float = 0.0  # prefills that come to the node within this time may pass this one
+    patience_s: float = 0.0  # prefills that arrive within this time may overtake this one
     policy: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,17 +89,17 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Nowhere to go."""
+    """No node can serve the request."""
 
     reason: str  # a sentence
-    role: str = ""  # the role without nodes: waiting for one may help
-    capacity_tokens: int = 0  # the most that fits anywhere: nothing helps
-    retry_after_s: float = 0.0  # otherwise: coming back after this may help
+    role: str = ""  # without nodes: waiting for one may help
+    capacity_tokens: int = 0  # the largest that fits: the request never will
+    retry_after_s: float = 0.0  # otherwise: when a retry may succeed
     stage: str = ""  # of a rejection policy: "arrival", or "decode" when the prefill is wasted
 
 
 def describe(chosen: PrefillEstimate, reason: Reason, candidates: Sequence[PrefillEstimate]) -> str:
-    """The reason as a sentence, for people."""
+    """The reason as a sentence."""
     first = f"first token in {_ms(chosen.ttft_s)}"
     others = [candidate.ttft_s for candidate in candidates if candidate is not chosen]
     if others:

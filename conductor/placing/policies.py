@@ -1,86 +1,58 @@
-"""Placement policies by name: each picks one estimate of those that ``place`` computed.
+"""Placement policies by name: each chooses among the estimates that ``place`` computed.
 
 ``local-cache`` and ``kv-aware`` are those of the Mooncake paper (Qin et al., FAST'25: cache-aware prefill
-scheduling and its Algorithm 1), ``goodput`` is Moonpool's own. All are pure and serve live requests and
-simulated ones.
+scheduling and its Algorithm 1), ``goodput`` is Moonpool's own. All are pure, and serve live and simulated
+requests.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.cluster_view import ClusterView
 from moonpool.conductor.placing.placement import DecodeEstimate, PrefillEstimate, Reason
 
+PrefillChoice = tuple[PrefillEstimate, Reason]
 
-class Policy(Protocol):
-    """Chooses among candidates; the sequences are non-empty and must not be changed."""
 
-    @property
-    def name(self) -> str: ...
+class Policy(ABC):
+    """Chooses among candidates, which are never empty and must not be changed.
 
-    @property
-    def fetches(self) -> bool:
-        """Whether a prefix may be read from another node."""
-        ...
+    The defaults: first come, first served, nothing fetched, decode by load.
+    """
 
-    @property
-    def counts_cache(self) -> bool:
-        """Whether it matters who holds what: False, the queue alone says which nodes are worth a look."""
-        ...
-
-    @property
-    def counts_load(self) -> bool:
-        """Whether it matters how busy nodes are: False, a choice stands whatever others give the node."""
-        ...
+    name: ClassVar[str]
+    fetches: ClassVar[bool] = False  # whether a prefix may be read from another node
+    counts_cache: ClassVar[bool] = False  # False: the shortlist of a large fleet goes by queues alone
+    counts_load: ClassVar[bool] = True  # False: load that others add does not change a choice
 
     def first(self, view: ClusterView, count: int) -> int | None:
-        """The position among ``count`` nodes at which to begin, for policies that look at nothing else."""
-        ...
-
-    def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
-        """Whether a node that holds ``local_blocks`` fetches ``remote_blocks``: seconds to the first token
-        with the fetch and without it.
-        """
-        ...
-
-    def patience_s(self, compute_s: float) -> float:
-        """Later prefills that come within this time may pass one that computes for ``compute_s``."""
-        ...
-
-    def prefill(
-        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
-    ) -> tuple[PrefillEstimate, Reason]: ...
-
-    def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate: ...
-
-
-class _Plain:
-    """First come first served, nothing fetched, decode by load: what the simple policies have in common."""
-
-    fetches = False
-    counts_cache = False
-    counts_load = True
-
-    def first(self, view: ClusterView, count: int) -> int | None:
+        """The position to begin at among ``count`` nodes; None: choose by estimates."""
         return None
 
     def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
+        """Whether a node with ``local_blocks`` fetches ``remote_blocks``: TTFT with a fetch, and without."""
         return False
 
     def patience_s(self, compute_s: float) -> float:
+        """Prefills that arrive within this time may overtake one that computes for ``compute_s``."""
         return 0.0
+
+    @abstractmethod
+    def prefill(
+        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
+    ) -> PrefillChoice: ...
 
     def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate:
         return min(candidates, key=lambda c: (c.wait_s, c.step_s, c.num_placed, c.node_id))
 
 
-@dataclass(frozen=True)
-class Random(_Plain):
-    """Anyone."""
+class Random(Policy):
+    """A random node."""
 
     name = "random"
     counts_load = False
@@ -88,9 +60,7 @@ class Random(_Plain):
     def first(self, view: ClusterView, count: int) -> int | None:
         return int(view.draw * count)
 
-    def prefill(
-        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
-    ) -> tuple[PrefillEstimate, Reason]:
+    def prefill(self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo) -> PrefillChoice:
         return candidates[0], Reason.CHANCE
 
     def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate:
@@ -98,9 +68,8 @@ class Random(_Plain):
         return candidates[int(view.draw * 4096 % 1.0 * len(candidates))]
 
 
-@dataclass(frozen=True)
-class RoundRobin(_Plain):
-    """One after the other."""
+class RoundRobin(Policy):
+    """Each node in turn."""
 
     name = "round-robin"
     counts_load = False
@@ -108,39 +77,31 @@ class RoundRobin(_Plain):
     def first(self, view: ClusterView, count: int) -> int | None:
         return view.turn % count
 
-    def prefill(
-        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
-    ) -> tuple[PrefillEstimate, Reason]:
+    def prefill(self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo) -> PrefillChoice:
         return candidates[0], Reason.TURN
 
     def decode(self, candidates: Sequence[DecodeEstimate], view: ClusterView, slo: Slo) -> DecodeEstimate:
-        # The quotient moves the pairing on, so that each prefill node works with every decode node.
+        # The quotient shifts the pairing, so that each prefill node works with every decode node.
         turn = view.turn + view.turn // len(candidates)
         return candidates[turn % len(candidates)]
 
 
-@dataclass(frozen=True)
-class LeastLoaded(_Plain):
-    """The shortest queue, whatever is cached where."""
+class LeastLoaded(Policy):
+    """The shortest queue, whatever is cached."""
 
     name = "least-loaded"
 
-    def prefill(
-        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
-    ) -> tuple[PrefillEstimate, Reason]:
+    def prefill(self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo) -> PrefillChoice:
         return min(candidates, key=lambda c: (c.queue_s, c.num_placed, c.node_id)), Reason.LOAD
 
 
-@dataclass(frozen=True)
-class LocalCache(_Plain):
-    """The earliest first token where each node has only its own cache."""
+class LocalCache(Policy):
+    """The earliest first token where each node uses only its own cache."""
 
     name = "local-cache"
     counts_cache = True
 
-    def prefill(
-        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
-    ) -> tuple[PrefillEstimate, Reason]:
+    def prefill(self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo) -> PrefillChoice:
         chosen = min(candidates, key=lambda c: (c.ttft_s, c.num_placed, c.node_id))
         return chosen, _reason(chosen, candidates)
 
@@ -151,7 +112,7 @@ class KvAware(LocalCache):
 
     name = "kv-aware"
     fetches = True
-    # kvcache_balancing_threshold: fetch when the longest prefix is more than so many times the node's own.
+    # kvcache_balancing_threshold: fetch when the longest prefix is this many times the node's own.
     threshold: float = 1.0
 
     def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
@@ -159,31 +120,27 @@ class KvAware(LocalCache):
 
 
 @dataclass(frozen=True)
-class Goodput:
-    """The default: the least waiting for all together, within what the SLOs allow.
+class Goodput(Policy):
+    """The default: the least waiting for all requests together, within the SLOs.
 
-    A request goes where its own first token and the delay of those that wait there cost the least. Short
-    prefills pass long ones, so the wait that a long one can cause is bounded by what it costs itself.
+    A request goes where its own TTFT plus the delay of requests that wait there is the least. Short prefills
+    overtake long ones, so the wait that a long one can cause is bounded by its own cost.
     """
 
     name = "goodput"
     fetches = True
     counts_cache = True
-    counts_load = True
-    # Among nodes as good as this (estimates are that uncertain), the one with more of the prefix and then
-    # the one given the fewest requests is taken, so that equal nodes share the work and the cache. The window
-    # must be narrow: whoever is placed behind a queue delays those that come after.
+    # Among nodes within this tie (estimates are that uncertain), the one with more of the prefix and then the
+    # one given the fewest requests is chosen, so that equal nodes share the work and the cache. The tie must
+    # be narrow: a request that is placed behind a queue delays those that come after it.
     tie_ratio: float = 1.05
     tie_s: float = 1e-4
     widest_tie_s: float = 1e-3
-    # A fetch takes time of both nodes that is in no estimate: one that gains less is not worth it.
+    # A fetch costs both nodes time that is in no estimate: it must gain at least this.
     least_gain_s: float = 2e-3
-    # A prefill lets those pass that come within so many times what it computes for.
+    # Prefills that arrive within this many times a prefill's own compute time may overtake it.
     patience: float = 8.0
     longest_patience_s: float = 120.0
-
-    def first(self, view: ClusterView, count: int) -> int | None:
-        return None
 
     def takes(self, local_blocks: int, remote_blocks: int, fetched_s: float, local_s: float) -> bool:
         return fetched_s + self.least_gain_s < local_s
@@ -191,11 +148,10 @@ class Goodput:
     def patience_s(self, compute_s: float) -> float:
         return min(self.patience * compute_s, self.longest_patience_s)
 
-    def prefill(
-        self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo
-    ) -> tuple[PrefillEstimate, Reason]:
+    def prefill(self, candidates: Sequence[PrefillEstimate], view: ClusterView, slo: Slo) -> PrefillChoice:
         in_time = [c for c in candidates if c.ttft_s <= slo.ttft_s] or candidates
-        most_s = self._tie(min([c.ttft_s + c.num_delayed * c.compute_s for c in in_time]))
+        best_s = min([c.ttft_s + c.num_delayed * c.compute_s for c in in_time])
+        most_s = best_s + min((self.tie_ratio - 1) * best_s, self.widest_tie_s) + self.tie_s
         near = [c for c in in_time if c.ttft_s + c.num_delayed * c.compute_s <= most_s]
         chosen = min(near, key=lambda c: (-c.local_tokens, c.num_placed, c.ttft_s, c.node_id))
         return chosen, _reason(chosen, candidates)
@@ -205,9 +161,6 @@ class Goodput:
         # A whole answer takes long and its estimate is as uncertain: the widest tie is for first tokens.
         near = [c for c in candidates if c.total_s + c.delay_s <= best_s * self.tie_ratio + self.tie_s]
         return min(near, key=lambda c: (-c.local_tokens, c.num_running, c.num_placed, c.node_id))
-
-    def _tie(self, best_s: float) -> float:
-        return best_s + min((self.tie_ratio - 1) * best_s, self.widest_tie_s) + self.tie_s
 
 
 _ALL: tuple[Policy, ...] = (Goodput(), KvAware(), LocalCache(), LeastLoaded(), RoundRobin(), Random())

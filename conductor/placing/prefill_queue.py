@@ -1,52 +1,46 @@
-"""What waits for prefill on one node, in the order in which the node will run it."""
+"""The prefills of one node, in the order in which the node runs them."""
 
 from __future__ import annotations
 
 import math
 from bisect import insort
 from collections.abc import Hashable
-from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     order_s: float
-    number: int  # of arrival: what decides between equals
     key: Hashable
     compute_s: float
-
-    @property
-    def order(self) -> tuple[float, int]:
-        return self.order_s, self.number
 
 
 class PrefillQueue:
     """One prefill runs to its end; the others follow by ``order_s``, then by arrival.
 
-    ``order_s`` is the moment of arrival plus the time within which later ones may pass. Every ``now_s`` is of
-    the same clock, and never earlier than the one before.
+    ``order_s``: time of arrival plus the time within which later ones may overtake. All ``now_s`` are of one
+    clock and never decrease.
     """
 
-    __slots__ = ("_ends_s", "_number", "_running", "_waiting", "_waiting_s")
+    __slots__ = ("_ends_s", "_running", "_waiting", "_waiting_s")
 
     def __init__(self) -> None:
         self._running: Hashable = None
-        self._ends_s = 0.0  # when the running one is predicted to end
+        self._ends_s = 0.0
         self._waiting: list[_Waiting] = []
-        self._waiting_s = 0.0  # predicted seconds of all that wait
-        self._number = 0
+        self._waiting_s = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting) + (self._running is not None)
 
     @property
     def ends_s(self) -> float:
-        """When the one that runs is predicted to end; nothing runs: in the past."""
+        """Predicted end of the running prefill; in the past if none runs."""
         return self._ends_s
 
     @property
     def waiting_s(self) -> float:
-        """Predicted seconds of work that has not begun."""
+        """Predicted seconds of the waiting prefills."""
         return self._waiting_s
 
     def add(self, key: Hashable, *, order_s: float, compute_s: float, now_s: float) -> None:
@@ -54,12 +48,12 @@ class PrefillQueue:
         if self._running is None:
             self._running, self._ends_s = key, now_s + compute_s
             return
-        insort(self._waiting, _Waiting(order_s, self._number, key, compute_s), key=_order)
-        self._number += 1
+        # Behind those of the same order.
+        insort(self._waiting, _Waiting(order_s, key, compute_s), key=attrgetter("order_s"))
         self._waiting_s += compute_s
 
     def remove(self, key: Hashable, now_s: float) -> bool:
-        """It is done, or given up. False: it is not here."""
+        """The prefill is done, or given up. False: it is not in the queue."""
         if key == self._running:
             self._next(now_s)
             return True
@@ -83,7 +77,7 @@ class PrefillQueue:
         return max(running_s, 0.0) + max(ahead_s, 0.0)
 
     def behind(self, order_s: float) -> int:
-        """How many of those that wait would wait longer for a prefill with this order."""
+        """Number of waiting prefills that a prefill with this order would overtake."""
         count = 0
         for waiting in reversed(self._waiting):
             if waiting.order_s <= order_s:
@@ -100,9 +94,5 @@ class PrefillQueue:
         self._less(first.compute_s)
 
     def _less(self, compute_s: float) -> None:
-        # Back to exactly nothing when nothing is left: sums of floats drift.
+        # Exactly 0 when nothing waits: sums of floats drift.
         self._waiting_s = self._waiting_s - compute_s if self._waiting else 0.0
-
-
-def _order(waiting: _Waiting) -> tuple[float, int]:
-    return waiting.order
