@@ -12,8 +12,8 @@ from opentelemetry.context import Context
 
 from moonpool.decode_node.outbox import Outbox
 from moonpool.decode_node.takeover import take_over
-from moonpool.engine.batching.events import StepEvent
 from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.node.messages import sequence_of, token_out
 from moonpool.engine.node.metrics import DECODE_TOKENS, RECEIVED_BLOCKS, RECEIVED_BYTES
 from moonpool.engine.node.node import EngineNode, Key

@@ -1,10 +1,10 @@
-"""Runs a model over a paged KV pool: continuous batching, prefix cache, sampling."""
+"""Model execution over a paged KV pool: continuous batching, prefix cache, sampling."""
 
 from __future__ import annotations
 
-from moonpool.engine.batching.events import StepEvent
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State, TokenLogprobs
+from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.engine import Engine, EngineStats
 from moonpool.engine.memory.block_pool import BlockPool

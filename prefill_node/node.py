@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
-from moonpool.engine.batching.events import StepEvent
 from moonpool.engine.batching.sequence import FinishReason, Sequence
+from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.node.messages import sequence_of, token_logprobs, token_out
 from moonpool.engine.node.metrics import PromptTokens
 from moonpool.engine.node.node import EngineNode, Key
@@ -142,7 +142,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
                 loaded = await self._load_in_its_turn(sequence, chain)
             else:
                 loaded = await self.store.loader.load(chain, tiers)
-                sequence.hold_prefix(loaded.block_ids, pool.block_size)
+                sequence.set_prefix(loaded.block_ids, pool.block_size)
         missing = chain[len(tiers) : request.num_hit_blocks]
         if missing:
             index_metrics.stale_hits.labels("local").inc(len(missing))
@@ -165,7 +165,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             )
         if len(fetched.block_ids) > len(loaded.block_ids):
             pool.release(loaded.block_ids)
-            sequence.hold_prefix(fetched.block_ids, pool.block_size)
+            sequence.set_prefix(fetched.block_ids, pool.block_size)
         else:
             pool.release(fetched.block_ids)
         return loaded, fetched, fetch_error

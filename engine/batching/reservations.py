@@ -1,4 +1,4 @@
-"""Sequences that wait for room before they have any."""
+"""Sequences that wait for blocks before they are queued."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moonpool.engine.errors import EngineClosed
 
 
 class Reservations:
-    """A queue by (priority, arrival). ``take`` gives a sequence its blocks, or says there is no room now."""
+    """A queue by (priority, arrival). ``take``: allocates a sequence's blocks, or returns False."""
 
     def __init__(self, take: Callable[[Sequence], bool], give_back: Callable[[Sequence], None]) -> None:
         self._take = take
@@ -24,13 +24,13 @@ class Reservations:
 
     @property
     def first(self) -> Sequence | None:
-        """Who is to have blocks next."""
+        """The next sequence to get blocks."""
         return self._queue[0][0] if self._queue else None
 
     async def wait(self, sequence: Sequence) -> None:
-        """Until the sequence has its blocks. Cancelled, it leaves the queue and holds nothing.
+        """Wait until the sequence has its blocks. Raises EngineClosed when the queue is closed meanwhile.
 
-        Raises EngineClosed when the queue is closed meanwhile; nothing is held then.
+        After an error or a cancellation the sequence has no blocks.
         """
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (sequence, granted)
@@ -41,14 +41,14 @@ class Reservations:
             if entry in self._queue:
                 self._queue.remove(entry)
             if granted.done() and not granted.cancelled():
-                # Granted and cancelled in one turn of the loop: nobody will hear of the grant.
+                # Granted and cancelled in one turn of the loop.
                 self._give_back(sequence)
             if self._closed:
                 raise EngineClosed("the engine closed while a sequence waited for blocks") from None
             raise
 
     def grant(self) -> None:
-        """Give blocks to those in front, until there is no room for the first."""
+        """Allocate blocks for sequences in order, until there is no room for the first."""
         while self._queue:
             sequence, granted = self._queue[0]
             if not granted.done():

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler."""
+"""A request's sampling parameters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moonpool.protos import node_pb2
 
-# Below this a temperature is taken for 0, as vLLM does: dividing by less overflows float32 logits.
+# Lower temperatures count as 0, as in vLLM: dividing by less overflows float32 logits.
 GREEDY_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """One request's sampling parameters, validated by the conductor; the words are ``protos.Sampling``'s.
+    """One request's sampling parameters, validated by the conductor; fields as in ``protos.Sampling``.
 
-    Sampling keeps no state: the random number of output token ``i`` is a hash of (seed, i) and penalties are
-    counted from the tokens themselves, so any node continues a request exactly where another left it.
+    Sampling is stateless: the random number of output token ``i`` is a hash of (seed, i), and penalties are
+    counted from the tokens. So any node continues a request exactly.
     """
 
     temperature: float = 0.0
@@ -30,12 +30,12 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    num_logprobs: int = -1  # -1: none; 0: the chosen token's only; n: and the n best
+    num_logprobs: int = -1  # -1: none; 0: only the chosen token; n: also the n best
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-    max_tokens: int = 16  # of the whole request, tokens already streamed included
+    max_tokens: int = 16  # of the whole request, including tokens already streamed
     min_tokens: int = 0
-    plain_greedy: bool = field(init=False)  # argmax of the raw logits is the whole of it
+    plain_greedy: bool = field(init=False)  # the token is the argmax of the raw logits
 
     def __post_init__(self) -> None:
         plain = (
@@ -57,7 +57,7 @@ class Sampling:
 
     @classmethod
     def from_proto(cls, message: node_pb2.Sampling) -> Sampling:
-        """The message's values; fields that proto3 leaves at 0 where 0 is no choice become their "off"."""
+        """Convert the message. A 0 from proto3 that is no valid value becomes the neutral value."""
         return cls(
             temperature=message.temperature,
             top_p=message.top_p or 1.0,

@@ -1,39 +1,38 @@
-"""Who runs in the next step, on which blocks; and what the step's tokens mean for each."""
+"""Continuous batching: the sequences and blocks of the next step, and the effect of its tokens."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-from moonpool.engine.batching.events import StepEvent
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State, TokenLogprobs
-from moonpool.engine.batching.step_plan import Chunk, StepOutput, StepPlan
+from moonpool.engine.batching.step_plan import Chunk, StepEvent, StepOutput, StepPlan
 from moonpool.engine.memory.block_pool import BlockPool
 
 
 class Scheduler:
     """Continuous batching with chunked prefill, over a BlockPool. Pure bookkeeping, one thread.
 
-    Every decoding sequence is in every step; what the token budget leaves goes to prompts, oldest first. A
-    prompt is admitted with all its blocks at once, so a running prefill never waits for one. When a decoding
-    sequence needs a block and there is none, the last sequence by (priority, arrival) gives its blocks up and
-    is computed again later; sealed ones stay cached, so that usually costs little. Nothing is ever dropped.
+    Every step has all decoding sequences; prompts get the rest of the token budget, oldest first. A prompt is
+    admitted with all its blocks, so a running prefill never waits for one. When a decoding sequence needs a
+    block and none is free, the last sequence by (priority, arrival) is preempted: it loses its blocks and is
+    computed again later. Its sealed blocks stay cached, so that usually costs little.
     """
 
     def __init__(self, pool: BlockPool, *, max_batch_size: int, max_batch_tokens: int, max_len: int) -> None:
-        """``max_len``: most tokens of one sequence; the pool must hold one such sequence."""
+        """``max_len``: most tokens of one sequence. The pool must have room for one such sequence."""
         assert max_len <= pool.num_blocks * pool.block_size
         self.pool = pool
         self.max_running = min(max_batch_size, max_batch_tokens)
         self.max_batch_tokens = max_batch_tokens
         self.max_len = max_len
-        self.waiting: list[Sequence] = []  # by order; they hold blocks only where they came with some
-        self.ready: list[Sequence] = []  # by order; their KV is in place, they only need a row
+        self.waiting: list[Sequence] = []  # by order; only those added with blocks have any
+        self.ready: list[Sequence] = []  # by order; they only need a row, all KV is computed
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []  # decoding[i].row == i
         self.admission_paused = False  # while anything runs, to gather room for an older sequence
         self.version = 0  # changes whenever ``decoding`` does
-        # Called with a sequence and the first of its blocks that are full now, just before they are sealed.
+        # Called with a sequence and the index of its first full block, before these blocks are sealed.
         self.on_full: Callable[[Sequence, int], None] | None = None
         self._moved_blocks: list[tuple[Sequence, int, int]] = []
         self.num_preemptions = 0
@@ -47,11 +46,11 @@ class Scheduler:
         return len(self.waiting) + len(self.ready)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue the sequence. Blocks in its table are the scheduler's to release from now on."""
+        """Queue the sequence. The scheduler releases the blocks in its table from now on."""
         if sequence.block_table and sequence.num_computed_tokens >= sequence.num_tokens:
-            self._uncover_last_block(sequence)
-        only_a_row_missing = sequence.block_table and sequence.num_computed_tokens == sequence.num_tokens - 1
-        if only_a_row_missing and not sequence.prefill_only:
+            self._drop_last_block(sequence)
+        needs_only_row = sequence.block_table and sequence.num_computed_tokens == sequence.num_tokens - 1
+        if needs_only_row and not sequence.prefill_only:
             queue = self.ready
         else:
             queue = self.waiting
@@ -59,10 +58,10 @@ class Scheduler:
         insort(queue, sequence, key=_order)
 
     def take_blocks(self, sequence: Sequence, num_tokens: int, max_hit_tokens: int) -> bool:
-        """Give the sequence blocks for ``num_tokens`` tokens, at most ``max_hit_tokens`` of them cached ones.
+        """Allocate blocks for ``num_tokens`` tokens, at most ``max_hit_tokens`` of them cached.
 
-        False, and nothing changed, when there is not enough room: besides the blocks themselves, one for each
-        running sequence is left, so that newcomers do not preempt those who run.
+        Return False and change nothing when there is not enough room. One block for each running sequence
+        must stay free, so that new sequences do not preempt running ones.
         """
         block_size, pool = self.pool.block_size, self.pool
         max_hit_blocks = max_hit_tokens // block_size
@@ -80,7 +79,7 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run now. Its sequences have all the blocks they need."""
+        """Return the next step, with all blocks allocated, or None when nothing can run."""
         while self.ready and self.num_running < self.max_running:
             self._start_decoding(self.ready.pop(0))
         preempted = self._grow_tables()
@@ -88,7 +87,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         for sequence in self.prefilling:
             budget -= self._add_chunk(chunks, sequence, budget)
-        # Those just preempted would come straight back for the blocks they gave.
+        # A sequence that was just preempted would take its blocks back.
         takes_more = not preempted and (not self.admission_paused or self.num_running == 0)
         while budget > 0 and self.waiting and takes_more and self.num_running < self.max_running:
             sequence = self.waiting[0]
@@ -104,7 +103,7 @@ class Scheduler:
         return StepPlan(self.decoding.copy(), chunks, preempted, self.version, moved)
 
     def postprocess(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[StepEvent]:
-        """Take the step's results in: tokens are appended, full blocks sealed, finished sequences let go."""
+        """Apply the step's results: append tokens, seal full blocks, release finished sequences."""
         events = [_preempted(sequence) for sequence in plan.preempted]
         block_size = self.pool.block_size
         logprobs = output.logprobs
@@ -137,12 +136,12 @@ class Scheduler:
             )
             if sequence.prompt_logprobs:
                 events[-1].prompt_logprobs = sequence.prompt_rows
-                sequence.prompt_logprobs = False  # told once, also if it is computed again
+                sequence.prompt_logprobs = False  # reported once, also when computed again
             sampled += 1
         return events
 
     def seal_computed(self, sequence: Sequence) -> None:
-        """Give every block that is full and computed its key, and the sequence the block that carries it."""
+        """Seal every computed full block. An equal sealed block replaces it in the block table."""
         block_size, table = self.pool.block_size, sequence.block_table
         num_full = sequence.num_computed_tokens // block_size
         sequence.hash_blocks(block_size, num_full)
@@ -160,7 +159,7 @@ class Scheduler:
     def finish(
         self, sequence: Sequence, reason: FinishReason, events: list[StepEvent], error: str = ""
     ) -> None:
-        """Take the sequence out wherever it is, release its blocks, report it. Not while a step runs it."""
+        """Remove the sequence from all queues, release its blocks, report it. Not during its step."""
         self._remove(sequence)
         sequence.finish_reason = reason
         self.release(sequence)
@@ -197,11 +196,11 @@ class Scheduler:
         return FinishReason.NONE
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Blocks for all tokens of a waiting sequence; False when there is not enough room."""
+        """Allocate blocks for all tokens of a waiting sequence. Return False without enough room."""
         if self._give_blocks(sequence):
             return True
         if self.num_running == 0:
-            # Nothing will free a block: those that came with some must not keep each other out.
+            # No running sequence will free a block, so take those of other waiting ones.
             for holder in reversed([s for s in self.waiting if s.block_table]):
                 self._strip(holder)
                 if self._give_blocks(sequence):
@@ -219,22 +218,22 @@ class Scheduler:
                 return False
             self.pool.acquire(more)
             if more:
-                sequence.hold_prefix(sequence.block_table + more, self.pool.block_size)
+                sequence.set_prefix(sequence.block_table + more, self.pool.block_size)
             sequence.block_table += self.pool.allocate(missing)
         return True
 
     def _more_hits(self, sequence: Sequence) -> list[int]:
-        """Blocks of its prefix that came to the pool since it was given those in its table."""
-        block_size, num_held = self.pool.block_size, len(sequence.block_table)
-        if sequence.num_computed_tokens != num_held * block_size or sequence.prompt_logprobs:
+        """Return blocks of its prefix that were sealed after its table was filled."""
+        block_size, num_blocks = self.pool.block_size, len(sequence.block_table)
+        if sequence.num_computed_tokens != num_blocks * block_size or sequence.prompt_logprobs:
             return []
         # Leave one token uncached: prefill needs a query row to produce logits.
         max_hits = (sequence.num_tokens - 1) // block_size
         sequence.hash_blocks(block_size, max_hits)
-        return self.pool.match(sequence.keys[num_held:max_hits])
+        return self.pool.match(sequence.keys[num_blocks:max_hits])
 
     def _strip(self, sequence: Sequence) -> None:
-        """Back to no blocks and nothing computed; what it had sealed stays cached while there is room."""
+        """Release all blocks and reset the progress. Sealed blocks stay cached while there is room."""
         self.pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
@@ -247,7 +246,7 @@ class Scheduler:
         return num_tokens
 
     def _grow_tables(self) -> list[Sequence]:
-        """A block for every decoding sequence whose next token starts one; returns who gave theirs for it."""
+        """Allocate the next block of every decoding sequence that needs one. Return the preempted ones."""
         pool, block_size = self.pool, self.pool.block_size
         short = [s for s in self.decoding if s.num_tokens > len(s.block_table) * block_size]
         preempted: list[Sequence] = []
@@ -271,10 +270,10 @@ class Scheduler:
         insort(self.waiting, victim, key=_order)
         return victim
 
-    def _uncover_last_block(self, sequence: Sequence) -> None:
-        """All KV is in place but no token follows yet: take the last block back, to compute it once more.
+    def _drop_last_block(self, sequence: Sequence) -> None:
+        """Drop the last block, to compute it again: all KV is there, but the next token is not.
 
-        It may be shared by now, so it is replaced and not written to.
+        The block may be shared, so a new one is written instead.
         """
         last = (sequence.num_tokens - 1) // self.pool.block_size
         self.pool.release(sequence.block_table[last:])

@@ -1,4 +1,4 @@
-"""A request as the engine sees it: its tokens, its blocks, and how far both have come."""
+"""A request in the engine: its tokens, its blocks, and its progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moonpool.kvstore.blocks.keys import BlockKey, chain, extend
 
 
 class FinishReason(IntEnum):
-    """Why a sequence stopped; the values are ``protos.FinishReason``'s."""
+    """The reason why a sequence ended; values as in ``protos.FinishReason``."""
 
     NONE = 0
     STOP = 1
@@ -25,7 +25,7 @@ class FinishReason(IntEnum):
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Of the model's own distribution, before temperature, penalties and bias."""
+    """Logprobs of the model's own distribution, before temperature, penalties and bias."""
 
     logprob: float
     rank: int  # 1: the most likely token
@@ -45,15 +45,13 @@ class State(Enum):
 
 
 class Sequence:
-    """One request: its lineage and its place in the pool.
+    """One request: its tokens and its blocks.
 
-    token_ids: int32 [num_tokens], the prompt and then what was generated. keys[i] names block i for every
-    full block of token_ids that has been hashed; it grows as blocks are filled. block_table[i] is the pool
-    block of tokens [i * block_size, (i + 1) * block_size). The KV of the first num_computed_tokens tokens
-    lies in the pool. num_cached_tokens counts the tokens that were found instead of computed when the
-    sequence was first admitted.
+    token_ids: int32 [num_tokens], prompt and output. keys[i]: the key of full block i, as far as hashed.
+    block_table[i]: the pool block of tokens [i * block_size, (i + 1) * block_size). num_computed_tokens:
+    leading tokens with their KV in the pool. num_cached_tokens: tokens found in caches at first admission.
 
-    Sequences are ordered by (priority, arrived_s + patience_s): the last one is the first to be preempted.
+    Sequences are ordered by (priority, arrived_s + patience_s). The last one is preempted first.
     """
 
     __slots__ = (
@@ -109,9 +107,8 @@ class Sequence:
     ) -> None:
         """``keys`` may be shorter than the full blocks of ``token_ids``; the rest is hashed when needed.
 
-        ``arrived_s`` is of the engine's clock; those of its priority that arrive within ``patience_s`` may go
-        first. With ``prompt_logprobs`` the prefix cache is not read for this sequence (every prompt token
-        must be computed to have a logprob), though its blocks are still sealed.
+        ``arrived_s``: by the engine's clock. Sequences of the same priority that arrive within ``patience_s``
+        may go first. With ``prompt_logprobs`` all prompt tokens are computed, without the prefix cache.
         """
         tokens = np.asarray(token_ids, dtype=np.int32)
         assert tokens.ndim == 1
@@ -131,9 +128,9 @@ class Sequence:
         self.deadline_unix_s = deadline_unix_s
         self.arrived_s = arrived_s
         self.order = (priority, arrived_s + patience_s, request_id, attempt)
-        self.tenant = tenant  # whose its cached blocks are
+        self.tenant = tenant  # owner of its cached blocks
         self.prompt_logprobs = prompt_logprobs
-        self.prompt_rows: list[TokenLogprobs] = []  # of the prompt tokens computed so far, where asked for
+        self.prompt_rows: list[TokenLogprobs] = []  # of the prompt tokens computed so far, if requested
         self.prefill_only = False
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
@@ -143,11 +140,11 @@ class Sequence:
         self.state = State.NEW
         self.finish_reason = FinishReason.NONE
         self.cancelled = False
-        self.row = -1  # its place in the decode batch
+        self.row = -1  # in the decode batch
         self.stop_ids = sampling.stop_token_ids  # with the model's end-of-sequence tokens, once added
         self.scheduled_s = 0.0  # when its first step began
         self.computed_s = 0.0  # when its prefill's last step ended
-        self.chunks: list[tuple[float, float, int]] = []  # began_s, ended_s, tokens of each of those steps
+        self.chunks: list[tuple[float, float, int]] = []  # began_s, ended_s, tokens of each prefill step
 
     def __repr__(self) -> str:
         return (
@@ -155,9 +152,9 @@ class Sequence:
             f"{self.num_computed_tokens}/{self.num_tokens} tokens, {len(self.block_table)} blocks)"
         )
 
-    def hold_prefix(self, block_ids: list[int], block_size: int) -> None:
-        """Begin with these blocks, sealed and held for the sequence, of its first tokens; it was not queued
-        yet. Whoever releases the sequence releases them."""
+    def set_prefix(self, block_ids: list[int], block_size: int) -> None:
+        """Start with these sealed blocks of the first tokens, acquired for the sequence. It is not queued
+        yet."""
         self.block_table = block_ids
         self.num_sealed_blocks = len(block_ids)
         self.num_computed_tokens = self.num_cached_tokens = len(block_ids) * block_size
@@ -182,7 +179,7 @@ class Sequence:
         self.last_token_id = token_id
 
     def hash_blocks(self, block_size: int, num_blocks: int) -> None:
-        """Make ``keys`` name at least the first ``num_blocks`` blocks, which must be full."""
+        """Extend ``keys`` to at least the first ``num_blocks`` blocks, which must be full."""
         done = len(self.keys)
         if done >= num_blocks:
             return

@@ -1,11 +1,11 @@
-"""One step, before and after: what is to be computed, and what came out."""
+"""One step: its plan, its output, and its events."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moonpool.engine.batching.sequence import Sequence, TokenLogprobs
+from moonpool.engine.batching.sequence import FinishReason, Sequence, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -20,13 +20,15 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: a token for each decoding sequence, and pieces of prompts with what room is left."""
+    """One step: a token of each decoding sequence, and prompt chunks in the rest of the token budget."""
 
     decodes: list[Sequence]  # decodes[i].row == i
     chunks: list[Chunk]
     preempted: list[Sequence]
-    version: int  # equal in two plans: the same decodes in the same order
-    moved_blocks: list[tuple[Sequence, int, int]]  # (sequence, column, block): news of decodes' block tables
+    version: int  # equal in two plans with the same decodes in the same order
+    moved_blocks: list[
+        tuple[Sequence, int, int]
+    ]  # (sequence, column, block): changes of the decodes' block tables
 
     @property
     def num_tokens(self) -> int:
@@ -40,12 +42,31 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What the tensors said: one token for each of plan.decodes, then one for each last chunk, in plan order.
+    """One token for each of plan.decodes, then one for each last chunk, in plan order.
 
-    logprobs is empty, or as long as token_ids. prompt_logprobs[i] belongs to plan.chunks[i], where asked for.
+    logprobs is empty or as long as token_ids. prompt_logprobs[i] belongs to plan.chunks[i], where requested.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
-    model_s: float = 0.0  # seconds the tensors took
+    model_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StepEvent:
+    """The effect of a step on one sequence. Fields without news keep their defaults.
+
+    The KV of the sequence's first ``num_computed_tokens`` tokens is in the pool, in the blocks of its table
+    at this moment. An equal block may replace a table entry later, never during ``on_step``.
+    """
+
+    sequence: Sequence
+    num_computed_tokens: int
+    token_id: int = -1  # -1: no token
+    index: int = -1  # of the token; 0 is the first after the prompt
+    finish_reason: FinishReason = FinishReason.NONE
+    logprobs: TokenLogprobs | None = None  # if requested
+    preempted: bool = False  # its blocks were taken and will be computed again
+    error: str = ""  # with FinishReason.ERROR
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of tokens 1 … n-1; with the first token

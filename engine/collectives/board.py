@@ -1,5 +1,4 @@
-"""Memory the ranks of a group share: who has come how far, the batch of a step, whether the group is
-aborted."""
+"""The shared board of a group: each rank's progress, the batch of a step, the abort flag."""
 
 from __future__ import annotations
 
@@ -16,37 +15,38 @@ import numpy.typing as npt
 
 from moonpool.engine.collectives.futex import Futex
 from moonpool.engine.errors import RankLost
+from moonpool.runtime.service.heartbeat import BEATS_PER_TIMEOUT, Heartbeat
 
 _ABORTED, _STEP, _NBYTES = range(3)  # words of the group
 _GROUP_WORDS = 64
 _RANK_WORDS = 64
 
-# A rank that waits looks again at once, then lets others have the core, then sleeps between two looks.
-_EAGER_LOOKS = 50
+# A waiting rank first spins, then yields the core, then sleeps between two checks.
+_SPINS = 50
 _YIELD_S = 0.002
-_NAP_S = 0.00005
+_SLEEP_S = 0.00005
 _MONITOR_S = 0.05
 
 
 class BoardWord(IntEnum):
-    """Words of a rank, in cache lines of their own where they are waited for."""
+    """Words of a rank; those that others wait for have their own cache lines."""
 
-    EXCHANGED = 0  # with those it splits matrices with
+    EXCHANGED = 0  # exchanges with the tp ranks
     SENT = 8
     RECEIVED = 16
     GATHERED = 24
     DONE = 32
     DIGEST = 40  # of all batches up to DONE
-    COMPUTE_NS = 41  # in the step DONE, and so the following
+    COMPUTE_NS = 41  # of the step DONE, as the next three
     COLLECTIVE_NS = 42
     BUBBLE_NS = 43
     ALL_TO_ALL_NS = 44
-    CP_EXCHANGED = 56  # with the other shares of its stage
-    HEARTBEAT_NS = 48  # CLOCK_MONOTONIC, which all processes of a machine share
+    CP_EXCHANGED = 56  # exchanges with the cp ranks
+    HEARTBEAT_NS = 48  # CLOCK_MONOTONIC, equal for all processes of a machine
 
 
 class SharedMemory:
-    """Memory without a name that other processes open by ``path``, and that goes with the last of them.
+    """Anonymous memory that other processes open by ``path``; freed with its last mapping.
 
     ``fd``: of the memfd, -1 once closed.
     """
@@ -58,33 +58,33 @@ class SharedMemory:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> SharedMemory:
-        """Zeroed, its pages present when first written. Open to this user's processes while we live."""
+        """Create zeroed memory. Processes of this user can open it while this process lives."""
         fd = os.memfd_create(f"moonpool-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, nbytes)
-        # Who maps it need not fear that it shrinks.
+        # Sealed, so that a mapping never loses pages.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return cls(f"/proc/{os.getpid()}/fd/{fd}", nbytes, fd)
 
     @classmethod
     def open(cls, path: str) -> SharedMemory:
-        """Raises OSError when its creator is gone."""
+        """Map existing memory. Raises OSError when its creator has ended."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         return cls(path, Path(path).stat().st_size, fd)
 
     def close(self) -> None:
-        """Give up the name; the bytes go when nobody refers to ``array`` any more. Idempotent."""
+        """Close the path; the bytes stay while ``array`` is referenced. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class SharedBoard:
-    """One rank's view. Each word has one writer; on x86-64 its stores are seen in their order.
+    """One rank's view of the board. Each word has one writer; x86-64 keeps the order of its stores.
 
-    Waiting ends with RankLost when the leader has aborted the group, or is not heard of any more.
+    Every wait raises RankLost when the group is aborted or the leader's heartbeat stops.
 
-    remote_ranks: ranks of other machines; the relay's thread writes their words here. ``on_publish``: called
-    with every step's number and batch, in the thread that published it.
+    remote_ranks: ranks of other machines; the relay's thread writes their words here. ``on_publish``: calls
+    with each step's number and batch, in the publishing thread. ``payload``: room for a step's batch.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, world_size: int, timeout_s: float) -> None:
@@ -92,18 +92,18 @@ class SharedBoard:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.remote_ranks = range(0)
-        self.on_publish: Callable[[int, npt.NDArray[np.uint8]], None] | None = None
+        self.on_publish: list[Callable[[int, npt.NDArray[np.uint8]], None]] = []
         self._memory = memory
         control_nbytes = self._control_nbytes(world_size)
         words = memory.array[:control_nbytes].view(np.int64)
         self._words = memoryview(words.data)
-        self._payload = memory.array[control_nbytes:]
+        self.payload = memory.array[control_nbytes:]
         self._step = Futex(words, _STEP)
         self._done = [Futex(words, self._index(other, BoardWord.DONE)) for other in range(world_size)]
 
     @classmethod
     def create(cls, world_size: int, payload_nbytes: int, timeout_s: float) -> SharedBoard:
-        """The leader's. ``payload_nbytes``: of the largest batch of a step."""
+        """Create the leader's view. ``payload_nbytes``: of the largest batch of a step."""
         memory = SharedMemory.create("board", cls._control_nbytes(world_size) + payload_nbytes)
         return cls(memory, 0, world_size, timeout_s)
 
@@ -112,7 +112,7 @@ class SharedBoard:
         return 8 * (_GROUP_WORDS + _RANK_WORDS * world_size)
 
     def as_rank(self, rank: int) -> SharedBoard:
-        """The same board as ``rank`` has it: for who writes here what that rank says elsewhere."""
+        """Return the view of ``rank``, for a relay that writes its words."""
         return SharedBoard(self._memory, rank, self.world_size, self.timeout_s)
 
     @property
@@ -132,13 +132,13 @@ class SharedBoard:
         return self._words[_GROUP_WORDS + _RANK_WORDS * rank + word]
 
     def post(self, word: BoardWord, value: int) -> None:
-        """Set one of our own words; what was written to shared memory before is seen with it."""
+        """Set a word of this rank. Others that see it also see all memory written before."""
         self._words[_GROUP_WORDS + _RANK_WORDS * self.rank + word] = value
 
     def wait(self, rank: int, word: BoardWord, value: int) -> None:
-        """Until ``rank`` has come to ``value``. Raises RankLost when the group is aborted meanwhile."""
+        """Wait until the word of ``rank`` is at least ``value``. Raises RankLost."""
         words, index = self._words, _GROUP_WORDS + _RANK_WORDS * rank + word
-        for _ in range(_EAGER_LOOKS):
+        for _ in range(_SPINS):
             if words[index] >= value:
                 return
         began_s = time.monotonic()
@@ -148,19 +148,19 @@ class SharedBoard:
             if now_s - began_s < _YIELD_S:
                 os.sched_yield()
             else:
-                time.sleep(_NAP_S)
+                time.sleep(_SLEEP_S)
             if now_s - monitored_s > _MONITOR_S:
                 monitored_s = now_s
                 self.check()
 
     def post_done(self, step: int) -> None:
-        """This rank is done with ``step``; what it tells of it is posted already."""
+        """Post that this rank is done with ``step``, after its other words."""
         self.post(BoardWord.DONE, step)
         self._done[self.rank].wake()
 
     def wait_done(self, rank: int, step: int) -> None:
-        """As ``wait``. Sleeps in the kernel at once where ``rank`` is far: looking again and again would keep
-        the thread that hears of it from running."""
+        """Wait until ``rank`` is done with ``step``. For a remote rank it sleeps in the kernel at once:
+        spinning would delay the relay's thread. Raises RankLost."""
         if rank not in self.remote_ranks:
             self.wait(rank, BoardWord.DONE, step)
             return
@@ -168,26 +168,29 @@ class SharedBoard:
             self._done[rank].wait(done, _MONITOR_S)
             self.check()
 
-    # ------------------------------------------------------------------ life and death
+    # ------------------------------------------------------------------ liveness
 
     def beat(self, age_ns: int = 0) -> None:
-        """Tell the others that this process runs, or ran ``age_ns`` ago; from any thread, several times
-        within the timeout."""
+        """Post that this process ran ``age_ns`` ago. From any thread."""
         self.post(BoardWord.HEARTBEAT_NS, time.monotonic_ns() - age_ns)
 
+    def start_heartbeat(self) -> Heartbeat:
+        """Beat on a thread, several times within the timeout, until the result is stopped."""
+        return Heartbeat(self.beat, self.timeout_s / BEATS_PER_TIMEOUT)
+
     def silent_s(self, rank: int) -> float:
-        """For how long ``rank`` has not been heard of; 0 where it never was."""
+        """Return the seconds since the last heartbeat of ``rank``; 0 before the first."""
         beat_ns = self.count(rank, BoardWord.HEARTBEAT_NS)
         return (time.monotonic_ns() - beat_ns) / 1e9 if beat_ns else 0.0
 
     def abort(self, rank: int) -> None:
-        """End all waiting, now and later: ``rank`` is lost. Idempotent; the first one counts."""
+        """Make all waits raise RankLost of ``rank``. Only the first call counts."""
         if not self._words[_ABORTED]:
             self._words[_ABORTED] = rank + 1
             self._step.wake()
 
     def check(self) -> None:
-        """Raise RankLost where the group is aborted or its leader silent."""
+        """Raise RankLost if the group is aborted or its leader silent."""
         if aborted := self._words[_ABORTED]:
             raise RankLost(aborted - 1, "the group was aborted")
         if self.rank and (silent_s := self.silent_s(0)) > self.timeout_s:
@@ -196,21 +199,18 @@ class SharedBoard:
     # ------------------------------------------------------------------ steps
 
     def publish(self, step: int, nbytes: int) -> None:
-        """The batch of ``step`` is in ``payload[:nbytes]``. The step before must be done on all ranks."""
+        """Publish ``payload[:nbytes]`` as the batch of ``step``. All ranks must be done with the step
+        before."""
         self._words[_NBYTES] = nbytes
         self._words[_STEP] = step
         self._step.wake()
-        if self.on_publish is not None:
-            self.on_publish(step, self.batch())
-
-    @property
-    def payload(self) -> npt.NDArray[np.uint8]:
-        return self._payload
+        for publish in self.on_publish:
+            publish(step, self.batch())
 
     def wait_step(self, seen: int) -> int:
-        """Until there is a step after ``seen``; its number. Sleeps in the kernel when none comes soon."""
+        """Wait for the step after ``seen`` and return its number. Sleeps in the kernel after a short time."""
         words = self._words
-        for _ in range(_EAGER_LOOKS):
+        for _ in range(_SPINS):
             if words[_STEP] != seen:
                 return words[_STEP]
         began_s = time.monotonic()
@@ -223,5 +223,5 @@ class SharedBoard:
         return words[_STEP]
 
     def batch(self) -> npt.NDArray[np.uint8]:
-        """The payload of the step published last, a view."""
-        return self._payload[: self._words[_NBYTES]]
+        """Return a view of the batch published last."""
+        return self.payload[: self._words[_NBYTES]]

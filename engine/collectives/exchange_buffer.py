@@ -1,4 +1,4 @@
-"""Ranks that all give each other something, through memory they share."""
+"""Exchanges between ranks through shared memory, double buffered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LINE_NBYTES = 64
 
 
 class ExchangeBuffer:
-    """One rank's side of exchanges, numbered from 1, in which every rank of the circle takes part.
+    """One rank's side of exchanges between ``ranks``, numbered from 1. Every rank takes part in each.
 
     Each rank has two buffers; exchange k uses buffer k & 1.
 
@@ -31,40 +31,42 @@ class ExchangeBuffer:
         board: SharedBoard,
         word: BoardWord,
         ranks: Sequence[int],
-        halves: Mapping[int, Sequence[Tensor]],
+        buffers: Mapping[int, Sequence[Tensor]],
     ) -> None:
-        """halves: uint8, two for each of ``ranks``, of a whole number of ``lines``, the same on all."""
+        """buffers: uint8, two for each of ``ranks``, of a whole number of ``lines``, equal on all ranks."""
         self.ranks = list(ranks)
         self._board = board
         self._word = word
-        self._halves = halves
-        self._num_given = 0
+        self._buffers = buffers
+        self._num_written = 0
 
-    def give(self, part: Tensor, head: Tensor | None = None) -> int:
-        """Begin an exchange: all of ours, in any shape, ``lines(head)`` behind ``head``. Its number."""
-        self._num_given = k = self._num_given + 1
-        half, first = self._halves[self._board.rank][k & 1], 0
+    def write(self, part: Tensor, head: Tensor | None = None) -> int:
+        """Begin an exchange with this rank's data, after ``lines(head)`` bytes for ``head``. Return its
+        number."""
+        self._num_written = k = self._num_written + 1
+        buffer, first = self._buffers[self._board.rank][k & 1], 0
         if head is not None:
-            half.view(head.dtype)[: len(head)].copy_(head)
+            buffer.view(head.dtype)[: len(head)].copy_(head)
             first = lines(head.nbytes) // part.itemsize
-        half.view(part.dtype)[first : first + part.numel()].view(part.shape).copy_(part)
+        buffer.view(part.dtype)[first : first + part.numel()].view(part.shape).copy_(part)
         self._board.post(self._word, k)
         return k
 
-    def given(self, rank: int, k: int, dtype: torch.dtype, first: int, count: int) -> Tensor:
-        """Elements of what ``rank`` gives in exchange ``k``, a view that is valid until we give in k + 1.
+    def read(self, rank: int, k: int, dtype: torch.dtype, first: int, count: int) -> Tensor:
+        """Return elements of the data of ``rank`` in exchange ``k``, a view that is valid until our next
+        ``write``.
 
-        Raises RankLost when the group is aborted before it came to that.
+        Waits for that rank. Raises RankLost.
         """
         if rank != self._board.rank:
             self._board.wait(rank, self._word, k)
-        return self._halves[rank][k & 1].view(dtype)[first : first + count]
+        return self._buffers[rank][k & 1].view(dtype)[first : first + count]
 
     def close(self) -> None:
-        """Let go of the halves."""
-        self._halves = {}
+        """Drop the buffers."""
+        self._buffers = {}
 
 
 def lines(nbytes: int) -> int:
-    """As whole cache lines, so that what comes behind is aligned for any dtype."""
+    """Round up to whole cache lines, which align any dtype."""
     return -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES

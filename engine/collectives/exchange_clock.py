@@ -1,19 +1,18 @@
-"""Where a rank's time goes: what its exchanges with other ranks took."""
+"""The time a rank spends in exchanges with other ranks."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 
-_KEPT = 4096
+_NUM_SAMPLES = 4096
 
 
 class ExchangeClock:
     """Counts of one rank since its start; ``samples_s`` are the last exchanges' durations.
 
-    collective_ns: exchanges whose data was there, or was being made (all-reduce, gather, send).
-    all_to_all_ns: those of them that took tokens to experts and back, whose samples are also kept apart.
-    bubble_ns: waiting for the stage before to have something at all.
+    collective_ns: all exchanges, waiting included, except ``receive``. all_to_all_ns: those of them that
+    moved tokens to experts and back. bubble_ns: waiting for the stage before.
     """
 
     def __init__(self) -> None:
@@ -24,8 +23,8 @@ class ExchangeClock:
         self.all_to_all_nbytes = 0
         self.all_to_all_ns = 0
         self.bubble_ns = 0
-        self.samples_s: deque[float] = deque(maxlen=_KEPT)
-        self.all_to_all_samples_s: deque[float] = deque(maxlen=_KEPT)
+        self.samples_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self.all_to_all_samples_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
 
     def collective(self, began_ns: int, nbytes: int) -> None:
         took_ns = time.perf_counter_ns() - began_ns
@@ -35,13 +34,13 @@ class ExchangeClock:
         self.samples_s.append(took_ns / 1e9)
 
     def extend_last(self, began_ns: int) -> None:
-        """The exchange counted last was not over: what it took since ``began_ns`` belongs to it."""
+        """Add the time since ``began_ns`` to the exchange counted last."""
         took_ns = time.perf_counter_ns() - began_ns
         self.collective_ns += took_ns
         self.samples_s[-1] += took_ns / 1e9
 
     def all_to_all(self, began_ns: int, nbytes: int) -> None:
-        """``nbytes``: of the rows this rank gave away."""
+        """``nbytes``: of the rows this rank sent."""
         self.collective(began_ns, nbytes)
         took_s = self.samples_s[-1]
         self.num_all_to_alls += 1

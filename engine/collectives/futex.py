@@ -1,4 +1,4 @@
-"""Sleeping until a word of shared memory changes, without polling it."""
+"""Sleep until a word of shared memory changes, without polling."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-# x86-64, whose stores are seen in the order they were made: what everything on the board relies on.
+# Of x86-64. The board needs its memory model, too: stores are seen in order.
 _SYS_FUTEX = 202
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_EVERYBODY = 1 << 30
+_ALL = 1 << 30
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -21,22 +21,22 @@ class _Timespec(ctypes.Structure):
 
 
 class Futex:
-    """The low half of one int64 of an array that several processes map."""
+    """A futex over the low half of one int64 of shared memory."""
 
     def __init__(self, words: npt.NDArray[np.int64], index: int) -> None:
         self._words = words  # keeps the mapping
         self._address = ctypes.c_void_p(int(words.__array_interface__["data"][0]) + 8 * index)
 
     def wait(self, value: int, timeout_s: float) -> None:
-        """Sleep while the word is ``value``, until ``wake``, or for ``timeout_s``; may return earlier."""
+        """Sleep while the word is ``value``, until ``wake`` or the timeout. May return early."""
         whole, rest = divmod(timeout_s, 1.0)
         limit = _Timespec(int(whole), int(rest * 1e9))
         expected = ctypes.c_uint32(value & 0xFFFFFFFF)
         if _libc.syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, expected, ctypes.byref(limit), None, 0) < 0:
             error = ctypes.get_errno()
-            # It had changed already, the time is over, or a signal came.
+            # EAGAIN (the word had changed), ETIMEDOUT, EINTR.
             assert error in (11, 110, 4), os.strerror(error)
 
     def wake(self) -> None:
-        """Wake everybody who sleeps on the word."""
-        _libc.syscall(_SYS_FUTEX, self._address, _FUTEX_WAKE, ctypes.c_int(_EVERYBODY), None, None, 0)
+        """Wake all sleepers on the word."""
+        _libc.syscall(_SYS_FUTEX, self._address, _FUTEX_WAKE, ctypes.c_int(_ALL), None, None, 0)

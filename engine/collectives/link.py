@@ -1,4 +1,4 @@
-"""What ranks exchange tensors through, whatever carries it."""
+"""The protocol of exchanges between ranks."""
 
 from __future__ import annotations
 
@@ -9,59 +9,60 @@ from torch import Tensor
 
 
 class Link(Protocol):
-    """One rank's side. Every rank makes the same calls in the same order; one thread only.
+    """One rank's side. Every rank makes the same calls in the same order, on one thread.
 
-    Any of them raises RankLost when another rank did not do its part in time, or the group was aborted; the
-    link is of no use afterwards.
+    Any call raises RankLost when another rank fails or the group is aborted; the link is unusable then.
+    "The tp ranks" are those of the same stage and cp rank.
     """
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """The sum over the ranks of this stage and share, bit for bit the same on all. May be written over
-        ``part``."""
+        """Return the sum over the tp ranks, bit for bit equal on all. May overwrite ``part``."""
         ...
 
     def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
-        """What each rank of this stage and share has, one after the other: [sum(counts), …].
+        """Return the parts of the tp ranks in order: [sum(counts), …].
 
-        part: [counts[place], …] of any dtype, the same on all; ``counts`` is the same on all, and may be 0.
+        part: [counts[tp_rank], …] of any dtype. ``counts`` is equal on all ranks; entries may be 0.
         """
         ...
 
     def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
-        """This rank's run of rows of the sum over these ranks: [counts[place], …].
+        """Return this rank's rows of the sum over the tp ranks: [counts[tp_rank], …].
 
-        whole: [sum(counts), …]; ``counts`` is the same on all, and may be 0.
+        whole: [sum(counts), …]. ``counts`` is equal on all ranks; entries may be 0.
         """
         ...
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Rows to and from each rank of this stage and share, itself too, in their order: [sum(received), …].
+        """Exchange rows with each tp rank, itself included: [sum(received), …], in rank order.
 
-        rows: [sum(sent), …], those for place 0 first; ``sent[i]`` is what place i has as ``received`` of us.
+        rows: [sum(sent), …], those for tp rank 0 first. ``sent[i]`` equals rank i's ``received`` for us.
         """
         ...
 
     def exchange_cp(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
-        """Begin to exchange rows with the other shares of this stage and place.
+        """Begin to exchange rows with the other cp ranks of this stage and tp rank.
 
-        part: [counts[share], width], which may be changed when this returns; ``counts`` is the same on all.
+        part: [counts[cp_rank], width], which may change after the return. ``counts`` is equal on all ranks.
         Returns a function that waits for one cp rank and returns its part, [counts[cp_rank], width], valid
-        until the next ``exchange_cp``. Before that every rank must take the part of each other rank, also an
-        empty one.
+        until the next ``exchange_cp``. Before that every rank must call it for each other rank, also for an
+        empty part.
         """
         ...
 
     def send(self, hidden: Tensor) -> None:
-        """To the same share and place in the next stage. Returns when ``hidden`` may be changed."""
+        """Send to the same cp and tp rank of the next stage. ``hidden`` may change after the return."""
         ...
 
     def receive(self, num_tokens: int) -> Tensor:
-        """What the same share and place in the stage before sent: [num_tokens, hidden]."""
+        """Receive from the same cp and tp rank of the stage before: [num_tokens, hidden]."""
         ...
 
     def gather(self, logits: Tensor | None, num_rows: int) -> Tensor | None:
-        """Rank 0 gets the logits, [num_rows, vocab_size], side by side; the last stage's ranks of the first
-        share give theirs, [num_rows, words of the shard]; others do not call."""
+        """Return the logits side by side on rank 0: [num_rows, vocab_size].
+
+        The last stage's ranks with cp rank 0 give [num_rows, words of the shard]. Other ranks do not call it.
+        """
         ...
 
     def close(self) -> None: ...

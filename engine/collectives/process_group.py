@@ -1,31 +1,36 @@
-"""The ranks of a group as torch.distributed knows them: how they meet, and how waiting for them ends."""
+"""The torch.distributed process group of all ranks: rendezvous, Gloo's address, waits that can end."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from moonpool.engine.collectives.board import SharedBoard
-from moonpool.engine.collectives.gloo import INTERFACE, gloo_backend
-from moonpool.engine.collectives.work_waiter import WorkWaiter
 from moonpool.engine.errors import LinkBroken
 
-# Gloo ends no wait by itself: a rank that computes for long is not lost, and the board says who is.
+# Gloo's waits have no time limit: a rank may compute for long, and the board knows which rank is lost.
 _NO_TIMEOUT = timedelta(days=365)
+_CHECK_S = 0.05
+# Set by operators to choose the network between machines.
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_BACKEND = "gloo_here"
 
 
 class ProcessGroup:
-    """One rank's side, of all ranks at once.
+    """One rank's side of the group of all ranks.
 
-    What they exchange over Gloo has no time limit; waiting ends with RankLost when the board says so. Over
-    NCCL, where waiting is the GPU's, ``timeout_s`` is NCCL's own.
+    Over Gloo exchanges have no time limit; waits raise RankLost when the board says so. Over NCCL, where the
+    GPU waits, NCCL's own limit is ``board.timeout_s``.
     """
 
     def __init__(
@@ -38,26 +43,24 @@ class ProcessGroup:
         address: str,
         start_timeout_s: float,
     ) -> None:
-        """store: the one all ranks were told of, used for nothing else. address: of this machine, where ranks
-        on others reach it.
+        """store: the same on all ranks, not used for anything else. address: of this machine for other ranks.
 
-        Raises RankLost when the others do not come within ``start_timeout_s``.
+        Raises RankLost when the other ranks do not come within ``start_timeout_s``.
         """
         self._board = board
-        self._device = device
         self._start = timedelta(seconds=start_timeout_s)
         self._waiter: WorkWaiter | None = None
         hint = ""
-        # Of a lost rank NCCL gives its waiting kernels up and no more: by default it ends this process too.
+        # When a rank is lost NCCL aborts its waiting kernels. Its default also ends this process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         if backend == "gloo":
             self._waiter = WorkWaiter(board.check)
             hint = (
-                f"; this rank listens at {address}: where machines reach each other by another network, set "
-                f"{INTERFACE} to its interface on each of them"
+                f"; this rank listens at {address}: if the machines reach each other by another network, set "
+                f"{_INTERFACE} to its interface on each of them"
             )
         with raising_rank_lost(board.rank, hint):
-            # What comes now has NCCL's time limit, and other ranks may still be importing.
+            # Wait here for ranks that are still importing: the limit below is NCCL's for everything.
             store.set(f"here/{board.rank}", "")
             store.wait([f"here/{rank}" for rank in range(board.world_size)], self._start)
             dist.init_process_group(
@@ -72,7 +75,7 @@ class ProcessGroup:
 
     @property
     def _limit(self) -> timedelta:
-        """Of meeting over Gloo, of everything over NCCL."""
+        """The time limit: of rendezvous over Gloo, of everything over NCCL."""
         return self._start if self._waiter is not None else timedelta(seconds=self._board.timeout_s)
 
     def _lift_limit(self, group: dist.ProcessGroup | None) -> None:
@@ -80,21 +83,22 @@ class ProcessGroup:
             _set_pg_timeout(_NO_TIMEOUT, group)
 
     def groups(self, of: Iterable[Sequence[int]]) -> dist.ProcessGroup:
-        """Make a group of each of these runs of ranks, in the same order on all; ours of them."""
+        """Make a group of each of these rank lists, in the same order on all ranks. Return this rank's
+        group."""
         mine: dist.ProcessGroup | None = None
         with raising_rank_lost(self._board.rank):
             for ranks in of:
-                # Every rank makes every group, also those it is not in.
+                # torch requires every rank to make every group.
                 group = dist.new_group(list(ranks), timeout=self._limit)
                 if self._board.rank in ranks:
                     self._lift_limit(group)
                     mine = group
-        assert mine is not None, "a rank of no group"
+        assert mine is not None, "this rank is in no group"
         return mine
 
     def finish(self, rank: int, work: dist.Work | None) -> None:
-        """Until ``work`` is done: on GPUs, for what is launched from now on. Raises RankLost, of ``rank`` if
-        nobody knows better."""
+        """Wait until ``work`` is done; on GPUs, order later launches after it. Raises RankLost, of
+        ``rank`` if the cause is unknown."""
         if work is None:
             return
         with raising_rank_lost(rank):
@@ -109,9 +113,72 @@ class ProcessGroup:
         dist.destroy_process_group()
 
 
+class WorkWaiter:
+    """A thread that waits for Gloo, so that the caller can check for lost ranks meanwhile. Gloo itself never
+    notices a dark machine or a stopped process."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        """check: raises when further waiting is useless."""
+        self._check = check
+        self._works: SimpleQueue[dist.Work | None] = SimpleQueue()
+        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        Thread(target=self._run, name="exchanges", daemon=True).start()
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait until ``work`` is done. Raises its error, or that of ``check``; then the waiter is
+        unusable."""
+        self._works.put(work)
+        while True:
+            try:
+                error = self._ends.get(timeout=_CHECK_S)
+            except Empty:
+                self._check()
+                continue
+            if error is not None:
+                raise error
+            return
+
+    def stop(self) -> None:
+        """End the thread after its current work."""
+        self._works.put(None)
+
+    def _run(self) -> None:
+        # Some works write to a step's tensors when waited for.
+        with torch.inference_mode():
+            while (work := self._works.get()) is not None:
+                try:
+                    work.wait()
+                except Exception as error:
+                    self._ends.put(error)
+                else:
+                    self._ends.put(None)
+
+
+def gloo_backend(address: str) -> str:
+    """Register Gloo listening at ``address`` as a torch.distributed backend. Return its name, valid until the
+    next call.
+
+    By default Gloo listens where the machine's own name resolves to: on many machines 127.0.1.1, which others
+    cannot reach. ``GLOO_SOCKET_IFNAME`` has precedence.
+    """
+    dist.Backend.register_backend(_BACKEND, partial(_gloo_group, address), devices=["cpu"])
+    return _BACKEND
+
+
+def _gloo_group(address: str, store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub has another name
+    options._timeout = timeout
+    options._devices = [
+        ProcessGroupGloo.create_default_device()
+        if os.environ.get(_INTERFACE)
+        else ProcessGroupGloo.create_device(hostname=address)
+    ]
+    return ProcessGroupGloo(store, rank, size, options)
+
+
 @contextmanager
 def raising_rank_lost(rank: int, hint: str = "") -> Iterator[None]:
-    """torch.distributed's errors become RankLost; ``rank``: the one that may be to blame."""
+    """Turn torch.distributed's errors into LinkBroken. ``rank``: the likely cause."""
     try:
         yield
     except RuntimeError as error:

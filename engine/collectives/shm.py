@@ -1,4 +1,4 @@
-"""Ranks of one machine exchanging tensors through memory they share."""
+"""Exchanges between ranks of one machine through shared memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 
 @dataclass(frozen=True, slots=True)
 class ExchangeShape:
-    """The largest things a rank writes for others, in bytes."""
+    """The largest tensors a rank writes for others, in bytes."""
 
-    shared_nbytes: int  # for those it splits matrices with, at once
-    hidden_nbytes: int  # for the next stage: tokens × hidden size
-    logits_nbytes: int  # of one gather: rows × words of the largest shard
-    tokens_nbytes: int  # for the other shares: K and V of its tokens, or the rows whose logits are wanted
+    shared_nbytes: int  # one exchange with the tp ranks
+    hidden_nbytes: int  # one send: tokens × hidden size
+    logits_nbytes: int  # one gather: rows × words of the largest shard
+    tokens_nbytes: int  # one exchange with the cp ranks: K and V, or rows for logits
     hidden_size: int
     dtype: torch.dtype
 
@@ -35,7 +35,7 @@ class ExchangeShape:
         words = max(len(shard.vocab) for shard in plan.shards(config))
         hidden = lines(max_tokens * config.hidden_size * dtype.itemsize)
         logits = lines(max_rows * words * dtype.itemsize)
-        # At worst all that a step's tokens choose is on one rank: what it gives back is the most.
+        # The worst case of an all-to-all: one rank computes all of a step's tokens and returns them.
         choices = config.moe.top_k if config.moe and plan.ep > 1 else 1
         shared = lines(choices * hidden) + _starts_nbytes(plan.tp)
         kv_width = 2 * len(plan.shard(config, 0).kv_heads) * config.head_dim
@@ -45,10 +45,9 @@ class ExchangeShape:
 
     @property
     def areas(self) -> list[int]:
-        """What is written while it was read by all is written again only after the other half was: twice of
-        each, for exchanges with those it splits matrices with, sends, gathers, and other shares."""
+        """Two buffers of each kind, in this order: tp exchanges, sends, gathers, cp exchanges."""
         sizes = (self.shared_nbytes, self.hidden_nbytes, self.logits_nbytes, self.tokens_nbytes)
-        return [size for size in sizes for _ in "ab"]
+        return [size for size in sizes for _ in range(2)]
 
     @property
     def rank_nbytes(self) -> int:
@@ -56,8 +55,7 @@ class ExchangeShape:
 
 
 class ShmLink:
-    """See ``Link``. A rank writes into its own half-buffers, posts its count, and reads those of the
-    others.
+    """See ``Link``. A rank writes to its own buffers, posts its count, and reads the buffers of others.
 
     All exchanges between tp ranks go through one ``ExchangeBuffer``, those between cp ranks through another.
     """
@@ -72,7 +70,7 @@ class ShmLink:
         shard: Shard,
         clock: ExchangeClock,
     ) -> None:
-        """memory: at least ``shape.rank_nbytes`` for each rank, the same on all."""
+        """memory: at least ``shape.rank_nbytes`` for each rank, the same memory on all."""
         self._board = board
         self._shape = shape
         self._shard = shard
@@ -80,7 +78,7 @@ class ShmLink:
         self._num_sent = self._num_received = self._num_gathered = 0
         self._heads = [(s.rank, len(s.vocab)) for s in plan.head_shards(config)]
         whole = torch.from_numpy(memory.array)
-        # For each rank: the halves for exchanges, for sends, for gathers and for other shares.
+        # For each rank its ``ExchangeShape.areas``.
         self._areas: list[list[Tensor]] = []
         end = 0
         for _ in range(plan.world_size):
@@ -89,16 +87,16 @@ class ShmLink:
                 first, end = end, end + size
                 areas.append(whole[first:end])
             self._areas.append(areas)
-        halves = {rank: self._areas[rank][:2] for rank in shard.tensor_ranks}
-        self._circle = ExchangeBuffer(board, BoardWord.EXCHANGED, shard.tensor_ranks, halves)
-        halves = {rank: self._areas[rank][6:] for rank in shard.context_ranks}
-        self._shares = ExchangeBuffer(board, BoardWord.CP_EXCHANGED, shard.context_ranks, halves)
+        buffers = {rank: self._areas[rank][:2] for rank in shard.tensor_ranks}
+        self._tp = ExchangeBuffer(board, BoardWord.EXCHANGED, shard.tensor_ranks, buffers)
+        buffers = {rank: self._areas[rank][6:] for rank in shard.context_ranks}
+        self._cp = ExchangeBuffer(board, BoardWord.CP_EXCHANGED, shard.context_ranks, buffers)
 
     def all_reduce(self, part: Tensor) -> Tensor:
         began_ns = time.perf_counter_ns()
         flat, n = part.view(-1), part.numel()
-        k = self._circle.give(part)
-        parts = [self._circle.given(rank, k, part.dtype, 0, n) for rank in self._circle.ranks]
+        k = self._tp.write(part)
+        parts = [self._tp.read(rank, k, part.dtype, 0, n) for rank in self._tp.ranks]
         if len(parts) == 2:
             torch.add(parts[0], parts[1], out=flat)
         else:
@@ -109,10 +107,10 @@ class ShmLink:
     def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
         began_ns = time.perf_counter_ns()
         width = part.shape[1:].numel()
-        k = self._circle.give(part)
+        k = self._tp.write(part)
         parts = [
-            self._circle.given(rank, k, part.dtype, 0, n * width)
-            for rank, n in zip(self._circle.ranks, counts, strict=True)
+            self._tp.read(rank, k, part.dtype, 0, n * width)
+            for rank, n in zip(self._tp.ranks, counts, strict=True)
         ]
         whole = torch.cat(parts).view(-1, *part.shape[1:])
         self._clock.collective(began_ns, part.nbytes)
@@ -120,38 +118,38 @@ class ShmLink:
 
     def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
         began_ns = time.perf_counter_ns()
-        width, place = whole.shape[1:].numel(), self._shard.tp_rank
-        first, n = sum(counts[:place]) * width, counts[place] * width
-        k = self._circle.give(whole)
-        total = _total([self._circle.given(rank, k, whole.dtype, first, n) for rank in self._circle.ranks])
+        width, tp_rank = whole.shape[1:].numel(), self._shard.tp_rank
+        first, n = sum(counts[:tp_rank]) * width, counts[tp_rank] * width
+        k = self._tp.write(whole)
+        total = _total([self._tp.read(rank, k, whole.dtype, first, n) for rank in self._tp.ranks])
         self._clock.collective(began_ns, whole.nbytes)
-        return total.to(whole.dtype).view(counts[place], *whole.shape[1:])
+        return total.to(whole.dtype).view(counts[tp_rank], *whole.shape[1:])
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         began_ns = time.perf_counter_ns()
-        width, place = rows.shape[1:].numel(), self._shard.tp_rank
-        # Whoever reads must know where its rows begin, which only we do: a line of offsets before them.
+        width, tp_rank = rows.shape[1:].numel(), self._shard.tp_rank
+        # The offsets of each reader's rows precede them.
         starts = torch.tensor([0, *accumulate(sent)])
-        k = self._circle.give(rows, starts)
+        k = self._tp.write(rows, starts)
         behind = _starts_nbytes(self._shard.tp) // rows.itemsize
         parts = []
-        for rank, n in zip(self._circle.ranks, received, strict=True):
-            start, end = self._circle.given(rank, k, torch.int64, place, 2).tolist()
-            assert end - start == n, f"rank {rank} gave {end - start} rows, {n} were expected"
-            parts.append(self._circle.given(rank, k, rows.dtype, behind + start * width, n * width))
+        for rank, n in zip(self._tp.ranks, received, strict=True):
+            start, end = self._tp.read(rank, k, torch.int64, tp_rank, 2).tolist()
+            assert end - start == n, f"rank {rank} sent {end - start} rows, expected {n}"
+            parts.append(self._tp.read(rank, k, rows.dtype, behind + start * width, n * width))
         arrived = torch.cat(parts).view(-1, *rows.shape[1:])
         self._clock.all_to_all(began_ns, rows.nbytes)
         return arrived
 
     def exchange_cp(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
         began_ns = time.perf_counter_ns()
-        k, width, dtype = self._shares.give(part), part.shape[1], part.dtype
+        k, width, dtype = self._cp.write(part), part.shape[1], part.dtype
         self._clock.collective(began_ns, part.nbytes)
 
-        def take(share: int) -> Tensor:
+        def take(cp_rank: int) -> Tensor:
             began_ns = time.perf_counter_ns()
-            n = counts[share]
-            theirs = self._shares.given(self._shares.ranks[share], k, dtype, 0, n * width).view(n, width)
+            n = counts[cp_rank]
+            theirs = self._cp.read(self._cp.ranks[cp_rank], k, dtype, 0, n * width).view(n, width)
             self._clock.extend_last(began_ns)
             return theirs
 
@@ -204,16 +202,16 @@ class ShmLink:
 
     def close(self) -> None:
         self._areas = []
-        self._circle.close()
-        self._shares.close()
+        self._tp.close()
+        self._cp.close()
 
     def _area(self, rank: int, first: int, k: int, dtype: torch.dtype) -> Tensor:
-        """The half for number ``k`` of a kind whose halves are areas ``first`` and ``first + 1``."""
+        """Return the buffer for number ``k``, one of the areas ``first`` and ``first + 1``."""
         return self._areas[rank][first + (k & 1)].view(dtype)
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:
-    """Summed in the order of ranks, in float32 at least."""
+    """Sum in rank order, in float32."""
     total = parts[0].float() + parts[1] if len(parts) > 1 else parts[0].float()
     for other in parts[2:]:
         total += other
@@ -221,5 +219,5 @@ def _total(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _starts_nbytes(num_ranks: int) -> int:
-    """What an all-to-all puts before its rows: int64 [num_ranks + 1]."""
+    """Return the bytes of an all-to-all's offsets: int64 [num_ranks + 1]."""
     return lines(8 * (num_ranks + 1))

@@ -1,4 +1,4 @@
-"""Ranks exchanging tensors through torch.distributed: NCCL between GPUs, Gloo where memory is not shared."""
+"""Exchanges through torch.distributed: NCCL between GPUs, Gloo without shared memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.collectives.process_group import ProcessGroup, raising_rank_lost
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
 
-# As many of a rank's tensors may be on their way to others.
-_SENDS = 2
+# Most tensors of a rank in transit.
+_MAX_SENDS = 2
 
 
 class TorchLink:
-    """See ``Link``. One group for each share of each stage and one of all; made by all ranks at once."""
+    """See ``Link``. All ranks construct it at once, which makes a group of tp ranks for each stage and cp
+    rank."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class TorchLink:
         *,
         within_stages: bool = True,
     ) -> None:
-        """within_stages: False where only ``send``, ``receive`` and ``gather`` will be called, on all."""
+        """within_stages: False where all ranks call only ``send``, ``receive`` and ``gather``."""
         self._ranks = ranks
         self._shard = shard
         self._clock = clock
@@ -54,12 +55,12 @@ class TorchLink:
 
     def all_gather(self, part: Tensor, counts: Sequence[int]) -> Tensor:
         began_ns = time.perf_counter_ns()
-        # Runs of different lengths are padded: neither Gloo nor NCCL gathers or scatters them as they are.
+        # Padded to equal lengths: neither Gloo nor NCCL gathers or scatters different ones.
         longest = max(counts)
-        given = part.new_zeros((longest, *part.shape[1:]))
-        given[: len(part)] = part
+        padded = part.new_zeros((longest, *part.shape[1:]))
+        padded[: len(part)] = part
         whole = part.new_empty((len(counts) * longest, *part.shape[1:]))
-        self._finish(dist.all_gather_single(whole, given, group=self._tensor_group, async_op=True))
+        self._finish(dist.all_gather_single(whole, padded, group=self._tensor_group, async_op=True))
         runs = [
             run[:n] for run, n in zip(torch.split(whole, longest) if longest else (), counts, strict=False)
         ]
@@ -69,11 +70,11 @@ class TorchLink:
     def reduce_scatter(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
         began_ns = time.perf_counter_ns()
         longest = max(counts)
-        given = whole.new_zeros((len(counts), longest, *whole.shape[1:]))
-        for run, rows in zip(given, torch.split(whole, list(counts)), strict=True):
+        padded = whole.new_zeros((len(counts), longest, *whole.shape[1:]))
+        for run, rows in zip(padded, torch.split(whole, list(counts)), strict=True):
             run[: len(rows)] = rows
         total = whole.new_empty((longest, *whole.shape[1:]))
-        flat = given.flatten(0, 1)
+        flat = padded.flatten(0, 1)
         self._finish(dist.reduce_scatter_single(total, flat, group=self._tensor_group, async_op=True))
         self._clock.collective(began_ns, whole.nbytes)
         return total[: counts[self._shard.tp_rank]]
@@ -88,35 +89,33 @@ class TorchLink:
 
     def exchange_cp(self, part: Tensor, counts: Sequence[int]) -> Callable[[int], Tensor]:
         began_ns = time.perf_counter_ns()
-        ours, ranks = self._shard.cp_rank, self._shard.context_ranks
-        given = part.clone(memory_format=torch.contiguous_format)
-        taken = [part.new_empty((n, *part.shape[1:])) for n in counts]
-        others = [share for share in range(len(counts)) if share != ours]
-        operations = [dist.P2POp(dist.isend, given, ranks[share]) for share in others if counts[ours]]
-        operations += [
-            dist.P2POp(dist.irecv, taken[share], ranks[share]) for share in others if counts[share]
-        ]
+        own, ranks = self._shard.cp_rank, self._shard.context_ranks
+        sent = part.clone(memory_format=torch.contiguous_format)
+        received = [part.new_empty((n, *part.shape[1:])) for n in counts]
+        others = [i for i in range(len(counts)) if i != own]
+        operations = [dist.P2POp(dist.isend, sent, ranks[i]) for i in others if counts[own]]
+        operations += [dist.P2POp(dist.irecv, received[i], ranks[i]) for i in others if counts[i]]
         with raising_rank_lost(self._shard.rank):
             works = dist.batch_isend_irecv(operations) if operations else []
         self._clock.collective(began_ns, part.nbytes)
 
-        def take(share: int) -> Tensor:
+        def take(cp_rank: int) -> Tensor:
             began_ns = time.perf_counter_ns()
             while works:
-                self._ranks.finish(ranks[share], works.pop())
+                self._ranks.finish(ranks[cp_rank], works.pop())
             self._clock.extend_last(began_ns)
-            return taken[share]
+            return received[cp_rank]
 
         return take
 
     def send(self, hidden: Tensor) -> None:
         began_ns = time.perf_counter_ns()
-        self._give(hidden, self._shard.rank + self._shard.stage_size)
+        self._isend(hidden, self._shard.rank + self._shard.stage_size)
         self._clock.collective(began_ns, hidden.nbytes)
 
     def receive(self, num_tokens: int) -> Tensor:
         began_ns = time.perf_counter_ns()
-        hidden = self._take(self._shard.rank - self._shard.stage_size, num_tokens, self._hidden_size)
+        hidden = self._recv(self._shard.rank - self._shard.stage_size, num_tokens, self._hidden_size)
         self._clock.bubble(began_ns)
         return hidden
 
@@ -124,12 +123,12 @@ class TorchLink:
         began_ns = time.perf_counter_ns()
         if self._shard.rank:
             assert logits is not None
-            self._give(logits, 0)
+            self._isend(logits, 0)
             self._clock.collective(began_ns, logits.nbytes)
             return None
         parts = []
         for rank, words in self._heads:
-            part = self._take(rank, num_rows, words) if rank else logits
+            part = self._recv(rank, num_rows, words) if rank else logits
             assert part is not None
             parts.append(part)
         whole = torch.cat(parts, dim=1)
@@ -143,17 +142,16 @@ class TorchLink:
     def _finish(self, work: dist.Work | None) -> None:
         self._ranks.finish(self._shard.rank, work)
 
-    def _give(self, tensor: Tensor, rank: int) -> None:
-        """Begin to send a copy of it. Gloo moves nothing before it is asked for at the other end, which may
-        still be busy with what came before."""
-        if len(self._sent) == _SENDS:
+    def _isend(self, tensor: Tensor, rank: int) -> None:
+        """Begin to send a copy: Gloo moves it when the receiver asks for it, which may be later."""
+        if len(self._sent) == _MAX_SENDS:
             work, _ = self._sent.popleft()
             self._ranks.finish(rank, work)
-        given = tensor.clone(memory_format=torch.contiguous_format)
+        copy = tensor.clone(memory_format=torch.contiguous_format)
         with raising_rank_lost(rank):
-            self._sent.append((dist.isend(given, rank), given))
+            self._sent.append((dist.isend(copy, rank), copy))
 
-    def _take(self, rank: int, *shape: int) -> Tensor:
+    def _recv(self, rank: int, *shape: int) -> Tensor:
         taken = torch.empty(shape, dtype=self._dtype, device=self._device)
         with raising_rank_lost(rank):
             work = dist.irecv(taken, rank)

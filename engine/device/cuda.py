@@ -1,4 +1,4 @@
-"""A GPU: one stream for steps, one for each direction of copies beside them, events between them and us."""
+"""A GPU: one stream for steps, one for each direction of copies."""
 
 # torch.cuda has no types of its own.
 # mypy: disable-error-code="no-untyped-call"
@@ -18,12 +18,12 @@ from moonpool.engine.device.device import DeviceMemory, Event, Launched
 
 Result = TypeVar("Result")
 
-# A captured step runs this often before: its kernels are compiled then, and its libraries set up.
+# Runs before a capture: they compile kernels and initialize libraries.
 _WARM_UP_RUNS = 2
 
 
 def gpu_uuids(device: torch.device) -> tuple[str, ...]:
-    """By which the driver knows it; nothing for a CPU."""
+    """Return the driver's UUID of the device; nothing for a CPU."""
     if device.type != "cuda":
         return ()
     return (f"GPU-{torch.cuda.get_device_properties(device).uuid}",)
@@ -31,16 +31,13 @@ def gpu_uuids(device: torch.device) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CudaEvent:
-    """Recorded behind what it is the end of."""
+    """An event recorded after an operation."""
 
     cuda: torch.cuda.Event
-    kept: Any = None  # tensors that must not be freed before
+    kept: Any = None  # tensors that must live until then
 
     def wait(self) -> None:
         self.cuda.synchronize()
-
-    def done(self) -> bool:
-        return bool(self.cuda.query())
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class _Launched(Generic[Result]):
 
 
 class CudaDevice:
-    """As ``Device``; from any thread."""
+    """See ``Device``. From any thread."""
 
     runs_ahead = True
 
@@ -78,7 +75,7 @@ class CudaDevice:
             for _ in range(_WARM_UP_RUNS):
                 step()
         graph = torch.cuda.CUDAGraph()
-        # Other threads (a transfer's) may call CUDA meanwhile.
+        # Other threads (of transfers) may call CUDA meanwhile.
         with torch.cuda.graph(
             graph, pool=self._graph_memory, stream=self._steps, capture_error_mode="thread_local"
         ):
@@ -91,7 +88,7 @@ class CudaDevice:
         return replay
 
     def upload(self, host: Tensor) -> Tensor:
-        # Pinned first: a copy from pageable memory waits for all that the stream was given before.
+        # Pinned first: a copy from pageable memory waits for the whole stream.
         return host.contiguous().pin_memory().to(self.torch, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
@@ -103,7 +100,7 @@ class CudaDevice:
         with torch.cuda.stream(stream):
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
-            # Blocking: whoever waits for copies has the time, and spinning would take a core.
+            # Blocking: waiting for copies is not urgent, and spinning would use a core.
             event = torch.cuda.Event(blocking=True)
             event.record(stream)
         return CudaEvent(event, (sources, targets))

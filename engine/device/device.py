@@ -1,4 +1,4 @@
-"""Where tensors are computed: what is launched there, and how the host learns that it has ended."""
+"""The protocol of a compute device: launch steps and copies, wait for their end."""
 
 from __future__ import annotations
 
@@ -16,76 +16,63 @@ Returned = TypeVar("Returned", covariant=True)
 
 
 class Event(Protocol):
-    """The end of something that was launched."""
+    """The end of a launched operation."""
 
     def wait(self) -> None:
-        """Return when it has ended; from any thread. Gives Python's global lock up meanwhile."""
-
-    def done(self) -> bool: ...
+        """Return when it has ended. From any thread; releases the GIL meanwhile."""
 
 
 class Launched(Protocol[Returned]):
-    """A step on its way."""
+    """A running step."""
 
     def wait(self) -> Returned:
-        """What the step returned, once all it launched has ended. Raises what it raised."""
+        """Return the step's result after everything it launched has ended. Raises the step's error."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a device's memory, at one moment."""
+    """Current memory of a device, in bytes."""
 
     total_nbytes: int
-    free_nbytes: int  # other processes' share is not in it
-    reserved_nbytes: int  # by tensors of this process, and what the allocator keeps for more
+    free_nbytes: int  # memory of other processes is not free
+    reserved_nbytes: int  # by this process: its tensors and the allocator's cache
 
 
 class Device(Protocol):
-    """A place to compute, with a queue of steps and a queue of copies beside them.
+    """A compute device with a queue of steps and a queue of copies.
 
-    What a queue is given ends in the order it was given. The queues do not wait for each other: whoever needs
-    what the other does waits for it on the host.
+    Each queue keeps its order. The queues do not wait for each other; the host synchronizes them.
     """
 
     torch: torch.device
-    runs_ahead: bool  # launching returns before the work has ended
+    runs_ahead: bool  # launches return before the work has ended
 
     def run(self, step: Callable[[], Result]) -> Launched[Result]:
-        """Launch a step: ``step`` makes its tensors, uploads and downloads."""
+        """Launch ``step``, which may use ``upload`` and ``download``."""
 
     def capture(self, step: Callable[[], Result]) -> Callable[[], Result]:
-        """A call that does what ``step`` does to the memory it does it to, with less work for the host. It
-        gives the same tensors each time, with new values. Call it inside ``run``."""
+        """Record ``step``. Returns a replay on the same memory, to be called inside ``run``; it returns
+        the same tensors with new values."""
 
     def upload(self, host: Tensor) -> Tensor:
-        """The same on the device, for the step inside ``run`` that asks for it. The host's may change as soon
-        as this has returned, except on a CPU, where it is the same tensor."""
+        """Copy to the device, for the current step. The host tensor may change afterwards, except on a CPU,
+        where it is the same tensor."""
 
     def download(self, tensor: Tensor) -> Tensor:
-        """The same in host memory, to be read when the step that asks for it has ended."""
+        """Copy to host memory, valid when the current step has ended."""
 
     def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
-        """Launch copies between equal tensors, one of each pair in host memory; all stay until the event has
-        ended. From any thread."""
+        """Launch copies between equal tensors, one of each pair in host memory. From any thread. Keep all
+        tensors until the event has ended."""
 
     def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
-        """Host memory for copies that run by themselves."""
+        """Allocate host memory for asynchronous copies."""
 
     def memory(self) -> DeviceMemory | None:
-        """None where it is the host's own."""
+        """Return the device's memory; None for host memory."""
 
     def peak_nbytes(self, step: Callable[[], object]) -> int:
-        """The most memory that ``step`` held beyond what was held before; 0 where it is the host's own."""
-
-
-class Ended:
-    """The event of what had ended before anybody could ask."""
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
+        """Run ``step`` and return the peak of its additional memory; 0 for host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +84,7 @@ class _Done(Generic[Result]):
 
 
 class CpuDevice:
-    """Everything has ended when the call returns."""
+    """Runs everything synchronously."""
 
     torch: Any = torch.device("cpu")
     runs_ahead = False
@@ -117,7 +104,7 @@ class CpuDevice:
     def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
-        return Ended()
+        return _Done(None)
 
     def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
         return np.empty(shape, np.uint8)

@@ -1,4 +1,4 @@
-"""Where and in which precision a model is computed."""
+"""Choice of the device and the precision of a model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,  # of pages only
+    "float8_e4m3fn": torch.float8_e4m3fn,  # KV pages only
 }
 
 
 def choose_device(option: str) -> Device:
-    """``auto`` is the first GPU where there is one. Raises ConfigError for a GPU that is not there."""
+    """Return the device; ``auto`` is the first GPU, if any. Raises ConfigError for a missing GPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if option == "cpu" or (option == "auto" and not num_gpus):
         return CpuDevice()
@@ -34,9 +34,9 @@ def choose_device(option: str) -> Device:
 
 
 def choose_dtype(option: str, config: ModelConfig, device: Device) -> str:
-    """``auto``: on a GPU what the checkpoint is stored in, on a CPU float32.
+    """Return the dtype; ``auto``: on a GPU that of the checkpoint, on a CPU float32.
 
-    The rule must not depend on a measurement at start: nodes that choose differently cannot exchange blocks.
+    It must not depend on a measurement: nodes with different dtypes cannot exchange blocks.
     """
     if option != "auto":
         return option
@@ -44,5 +44,5 @@ def choose_dtype(option: str, config: ModelConfig, device: Device) -> str:
 
 
 def page_dtype(options: EngineOptions, dtype: str) -> str:
-    """What K and V are kept in by an engine that computes in ``dtype``."""
+    """Return the dtype of K and V for an engine that computes in ``dtype``."""
     return "float8_e4m3fn" if options.kv_dtype == "fp8_e4m3" else dtype

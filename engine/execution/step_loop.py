@@ -10,11 +10,10 @@ from functools import partial
 
 from prometheus_client import Histogram
 
-from moonpool.engine.batching.events import StepEvent
 from moonpool.engine.batching.reservations import Reservations
 from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
-from moonpool.engine.batching.step_plan import StepOutput, StepPlan
+from moonpool.engine.batching.step_plan import StepEvent, StepOutput, StepPlan
 from moonpool.engine.errors import RankLost
 from moonpool.engine.execution.cost_profile import StepCosts
 from moonpool.engine.execution.runner import ModelRunner

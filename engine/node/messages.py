@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moonpool.engine.batching.events import StepEvent, TokenLogprobs
 from moonpool.engine.batching.sampling import Sampling
-from moonpool.engine.batching.sequence import Sequence
+from moonpool.engine.batching.sequence import Sequence, TokenLogprobs
+from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.protos import node_pb2
 

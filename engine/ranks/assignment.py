@@ -1,4 +1,4 @@
-"""What a rank is told to do, and what it must turn out to be."""
+"""A rank's assignment, and the check that a started rank fits its group."""
 
 from __future__ import annotations
 
@@ -26,17 +26,13 @@ from moonpool.runtime.config.options import (
 class Assignment:
     """One rank's part in a group, as one line of JSON.
 
-    board, exchange, pool, expert_load: paths of memory the leader made; no pool: the rank makes its own, and
-    is asked for its expert load. store: host:port where the ranks of torch.distributed meet, empty for shm.
-    address: of this rank's machine, as others reach it; empty where there is only one. On machines that are
-    not the leader's all these are what the rank host puts in.
+    board, exchange, pool, expert_load: paths of memory that the leader created. Without a pool the rank
+    creates its own and is asked for its expert load. store: host:port of torch.distributed's rendezvous,
+    empty for shm. address: of this rank's machine for others; empty with one machine. On other machines the
+    rank host replaces these values.
     """
 
     rank: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int
     model: str
     dtype: str
     device: str
@@ -44,8 +40,8 @@ class Assignment:
     options: EngineOptions
     num_blocks: int
     max_len: int
-    first_device: int = 0  # of the GPUs that the node has on each machine
-    experts: dict[str, object] | None = None  # an ExpertPlacement's ``asdict``
+    first_device: int = 0  # of the node's GPUs on each machine
+    experts: dict[str, object] | None = None  # ``asdict`` of an ExpertPlacement
     board: str = ""
     exchange: str = ""
     pool: str = ""
@@ -56,25 +52,18 @@ class Assignment:
     @property
     def plan(self) -> ParallelPlan:
         experts = ExpertPlacement.unpack(self.experts) if self.experts else None
-        return ParallelPlan(
-            self.tp,
-            self.pp,
-            self.ep,
-            cp=self.cp,
-            experts=experts,
-            all_to_all_tokens=self.options.parallel.all_to_all_tokens,
-        )
+        return ParallelPlan.of_sizes(self.options.parallel, experts)
 
     @property
     def max_rows(self) -> int:
-        """Most rows of logits asked for at once."""
+        """The most rows of logits requested at once."""
         return max(LOGIT_ROWS, self.options.max_batch_size)
 
     def shard(self, config: ModelConfig) -> Shard:
         return self.plan.shard(config, self.rank)
 
     def torch_device(self) -> torch.device:
-        """On GPUs the ranks of a machine have one each, in their order."""
+        """Return this rank's device: the ranks of a machine have a GPU each, in order."""
         if self.device != "cuda":
             return torch.device(self.device)
         return torch.device("cuda", self.first_device + self.rank % self.options.parallel.ranks_per_host)
@@ -90,7 +79,7 @@ class Assignment:
         return cls(**{**words, "options": EngineOptions(**options, parallel=parallel)})  # type: ignore[arg-type]
 
     def identity(self, config: ModelConfig) -> dict[str, str]:
-        """What must be equal on all ranks, from what this process itself finds."""
+        """Return the properties that must be equal on all ranks, as this process finds them."""
         return {
             "model": fingerprint(config.path).hex(),
             "dtype": self.dtype,
@@ -104,7 +93,7 @@ class Assignment:
 
 
 def unpack_transfer_options(words: dict[str, Any]) -> TransferOptions:
-    """Of their ``asdict``, having been JSON."""
+    """Restore options from the JSON of their ``asdict``."""
     return TransferOptions(
         **words
         | {
@@ -116,7 +105,7 @@ def unpack_transfer_options(words: dict[str, Any]) -> TransferOptions:
 
 
 def check_identity(rank: int, theirs: dict[str, str], ours: dict[str, str], where: str = "") -> None:
-    """Raise RankRefused, which says ``where``, by the first word in which a rank differs from its group."""
+    """Raise RankRefused for the first property that differs from the group's."""
     for word in ours | theirs:
         if theirs.get(word) != ours.get(word):
             raise RankRefused(rank, word, theirs.get(word), ours.get(word), where)

@@ -125,8 +125,8 @@ class ParallelRunner(ModelRunner):
         if self._expert_load is not None:
             self._expert_load.tables.zero_()
 
-    def leave(self) -> None:
-        """Let the other ranks out of their steps. No step is running."""
+    def end_steps(self) -> None:
+        """End the step loops of the other ranks. No step is running."""
         self._board.publish(self._stage.step + 1, 0)
 
     def close(self) -> None:

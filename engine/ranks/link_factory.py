@@ -87,7 +87,7 @@ def open_link(assignment: Assignment, config: ModelConfig, board: SharedBoard, c
         case "shm+gloo":
             far = _torch_link(assignment, config, board, clock, within_stages=False)
             near = _shm_link(assignment, config, board, clock)
-            stages = assignment.pp // assignment.options.parallel.hosts
+            stages = assignment.plan.pp // assignment.options.parallel.hosts
             return HybridLink(near, far, assignment.shard(config), stages)
         case _:
             return _torch_link(assignment, config, board, clock, within_stages=True)

@@ -31,7 +31,6 @@ from moonpool.engine.execution.runner import pool_tensor
 from moonpool.engine.experts.load import ExpertLoad
 from moonpool.engine.model.transformer import Model
 from moonpool.engine.ranks.assignment import Assignment, unpack_transfer_options
-from moonpool.engine.ranks.heartbeat import Heartbeat
 from moonpool.engine.ranks.link_factory import open_link
 from moonpool.engine.ranks.stage import RankStep, run_steps
 from moonpool.engine.sharding.tensor_slices import TensorSlices
@@ -134,11 +133,11 @@ def serve(assignment: Assignment, control: LeaderCommands) -> None:
     board = SharedBoard(
         SharedMemory.open(assignment.board), assignment.rank, assignment.plan.world_size, parallel.timeout_s
     )
-    heart = Heartbeat(board)
+    heartbeat = board.start_heartbeat()
     try:
         _run(assignment, board, control)
     finally:
-        heart.stop()
+        heartbeat.stop()
     report("ended")
 
 

@@ -39,9 +39,7 @@ class ParallelPlan:
         Raises ConfigError, which says what would be valid, where the model or the devices do not allow it.
         """
         path = options.expert_plan_path
-        experts = ExpertPlacement.read(Path(path)) if path else None
-        sizes = options.tp, options.pp, options.ep, options.dp, options.cp
-        plan = cls(*sizes, experts, options.all_to_all_tokens)
+        plan = cls.of_sizes(options, ExpertPlacement.read(Path(path)) if path else None)
         plan._check_model(config)
         if device.type == "cuda":
             first, count = device.index or 0, options.ranks_per_host
@@ -53,6 +51,12 @@ class ParallelPlan:
                     "engine.parallel.tp",
                 )
         return plan
+
+    @classmethod
+    def of_sizes(cls, options: ParallelOptions, experts: ExpertPlacement | None) -> ParallelPlan:
+        """Return the plan without checks, for ``experts`` that were read before."""
+        sizes = options.tp, options.pp, options.ep, options.dp, options.cp
+        return cls(*sizes, experts, options.all_to_all_tokens)
 
     def __str__(self) -> str:
         words = f"tp {self.tp} × pp {self.pp}"

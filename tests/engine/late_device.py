@@ -24,9 +24,6 @@ class LateEvent:
     def wait(self) -> Any:
         return self.future.result(timeout=30)
 
-    def done(self) -> bool:
-        return self.future.done()
-
 
 class Queue:
     """Runs what it is given in order; after ``hold`` only as much as is ``let`` through."""

@@ -12,11 +12,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.engine.batching.events import StepEvent
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
-from moonpool.engine.batching.step_plan import StepOutput, StepPlan
+from moonpool.engine.batching.step_plan import StepEvent, StepOutput, StepPlan
 from moonpool.engine.memory.block_pool import BlockPool
 
 BLOCK_SIZE = 4

@@ -125,7 +125,7 @@ async def test_a_machine_lost_in_the_middle_of_steps_is_noticed_and_comes_again(
         async with serving(path, group, **options) as driver:
             driver.engine.add(driver.sequence(list(range(1, 20)), max_tokens=200, ignore_eos=True))
             await driver.until(lambda: driver.num_steps >= 10)
-            (rank,), port = group.ranks, group._door.port
+            (rank,), port = group.ranks, group._listener.port
             began_s = time.monotonic()
             os.kill(rank.pid if lost.whom == "rank" else host.pid, lost.number)
             with pytest.raises(RankLost):

@@ -38,12 +38,12 @@ def linked(
     """Processes that exchange, and the boards of those who lead them: machines share none, nor memory, and
     have each an address of their own."""
     config = ModelConfig.from_checkpoint(path)
-    words = {"tp": plan.tp, "pp": plan.pp, "cp": plan.cp, "hosts": hosts, "timeout_s": TIMEOUT_S}
+    words = {word: getattr(plan, word) for word in ("tp", "pp", "cp", "ep")}
+    words |= {"hosts": hosts, "timeout_s": TIMEOUT_S}
     parallel = ParallelOptions(**words, listen="127.0.0.1:0" if hosts > 1 else "")
     store = open_store("127.0.0.1")
     assignment = Assignment(
         **dict.fromkeys(("rank", "num_blocks"), 0),
-        **{word: getattr(plan, word) for word in ("tp", "pp", "cp", "ep")},
         model=str(path),
         dtype="float32",
         device="cpu",

@@ -83,10 +83,6 @@ def test_ranks_have_the_gpus_of_their_machine_from_the_nodes_first_on(config) ->
     far = ParallelOptions(tp=2, pp=2, hosts=2, listen="127.0.0.1:7400")
     leader = Assignment(
         rank=0,
-        tp=2,
-        pp=2,
-        cp=1,
-        ep=1,
         model="",
         dtype="float32",
         device="cuda",

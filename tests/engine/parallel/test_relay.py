@@ -77,7 +77,7 @@ async def relayed(transfer: TransferOptions) -> AsyncIterator[Relay]:
     running = asyncio.create_task(far.run())
     (near,) = await door.gather()
     board = SharedBoard.create(3, 1 << 16, TIMEOUT_S)
-    board.remote_ranks, board.on_publish = range(1, 3), near.publish
+    board.remote_ranks, board.on_publish = range(1, 3), [near.publish]
     try:
         for rank in board.remote_ranks:
             near.start_rank(rank, 1)

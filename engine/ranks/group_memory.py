@@ -1,0 +1,93 @@
+"""Memory that the ranks of a group share: board, exchange buffers, pools, expert load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.collectives.board import SharedBoard, SharedMemory
+from moonpool.engine.device.selection import page_dtype
+from moonpool.engine.experts.load import ExpertLoad
+from moonpool.engine.ranks.assignment import Assignment
+from moonpool.engine.ranks.hosts.remote_host import RemoteHost
+from moonpool.engine.ranks.link_factory import exchange_shape, open_store
+from moonpool.engine.ranks.step_message import payload_nbytes
+
+
+class GroupMemory:
+    """The leader's memory for one loaded model. ``assignments``: one per rank, with the paths of this memory.
+
+    pools: of ranks 1 and up; empty with separate pools. expert_load: None for models without experts.
+    ``uncounted``: load of remote ranks to subtract, [world_size - 1, num_layers, num_experts].
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        leader: Assignment,
+        hosts: list[RemoteHost],
+        timeout_s: float,
+        *,
+        separate_pools: bool,
+    ) -> None:
+        """``leader``: rank 0's assignment, without paths. ``hosts``: they are given memory of the same
+        shape."""
+        plan, options = leader.plan, leader.options
+        if hosts:
+            leader = replace(leader, address=hosts[0].connection.address)
+        self._store: TCPStore | None = None
+        if leader.link != "shm":
+            self._store = open_store(leader.address)
+            leader = replace(leader, store=f"{self._store.host}:{self._store.port}")
+        max_blocks = -(-leader.max_len // options.block_size)
+        payload = payload_nbytes(
+            max_tokens=options.max_batch_tokens, max_rows=leader.max_rows, max_blocks=max_blocks
+        )
+        self.board = SharedBoard.create(plan.world_size, payload, timeout_s)
+        exchange = SharedMemory.create(
+            "exchange", plan.world_size * exchange_shape(leader, config).rank_nbytes
+        )
+        self._memories = [exchange]
+        self.pools: list[SharedMemory] = []
+        self.expert_load: ExpertLoad | None = None
+        self.uncounted: torch.Tensor | None = None
+        if hosts:
+            self._open_hosts(hosts, payload, exchange.array.nbytes)
+        leader = replace(leader, board=self.board.path, exchange=exchange.path)
+        if config.moe is not None:
+            load = SharedMemory.create("expert-load", ExpertLoad.nbytes(config, plan.world_size))
+            self._memories.append(load)
+            self.expert_load = ExpertLoad(config, load.array, plan.world_size)
+            if not separate_pools:
+                leader = replace(leader, expert_load=load.path)
+        self.assignments = [replace(leader, rank=rank) for rank in range(plan.world_size)]
+        if separate_pools:
+            return
+        pages = page_dtype(options, leader.dtype)
+        for rank in range(1, plan.world_size):
+            layout = plan.shard(config, rank).layout(config, options.block_size, pages)
+            pool = SharedMemory.create(f"pool-{rank}", leader.num_blocks * layout.block_nbytes)
+            self.pools.append(pool)
+            self.assignments[rank] = replace(self.assignments[rank], pool=pool.path)
+
+    def _open_hosts(self, hosts: list[RemoteHost], payload_nbytes: int, exchange_nbytes: int) -> None:
+        """Create equal memory on the other machines and connect their boards to ours."""
+        board = self.board
+        for host in hosts:
+            host.open(board, payload_nbytes=payload_nbytes, exchange_nbytes=exchange_nbytes)
+        board.remote_ranks = range(board.world_size // (1 + len(hosts)), board.world_size)
+        board.on_publish = [host.publish for host in hosts]
+
+    def set_remote_load(self, found: list[list[list[int]]]) -> None:
+        """Store the tables of all ranks but 0, which they counted without shared memory."""
+        assert self.expert_load is not None
+        tables = torch.tensor(found, dtype=torch.int64)
+        self.expert_load.tables[1:] = tables if self.uncounted is None else tables - self.uncounted
+
+    def close(self) -> None:
+        for memory in [*self._memories, *self.pools]:
+            memory.close()
+        self.board.close()

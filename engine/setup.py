@@ -1,0 +1,118 @@
+"""Engine setup: the choices that precede loading (device, dtype, plan, layouts, pool size)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.engine.checkpoint.config import ModelConfig
+from moonpool.engine.device.device import Device
+from moonpool.engine.device.selection import choose_device, choose_dtype, page_dtype
+from moonpool.engine.errors import PoolTooSmall
+from moonpool.engine.execution.runner import ModelRunner
+from moonpool.engine.ranks.assignment import Assignment
+from moonpool.engine.ranks.link_factory import choose_link
+from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard
+from moonpool.kvstore.blocks.layout import KVLayout
+from moonpool.runtime.config.options import EngineOptions, ModelOptions
+from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.service.load_progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """Everything known of an engine before its weights are read."""
+
+    config: ModelConfig
+    options: EngineOptions
+    device: Device
+    dtype: str
+    plan: ParallelPlan
+    max_len: int  # longest sequence of the model and its options, in tokens
+
+    @classmethod
+    def choose(
+        cls, model: Path | ModelConfig, options: EngineOptions, chosen: ModelOptions, device: Device | None
+    ) -> EngineSetup:
+        """Read config.json and make all choices. ``device``: None: the one ``chosen`` names.
+
+        Raises CheckpointError, UnsupportedModel, or ConfigError for a device that does not exist or a plan
+        that the model does not allow.
+        """
+        config = model if isinstance(model, ModelConfig) else ModelConfig.from_checkpoint(model)
+        device = choose_device(chosen.device) if device is None else device
+        return cls(
+            config,
+            options,
+            device,
+            dtype=choose_dtype(chosen.dtype, config, device),
+            plan=ParallelPlan.from_options(options.parallel, config, device.torch),
+            max_len=min(chosen.max_model_len or config.max_position, config.max_position),
+        )
+
+    def layout(self, shard: Shard) -> KVLayout:
+        """Return the layout of the shard's part of a KV block."""
+        return shard.layout(self.config, self.options.block_size, page_dtype(self.options, self.dtype))
+
+    @property
+    def whole_layout(self) -> KVLayout:
+        """The layout of a KV block of all ranks."""
+        return self.layout(ParallelPlan().shard(self.config, 0))
+
+    @property
+    def rank_layouts(self) -> list[KVLayout]:
+        return [self.layout(shard) for shard in self.plan.shards(self.config)]
+
+    def num_blocks(self, pool_memory: npt.NDArray[np.uint8] | None) -> int | None:
+        """Return the size of the pool. None: as many blocks as fit on the GPU beside the weights.
+
+        Raises PoolTooSmall, or ConfigError where several GPUs need ``engine.pool_nbytes``.
+        """
+        options, layouts = self.options, self.rank_layouts
+        nbytes, block_nbytes = options.pool_nbytes, sum(layout.block_nbytes for layout in layouts)
+        if pool_memory is not None:
+            nbytes, block_nbytes = pool_memory.nbytes, layouts[0].block_nbytes
+        elif self.device.memory() is None:
+            nbytes = options.host_pool_nbytes
+        elif not nbytes and self.plan.world_size > 1:
+            # All ranks need the same number, and no rank knows the free memory of the others.
+            raise ConfigError("engine.pool_nbytes must be set where engine.parallel is", "engine.pool_nbytes")
+        elif not nbytes:
+            return None
+        if nbytes < block_nbytes:
+            raise PoolTooSmall(nbytes, block_nbytes)
+        return nbytes // block_nbytes
+
+    def load(
+        self, num_blocks: int | None, pool_memory: npt.NDArray[np.uint8] | None, progress: Progress
+    ) -> ModelRunner:
+        """Load the whole model in this process. Raises as ``ModelRunner``."""
+        return ModelRunner(
+            self.config,
+            self.options,
+            dtype=self.dtype,
+            device=self.device,
+            num_blocks=num_blocks,
+            max_len=self.max_len,
+            pool_memory=pool_memory,
+            progress=progress,
+        )
+
+    def assignment(self, num_blocks: int) -> Assignment:
+        """Return rank 0's assignment in a group of ranks. Raises ConfigError for an impossible link."""
+        parallel, experts = self.options.parallel, self.plan.experts
+        return Assignment(
+            rank=0,
+            model=str(self.config.path.resolve()),
+            dtype=self.dtype,
+            device=self.device.torch.type,
+            link=choose_link(parallel.link, self.device.torch, parallel.hosts),
+            options=self.options,
+            num_blocks=num_blocks,
+            max_len=min(self.max_len, num_blocks * self.options.block_size),
+            first_device=self.device.torch.index or 0,
+            experts=asdict(experts) if experts is not None else None,
+        )
