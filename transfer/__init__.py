@@ -1,5 +1,4 @@
-"""Bytes between processes: registered regions, batches of spans, and a typed error in time when a peer is
-gone.
+"""Moves bytes between processes: registered regions, batches of spans, typed errors within a deadline.
 
 agent = await TransferAgent.start(options.transfer, agent_id="decode-0", epoch=7)
 pool = agent.allocate(256 << 20, "pool")

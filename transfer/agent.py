@@ -15,9 +15,8 @@ from moonpool.runtime.network.tls import tls_contexts
 from moonpool.transfer import metrics
 from moonpool.transfer.agent_memory import AgentMemory
 from moonpool.transfer.connections.control import Control
-from moonpool.transfer.connections.descriptor import AgentDescriptor, check_agent_id
+from moonpool.transfer.connections.descriptor import AgentDescriptor, announced_host, boot_id, check_agent_id
 from moonpool.transfer.connections.handshake import Authenticated, Identity
-from moonpool.transfer.connections.host import announced_host, boot_id
 from moonpool.transfer.connections.link import AGENTS, LocalAgent
 from moonpool.transfer.connections.listener import Listener
 from moonpool.transfer.connections.notification import Notification, Notifications

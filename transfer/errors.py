@@ -1,8 +1,7 @@
-"""Everything that can go wrong while bytes move, as nouns with their facts.
+"""The errors of transfers.
 
-``SpanError`` and ``DescriptorError`` are the caller's to fix: nothing was posted. The others end a
-batch that was posted: the bytes of its destination spans are undefined, and the transport no longer touches
-them.
+``SpanError`` and ``DescriptorError`` concern the caller's arguments: nothing was posted. The others end a
+posted batch: the bytes of its destination spans are undefined, and the transport no longer touches them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class SpanError(TransferError):
 
 
 class RegionError(TransferError):
-    """A region is unknown to its owner, or was closed. A batch that was reading it is void."""
+    """A region is unknown to its owner, or was closed."""
 
     code = "NOT_FOUND"
 
@@ -37,7 +36,7 @@ class RegionError(TransferError):
 
 
 class DescriptorError(TransferError):
-    """Bytes that should be an ``AgentDescriptor`` are not."""
+    """Bytes are not a valid ``AgentDescriptor``."""
 
     code = "INVALID_ARGUMENT"
 
@@ -54,14 +53,13 @@ class PeerLost(TransferError):
 
 
 class StaleEpoch(TransferError):
-    """Another incarnation of the agent answers at this address: what was known of the old one is void."""
+    """Another incarnation of the agent answers at this address. Connect with its new descriptor."""
 
     code = "FAILED_PRECONDITION"
 
     def __init__(self, agent_id: str, expected: int, found: int) -> None:
         super().__init__(
-            f"peer {agent_id} was expected at epoch {expected}, but another incarnation (epoch {found}) "
-            "answers"
+            f"peer {agent_id} was expected at epoch {expected}, but epoch {found} answers: it was restarted"
         )
         self.agent_id = agent_id
         self.expected = expected
@@ -69,7 +67,7 @@ class StaleEpoch(TransferError):
 
 
 class AccessDenied(TransferError):
-    """The peer does not know the cluster's secret, or says that we do not."""
+    """The peer and this agent do not share the cluster's secret."""
 
     code = "PERMISSION_DENIED"
 
@@ -80,7 +78,7 @@ class AccessDenied(TransferError):
 
 
 class DeadlineExceeded(TransferError):
-    """The deadline passed first."""
+    """The deadline has passed."""
 
     code = "DEADLINE_EXCEEDED"
 
@@ -91,19 +89,19 @@ class DeadlineExceeded(TransferError):
 
 
 class ChecksumMismatch(TransferError):
-    """Bytes arrived that are not the ones promised."""
+    """The bytes that arrived have another checksum than expected."""
 
     code = "DATA_LOSS"
 
     def __init__(self, index: int, expected: int, found: int) -> None:
-        super().__init__(f"span {index}: checksum {found:#018x} arrived, {expected:#018x} was promised")
+        super().__init__(f"span {index}: checksum {found:#018x}, expected {expected:#018x}")
         self.index = index
         self.expected = expected
         self.found = found
 
 
 class PathFailed(TransferError):
-    """One path to a peer failed; the batch goes on over the next one. Seen by callers only as a cause."""
+    """A path to a peer failed, so the batch tries the next one. Callers see it only as a cause."""
 
     code = "UNAVAILABLE"
 
@@ -111,26 +109,25 @@ class PathFailed(TransferError):
         super().__init__(f"path {path}: {reason}")
         self.path = path
         self.reason = reason
-        # True: another batch that shared the connection was stopped; the path itself is sound.
+        # True: another batch on the same connection was stopped. The path itself works.
         self.interrupted = interrupted
 
 
 class NoPath(TransferError):
-    """Nothing that both sides offer moves bytes between memory of these kinds. Nothing was moved."""
+    """No common transport moves bytes between these kinds of memory. Nothing was moved."""
 
     code = "FAILED_PRECONDITION"
 
     def __init__(self, agent_id: str, paths: list[str]) -> None:
         tried = ", ".join(paths) or "no path"
         super().__init__(
-            f"{tried} to peer {agent_id} cannot move bytes of such memory; "
-            "through host memory shm and tcp can (transfer.transports)"
+            f"{tried} to peer {agent_id} cannot move device memory; add shm or tcp to transfer.transports"
         )
         self.agent_id = agent_id
 
 
 class AgentClosed(TransferError):
-    """The agent was closed; it moves nothing any more."""
+    """The agent was closed."""
 
     code = "UNAVAILABLE"
 

@@ -1,6 +1,4 @@
-"""What this host allows the transfer engine, and which way it would go to each kind of peer: for ``moonpool
-doctor``.
-"""
+"""The transports that work on this host for each kind of peer, for ``moonpool doctor``."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.network.sockets import loopback_only
 from moonpool.transfer.agent_memory import pool_backing
-from moonpool.transfer.connections.host import boot_id
+from moonpool.transfer.connections.descriptor import boot_id
 from moonpool.transfer.memory.lifeline import readable_by_peers
 from moonpool.transfer.native.compiled_copy import compiled_copy
 from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
@@ -23,7 +21,7 @@ _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def host_report(options: TransferOptions) -> dict[str, str]:
-    """A line for each kind of peer (the way to it, and why), and for each thing there is to go by."""
+    """A line for each kind of peer (the transport, and why), and for each hardware and library found."""
     ucx = load_ucx()
     return {
         "same process": _same_process(options),
@@ -47,7 +45,7 @@ def _same_host(options: TransferOptions) -> str:
     if "shm" not in options.transports:
         return "as on other hosts: transfer.transports lacks shm"
     if not boot_id():
-        return "as on other hosts: this one cannot be told apart from them (no boot id)"
+        return "as on other hosts: this host has no boot id to recognise it by"
     if readable_by_peers():
         way = "peers' pools are mapped, other memory is read by process_vm_readv, which is allowed"
         if compiled_copy() is None:
@@ -59,7 +57,7 @@ def _same_host(options: TransferOptions) -> str:
 
 
 def _cuda(options: TransferOptions) -> str:
-    """How memory of a device goes, to devices of other processes here and to everybody else."""
+    """How device memory is moved, on this host and to others."""
     try:
         cuda = load_cuda()
     except CudaUnavailable as error:
@@ -75,7 +73,7 @@ def _cuda(options: TransferOptions) -> str:
 
 
 def _other_hosts(options: TransferOptions, ucx: Ucx | None) -> str:
-    """The first of ``transfer.transports`` that works here."""
+    """The first of ``transfer.transports`` that works on this host."""
     for name in options.transports:
         if name == "tcp":
             reach = f"listens on {options.tcp.host}"
@@ -102,10 +100,10 @@ def _rails(options: TransferOptions) -> str:
 
 
 def _rdma_rails() -> str:
-    """UCX itself takes the nearest; ours is how many."""
+    """The devices that UCX spreads a batch over."""
     active = [device for device in rdma_devices() if device.active]
     if not active:
-        return "no device that is active"
+        return "no active device"
     nearest = active[: num_rdma_rails(active)]
     names = ", ".join(device.name for device in nearest)
     why = f"the nearest of {len(active)}" if len(nearest) < len(active) else "all that are active"
@@ -147,7 +145,7 @@ def _memory(options: TransferOptions, *, with_ucx: bool) -> str:
 
 
 def _mode(setting: Path) -> str:
-    """The word in brackets; empty where there is no such setting."""
+    """The selected mode, in brackets; empty: there is no such setting."""
     try:
         return setting.read_text().partition("[")[2].partition("]")[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""What the transfer engine counts. One set for the process: agents in one process add up."""
+"""Metrics of the transfer engine, for all agents of the process together."""
 
 from __future__ import annotations
 
@@ -27,35 +27,33 @@ FAILURES = Counter(
     "moonpool_transfer_failures_total", "Batches that ended in an error", ("direction", "cause")
 )
 FAILED_ATTEMPTS = Counter(
-    "moonpool_transfer_failed_attempts_total", "Failover over a path that failed", _LABELS
+    "moonpool_transfer_failed_attempts_total", "Attempts over a path that failed", _LABELS
 )
-RETRIES = Counter(
-    "moonpool_transfer_retries_total", "Of those, the ones that were followed by another", _LABELS
-)
-ATTEMPTS = Gauge("moonpool_transfer_attempts", "Failover under way", _LABELS)
+RETRIES = Counter("moonpool_transfer_retries_total", "Failed attempts that were followed by another", _LABELS)
+ATTEMPTS = Gauge("moonpool_transfer_attempts", "Attempts in progress", _LABELS)
 RAIL_FAILURES = Counter(
     "moonpool_transfer_rail_failures_total",
-    "Times that one of several addresses of a peer was left alone for a while",
+    "Pauses of one of several addresses of a peer",
     ("path",),
 )
 CHECKSUM_MISMATCHES = Counter(
     "moonpool_transfer_checksum_mismatches_total",
-    "Spans that arrived with other bytes than promised",
+    "Spans that arrived with a wrong checksum",
     ("direction",),
 )
-IN_FLIGHT_BYTES = Gauge("moonpool_transfer_in_flight_bytes", "Bytes of batches under way", ("direction",))
+IN_FLIGHT_BYTES = Gauge("moonpool_transfer_in_flight_bytes", "Bytes of batches in progress", ("direction",))
 BANDWIDTH = Gauge(
     "moonpool_transfer_bandwidth_bytes_per_second",
     "Moving average over batches of 1 MiB and more, all peers together",
     _LABELS,
 )
 NOTES = Counter("moonpool_transfer_notes_total", "Notifications", ("direction",))
-REFUSED = Counter("moonpool_transfer_refused_connections_total", "Connections that did not prove themselves")
+REFUSED = Counter("moonpool_transfer_refused_connections_total", "Connections that did not authenticate")
 
 
 @dataclass(frozen=True, slots=True)
 class PathMetrics:
-    """The counters of one path and direction, with the labels looked up once."""
+    """The metrics of one path and direction."""
 
     nbytes: Counter
     spans: Counter
@@ -98,8 +96,9 @@ def of_path(path: str, direction: str) -> PathMetrics:
 
 
 def path_totals() -> dict[str, dict[str, Any]]:
-    """Of each path, both directions together, since the process began: what a node says of it to others.
-    ``buckets``: seconds, and how many batches took at most those. Takes a tenth of a millisecond.
+    """Totals of each path since the process began, both directions together. Takes 0.1 ms.
+
+    buckets: pairs of a limit in seconds and the number of batches that took at most so long.
     """
     found: dict[str, dict[str, Any]] = {}
     for metric, name in (

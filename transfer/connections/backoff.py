@@ -1,4 +1,4 @@
-"""How long something that failed is left alone: longer each time, until it works again."""
+"""Pauses after failures, longer each time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Callable
 
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 10.0
-# Where the pause has long been the longest.
+# Beyond this the pause does not grow.
 _MAX_FAILURES = 16
 
 
 class Backoff:
-    """Of one path, or one rail of it. ``paused_until`` is in seconds of ``clock``. Thread-safe enough: what a
-    race loses is one failure's count.
-    """
+    """The pause of a path or rail. paused_until: in seconds of ``clock``. A race may lose one failure."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,13 +21,11 @@ class Backoff:
 
     @property
     def ready(self) -> bool:
-        """May be tried (again)."""
+        """Whether it may be tried."""
         return self.paused_until <= self._clock()
 
     def failed(self) -> bool:
-        """Once for all that fail together: who was under way when the pause began adds nothing to it. True: a
-        pause has begun.
-        """
+        """Begin a pause. False: one had begun already, so failures at the same time count once."""
         if not self.ready:
             return False
         self.paused_until = self._clock() + min(_FIRST_PAUSE_S * 2**self._failures, _MAX_PAUSE_S)

@@ -1,6 +1,4 @@
-"""Blocking scatter and gather over one connected socket, without a copy in Python and with few turns of the
-GIL.
-"""
+"""Blocking scatter and gather over one connected socket, with or without TLS."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from moonpool.transfer.native import libc
 from moonpool.transfer.native.arrays import U64, address_of
 
 _TIMEVAL = struct.Struct("ll")
-# From this size on, where the bytes begin matters more than the bytes before them cost.
+# From this size on aligned bytes gain more than padding costs.
 _ALIGNED_NBYTES = 256 << 10
 _LINGER_RESET = struct.pack("ii", 1, 0)
 # In struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received.
@@ -31,9 +29,8 @@ _ACKED_AND_RECEIVED = struct.Struct("120xQQ")
 class ByteStream:
     """One end of a data connection, used by one thread; ``shut`` may be called from any.
 
-    Every call hands the kernel up to ``slice_nbytes`` and waits until all of them are moved: while it waits
-    the GIL is free, and a thread that must win the GIL back from busy Python loses up to a switch interval
-    each time.
+    Each system call moves up to ``slice_nbytes`` without the GIL. Few calls are made, because winning the GIL
+    back from busy threads takes up to a switch interval.
     All methods raise OSError: ConnectionResetError when the stream ends early, TimeoutError by ``limit``.
     """
 
@@ -46,7 +43,7 @@ class ByteStream:
         self._sent_nbytes = 0
 
     def limit(self, seconds: float) -> None:
-        """How long what follows may take; 0: for ever."""
+        """Set the time limit of the following calls; 0: none."""
         self._deadline = time.monotonic() + seconds if seconds else math.inf
         whole = int(seconds)
         value = _TIMEVAL.pack(whole, max(int((seconds - whole) * 1e6), 0 if seconds == 0 else 1))
@@ -54,17 +51,16 @@ class ByteStream:
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     def padding(self, head_nbytes: int, nbytes: int) -> int:
-        """How much to send between a head and its ``nbytes``, so that they begin a page of the stream.
+        """Bytes to send between a head and its ``nbytes``, which then begin at a page of the stream.
 
-        The kernel keeps what a thread sends in pages, one after the other. Bytes that lie in those as they do
-        in ours are copied 5 % faster, on either side.
+        The kernel keeps sent bytes in pages. It copies bytes with our alignment 5 % faster, on either side.
         """
         return -(self._sent_nbytes + head_nbytes) % PAGE_NBYTES if nbytes >= _ALIGNED_NBYTES else 0
 
     def send(self, head: bytes, address: U64 | None = None, nbytes: U64 | None = None) -> None:
-        """``head``, then the runs of memory at ``address``, each of ``nbytes``."""
+        """Send ``head``, then runs of memory: ``nbytes[i]`` at ``address[i]``."""
         if address is None:
-            # It nearly always fits what the kernel has room for.
+            # It nearly always fits the socket's buffer.
             sent = self.sock.send(head)
             self._sent_nbytes += sent
             head = head[sent:]
@@ -74,11 +70,10 @@ class ByteStream:
         table = vectors(np.array([address_of(first)], np.uint64), np.array([len(head)], np.uint64))
         if address is not None and nbytes is not None:
             table = np.concatenate((table, self._table(address, nbytes)))
-        # One thread sends, so nothing is gained by waiting until a segment is full.
         self._sent_nbytes += self._each(table, self._send_vectors, socket.MSG_NOSIGNAL)
 
     def receive_into(self, address: U64, nbytes: U64, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Fill the runs of memory at ``address``, each of ``nbytes``. An error once not ``wanted()``."""
+        """Receive into runs of memory. Raises OSError also when not ``wanted()`` any more."""
         self._each(self._table(address, nbytes), self._receive_vectors, socket.MSG_WAITALL, wanted)
 
     def receive(self, nbytes: int) -> bytes:
@@ -93,7 +88,7 @@ class ByteStream:
         return received
 
     def discard(self, nbytes: int) -> None:
-        """Receive ``nbytes`` and forget them."""
+        """Receive and drop ``nbytes``."""
         scratch = bytearray(min(nbytes, 1 << 18))
         while nbytes:
             received = self.sock.recv_into(scratch, min(nbytes, len(scratch)))
@@ -111,8 +106,8 @@ class ByteStream:
         return sum(_ACKED_AND_RECEIVED.unpack(info))
 
     def shut(self) -> None:
-        """Make the thread that waits in any of the above leave with an error. Idempotent."""
-        # Not connected any more, or closed: then nobody waits there.
+        """Make a blocked call fail. Idempotent."""
+        # Fails if the socket is closed or no longer connected.
         with contextlib.suppress(OSError):
             self._shutdown()
 
@@ -126,7 +121,7 @@ class ByteStream:
         return libc.receive_vectors(fd, table, count, flags)
 
     def close(self, *, reset: bool = False) -> None:
-        """``reset``: throw away what is still on its way to the other side."""
+        """reset: drop bytes that the other side has not received."""
         if reset and self.sock.fileno() >= 0:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_RESET)
         self.sock.close()
@@ -144,16 +139,16 @@ class ByteStream:
         flags: int,
         wanted: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Returns the bytes of all the rows, which have been moved."""
+        """Move all rows. Returns their bytes."""
         whole = 0
         base = address_of(table)
         for begin, end, left in windows(table[:, 1], libc.IOV_MAX, self._slice_nbytes):
             whole += left
             while True:
                 if time.monotonic() > self._deadline:
-                    raise TimeoutError("the time limit of the request is over")
+                    raise TimeoutError("the time limit of the request has passed")
                 if not wanted():
-                    raise ConnectionAbortedError("nobody waits for these bytes any more")
+                    raise ConnectionAbortedError("these bytes are no longer wanted")
                 moved = call(self._fd, base + 16 * begin, end - begin, flags)
                 if moved == left:
                     break
@@ -165,7 +160,7 @@ class ByteStream:
 
 
 def _advance(table: U64, begin: int, end: int, moved: int) -> int:
-    """Take ``moved`` bytes off the front of rows begin … end. Returns the first row with bytes left."""
+    """Drop ``moved`` bytes from the front of rows begin … end. Returns the first row with bytes left."""
     ends = np.cumsum(table[begin:end, 1])
     row = int(np.searchsorted(ends, np.uint64(moved), side="right"))
     taken = np.uint64(moved) - (ends[row - 1] if row else np.uint64(0))
@@ -175,7 +170,7 @@ def _advance(table: U64, begin: int, end: int, moved: int) -> int:
 
 
 class TlsByteStream(ByteStream):
-    """Through OpenSSL instead of straight from the kernel: one record of 16 KiB a turn of the GIL."""
+    """Through OpenSSL: each record of 16 KiB acquires the GIL."""
 
     sock: ssl.SSLSocket
 
@@ -200,7 +195,7 @@ class TlsByteStream(ByteStream):
 
     @staticmethod
     def _each_vector(table: int, count: int, move: Callable[[memoryview], int]) -> int:
-        """Bytes moved; fewer than the vectors have where the stream ends."""
+        """Returns the moved bytes: fewer than the vectors have if the stream ends."""
         vectors = np.ctypeslib.as_array((ctypes.c_uint64 * (2 * count)).from_address(table)).reshape(-1, 2)
         total = 0
         for address, nbytes in vectors.tolist():
@@ -214,7 +209,7 @@ class TlsByteStream(ByteStream):
         return total
 
     def _shutdown(self) -> None:
-        # Not SSLSocket's own, which goes back to plain text first.
+        # SSLSocket.shutdown would leave TLS first.
         socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
 

@@ -1,4 +1,4 @@
-"""The control connection between two agents: notes, questions about regions, and the sign of life."""
+"""The control connection between two agents: notes and facts about regions. Its loss means a lost peer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moonpool.transfer.connections.wire import (
 from moonpool.transfer.errors import TransferError
 
 _MAX_BACKLOG_NBYTES = 4 << 20
-# Who has been stopped for longer than this holds finds out in the lifeline.
+# A peer that was stopped for longer than this lasts checks the lifeline after its reads.
 _MAX_CLOSED_NBYTES = 4 * _MAX_BACKLOG_NBYTES
 _RECEIVE_NBYTES = 64 << 10
 
@@ -32,7 +32,7 @@ class ControlOwner(Protocol):
     def region_info(self, region_id: int) -> RegionInfo: ...
 
     def region_released(self, control: Control, region_id: int) -> None:
-        """The other side reads a closed region of ours no more."""
+        """The other side no longer reads a closed region of ours."""
 
     def peer_region_closed(self, control: Control, region_id: int) -> None:
         """The other side closed a region."""
@@ -45,10 +45,10 @@ class ControlOwner(Protocol):
 
 
 class Control:
-    """One end of it, on the event loop's thread. Both ends are alike."""
+    """One end of the connection. Both ends are alike. Belongs to the event loop's thread."""
 
     def __init__(self, sock: socket.socket, remote: Authenticated, owner: ControlOwner) -> None:
-        """``sock``: non-blocking, after the handshake; closed by ``close``."""
+        """sock: non-blocking, after the handshake; closed by ``close``."""
         self.remote = remote
         self._sock = sock
         self._owner = owner
@@ -61,7 +61,7 @@ class Control:
         self._paused = False
         self.open = True
         self._loop.add_reader(sock.fileno(), self._readable)
-        # Under TLS it may have come with the end of the handshake.
+        # Under TLS the handshake may have received data already.
         self._loop.call_soon(self._first)
 
     def _first(self) -> None:
@@ -69,7 +69,7 @@ class Control:
             self._readable()
 
     async def region(self, region_id: int) -> RegionInfo:
-        """What the other side says of its region; asked once. TransferError when the connection breaks."""
+        """Ask the other side about its region, once. Raises TransferError when the connection breaks."""
         known = self._known.get(region_id)
         if known is not None:
             return known
@@ -81,30 +81,30 @@ class Control:
         return await answer
 
     def known_region(self, region_id: int) -> RegionInfo | None:
-        """What it said, unless it has closed the region since."""
+        """The answer, unless the region was closed since."""
         return self._known.get(region_id)
 
     def note(self, payload: bytes) -> None:
-        """Hand a note to the connection. TransferError when it is broken or too much waits already."""
+        """Send a note. Raises TransferError: the connection is broken, or too many notes wait."""
         self._send(Frame.NOTE, payload)
 
     def region_closed(self, region_id: int) -> None:
-        """Tell the other side, however much it has not taken yet. Where the connection is broken it knows."""
+        """Tell the other side that a region of ours was closed. Does nothing on a broken connection."""
         if self.open:
             with contextlib.suppress(TransferError):
                 self._send(Frame.REGION_CLOSED, REGION_ID.pack(region_id), most_nbytes=_MAX_CLOSED_NBYTES)
 
     def release_region(self, region_id: int) -> None:
-        """Tell the other side that nothing of ours reads a region it has closed."""
+        """Tell the other side that we no longer read a region it has closed."""
         if self.open:
             self._send(Frame.REGION_RELEASED, REGION_ID.pack(region_id))
 
     def on_region_closed(self, callback: Callable[[int], None]) -> None:
-        """``callback(region id)`` when the other side closes one."""
+        """Call ``callback(region id)`` when the other side closes a region."""
         self._on_region_closed.append(callback)
 
     def pause(self) -> None:
-        """Read no more until ``resume``: the other side will have to wait."""
+        """Stop reading until ``resume``, so that the other side has to wait."""
         if self.open and not self._paused:
             self._paused = True
             self._loop.remove_reader(self._sock.fileno())
@@ -219,7 +219,7 @@ class Control:
     def _answered(self, info: RegionInfo) -> None:
         answers = self._questions.pop(info.id, None)
         if answers is None:
-            raise WireError(f"it told of region {info.id} unasked")
+            raise WireError(f"it described region {info.id} without a question")
         if info.open:
             self._known[info.id] = info
         for answer in answers:

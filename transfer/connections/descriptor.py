@@ -1,9 +1,12 @@
-"""What a peer needs to know to connect to an agent. It is public: it holds no secret and grants nothing."""
+"""What a peer needs to connect to an agent. It is public: it contains no secret and grants nothing."""
 
 from __future__ import annotations
 
+import functools
 import json
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moonpool.transfer.errors import DescriptorError
@@ -18,11 +21,11 @@ _MAX_RAILS = 16
 
 @dataclass(frozen=True, slots=True)
 class AgentDescriptor:
-    """One incarnation of one agent and where it listens.
+    """One incarnation of one agent, and its addresses.
 
-    incarnation: 16 random bytes drawn at start, so that even a restart that forgot its epoch is told apart.
-    boot_id: equal on processes that share a kernel. unix_name: abstract Unix socket, empty when none.
-    tcp_host, tcp_port: port 0 when none. tcp_rails: HOST:PORT of its further network interfaces.
+    incarnation: 16 random bytes drawn at start; they differ after a restart even if the epoch does not.
+    boot_id: equal for processes under one kernel. unix_name: of an abstract Unix socket, or empty.
+    tcp_port: 0: it does not listen. tcp_rails: HOST:PORT of further network interfaces.
     """
 
     agent_id: str
@@ -37,7 +40,7 @@ class AgentDescriptor:
 
     @property
     def tcp_addresses(self) -> list[tuple[str, int]]:
-        """All there are, (host, port)."""
+        """(host, port) of all interfaces."""
         if not self.tcp_port:
             return []
         further = [rail.rpartition(":") for rail in self.tcp_rails]
@@ -50,7 +53,7 @@ class AgentDescriptor:
 
     @classmethod
     def unpack(cls, packed: bytes) -> AgentDescriptor:
-        """Raises DescriptorError unless every field is there, of its type and within its limits."""
+        """Raises DescriptorError unless every field is present, of its type and within its limits."""
         if len(packed) > MAX_PACKED_NBYTES:
             raise DescriptorError(
                 f"an agent descriptor has at most {MAX_PACKED_NBYTES} bytes, not {len(packed)}"
@@ -114,3 +117,26 @@ def _number(fields: dict[str, Any], name: str, most: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
         raise DescriptorError(f"{name} must be a number from 0 to {most}")
     return value
+
+
+@functools.cache
+def boot_id() -> str:
+    """Identifies one boot of the kernel, for all processes and containers; empty: unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def announced_host(bound: str) -> str:
+    """The address to announce for a socket bound to ``bound``; for a wildcard the outgoing one."""
+    if bound not in ("", "0.0.0.0", "::"):
+        return bound
+    family = socket.AF_INET6 if bound == "::" else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting UDP sends nothing, but makes the kernel choose a source address.
+            probe.connect(("2001:db8::1" if bound == "::" else "192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "::1" if bound == "::" else "127.0.0.1"

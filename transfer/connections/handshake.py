@@ -1,13 +1,13 @@
-"""How two agents meet: who are you, which incarnation, and do you know the secret?
+"""The handshake of two agents: identity, incarnation and knowledge of the secret.
 
 client               server
-  hello     ──────>           kind of connection, whom it wants, a nonce
-            <──────  challenge  who the server is, a nonce, or why not
-  proof     ──────>           HMAC over both, and where our lifeline is
-            <──────  welcome    HMAC over both, and where theirs is
+  hello     ──────>           kind of connection, wanted incarnation, nonce
+            <──────  challenge  identity, nonce, or a reason to refuse
+  proof     ──────>           HMAC over both, address of the client's lifeline
+            <──────  welcome    HMAC over both, address of the server's lifeline
 
-The client proves itself first, so that a stranger learns nothing but the server's public identity. Every
-message has a fixed size but for an agent id of at most 128 bytes; the caller puts a time limit on the whole.
+The client proves itself first, so others learn only the server's public identity. Messages have fixed sizes,
+except for an agent id of at most 128 bytes. The caller limits the time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Verdict(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What an agent says of itself. lifeline: address of its ``Lifeline`` in its process."""
+    """Public facts of an agent. lifeline: address of its ``Lifeline`` in its process."""
 
     agent_id: str
     epoch: int
@@ -54,9 +54,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Authenticated:
-    """The other side, once it has proved itself. pid: in our namespace, 0 when unknown (TCP, other
-    namespace).
-    """
+    """The other side after the handshake. pid: in our namespace; 0: unknown (TCP, another namespace)."""
 
     identity: Identity
     kind: Kind
@@ -67,9 +65,9 @@ class Authenticated:
 async def handshake_as_client(
     sock: socket.socket, target: AgentDescriptor, me: Identity, secret: str, kind: Kind, argument: int = 0
 ) -> Authenticated:
-    """Our side as a client, on a connected non-blocking socket.
+    """The client's side, on a connected, non-blocking socket.
 
-    Raises StaleEpoch, AccessDenied, PeerLost (it is too busy, or closed), WireError, OSError.
+    Raises StaleEpoch, AccessDenied, PeerLost (the server has too many connections), WireError, OSError.
     """
     nonce, name = os.urandom(32), me.agent_id.encode()
     hello = _HELLO.pack(
@@ -80,7 +78,7 @@ async def handshake_as_client(
     challenge = await receive_exactly(sock, _CHALLENGE.size)
     magic, version, verdict, incarnation, _, epoch, name_nbytes = _CHALLENGE.unpack(challenge)
     if magic != _CHALLENGE_MAGIC or version != VERSION or name_nbytes > MAX_AGENT_ID_NBYTES:
-        raise WireError(f"what listens there is not a transfer agent of version {VERSION}")
+        raise WireError(f"the server is not a transfer agent of version {VERSION}")
     challenge += await receive_exactly(sock, name_nbytes)
     if incarnation != target.incarnation:
         raise StaleEpoch(target.agent_id, target.epoch, epoch)
@@ -95,10 +93,9 @@ async def handshake_as_client(
 
 
 async def handshake_as_server(sock: socket.socket, me: Identity, secret: str, *, busy: bool) -> Authenticated:
-    """Our side as the server, on an accepted non-blocking socket. ``busy``: turn it away politely.
+    """The server's side, on an accepted, non-blocking socket. busy: refuse the client.
 
-    Raises WireError or OSError when the client is not one of ours; it has been told why, as far as it can
-    understand.
+    Raises WireError or OSError when the client was refused; it has been told the reason, if possible.
     """
     hello = await receive_exactly(sock, _HELLO.size)
     magic, version, kind, wanted, _, epoch, incarnation, argument, name_nbytes = _HELLO.unpack(hello)
@@ -114,7 +111,7 @@ async def handshake_as_server(sock: socket.socket, me: Identity, secret: str, *,
     elif busy:
         verdict = Verdict.BUSY
     elif is_other_user(sock):
-        # Without a secret this is all that keeps other users of the host from our memory.
+        # Without a secret nothing else keeps other users of this host from our memory.
         verdict = Verdict.DENIED
     own_name = me.agent_id.encode()
     challenge = _CHALLENGE.pack(
@@ -123,14 +120,13 @@ async def handshake_as_server(sock: socket.socket, me: Identity, secret: str, *,
     challenge += own_name
     await send_all(sock, challenge)
     if verdict is not Verdict.OK:
-        raise WireError(f"turned away: {verdict.name.lower()}")
+        raise WireError(f"refused: {verdict.name.lower()}")
     proof, lifeline = _PROOF.unpack(await receive_exactly(sock, _PROOF.size))
     if not hmac.compare_digest(proof, _mac(secret, b"client", hello, challenge, lifeline)):
         await send_all(sock, _WELCOME.pack(Verdict.DENIED, bytes(32), 0))
         raise WireError("it does not know the secret")
     answer = _mac(secret, b"server", hello, challenge, me.lifeline)
     await send_all(sock, _WELCOME.pack(Verdict.OK, answer, me.lifeline))
-    # Proved: from here on the bytes are a colleague's, but an id is still shown in logs.
     agent_id = name.decode("utf-8", "replace")
     assert len(incarnation) == INCARNATION_NBYTES
     return Authenticated(
@@ -140,7 +136,7 @@ async def handshake_as_server(sock: socket.socket, me: Identity, secret: str, *,
 
 def _raise_unless_ok(verdict: int, agent_id: str) -> None:
     if verdict == Verdict.DENIED:
-        raise AccessDenied(agent_id, "it says that our secret, or our user, is not its own")
+        raise AccessDenied(agent_id, "our secret or our user differs from its own")
     if verdict == Verdict.BUSY:
         raise PeerLost(agent_id, "it has no connection to spare")
     if verdict != Verdict.OK:
@@ -153,7 +149,7 @@ def _mac(secret: str, side: bytes, hello: bytes, challenge: bytes, lifeline: int
 
 
 async def receive_descriptor(sock: socket.socket) -> int:
-    """The file descriptor the server sends after a handshake of kind SHARE. OSError when it sends none."""
+    """Receive the file descriptor after a handshake of kind MEMFD. Raises OSError when there is none."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
 
@@ -174,12 +170,12 @@ async def receive_descriptor(sock: socket.socket) -> int:
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """The process at the other end of a Unix socket, as the kernel saw it connect or listen; else 0."""
+    """The pid at the other end of a Unix socket, from the kernel; else 0."""
     return _peer_credentials(sock)[0] if sock.family == socket.AF_UNIX else 0
 
 
 def is_other_user(sock: socket.socket) -> bool:
-    """Another user's process is at the other end of a Unix socket. Root is nobody's other user."""
+    """Whether another user, but not root, is at the other end of a Unix socket."""
     return sock.family == socket.AF_UNIX and _peer_credentials(sock)[1] not in (0, os.getuid())
 
 

@@ -1,6 +1,4 @@
-"""The door of an agent: accepts connections, lets only those in that prove themselves, and is not held up by
-others.
-"""
+"""The listening sockets of an agent. Clients that do not authenticate cannot delay others."""
 
 from __future__ import annotations
 
@@ -20,14 +18,14 @@ _log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 3.0
 MAX_UNAUTHENTICATED = 64
-"""Connections that have not proved themselves yet; one more and the oldest is closed."""
+"""Limit of connections in the handshake; one more closes the oldest."""
 MAX_CONNECTIONS = 1024
 _ACCEPTS_A_TURN = 16
 _PAUSE_S = 0.1
 
 
 class Listener:
-    """Listening sockets and the handshakes under way. Belongs to the event loop's thread."""
+    """Listening sockets and handshakes in progress. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -37,7 +35,7 @@ class Listener:
         num_connections: Callable[[], int],
         tls: ssl.SSLContext | None,
     ) -> None:
-        """``admit`` takes over the socket of each client that proved itself. tls: not for Unix sockets."""
+        """admit: takes over the socket of each authenticated client. tls: not used for Unix sockets."""
         self._tls = tls
         self._me = me
         self._secret = secret
@@ -49,7 +47,7 @@ class Listener:
         self._closed = False
 
     def listen_unix(self, name: str) -> None:
-        """At an abstract name, which goes with the process. Raises OSError."""
+        """Listen at an abstract name. Raises OSError."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(f"\0{name}")
@@ -59,7 +57,7 @@ class Listener:
         self._listen(sock)
 
     def listen_tcp(self, host: str) -> int:
-        """At an address, on a port that is free. Returns it. Raises OSError."""
+        """Listen on a free port, and return it. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, 0), family=family)
         self._listen(sock)
@@ -78,8 +76,7 @@ class Listener:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Out of descriptors, most likely. The waiting connection keeps the listener readable: do not
-                # spin.
+                # Most likely out of descriptors. The listener stays readable, so pause instead of spinning.
                 _log.warning("cannot accept a connection: %s", error)
                 self._loop.remove_reader(listening.fileno())
                 self._loop.call_later(_PAUSE_S, self._resume, listening)
@@ -87,7 +84,7 @@ class Listener:
             prepare(sock)
             if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
                 next(iter(self._unauthenticated)).cancel()
-            task = self._loop.create_task(self._meet(sock))
+            task = self._loop.create_task(self._authenticate(sock))
             self._unauthenticated[task] = None
             task.add_done_callback(lambda task: self._unauthenticated.pop(task, None))
 
@@ -95,7 +92,7 @@ class Listener:
         if not self._closed:
             self._loop.add_reader(listening.fileno(), self._accept, listening)
 
-    async def _meet(self, sock: socket.socket) -> None:
+    async def _authenticate(self, sock: socket.socket) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 if self._tls is not None and sock.family != socket.AF_UNIX:

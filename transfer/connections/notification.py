@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 MAX_WAITING = 16_384
 MAX_WAITING_NBYTES = 32 << 20
-"""What is kept for a reader that is behind; beyond either, peers on connections are made to wait."""
+"""Limits of unread notes; beyond either, peers have to wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """``payload`` as the peer sent it."""
+    """A note, from the agent ``agent_id``."""
 
     agent_id: str
     epoch: int
@@ -22,7 +22,7 @@ class Notification:
 
 
 class Notifications:
-    """The notes that have arrived. One reader at a time; iteration ends when the agent is closed."""
+    """Received notes. One reader at a time; iteration ends when the agent is closed."""
 
     def __init__(self) -> None:
         self._waiting: deque[Notification] = deque()
@@ -40,8 +40,9 @@ class Notifications:
     def full(self) -> bool:
         return self._beyond(1)
 
-    def _beyond(self, share: int) -> bool:
-        return len(self._waiting) * share >= MAX_WAITING or self._nbytes * share >= MAX_WAITING_NBYTES
+    def _beyond(self, divisor: int) -> bool:
+        waiting, nbytes = len(self._waiting) * divisor, self._nbytes * divisor
+        return waiting >= MAX_WAITING or nbytes >= MAX_WAITING_NBYTES
 
     def when_drained(self, resume: Callable[[], None]) -> None:
         """Call ``resume`` once when there is room again."""

@@ -1,10 +1,10 @@
-"""What travels on the sockets: fixed little-endian headers, and a limit on everything that follows them.
+"""The wire format: fixed little-endian headers, and limits on everything that follows them.
 
-Three kinds of connection, told apart in the handshake (``moonpool.transfer.connections.handshake``):
+The handshake names one of three kinds of connection:
 
-control   frames of (length u32, kind u8, body), both ways: notes, questions about regions, "closed".
+control   frames of (length u32, kind u8, body), both ways: notes, questions about regions, closed regions.
 data      requests one way, replies the other, in order: see ``Request`` and ``Reply``.
-share     the server answers with one memfd descriptor and closes (Unix sockets only).
+memfd     the server sends one memfd descriptor and closes (Unix sockets only).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from moonpool.transfer.errors import TransferError
 from moonpool.transfer.memory.span import Spans
 
 MAX_FRAME_NBYTES = 64 << 10
-"""Of a control frame; so also of a notification, less its header."""
+"""Of a control frame, without its header; also of a note."""
 MAX_REQUEST_SPANS = 4096
 PAGE_NBYTES = 4096
-"""Padding is less; see ``ByteStream.padding``."""
+"""Padding is shorter; see ``ByteStream.padding``."""
 MAX_REQUEST_NBYTES = 64 << 20
 MAX_CHECKED_NBYTES = 1 << 44
 MAX_MESSAGE_NBYTES = 1024
@@ -31,7 +31,7 @@ MAX_KEY_NBYTES = 8192
 
 
 class WireError(TransferError):
-    """The other side sent what the protocol does not allow. The connection is closed."""
+    """The other side violated the protocol. The connection is closed."""
 
 
 class Kind(enum.IntEnum):
@@ -47,15 +47,15 @@ class Op(enum.IntEnum):
 
     READ = 1  # the reply carries the spans' bytes
     WRITE = 2  # the spans' bytes follow the request
-    PULL = 3  # the server copies from the client's regions itself; which bytes of them follows the spans
+    PULL = 3  # the server copies from the client's regions; the sources follow the spans
     CHECKSUM = 4  # the reply carries one u64 a span
-    FETCH = 5  # the server reads the client's regions as a peer; which bytes of them follows the spans
-    PULL_CHECKED = 6  # PULL and CHECKSUM in one: each span is looked at while it is in the cache
-    END = 7  # the server ends other data connections of the client; their numbers (u32) follow, no spans
+    FETCH = 5  # the server reads the client's regions as a peer; the sources follow the spans
+    PULL_CHECKED = 6  # PULL and CHECKSUM in one, while the spans are in the cache
+    END = 7  # the server ends other data connections of the client; their numbers (u32) follow
 
 
 WRITES = frozenset({Op.WRITE, Op.PULL, Op.PULL_CHECKED, Op.FETCH})
-"""Those that change the server's memory."""
+"""Requests that change the server's memory."""
 
 
 class Status(enum.IntEnum):
@@ -74,7 +74,7 @@ class Frame(enum.IntEnum):
     ASK_REGION = 2  # region id u32
     REGION = 3  # RegionInfo
     REGION_CLOSED = 4  # region id u32
-    REGION_RELEASED = 5  # region id u32: nothing of ours reads the closed region any more
+    REGION_RELEASED = 5  # region id u32: the sender no longer reads the closed region
 
 
 FRAME_HEADER = struct.Struct("<IB")
@@ -93,15 +93,15 @@ _REPLY_MAGIC = b"MPr1"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Followed by the spans' offsets, sizes (u64 each) and regions (u32 each), then by what ``Op`` says.
+    """Followed by the spans' offsets, sizes (u64 each) and regions (u32 each), then as ``Op`` says.
 
-    Before the bytes of a WRITE there is ``padding``.
+    ``padding`` comes before the bytes of a WRITE.
     """
 
     op: Op
     num_spans: int
     budget_ms: int
-    """Milliseconds the client will wait; the server stops by itself then."""
+    """Milliseconds after which the client gives up, and the server stops."""
     nbytes: int
     padding: int = 0
 
@@ -112,7 +112,7 @@ class Request:
 
     @property
     def body_nbytes(self) -> int:
-        """Of the spans, and the sources of a PULL or FETCH; or of the numbers of an END."""
+        """Of the spans and the sources of a PULL or FETCH, or of the numbers of an END."""
         if self.op is Op.END:
             return _NUMBER_NBYTES * self.num_spans
         return self.num_spans * (_SPAN_NBYTES + (_SOURCE_NBYTES if self.op in PULLS else 0))
@@ -122,10 +122,10 @@ class Request:
         magic, op, padding, num_spans, budget_ms, nbytes = _REQUEST.unpack(header)
         if magic != _REQUEST_MAGIC or op not in Op.__members__.values():
             raise WireError("not a request")
-        # Looking at bytes moves none of them.
+        # A CHECKSUM moves none of its bytes.
         most_nbytes = MAX_CHECKED_NBYTES if op == Op.CHECKSUM else MAX_REQUEST_NBYTES
         if not 1 <= num_spans <= MAX_REQUEST_SPANS or not 1 <= nbytes <= most_nbytes:
-            raise WireError(f"a request for {num_spans} spans and {nbytes} bytes is over the limits")
+            raise WireError(f"a request for {num_spans} spans and {nbytes} bytes exceeds the limits")
         if padding >= (PAGE_NBYTES if op == Op.WRITE else 1):
             raise WireError(f"padding of {padding} bytes is over the limit")
         return cls(Op(op), num_spans, budget_ms, nbytes, padding)
@@ -133,7 +133,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Followed by ``padding``, then ``nbytes`` bytes: the data when OK, else a sentence."""
+    """Followed by ``padding``, then ``nbytes``: the data if OK, else an error text."""
 
     status: Status
     detail: int
@@ -156,7 +156,7 @@ class Reply:
 
 
 def pack_end(numbers: Sequence[int], budget_ms: int) -> bytes:
-    """A whole request of kind END."""
+    """A complete END request."""
     body = np.array(numbers, np.uint32).tobytes()
     return Request(Op.END, len(numbers), budget_ms, len(body)).pack() + body
 
@@ -179,7 +179,7 @@ def unpack_spans(body: bytes, num_spans: int) -> Spans:
 
 
 def pack_sources(sources: Spans) -> bytes:
-    """Where the bytes for a PULL or FETCH lie in the client's regions; the sizes are those of the spans."""
+    """The sources of a PULL or FETCH in the client's regions. They have the sizes of the spans."""
     return sources.offset.tobytes() + sources.region.tobytes()
 
 
@@ -199,8 +199,8 @@ _REGION_INFO = struct.Struct("<IBBHQQ")
 class RegionInfo:
     """What a peer is told of a region.
 
-    address: in its owner's process; shared: a memfd can be asked for; on_device: in a CUDA device's memory;
-    key: for UCX, ipc: for CUDA IPC, either empty without.
+    address: in its owner's process. shared: it has a memfd. on_device: in CUDA device memory. key, ipc: for
+    UCX and CUDA IPC, or empty.
     """
 
     id: int

@@ -1,1 +1,1 @@
-"""The compiled part of transfer: moving and checksumming many runs of bytes in one call."""
+"""C libraries by ctypes, and our compiled copy."""

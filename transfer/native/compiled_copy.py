@@ -1,7 +1,7 @@
-"""The compiled library, and whether there is one.
+"""The compiled copy: copies and checksums many runs of memory in one call.
 
-``python -m moonpool.transfer.native`` compiles it ahead of time; the first agent does it otherwise. Without a
-compiler, or with ``MOONPOOL_TRANSFER=plain``, system calls and xxhash's own package do the same, more slowly.
+``python -m moonpool.transfer.native`` compiles it; otherwise the first agent does. Without a compiler, or
+with ``MOONPOOL_TRANSFER=plain``, slower system calls and the package xxhash replace it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from moonpool.transfer.native.arrays import U32, U64, address_of
 _log = logging.getLogger(__name__)
 
 Stop = npt.NDArray[np.uint8]
-"""One byte, uint8 [1]: once it is not 0, whoever works for it leaves as soon as may be."""
+"""uint8 [1]: copies stop soon after it becomes non-zero."""
 NEVER: Stop = np.zeros(1, np.uint8)
 SHORT_NBYTES = 240
-"""The checksum of a run of up to so many bytes is not computed here."""
+"""Checksums of runs up to this size are not computed here."""
 STRIPE_NBYTES = 64
-"""A checksum of several runs goes over them so many bytes at a time."""
-# Up to this size a call takes some 20 µs, less than it may take to win the GIL back from a busy thread.
+"""Checksums of several runs process them in stripes of this size."""
+# Up to this size a call takes about 20 µs. Winning the GIL back from a busy thread may take longer.
 _QUICK_NBYTES = 256 << 10
-# More than a core's own cache keeps until somebody looks at it.
+# More than a core's own cache keeps until the bytes are used.
 _STREAM_NBYTES = 2 << 20
 _BASE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-w")
-# What the source has a form for, best first; of any other processor it asks for nothing.
+# Instruction sets that the source has code for, best first. Other processors get portable code.
 _FORMS = (("avx512f", "-mavx512f"), ("avx2", "-mavx2"))
 
 
 def library(form: str) -> CompiledLibrary:
-    """form: a flag for the compiler, or none."""
+    """form: a compiler flag, or empty."""
     return CompiledLibrary(
         "transfer",
         "the copying between processes",
@@ -49,7 +49,7 @@ def library(form: str) -> CompiledLibrary:
 
 
 def forms() -> list[str]:
-    """Those that run on this processor, best first; the plain one last."""
+    """Compiler flags for this processor, best first; the last is empty."""
     has = instructions()
     return [*(flag for name, flag in _FORMS if name in has), ""]
 
@@ -70,13 +70,12 @@ class CompiledCopy:
         digests: U64 | None = None,
         counts: U32 | None = None,
     ) -> bool:
-        """Copy ``nbytes[i]`` from address ``source[i]`` to ``to[i]``, all of which must be mapped; without
-        ``to`` only look at them. False when it was stopped on the way.
+        """Copy ``nbytes[i]`` from address ``source[i]`` to ``to[i]``; all must be mapped. False: stopped.
 
-        digests: uint64 [n], takes xxh3-64 of what was copied where that is more than ``SHORT_NBYTES``.
-        counts: uint32, where several rows in turn are what one digest is of: how many; those before the last
-        are multiples of ``STRIPE_NBYTES``, the last is not shorter. Many bytes go past the caches. Releases
-        the GIL unless they are few.
+        to: None: only compute digests. digests: uint64 [n], receives xxh3-64 of runs over ``SHORT_NBYTES``.
+        counts: uint32, number of consecutive rows of each digest. Rows before its last one must be multiples
+        of ``STRIPE_NBYTES``, and the last one not shorter than that. Large copies bypass the caches and
+        release the GIL.
         """
         num_spans = len(nbytes) if counts is None else len(counts)
         whole = int(nbytes.sum())
@@ -103,7 +102,7 @@ def _declare(loaded: ctypes.CDLL) -> ctypes._NamedFuncPointer:
 
 @functools.cache
 def compiled_copy() -> CompiledCopy | None:
-    """None where it cannot be compiled, which is said once, or is not wanted."""
+    """The compiled copy; None: it cannot be compiled (logged once), or is disabled."""
     if os.environ.get("MOONPOOL_TRANSFER") == "plain":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Finding libcudart and declaring the part of it that is used; the few calls, with their errors."""
+"""The CUDA runtime, by ctypes: finding libcudart, and the calls that are used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ACCESS_ORDER_STREAM = 1
 
 
 class CudaUnavailable(TransferError):
-    """There is device memory to move, but no CUDA runtime to move it with."""
+    """There is no CUDA runtime, so device memory cannot be moved."""
 
     code = "FAILED_PRECONDITION"
 
@@ -97,16 +97,16 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Cuda:
-    """A loaded CUDA runtime with a device. All methods may be called from any thread, and raise CudaError.
+    """A loaded CUDA runtime with a device. Thread-safe; all methods raise CudaError.
 
-    Addresses, streams and events are plain integers. Calls are about the device that ``on`` made current.
+    Addresses, streams and events are integers. Calls apply to the current device, see ``on``.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises OSError when it cannot be loaded, CudaError when it finds no driver or device for it."""
+        """Raises OSError when it cannot be loaded, CudaError when it finds no driver or device."""
         self.path = path
         self._library = ctypes.CDLL(path)
-        # Keeps the GIL: for what takes less time than it may take to win that back.
+        # Keeps the GIL, for short calls: winning it back may take longer.
         self._quick = ctypes.PyDLL(path)
         self._error_string = self._library.cudaGetErrorString
         self._error_string.restype, self._error_string.argtypes = ctypes.c_char_p, (_int,)
@@ -120,10 +120,10 @@ class Cuda:
         self._address_range = self._find_address_range()
 
     def _find_batch(self) -> Any:
-        """cudaMemcpyBatchAsync, of runtime 12.8 and later; None: copies are enqueued one by one."""
+        """cudaMemcpyBatchAsync of runtime 12.8 and later, or None."""
         batch = getattr(self._library, "cudaMemcpyBatchAsync", None) if self.version >= (12, 8) else None
         if batch is not None:
-            # Up to 12.9 it also said which copy was refused.
+            # Up to 12.9 it also returned the index of a refused copy.
             failed = (_pointer,) if self.version < (13, 0) else ()
             batch.argtypes = (*(_pointer,) * 3, _size, *(_pointer,) * 2, _size, *failed, _pointer)
         return batch
@@ -138,7 +138,7 @@ class Cuda:
 
     def _check(self, call: str, status: int) -> None:
         if status != _SUCCESS:
-            # It is kept for the thread, and the next call of somebody else would be blamed for it.
+            # Clear the thread's last error: otherwise the next call would report it again.
             self._quick.cudaGetLastError()
             raise CudaError(call, status, self._error_string(status).decode())
 
@@ -151,7 +151,7 @@ class Cuda:
         return value.value
 
     def _new(self, call: str, *arguments: Any) -> int:
-        """What a call that makes something gives back first."""
+        """The new object of a call that returns it by its first argument."""
         made = ctypes.c_void_p()
         self._run(call, ctypes.byref(made), *arguments)
         assert made.value is not None
@@ -159,21 +159,21 @@ class Cuda:
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Make ``device`` the calling thread's, and give it back the one it had."""
+        """Make ``device`` the calling thread's current one, and restore the previous one."""
         before = self._integer("cudaGetDevice")
-        # Also where it is that one: the driver's own calls need the context that this makes the thread's.
+        # Even if it is current already: this also sets the context that driver calls need.
         self._run("cudaSetDevice", device)
         try:
             yield
         finally:
-            # Not for nothing: it would take memory of a device that is not in use yet.
+            # An unneeded call would allocate memory of a device that is not in use yet.
             if before != device:
                 self._run("cudaSetDevice", before)
 
     # ------------------------------------------------------------------ memory
 
     def device_of(self, address: int) -> int | None:
-        """The ordinal of the device whose memory this is; None: it is no device's."""
+        """The ordinal of the device that has this memory; None: no device."""
         attributes = _PointerAttributes()
         self._run("cudaPointerGetAttributes", ctypes.byref(attributes), address)
         return int(attributes.device) if attributes.type == _DEVICE_MEMORY else None
@@ -185,7 +185,7 @@ class Cuda:
         self._run("cudaFree", address)
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Lock host memory, so that copies to and from it need no copy of the driver's."""
+        """Pin host memory, so that the driver copies it without an intermediate copy."""
         self._run("cudaHostRegister", address, nbytes, _HOST_REGISTER_PORTABLE)
 
     def unpin(self, address: int) -> None:
@@ -197,14 +197,14 @@ class Cuda:
         return self._new("cudaStreamCreateWithFlags", _STREAM_NON_BLOCKING)
 
     def wait_for_stream(self, stream: int) -> None:
-        """Returns when all that was enqueued is over."""
+        """Wait for everything enqueued."""
         self._run("cudaStreamSynchronize", stream)
 
     def destroy_stream(self, stream: int) -> None:
         self._run("cudaStreamDestroy", stream)
 
     def new_event(self) -> int:
-        """One whose waiter sleeps instead of spinning."""
+        """An event for which threads wait without spinning."""
         return self._new("cudaEventCreateWithFlags", _EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING)
 
     def record(self, event: int, stream: int) -> None:
@@ -217,21 +217,16 @@ class Cuda:
         self._run("cudaEventDestroy", event)
 
     def copy(self, to: U64, source: U64, nbytes: U64, stream: int) -> None:
-        """Enqueue copies of ``nbytes[i]`` from ``source[i]`` to ``to[i]``, of any device's memory or the
-        host's.
-        """
+        """Enqueue copies of ``nbytes[i]`` from ``source[i]`` to ``to[i]``, in device or host memory."""
         if len(nbytes) > 1 and self._batch is not None and self._copy_batch(to, source, nbytes, stream):
             return
         for here, there, size in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True):
             self._run("cudaMemcpyAsync", here, there, size, _COPY_DEFAULT, stream)
 
     def _copy_batch(self, to: U64, source: U64, nbytes: U64, stream: int) -> bool:
-        """False: the driver is older than the call."""
-        attributes, first, failed = (
-            _CopyAttributes(_ACCESS_ORDER_STREAM),
-            ctypes.c_size_t(),
-            ctypes.c_size_t(),
-        )
+        """False: the driver does not support the call."""
+        attributes = _CopyAttributes(_ACCESS_ORDER_STREAM)
+        first, failed = ctypes.c_size_t(), ctypes.c_size_t()
         columns = [np.ascontiguousarray(column) for column in (to, source, nbytes)]
         status = self._batch(
             *map(address_of, columns),
@@ -252,14 +247,12 @@ class Cuda:
     # ------------------------------------------------------------------ other processes
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """(handle of the allocation around ``address``, where in it that lies).
+        """(handle of the allocation of ``address``, offset in it).
 
-        What the driver maps piece by piece (torch's expandable segments, memory pools) has no such handle.
+        Allocations mapped in parts (torch's expandable segments, memory pools) have no such handle.
         """
         if self._address_range is None:
-            raise CudaUnavailable(
-                "cuMemGetAddressRange is in libcuda, which belongs to the driver: it is missing"
-            )
+            raise CudaUnavailable("libcuda, which belongs to the driver, has no cuMemGetAddressRange")
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         status = self._address_range(ctypes.byref(base), ctypes.byref(nbytes), address)
         self._check("cuMemGetAddressRange", status)
@@ -268,7 +261,7 @@ class Cuda:
         return bytes(handle.bytes), address - base.value
 
     def open(self, handle: bytes) -> int:
-        """Map another process's allocation for the current device; its address here."""
+        """Map another process's allocation for the current device, and return its address."""
         return self._new("cudaIpcOpenMemHandle", _IpcHandle.from_buffer_copy(handle), _IPC_LAZY_PEER_ACCESS)
 
     def close(self, address: int) -> None:
@@ -277,9 +270,9 @@ class Cuda:
 
 @functools.cache
 def load_cuda() -> Cuda:
-    """The runtime that ``MOONPOOL_CUDART`` names; else the first of the wheels' and the system's that works.
+    """The runtime in ``MOONPOOL_CUDART``, or the first of the wheels' and the system's that works.
 
-    Raises CudaUnavailable, which says what is missing.
+    Raises CudaUnavailable, with the reasons.
     """
     reasons: list[str] = []
     for path in _candidates():
@@ -297,8 +290,8 @@ def _candidates() -> list[str]:
         return [named]
     folders = [Path(name) for name in os.environ.get("LD_LIBRARY_PATH", "").split(":") if name]
     wheels = importlib.util.find_spec("nvidia")
-    for place in wheels.submodule_search_locations or () if wheels is not None else ():
-        folders += [Path(place) / name / "lib" for name in ("cu13", "cuda_runtime")]
+    for parent in wheels.submodule_search_locations or () if wheels is not None else ():
+        folders += [Path(parent) / name / "lib" for name in ("cu13", "cuda_runtime")]
     folders += map(Path, _SYSTEM)
     found = [path for folder in folders for path in sorted(folder.glob("libcudart.so.1[23]"), reverse=True)]
     return list(dict.fromkeys(str(path.resolve()) for path in found))

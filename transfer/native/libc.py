@@ -1,4 +1,4 @@
-"""The few calls of the C library that Python does not offer. They release the GIL while they run."""
+"""Calls of the C library that Python lacks. They release the GIL."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ IOV_MAX = 1024
 """Most buffers in one vectored call."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# Keeps the GIL during the call: giving it up for microseconds may mean waiting half a millisecond to win it
-# back.
+# Keeps the GIL. Winning it back after a call of microseconds may take half a millisecond.
 _quick_libc = ctypes.PyDLL(None, use_errno=True)
 
 
 def _declare(
     name: str, result: type, *arguments: type, library: ctypes.CDLL = _libc
 ) -> ctypes._NamedFuncPointer | None:
-    """The function, or None where the C library lacks it (process_vm_readv is Linux's alone)."""
+    """The function; None: the C library lacks it (process_vm_readv is specific to Linux)."""
     try:
         function = getattr(library, name)
     except AttributeError:
@@ -62,26 +61,24 @@ def _failure() -> OSError:
 
 
 def madvise(address: int, nbytes: int, advice: int) -> bool:
-    """False when the kernel does not know the advice or refuses it. MemoryError: no page was left."""
+    """False: the kernel does not know or refuses the advice. Raises MemoryError when no page is left."""
     if _madvise is None:
         return False
     ctypes.set_errno(0)
     if _madvise(address, nbytes, advice) == 0:
         return True
     if ctypes.get_errno() in (12, 133):  # ENOMEM, EHWPOISON
-        raise MemoryError(f"the kernel has no {nbytes} bytes left")
+        raise MemoryError(f"the kernel has not got {nbytes} bytes left")
     return False
 
 
 def allow_readers() -> bool:
-    """Let processes of the same user read this one's memory, where Yama would restrict that to its
-    parents.
-    """
+    """Allow all processes of this user to read this one's memory, where Yama allows only parents."""
     return _prctl is not None and _prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0
 
 
 def is_dumpable() -> bool:
-    """False for a process that gained privileges by exec: then nobody of its user may read it."""
+    """False: the process gained privileges by exec, so its user's processes cannot read it."""
     return _prctl is not None and _prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
 
 
@@ -90,9 +87,8 @@ def process_vm_readv(
 ) -> int:
     """Copy from the memory of process ``pid``; ``local`` and ``remote`` are addresses of iovec arrays.
 
-    quick: it takes microseconds, so keep the GIL. Returns bytes copied, which is less than asked where a
-    remote page is missing. Raises OSError: EPERM without the right to read that process, ESRCH when it is
-    gone, EFAULT, ENOSYS.
+    quick: keep the GIL. Returns the bytes copied: fewer than requested if a remote page is missing. Raises
+    OSError: EPERM without permission, ESRCH when the process is gone, EFAULT, ENOSYS.
     """
     function = _quick_vm_readv if quick else _process_vm_readv
     if function is None:
@@ -104,9 +100,7 @@ def process_vm_readv(
 
 
 def pidfd_getfd(pidfd: int, fd: int) -> int:
-    """A descriptor of our own for what ``fd`` is in another process; it takes the right to read that
-    process's memory. Raises OSError.
-    """
+    """Duplicate another process's descriptor. Needs permission to read its memory. Raises OSError."""
     if _syscall is None:
         raise OSError(38, "pidfd_getfd is not available")
     own = _syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)
@@ -126,9 +120,7 @@ def send_vectors(fd: int, vectors: int, num_vectors: int, flags: int) -> int:
 
 
 def receive_vectors(fd: int, vectors: int, num_vectors: int, flags: int) -> int:
-    """``recvmsg`` into an iovec array at address ``vectors``. Returns bytes received, 0 at the stream's
-    end.
-    """
+    """``recvmsg`` into an iovec array at address ``vectors``. Returns bytes received; 0: end of stream."""
     header = _MessageHeader(vectors=vectors, num_vectors=num_vectors)
     assert _recvmsg is not None
     while (received := _recvmsg(fd, ctypes.byref(header), flags)) < 0:

@@ -1,4 +1,4 @@
-"""Finding libucp and declaring the part of it that is used: C structures as of API 1.10 and later."""
+"""The UCX library, by ctypes: finding libucp, and the calls that are used (API 1.10 and later)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _OLDEST = (1, 10)
-# Read by UCX when it is loaded, so they cannot go the way of ``CONFIG``. A library must not catch our
-# signals.
+# UCX reads these when it is loaded. It must not catch our signals.
 _ENVIRONMENT = {"UCX_ERROR_SIGNALS": "", "UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
 
 _FOLDERS = (
@@ -26,78 +25,65 @@ _FOLDERS = (
 
 @dataclass(frozen=True, slots=True)
 class Ucx:
-    """A loaded libucp. ``call`` releases the GIL, ``quick`` does not: for what returns at once, called very
-    often.
-    """
+    """A loaded libucp. call: releases the GIL. quick: keeps it, for short and frequent calls."""
 
     call: ctypes.CDLL
     quick: ctypes.PyDLL
     version: tuple[int, int, int]
     path: str
     rdma: bool
-    """It was built with verbs, and this host has a device for them."""
+    """It was built with verbs, and this host has an RDMA device."""
     transports: tuple[str, ...]
-    """The modules beside it, such as cma, ib, rdmacm, cuda; TCP and posix are built in."""
+    """Its modules, such as cma, ib, rdmacm and cuda; TCP and posix are built in."""
     from_wheel: bool
-    """It came with the package libucx, not with the system."""
+    """It belongs to the package libucx, not to the system."""
 
 
-class Params(ctypes.Structure):
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("features", ctypes.c_uint64),
-        ("request_size", ctypes.c_size_t),
-        ("request_init", ctypes.c_void_p),
-        ("request_cleanup", ctypes.c_void_p),
-        ("tag_sender_mask", ctypes.c_uint64),
-        ("mt_workers_shared", ctypes.c_int),
-        ("rest", ctypes.c_uint8 * 64),
-    ]
+def _structure(name: str, rest_nbytes: int, **fields: Any) -> Any:
+    """A structure of ucp.h, with space for the fields that later versions add."""
+    members = [*fields.items(), ("rest", ctypes.c_uint8 * rest_nbytes)]
+    return type(name, (ctypes.Structure,), {"_fields_": members})
 
 
-class WorkerParams(ctypes.Structure):
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("thread_mode", ctypes.c_int),
-        ("rest", ctypes.c_uint8 * 240),
-    ]
+_size, _pointer, _status, _int = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int, ctypes.c_int
+_u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 
-
-class EndpointParams(ctypes.Structure):
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("address", ctypes.c_void_p),
-        ("error_mode", ctypes.c_int),
-        ("error_callback", ctypes.c_void_p),
-        ("error_argument", ctypes.c_void_p),
-        ("rest", ctypes.c_uint8 * 96),
-    ]
-
-
-class MapParams(ctypes.Structure):
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("address", ctypes.c_void_p),
-        ("length", ctypes.c_size_t),
-        ("rest", ctypes.c_uint8 * 64),
-    ]
-
-
-class RequestParams(ctypes.Structure):
-    _fields_ = [
-        ("op_attr_mask", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("request", ctypes.c_void_p),
-        ("callback", ctypes.c_void_p),
-        ("datatype", ctypes.c_uint64),
-        ("user_data", ctypes.c_void_p),
-        ("reply_buffer", ctypes.c_void_p),
-        ("memory_type", ctypes.c_int),
-        ("recv_info", ctypes.c_void_p),
-        ("memory_handle", ctypes.c_void_p),
-        ("rest", ctypes.c_uint8 * 64),
-    ]
-
+Params = _structure(
+    "Params",
+    64,
+    field_mask=_u64,
+    features=_u64,
+    request_size=_size,
+    request_init=_pointer,
+    request_cleanup=_pointer,
+    tag_sender_mask=_u64,
+    mt_workers_shared=_int,
+)
+WorkerParams = _structure("WorkerParams", 240, field_mask=_u64, thread_mode=_int)
+EndpointParams = _structure(
+    "EndpointParams",
+    96,
+    field_mask=_u64,
+    address=_pointer,
+    error_mode=_int,
+    error_callback=_pointer,
+    error_argument=_pointer,
+)
+MapParams = _structure("MapParams", 64, field_mask=_u64, address=_pointer, length=_size)
+RequestParams = _structure(
+    "RequestParams",
+    64,
+    op_attr_mask=_u32,
+    flags=_u32,
+    request=_pointer,
+    callback=_pointer,
+    datatype=_u64,
+    user_data=_pointer,
+    reply_buffer=_pointer,
+    memory_type=_int,
+    recv_info=_pointer,
+    memory_handle=_pointer,
+)
 
 # Bits of field masks, features and modes, from ucp.h.
 PARAM_FEATURES, PARAM_MT_WORKERS_SHARED = 0x1, 0x20
@@ -109,10 +95,8 @@ MAP_PARAM_ADDRESS, MAP_PARAM_LENGTH = 0x1, 0x2
 OP_FLAGS, OP_MEMORY_HANDLE = 0x10, 0x100
 CLOSE_FORCE = 1
 OK, IN_PROGRESS = 0, 1
-ERROR_BUSY = -15
 ErrorCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
 
-_size, _pointer, _status, _int = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int, ctypes.c_int
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ucp_init_version": (_status, ctypes.c_uint, ctypes.c_uint, _pointer, _pointer, _pointer),
     "ucp_config_read": (_status, ctypes.c_char_p, ctypes.c_char_p, _pointer),
@@ -125,7 +109,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ucp_worker_release_address": (None, _pointer, _pointer),
     "ucp_worker_get_efd": (_status, _pointer, _pointer),
     "ucp_worker_arm": (_status, _pointer),
-    "ucp_worker_signal": (_status, _pointer),
     "ucp_worker_progress": (ctypes.c_uint, _pointer),
     "ucp_ep_create": (_status, _pointer, _pointer, _pointer),
     "ucp_ep_close_nbx": (_pointer, _pointer, _pointer),
@@ -145,9 +128,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def load_ucx() -> Ucx | None:
-    """The libucp to use: the system's if it can do RDMA, else the wheel's, else the system's. None: there is
-    none.
-    """
+    """The system's libucp if it supports RDMA, else the wheel's, else the system's, or None."""
     for path in _candidates():
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -182,8 +163,8 @@ def _candidates() -> list[Path]:
     found: list[Path] = []
     if system is not None and _has_rdma(system):
         found.append(system)
-    for place in wheel.submodule_search_locations or () if wheel is not None else ():
-        if (library := Path(place) / "lib" / "libucp.so.0").exists():
+    for parent in wheel.submodule_search_locations or () if wheel is not None else ():
+        if (library := Path(parent) / "lib" / "libucp.so.0").exists():
             found.append(library)
     if system is not None and system not in found:
         found.append(system)
@@ -191,9 +172,7 @@ def _candidates() -> list[Path]:
 
 
 def _system_library() -> Path | None:
-    """Where the loader would find it. Asked of the file system: ``find_library`` runs a compiler for that,
-    0.4 s.
-    """
+    """The file that the loader would find. ``find_library`` would run a compiler, which takes 0.4 s."""
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     for configured in sorted(Path("/etc/ld.so.conf.d").glob("*.conf")):
         folders += [line.strip() for line in configured.read_text(errors="replace").splitlines()]

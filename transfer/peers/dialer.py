@@ -19,9 +19,8 @@ from moonpool.runtime.network.sockets import prepare
 from moonpool.runtime.network.tls import TlsContexts, secure
 from moonpool.transfer.agent_memory import AgentMemory
 from moonpool.transfer.connections.control import Control, ControlOwner
-from moonpool.transfer.connections.descriptor import AgentDescriptor
+from moonpool.transfer.connections.descriptor import AgentDescriptor, boot_id
 from moonpool.transfer.connections.handshake import Authenticated, handshake_as_client, receive_descriptor
-from moonpool.transfer.connections.host import boot_id
 from moonpool.transfer.connections.link import AGENTS, Link, LocalAgent, LocalLink
 from moonpool.transfer.connections.wire import Kind, Op, WireError
 from moonpool.transfer.copying.peer_memory import LIFELINE_ID, MappedMemory, PeerMemory, ProcessMemory
