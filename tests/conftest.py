@@ -18,6 +18,15 @@ if find_spec("xdist") is not None:
     pytest_plugins.append("tests.shared_out")
 
 
+def pytest_configure() -> None:
+    # Started by the first test that starts a process of ours: those that follow need not import torch.
+    if find_spec("aiohttp") is not None:
+        from moonpool.local.preload import PRELOAD
+        from moonpool.runtime.service.fork_server import use_fork_server
+
+        use_fork_server(PRELOAD)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if (marker := item.get_closest_marker("gpu")) is not None:
         import torch

@@ -20,7 +20,7 @@ from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import COMPLETIONS
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.reports.report import Row
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.tied_command import tied_command
 
 _READY_S = 60.0
 _CONCURRENCY = 32

@@ -19,7 +19,7 @@ import psutil
 
 from moonpool.bench.harness import child_main
 from moonpool.bench.harness.peers import PeerFailed, python_of
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.tied_command import tied_command
 
 _READY_S, _ANSWER_S, _STOP_S = 300.0, 120.0, 15.0
 _MAX_ANSWER_NBYTES = 1 << 24

@@ -14,7 +14,7 @@ from time import monotonic, sleep
 
 import click
 
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.tied_command import tied_command
 
 
 @contextmanager

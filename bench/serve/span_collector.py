@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from moonpool.bench.serve.client.server import RequestFailed
 from moonpool.runtime import rpc
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.tied_command import tied_command
 
 _SERVICE = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 _STATS = "/bench.Collector/Stats"

@@ -24,7 +24,7 @@ from moonpool.local.redis_server import find_redis
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.gpu import nvml_report
 from moonpool.runtime.health.monitor import HealthMonitor
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.tied_command import tied_command
 
 
 def check_machine(config: Config) -> Iterator[Finding]:

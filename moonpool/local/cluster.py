@@ -19,12 +19,14 @@ from moonpool.errors import ApiError
 from moonpool.local.gpu_split import gpu_options
 from moonpool.local.node_configs import node_configs
 from moonpool.local.preflight import check_before_start
+from moonpool.local.preload import PRELOAD
 from moonpool.local.redis_server import RedisServer
 from moonpool.runtime.config.loading import to_toml
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ChildFailed
 from moonpool.runtime.machine.gpus import computes_on_gpus
 from moonpool.runtime.service.child import Child
+from moonpool.runtime.service.fork_server import use_fork_server
 
 READY_TIMEOUT_S = 120.0  # a large checkpoint takes a while to load
 JOIN_TIMEOUT_S = 30.0
@@ -87,6 +89,8 @@ class LocalCluster:
         Raises:
             MoonpoolError: with what to do about it. Whatever had been started has been stopped.
         """
+        if (server := use_fork_server(PRELOAD)) is not None:
+            server.start()  # it imports while we go on
         await check_before_start(self.config)
         if self._remove_directory:
             self.directory = _short_directory()

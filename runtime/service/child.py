@@ -5,24 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moonpool.runtime.errors import ChildFailed
+from moonpool.runtime.service.spawn import Process, spawn
 
-# Runs in the child before the real program: a preexec_fn may deadlock in a process that has threads.
-# PR_SET_PDEATHSIG (1) survives the exec. Where the parent died before the call, nobody would signal us: stop.
-_TIE = """
-import ctypes, os, sys
-if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0) != 0:
-    sys.exit("prctl(PR_SET_PDEATHSIG): " + os.strerror(ctypes.get_errno()))
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 HEARS_LOADING = "MOONPOOL_HEARS_LOADING"
 """Set for a child whose parent asks to hear how far it has loaded."""
 BEAT_S = "MOONPOOL_BEAT_S"
@@ -30,15 +20,6 @@ BEAT_S = "MOONPOOL_BEAT_S"
 _TAIL_NBYTES = 3000
 # Of what a child prints, lines longer than this are no messages.
 _MAX_MESSAGE_NBYTES = 1 << 20
-
-
-def tied_command(command: Sequence[str]) -> list[str]:
-    """``command``, wrapped so that the kernel kills it when the thread of this process that starts it ends.
-
-    Start it from a thread that lives as long as the child should: normally the main one. On systems other
-    than Linux the child is an ordinary one.
-    """
-    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
 
 
 class Child:
@@ -94,14 +75,12 @@ class Child:
         self._is_ready.clear()
         log = self.log.open("ab") if self.log is not None else None
         try:
-            # In a session of its own: Ctrl-C in the terminal reaches only us: we stop the others in order.
-            self._process = process = await asyncio.create_subprocess_exec(
-                *tied_command(self._command),
-                stdin=PIPE if self._given else DEVNULL,
-                stdout=PIPE if self._speaks else log,
-                stderr=log,
-                env=self.environment,
-                start_new_session=True,
+            self._process = process = await spawn(
+                self._command,
+                environment=self.environment,
+                stdin=bool(self._given),
+                stdout=PIPE if self._speaks else None if log is None else log.fileno(),
+                stderr=None if log is None else log.fileno(),
             )
         finally:
             if log is not None:

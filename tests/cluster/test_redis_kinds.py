@@ -20,7 +20,7 @@ from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.local.cluster import LocalCluster
 from moonpool.local.redis_server import find_redis
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.tied_command import tied_command
 from tests.cluster.conftest import eventually, small_config
 from tests.kvstore.redis_servers import Server, free_ports
 

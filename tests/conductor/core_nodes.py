@@ -38,7 +38,7 @@ from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import ConductorOptions, IndexOptions
 from moonpool.runtime.errors import MoonpoolError
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.tied_command import tied_command
 
 MODEL = ServedModel("tiny", 4096, 50_000, (1,), num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
 LAYOUT = next(fp for fp, layout in MODEL.layouts().items() if layout.dtype == "float32")

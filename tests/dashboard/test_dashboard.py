@@ -17,7 +17,7 @@ from playwright.async_api import Browser, Page, expect
 
 from moonpool.client import Client
 from moonpool.local.cluster import LocalCluster
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.tied_command import tied_command
 from tests.cluster.conftest import eventually, kill
 from tests.dashboard.conftest import BREAKOUT, MARKUP, NEEDS_BROWSER, SCREENSHOTS, ask
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.local.redis_server import find_redis
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.tied_command import tied_command
 
 
 class Server:

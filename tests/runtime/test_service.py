@@ -15,7 +15,7 @@ import pytest
 
 from moonpool.runtime.errors import PortInUse
 from moonpool.runtime.observing.metrics_server import serve_metrics
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.tied_command import tied_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ sys.exit(run_service(main, role="test-node"))
 
 PARENT = """
 import subprocess, sys
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.tied_command import tied_command
 child = subprocess.Popen(tied_command([sys.executable, "-c", "print('up', flush=True); input()"]),
                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 child.stdout.readline()

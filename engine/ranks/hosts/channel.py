@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from asyncio.subprocess import PIPE, Process, create_subprocess_exec
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from moonpool.runtime.service.child import tied_command
+from moonpool.runtime.service.spawn import Process, spawn
 
 _MAX_LINE_NBYTES = 64 << 20
 
@@ -59,14 +58,11 @@ class PipeChannel:
             "OMP_WAIT_POLICY": "PASSIVE",
         }
         return cls(
-            await create_subprocess_exec(
-                *tied_command([sys.executable, "-m", "moonpool.engine.ranks.worker"]),
-                stdin=PIPE,
-                stdout=PIPE,
-                env=environment,
-                limit=_MAX_LINE_NBYTES,
-                # Ctrl-C in the terminal reaches us only, who end it.
-                start_new_session=True,
+            await spawn(
+                [sys.executable, "-m", "moonpool.engine.ranks.worker"],
+                environment=environment,
+                stdin=True,
+                limit_nbytes=_MAX_LINE_NBYTES,
             )
         )
 

@@ -1,0 +1,25 @@
+"""Modules that the fork server imports, so that the processes of a cluster need not."""
+
+from __future__ import annotations
+
+_CONDUCTOR = [
+    "moonpool.conductor.core",
+    "moonpool.conductor.server",
+    "moonpool.conductor.text.chat_template",
+    "moonpool.conductor.text.tokenizer",
+    "moonpool.conductor.observing.about",
+    "moonpool.conductor.dashboard.benchmark_results",
+    "moonpool.runtime.service.lifecycle",
+]
+PRELOAD = {
+    "moonpool.conductor": _CONDUCTOR,
+    "moonpool.kvstore.store_node": ["moonpool.kvstore.store_node.node"],
+    "moonpool.prefill_node": ["torch", "moonpool.prefill_node.node"],
+    "moonpool.decode_node": ["moonpool.decode_node.node"],
+    "moonpool.engine.ranks.worker": [
+        "moonpool.engine.ranks.link_factory",
+        "moonpool.kvstore.remote.rank_reader",
+    ],
+    "moonpool.engine.ranks.hosts.daemon": [],
+}
+"""By the module of each process; the processes that need torch come last."""

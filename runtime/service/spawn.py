@@ -1,0 +1,131 @@
+"""Start a process that is tied to us: forked by the fork server where there is one, else by ``exec``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from moonpool.runtime.service.fork_server import ForkedProcess, ForkServer, current_fork_server
+from moonpool.runtime.service.tied_command import tied_command
+
+log = logging.getLogger(__name__)
+
+DEFAULT_LIMIT_NBYTES = 1 << 16
+
+
+class Writer(Protocol):
+    def write(self, data: bytes, /) -> None: ...
+    def close(self) -> None: ...
+
+
+class Process(Protocol):
+    """What ``asyncio.subprocess.Process`` and a forked process have in common."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    @property
+    def stdin(self) -> Writer | None: ...
+    @property
+    def stdout(self) -> asyncio.StreamReader | None: ...
+    async def wait(self) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+async def spawn(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    stdin: bool = False,
+    stdout: int | None = PIPE,
+    stderr: int | None = None,
+    limit_nbytes: int = DEFAULT_LIMIT_NBYTES,
+) -> Process:
+    """Start ``command`` in a session of its own, so that Ctrl-C reaches only us. It cannot outlive us.
+
+    ``stdin``: it gets a pipe, else nothing to read. ``stdout``, ``stderr``: a file descriptor, or None for
+    ours; ``stdout`` may be ``PIPE``. ``limit_nbytes``: of a line of its stdout. Where it is started by
+    ``exec``, it ends with the thread that called: normally the main one.
+    """
+    server = current_fork_server()
+    if server is not None and server.serves(command, environment):
+        try:
+            return await _fork(server, command, environment, stdin, stdout, stderr, limit_nbytes)
+        except OSError as error:
+            log.warning("%s is started by exec: the fork server failed: %s", command[2], error)
+    return await asyncio.create_subprocess_exec(
+        *tied_command(command),
+        stdin=PIPE if stdin else DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env=dict(environment),
+        limit=limit_nbytes,
+        start_new_session=True,
+    )
+
+
+class _Forked:
+    """A ``Process`` made by the fork server, with its pipes."""
+
+    def __init__(
+        self,
+        process: ForkedProcess,
+        stdin: asyncio.WriteTransport | None,
+        stdout: asyncio.StreamReader | None,
+    ) -> None:
+        self._process = process
+        self.stdin = stdin
+        self.stdout = stdout
+        self.pid = process.pid
+        self.wait = process.wait
+        self.terminate = process.terminate
+        self.kill = process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+
+async def _fork(
+    server: ForkServer,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdin: bool,
+    stdout: int | None,
+    stderr: int | None,
+    limit_nbytes: int,
+) -> Process:
+    theirs: list[int] = []
+    writer: asyncio.WriteTransport | None = None
+    reader: asyncio.StreamReader | None = None
+    loop = asyncio.get_running_loop()
+    try:
+        if stdin:
+            read_fd, write_fd = os.pipe()
+            theirs.append(read_fd)
+            writer, _ = await loop.connect_write_pipe(asyncio.Protocol, os.fdopen(write_fd, "wb", 0))
+        else:
+            theirs.append(os.open(os.devnull, os.O_RDONLY))
+        if stdout == PIPE:
+            read_fd, write_fd = os.pipe()
+            theirs.append(write_fd)
+            reader = asyncio.StreamReader(limit=limit_nbytes)
+            protocol = asyncio.StreamReaderProtocol(reader)
+            await loop.connect_read_pipe(lambda: protocol, os.fdopen(read_fd, "rb", 0))
+        else:
+            theirs.append(os.dup(1 if stdout is None else stdout))
+        theirs.append(os.dup(2 if stderr is None else stderr))
+        return _Forked(await server.fork(command, environment, theirs), writer, reader)
+    except BaseException:
+        if writer is not None:
+            writer.close()
+        raise
+    finally:
+        for file in theirs:
+            os.close(file)
