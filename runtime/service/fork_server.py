@@ -91,7 +91,7 @@ class ForkServer:
         """
         self.start()
         assert self._connection is not None
-        request = Request(command[2], list(command[3:]), dict(environment), os.getcwd())
+        request = Request(command[2], list(command[3:]), dict(environment), os.getcwd(), os.getpid())
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         process = ForkedProcess(ours)
         try:

@@ -27,12 +27,13 @@ _NUM_FILES = 4  # the status socket, stdin, stdout, stderr
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Run ``module`` as ``python -m`` would. ``directory``: the working directory."""
+    """Run ``module`` as ``python -m`` would. ``directory``: the working directory. ``parent``: who asks."""
 
     module: str
     arguments: list[str]
     environment: dict[str, str]
     directory: str
+    parent: int
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -74,6 +75,7 @@ class Server:
         self._preload = preload
         self._pid = os.getpid()
         self._first = connection
+        self._parent_pid = parent_pid
         self._parent = os.pidfd_open(parent_pid)
         self._loaded: set[str] = set()
         self._asked: list[_Asked] = []
@@ -186,7 +188,10 @@ class Server:
             sys.path[0] = request.directory
         os.environ.clear()
         os.environ.update(request.environment)
-        _set_title(" ".join((sys.executable, "-m", request.module, *request.arguments)))
+        title = [sys.executable, "-m", request.module, *request.arguments]
+        if request.parent != self._parent_pid:
+            title.append(f"(of process {request.parent})")
+        _set_title(" ".join(title))
         served = Served(connection, self._preload, request.environment)
         gc.enable()
 

@@ -19,6 +19,7 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.service.child import Child
 from tests.cluster.conftest import eventually, small_config
 from tests.cluster.test_ranks import GREEDY, is_back, nodes, serves_exactly, whole
+from tests.processes import children_of
 
 TIMEOUT_S = 2.0
 
@@ -71,7 +72,7 @@ async def test_a_machine_lost_while_decoding_costs_no_token(
             await asyncio.gather(far.start(), near.start())
             await asyncio.gather(far.wait_ready(60), near.wait_ready(60))
             assert near.ready["ranks"] == "tp 1 × pp 2 on 127.0.0.1, far (127.0.0.1)"
-            (rank,) = psutil.Process(far.pid).children()
+            (rank,) = children_of(far.pid)
             await loses_it(client, far if whom == "far" else near, number, rank)
             assert secret.partition("=")[2] not in (tmp_path / "far.log").read_text()
         finally:

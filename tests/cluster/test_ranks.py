@@ -25,6 +25,7 @@ from moonpool.commands.status import cluster_view
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import Config, ParallelOptions
 from tests.cluster.conftest import eventually, small_config
+from tests.processes import children_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -78,7 +79,7 @@ async def nodes(client: Client) -> dict[str, dict[str, Any]]:
 
 def rank_pid(cluster: LocalCluster, name: str) -> int:
     """Of the node's only rank that does not lead."""
-    (child,) = psutil.Process(int(cluster.children[name].ready["pid"])).children()
+    (child,) = children_of(cluster.children[name].pid)
     return child.pid
 
 

@@ -29,6 +29,7 @@ from moonpool.local.cluster import LocalCluster
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from tests.cluster.conftest import eventually, kill, small_config
+from tests.processes import are_gone, children_of, descendants_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -74,12 +75,7 @@ async def all_are_ready(client: Client) -> bool:
 
 
 def family(cluster: LocalCluster, name: str) -> list[psutil.Process]:
-    return psutil.Process(cluster.children[name].pid).children(recursive=True)
-
-
-def all_gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+    return descendants_of(cluster.children[name].pid)
 
 
 async def test_they_are_one_node_and_answer_as_one_process_does(
@@ -225,14 +221,14 @@ async def test_sigterm_drains_both(cluster: LocalCluster, client: Client) -> Non
     os.kill(cluster.children["decode-0"].pid, signal.SIGTERM)
     assert await asyncio.gather(*streams) == [expected] * 4
     assert await cluster.children["decode-0"].wait() == 0
-    assert all_gone(members)
+    assert are_gone(members)
 
 
 async def test_a_killed_node_leaves_no_process(cluster: LocalCluster, client: Client) -> None:
     members = family(cluster, "prefill-0")
     assert len(members) == 2
     kill(cluster, "prefill-0")
-    assert all_gone(members)
+    assert are_gone(members)
 
 
 @pytest.mark.slow
@@ -267,7 +263,7 @@ async def test_replicas_of_several_ranks_lose_one_and_find_their_disks_again(tmp
             decode = (await nodes(client))["decode-0"]
             assert decode["ranks"] == "dp 2 × tp 2 × pp 1"
             before = decode["replicas"][0]
-            (rank,) = psutil.Process(before["pid"]).children()
+            (rank,) = children_of(before["pid"])
             rank.kill()
 
             async def is_in_another_life(before: dict[str, Any] = before, client: Client = client) -> bool:

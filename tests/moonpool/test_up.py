@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import are_gone
+
 ROOT = Path(__file__).parents[2]
 UP = [sys.executable, "-m", "moonpool", "up", "--port", "0", "--prefill", "1", "--decode", "1"]
 
@@ -42,13 +44,8 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 def members(process: subprocess.Popen[str]) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 4  # redis, conductor, prefill-0, decode-0
+    assert len(children) == 5  # redis, conductor, prefill-0, decode-0, and the fork server
     return children
-
-
-def all_gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=60)
-    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
 def test_once_holds_a_conversation_and_exits() -> None:
@@ -68,7 +65,7 @@ def test_ctrl_c_stops_everything(cluster: subprocess.Popen[str]) -> None:
     processes = members(cluster)
     cluster.send_signal(signal.SIGINT)
     assert cluster.wait(20) == 0
-    assert all_gone(processes)
+    assert are_gone(processes)
     directory = re.search(r"logs +(\S+)", seen)
     assert directory is not None
     assert not Path(directory[1]).exists()
@@ -78,7 +75,7 @@ def test_kill_9_leaves_nothing_running(cluster: subprocess.Popen[str]) -> None:
     read_until(cluster, "Serving.")
     processes = members(cluster)
     cluster.kill()
-    assert all_gone(processes)
+    assert are_gone(processes)
 
 
 def test_a_killed_node_is_started_again(cluster: subprocess.Popen[str]) -> None:

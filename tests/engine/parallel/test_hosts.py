@@ -26,6 +26,7 @@ from moonpool.runtime.service.child import Child
 from tests.engine.parallel.conftest import serving
 from tests.engine.parallel.test_exact import MODELS, NUM_TOKENS, SHAPE, named, prompts
 from tests.engine.parallel.test_group import edited
+from tests.processes import children_of
 
 SECRET = "as long as it is the same"
 
@@ -84,9 +85,7 @@ async def test_greedy_tokens_equal_transformers(plan: dict[str, Any], make_check
                 results = await driver.run(*sequences)
                 assert [result.token_ids for result in results] == expected
                 far = [rank for rank in group.ranks if rank.where]
-                assert {rank.pid for rank in far} == {
-                    child.pid for child in psutil.Process(host.pid).children()
-                }
+                assert {rank.pid for rank in far} == {child.pid for child in children_of(host.pid)}
                 assert len(far) == group.world_size // 2
 
 

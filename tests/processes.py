@@ -1,0 +1,28 @@
+"""Finding the processes that a process has started."""
+
+from __future__ import annotations
+
+import psutil
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    """Its children, and those that the fork server has forked for it, which say so in their title."""
+    found = psutil.Process(pid).children()
+    for process in psutil.process_iter():
+        try:
+            if f"(of process {pid})" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue  # it ended meanwhile
+    return found
+
+
+def descendants_of(pid: int) -> list[psutil.Process]:
+    """The children of ``pid``, theirs, and so on."""
+    children = children_of(pid)
+    return [*children, *(other for child in children for other in descendants_of(child.pid))]
+
+
+def are_gone(processes: list[psutil.Process], timeout_s: float = 60.0) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
