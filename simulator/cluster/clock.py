@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and when."""
+"""Virtual time: a queue of events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Event:
-    """Something that will happen, unless it is cancelled."""
+    """A call at a time, until it is cancelled."""
 
     __slots__ = ("action", "arguments", "at_s")
 
@@ -23,7 +23,7 @@ class Event:
 
 
 class Clock:
-    """Runs events in the order of their times; equal times in the order in which they were asked for."""
+    """Runs events in the order of their times; at equal times in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -32,14 +32,14 @@ class Clock:
         self._number = 0
 
     def at(self, at_s: float, action: Callable[..., None], *arguments: Any) -> Event:
-        """Call ``action`` at ``at_s``; a time that has passed means now."""
+        """Call ``action`` at ``at_s``, or now if that has passed."""
         event = Event(max(at_s, self.now_s), action, arguments)
         self._number += 1
         heappush(self._events, (event.at_s, self._number, event))
         return event
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Run until no event is left."""
         while self._events:
             at_s, _, event = heappop(self._events)
             if event.action is not None:

@@ -1,4 +1,4 @@
-"""Copies of hot prefixes in the simulated cluster, as the conductor's own plan says."""
+"""Copies of hot prefixes in the simulated cluster, planned by the conductor's code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from moonpool.simulator.cluster.clock import Clock
 from moonpool.simulator.cluster.membership import Cluster
 from moonpool.simulator.cluster.memory import PinnedBlocks
 
-# As the live one's.
 _PERIOD_S = 1.0
 
 
@@ -29,7 +28,7 @@ class HotPrefixCopies:
         block_tokens: int,
         has_open_requests: Callable[[], bool],
     ) -> None:
-        """``nbytes_per_s``: for all copies together; 0: none are made."""
+        """``nbytes_per_s``: for all copies together; 0: no copies."""
         self.num_made = 0
         self.num_released = 0
         self._cluster = cluster
@@ -43,7 +42,7 @@ class HotPrefixCopies:
             clock.at(clock.now_s + _PERIOD_S, self._round)
 
     def note(self, keys: Sequence[bytes], placement: Placement) -> None:
-        """A request was placed."""
+        """Count a placed request."""
         if self._nbytes_per_s:
             chain = self._chain(keys)
             held = longest_blocks(self._cluster.holders(chain))

@@ -1,4 +1,4 @@
-"""One request on its way through the simulated cluster."""
+"""A request in the simulated cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moonpool.simulator.inputs.trace import TraceRequest
 
 @dataclass(slots=True)
 class CacheUse:
-    """Prompt tokens of one request by where their KV came from."""
+    """Prompt tokens of a request by the source of their KV."""
 
     pool: int = 0
     host: int = 0
@@ -24,7 +24,7 @@ class CacheUse:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """``keys``: of the prompt's full blocks. Attempts are counted: what an earlier one set off is void."""
+    """``keys``: of the prompt's full blocks. Events of an earlier ``attempt`` are void."""
 
     number: int
     request: TraceRequest
@@ -32,23 +32,23 @@ class Job:
     attempt: int = 0
     decodes_in_place: bool = False  # on the node of its prefill
     use: CacheUse = field(default_factory=CacheUse)
-    slow: tuple[int, int] = (0, 0)  # blocks that this attempt loads from host and SSD
+    slow: tuple[int, int] = (0, 0)  # blocks to load from host and SSD
     fetched_blocks: int = 0
     hold: PinnedBlocks = field(default_factory=PinnedBlocks)  # at the prefill node
     decode_hold: PinnedBlocks | None = None
-    computing: bool = False  # its latest prefill has not ended
-    computing_s: float = 0.0  # when that began
-    since_s: float = 0.0  # when its latest token was there
+    computing: bool = False  # its prefill has not ended
+    computing_s: float = 0.0  # start of the prefill
+    since_s: float = 0.0  # time of its latest token
     first_token_s: float = -1.0
     done_s: float = -1.0
-    rejected: str = ""  # stage
+    rejected: str = ""  # the stage
     num_produced: int = 0
     num_delivered: int = 0  # tokens of this attempt that the load of its decode node counts
     gaps_s: list[npt.NDArray[np.float64]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        """What an attempt that starts now has to have in place: the prompt and all tokens produced."""
+        """Tokens that a new attempt must prefill: the prompt and all output so far."""
         return self.request.input_tokens + self.num_produced
 
     @property
@@ -56,7 +56,7 @@ class Job:
         return self.request.output_tokens - self.num_produced
 
     def add_tokens(self, gaps_s: npt.NDArray[np.float64]) -> None:
-        """Tokens were produced, each so long after the one before."""
+        """Add tokens, each with the seconds since the one before."""
         if len(gaps_s):
             self.gaps_s.append(gaps_s)
             self.num_produced += len(gaps_s)

@@ -1,4 +1,4 @@
-"""The simulated cluster: its nodes as they come and go, and what placement sees of it."""
+"""The simulated cluster: its nodes, and the view that placement gets."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ from moonpool.simulator.inputs.trace import TraceRequest
 
 
 class Cluster:
-    """``nodes`` by id; a node of both roles is in the fleet ``prefill``. ``parents``: of every key the one
-    before it, filled by ``keys_of``."""
+    """``nodes``: by id. A node of both roles is in the table ``prefill``."""
 
     def __init__(self, scenario: Scenario, clock: Clock, *, on_prefilled: OnJob, on_decoded: OnJob) -> None:
         hardware = scenario.hardware
         decode_hardware = scenario.decode_hardware or hardware
         rate = min(hardware.network_nbytes_per_s, decode_hardware.network_nbytes_per_s)
         self.network = Network(clock, nbytes_per_s=rate, latency_s=hardware.network_latency_s)
-        # Nothing is slower the first time here.
         self.links = LinkModel(latency_s=hardware.network_latency_s, nbytes_per_s=rate, connect_s=0.0)
         self.block_nbytes = scenario.block_tokens * hardware.kv_token_nbytes
         self.nodes: dict[str, Node] = {}
-        self.former: list[Node] = []  # that failed
+        self.former: list[Node] = []  # failed ones
         self.prefill = NodeTable()
         self.decode = NodeTable()
         self._scenario = scenario
@@ -53,7 +51,7 @@ class Cluster:
                 self.join(role)
 
     def keys_of(self, request: TraceRequest) -> list[bytes]:
-        """Of its full blocks: one that is not full has no key."""
+        """Return the keys of the prompt's full blocks."""
         names, keys = self._names, list[bytes]()
         for block_id in request.block_ids[: request.input_tokens // self._scenario.block_tokens]:
             key = names.get(block_id)
@@ -67,7 +65,7 @@ class Cluster:
     # ------------------------------------------------------------------ nodes come and go
 
     def join(self, role: str) -> None:
-        """An empty node."""
+        """Add an empty node."""
         number = self._numbers[role]
         self._numbers[role] += 1
         node = Node(
@@ -79,36 +77,36 @@ class Cluster:
             self._parents,
             on_prefilled=self._on_prefilled,
             on_decoded=self._on_decoded,
-            on_load=self._fleet(role).touch,
+            on_load=self._table(role).touch,
         )
         self.nodes[node.node_id] = node
-        fleet = self._fleet(role)
-        fleet.add(node.view)
-        # A newcomer starts at the fewest of its peers, not at zero, so that it is not given everything.
-        node.view.num_placed = min((view.num_placed for view in fleet if view is not node.view), default=0)
+        table = self._table(role)
+        table.add(node.view)
+        # Start at the minimum of its peers, not at zero: otherwise it would get every request.
+        node.view.num_placed = min((view.num_placed for view in table if view is not node.view), default=0)
 
     def fail(self, role: str, number: int) -> Node | None:
-        """A node is gone with all it holds; its jobs are the caller's to place. None: it is not there."""
+        """Remove a node and its blocks; the caller places its jobs again. None: there is no such node."""
         node = self.nodes.pop(f"{role}-{number}", None)
         if node is not None:
             self.former.append(node)
             node.stop()
             self._index.leave(node.node_id)
             self._index.sweep(1 << 30)
-            self._fleet(role).remove(node.view)
+            self._table(role).remove(node.view)
         return node
 
-    def _fleet(self, role: str) -> NodeTable:
+    def _table(self, role: str) -> NodeTable:
         return self.decode if role == "decode" else self.prefill
 
     # ------------------------------------------------------------------ what placement sees
 
     def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """How many leading blocks each node holds."""
+        """Return the number of leading blocks that each node holds."""
         return self._index.longest_prefix(keys)
 
     def view(self, job: Job) -> ClusterView:
-        """As it is now, for a decision; each is another turn and another draw."""
+        """Return the current view for one decision, with the next turn and random draw."""
         self._turn += 1
         for view in self.decode:
             self.nodes[view.node_id].refresh()
@@ -128,7 +126,7 @@ class Cluster:
         )
 
     def _slow(self, keys: Sequence[bytes], prefixes: dict[str, int]) -> dict[str, tuple[int, int]]:
-        """Of each node's prefix, the blocks in host memory and on SSD."""
+        """Return the blocks of each node's prefix in host memory and on SSD."""
         slow: dict[str, tuple[int, int]] = {}
         if not any(node.memory.has_lower_tiers for node in self.nodes.values()):
             return slow

@@ -1,4 +1,4 @@
-"""The KV blocks of one node in their tiers: the bookkeeping and policies that serve, without the bytes."""
+"""The KV blocks of a node in their tiers: the product's bookkeeping and policies, without the bytes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from moonpool.kvstore.eviction import make_policy
 from moonpool.kvstore.eviction.chain_cache import ChainCache
 from moonpool.kvstore.index.block_map import BlockMap
 
-# What a block that has no key (a prompt's last, or generated tokens) is called while its slot is taken.
+# The key of a reserved slot without one: the partial last block of a prompt, or generated tokens.
 _NAMELESS = b""
 
 
 @dataclass(slots=True, eq=False)
 class PinnedBlocks:
-    """What one request has of a node's pool: the first blocks of its chain, and slots for more."""
+    """A request's slots in a pool: pinned blocks of its chain's start, and reserved slots after them."""
 
     keys: list[bytes] = field(default_factory=list)  # of the pinned ones
     pinned: list[int] = field(default_factory=list)
@@ -24,10 +24,9 @@ class PinnedBlocks:
 
 
 class NodeMemory:
-    """A pool, and below it host memory and disk where they have a capacity. What leaves a tier goes to the
-    next. Whatever the node holds is in ``index`` under its fastest tier, at once.
+    """A pool, and optional tiers in host memory and on SSD. Evicted blocks move to the next tier.
 
-    Of a chain the node holds a prefix, in whatever tiers.
+    ``index`` has each block under its fastest tier. The blocks held of a chain are a prefix of it.
     """
 
     def __init__(
@@ -39,8 +38,9 @@ class NodeMemory:
         blocks: Sequence[int],
         policies: Sequence[str],
     ) -> None:
-        """``blocks`` and ``policies``: of pool, host and SSD; 0: no such tier. ``parents``: of every key the
-        one before it, those without left out."""
+        """``blocks`` and ``policies``: of pool, host and SSD; 0: no such tier. ``parents``: key to the key
+        before it.
+        """
         self.node_id = node_id
         self._index = index
         self._parents = parents
@@ -60,11 +60,11 @@ class NodeMemory:
 
     @property
     def num_available(self) -> int:
-        """Slots of the pool that nobody holds, cached blocks in them or not."""
+        """Slots of the pool that are neither pinned nor reserved; they may hold cached blocks."""
         return self.pool.capacity - self.pool.num_pinned - self._num_reserved
 
     def match(self, keys: Sequence[bytes]) -> list[Tier]:
-        """The tier of each block of the longest prefix held. No use, no pin."""
+        """Return the tier of each block of the longest prefix held. Does not count as a use."""
         found = [Tier.POOL] * len(self.pool.match(keys))
         if self.has_lower_tiers:
             for key in keys[len(found) :]:
@@ -75,11 +75,11 @@ class NodeMemory:
         return found
 
     def holds(self, key: bytes) -> bool:
-        """In any tier."""
+        """Whether any tier has the block."""
         return self._fastest(key) is not None
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """A request uses this chain: tell the policies. The pool's is told when the request lets go."""
+        """Tell the lower tiers' policies that a request uses this chain. ``release`` tells the pool's."""
         for tier, cache in self._tiers.items():
             if tier is not Tier.POOL:
                 cache.use(keys)
@@ -87,7 +87,7 @@ class NodeMemory:
     # ------------------------------------------------------------------ holding
 
     def pin(self, hold: PinnedBlocks, keys: Sequence[bytes]) -> int:
-        """PinnedBlocks what the pool has of the prefix ``keys``; returns how many blocks are held now."""
+        """Pin the pool's part of the prefix ``keys``; returns the number of blocks pinned in all."""
         slots = self.pool.match(keys)
         fresh = slots[len(hold.pinned) :]
         self.pool.pin(fresh)
@@ -96,7 +96,7 @@ class NodeMemory:
         return len(hold.pinned)
 
     def reserve(self, hold: PinnedBlocks, keys: Sequence[bytes], num_blocks: int) -> bool:
-        """Slots for ``num_blocks`` more, the first of them for ``keys``. False: no room, nothing changed."""
+        """Reserve ``num_blocks`` more slots, the first for ``keys``. False: no room, nothing changed."""
         if num_blocks > self.num_available:
             return False
         for i in range(num_blocks):
@@ -108,7 +108,7 @@ class NodeMemory:
         return True
 
     def commit(self, hold: PinnedBlocks, keys: Sequence[bytes]) -> None:
-        """The first slots reserved hold ``keys`` now, and are found from now on."""
+        """Publish ``keys`` in the first reserved slots, which become pinned."""
         slots, hold.reserved = hold.reserved[: len(keys)], hold.reserved[len(keys) :]
         self._num_reserved -= len(slots)
         for slot, key in zip(slots, keys, strict=True):
@@ -120,8 +120,10 @@ class NodeMemory:
             self._index.store(self.node_id, b"".join(keys), Tier.POOL)
 
     def bring(self, hold: PinnedBlocks, keys: Sequence[bytes]) -> int:
-        """Blocks came from a lower tier or another node, behind what is held: keep and hold as many as there
-        is room for. Returns how many are held now."""
+        """Pin blocks of ``keys`` that arrived from a lower tier or another node, as far as there is room.
+
+        Returns the number of blocks pinned in all.
+        """
         self.pin(hold, keys)
         rest = keys[len(hold.pinned) :]
         count = min(len(rest), self.num_available)
@@ -130,7 +132,7 @@ class NodeMemory:
         return len(hold.pinned)
 
     def release(self, hold: PinnedBlocks) -> None:
-        """What was pinned stays as cache, what was only reserved is free."""
+        """Unpin the blocks, which stay cached, and free the reserved slots."""
         self.pool.use(hold.keys)
         self.pool.unpin(hold.pinned)
         for slot in hold.reserved:
@@ -139,17 +141,19 @@ class NodeMemory:
         hold.keys, hold.pinned, hold.reserved = [], [], []
 
     def drop(self, keys: Sequence[bytes], num_blocks: int) -> int:
-        """Drop the pool's copies of the last ``num_blocks`` of ``keys``, from the end on, as far as nobody
-        holds them and nothing follows. Returns how many went."""
-        gone = 0
+        """Drop the pool's copies of the last ``num_blocks`` of ``keys``, from the end, until one is in use.
+
+        Returns the number dropped.
+        """
+        num_dropped = 0
         for key in reversed(keys[len(keys) - num_blocks :]):
             slot = self.pool.slot_of(key)
             if slot is None or self.pool.is_pinned(slot) or self.pool.after(key):
                 break
             self.pool.remove(key)
             self._demote(Tier.POOL, key)
-            gone += 1
-        return gone
+            num_dropped += 1
+        return num_dropped
 
     # ------------------------------------------------------------------ tiers
 

@@ -1,4 +1,4 @@
-"""Transfers between nodes in virtual time: those that share a link share its bandwidth."""
+"""Transfers between nodes in virtual time; they share the bandwidth of links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moonpool.simulator.cluster.clock import Clock, Event
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """One transfer. ``left_nbytes`` at ``since_s``, falling by ``rate``."""
+    """One transfer: ``left_nbytes`` at ``since_s``, decreasing by ``rate``."""
 
     source: str
     target: str
@@ -24,19 +24,19 @@ class Flow:
 
 
 class Network:
-    """Every node has one link out and one in. A flow gets the smaller of its even shares of both."""
+    """A link out and a link in for every node. A flow gets the smaller of its even parts of both."""
 
     def __init__(self, clock: Clock, *, nbytes_per_s: float, latency_s: float) -> None:
         self._clock = clock
         self._nbytes_per_s = nbytes_per_s
         self._latency_s = latency_s
-        # Dicts for their order: who is served first must not depend on where objects lie in memory.
+        # Dicts keep the order of flows; sets would make it depend on memory addresses.
         self._out: dict[str, dict[Flow, None]] = defaultdict(dict)
         self._in: dict[str, dict[Flow, None]] = defaultdict(dict)
         self.moved_nbytes = 0.0
 
     def start(self, source: str, target: str, nbytes: float, done: Callable[[], None]) -> Flow:
-        """Move ``nbytes``; ``done`` is called when the last has arrived."""
+        """Move ``nbytes``; call ``done`` when the last has arrived."""
         flow = Flow(source, target, nbytes, done, nbytes, self._clock.now_s)
         self._out[source][flow] = None
         self._in[target][flow] = None
@@ -44,7 +44,7 @@ class Network:
         return flow
 
     def cancel(self, flow: Flow) -> None:
-        """``done`` will not be called. Idempotent, also after the end."""
+        """Stop the flow; ``done`` is not called. Idempotent, also after the end."""
         if flow.end is not None:
             flow.end.cancel()
             flow.end = None
@@ -58,7 +58,7 @@ class Network:
             self._share(flow.source, flow.target)
 
     def _share(self, source: str, target: str) -> None:
-        """Rates of the flows that share a link with a pair of nodes, anew."""
+        """Update the rates of all flows on the links out of ``source`` and into ``target``."""
         for flow in self._out[source] | self._in[target]:
             self._settle(flow)
             sharing = max(len(self._out[flow.source]), len(self._in[flow.target]))

@@ -1,4 +1,4 @@
-"""One simulated node: its engine and memory, and the view of it that placement sees."""
+"""A simulated node: engine, memory, and the view that placement gets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OnJob = Callable[[Job], None]
 
 
 class Node:
-    """A prefill node, a decode node, or one that is both. Told of its jobs; tells when their stages end."""
+    """A node of any role. It calls ``on_prefilled`` and ``on_decoded`` when a job's stage ends."""
 
     def __init__(
         self,
@@ -38,17 +38,16 @@ class Node:
         on_decoded: OnJob,
         on_load: Callable[[NodeView], None],
     ) -> None:
-        """``on_load``: called when what placement sees of the node has changed."""
+        """``on_load`` is called when ``view`` has changed."""
         self.node_id = node_id
         self.hardware = hardware
         self.alive = True
-        self.jobs: dict[Job, None] = {}  # all that have to do with this node
+        self.jobs: dict[Job, None] = {}  # placed here
         self.memory = NodeMemory(
             node_id,
             index,
             parents,
             blocks=scenario.blocks(hardware),
-            # The engine's pool is LRU; the other tiers' policies are options.
             policies=("lru", scenario.host_policy, scenario.ssd_policy),
         )
         self.engine = StepEngine(
@@ -60,21 +59,19 @@ class Node:
         )
         self.view = NodeView(node_id, NodeCost(hardware.profile), num_blocks=self.memory.pool.capacity)
         self.load = LoadLedger(self.view, lambda: clock.now_s, on_load)
-        self._num_reported = 0  # tokens of the batch that ``load`` knows of
+        self._num_reported = 0  # tokens of the batch that ``load`` has counted
         self._clock = clock
         self._scenario = scenario
         self._on_prefilled = on_prefilled
         self._on_decoded = on_decoded
-        self._waiting_for_blocks: deque[tuple[Job, Callable[[Job], None]]] = (
-            deque()
-        )  # wait for room to decode
-        self._queued: dict[Job, None] = {}  # wait for their prefill, holding what they brought
+        self._waiting_for_blocks: deque[tuple[Job, OnJob]] = deque()
+        self._queued: dict[Job, None] = {}  # wait for their prefill, and have pinned blocks
         self._load_ends_s = 0.0
 
     # ------------------------------------------------------------------ prefill
 
     def load_s(self, host_blocks: int, ssd_blocks: int) -> float:
-        """Seconds until these blocks have come up from the slower tiers, behind those asked for before."""
+        """Queue a load of blocks from the slower tiers; returns the seconds until it ends."""
         now_s, hardware = self._clock.now_s, self.hardware
         nbytes = self._scenario.block_tokens * hardware.kv_token_nbytes
         seconds = 0.0
@@ -92,11 +89,8 @@ class Node:
         self.engine.add_prefill(Prefill(job, order_s))
 
     def start_prefill(self, prefill: Prefill) -> bool:
-        job = prefill.key
-        assert isinstance(job, Job)
-        size = self._scenario.block_tokens
-        keys = job.keys[: (job.num_tokens - 1) // size]
-        hits = self.memory.pin(job.hold, keys)
+        job, size = prefill.job, self._scenario.block_tokens
+        hits = self.memory.pin(job.hold, job.keys[: (job.num_tokens - 1) // size])
         # A node of both roles decodes in the same blocks.
         total = job.num_tokens + (job.remaining if job.decodes_in_place else 0)
         if not self._reserve(job.hold, job.keys[hits:], -(-total // size) - hits, job):
@@ -113,15 +107,15 @@ class Node:
         if self.memory.reserve(hold, keys, num_blocks):
             return True
         if any(other not in self._queued for other in self.jobs):
-            return False  # somebody will free blocks
-        # Those that wait keep each other out: the others give up what they brought.
+            return False  # a running job will free blocks
+        # The waiting jobs block each other: the others release their pinned blocks.
         for other in self._queued:
             if other is not job:
                 self.memory.release(other.hold)
         return self.memory.reserve(hold, keys, num_blocks)
 
     def _count(self, job: Job, hits: int) -> None:
-        """Where the prompt's KV came from, of the first attempt."""
+        """Count the prompt's tokens by source, in the first attempt."""
         if job.attempt != 1:
             return
         size = self._scenario.block_tokens
@@ -133,8 +127,7 @@ class Node:
         job.use.computed = job.num_tokens - hits * size
 
     def prefilled(self, prefill: Prefill) -> None:
-        job = prefill.key
-        assert isinstance(job, Job)
+        job = prefill.job
         full = min(job.num_tokens // self._scenario.block_tokens, len(job.keys))
         self.memory.commit(job.hold, job.keys[len(job.hold.pinned) : full])
         self._on_prefilled(job)
@@ -142,12 +135,12 @@ class Node:
     # ------------------------------------------------------------------ decode
 
     def fits(self, job: Job) -> bool:
-        """Whether its prompt and all that is to come fit the pool, were it empty."""
+        """Whether the prompt and all output fit into an empty pool."""
         size = self._scenario.block_tokens
         return -(-(job.num_tokens + job.remaining) // size) <= self.memory.pool.capacity
 
     def add_incoming(self, job: Job, starts_in_s: float, expected_tokens: int) -> None:
-        """A job was placed that will decode here."""
+        """Count a job that was placed to decode here."""
         view = self.refresh()
         num_tokens, size = job.num_tokens, self._scenario.block_tokens
         step_s = view.cost.step_s(
@@ -163,10 +156,10 @@ class Node:
             lasts_s=expected_tokens * step_s,
         )
 
-    def when_blocks_free(self, job: Job, granted: Callable[[Job], None]) -> None:
-        """Call ``granted`` once ``job.decode_hold`` has blocks for the prompt and everything to come.
+    def when_blocks_free(self, job: Job, granted: OnJob) -> None:
+        """Call ``granted`` once ``job.decode_hold`` has blocks for the prompt and the whole output.
 
-        The engine takes blocks as it goes and preempts; here nobody starts that would have to stop.
+        The real engine takes blocks step by step and preempts; the simulated one never preempts.
         """
         self._waiting_for_blocks.append((job, granted))
         self._grant()
@@ -187,7 +180,7 @@ class Node:
             granted(job)
 
     def forget(self, job: Job, hold: PinnedBlocks | None) -> None:
-        """It left: what it holds is free, and nothing here is waited for in its name. Idempotent."""
+        """Release the job's blocks and drop it from the queues. Idempotent."""
         self.jobs.pop(job, None)
         self._queued.pop(job, None)
         self.load.end_prefill(job)
@@ -197,14 +190,11 @@ class Node:
             return
         if hold is not None:
             self.memory.release(hold)
-        if any(entry[0] is job for entry in self._waiting_for_blocks):
-            self._waiting_for_blocks = deque(
-                entry for entry in self._waiting_for_blocks if entry[0] is not job
-            )
+        self._waiting_for_blocks = deque(entry for entry in self._waiting_for_blocks if entry[0] is not job)
         self.on_blocks_released()
 
     def on_blocks_released(self) -> None:
-        """Blocks were let go: whoever waits for some may have them now."""
+        """Let waiting jobs take blocks that have become free."""
         self._grant()
         self.engine.resume()
 
@@ -214,8 +204,7 @@ class Node:
         self.engine.join(Decode(job, job.num_tokens, job.remaining, job.since_s))
 
     def decoded(self, decode: Decode, gaps_s: npt.NDArray[np.float64]) -> None:
-        job = decode.key
-        assert isinstance(job, Job)
+        job = decode.job
         job.add_tokens(gaps_s)
         job.num_delivered += len(gaps_s)
         self._on_decoded(job)
@@ -223,7 +212,7 @@ class Node:
     # ------------------------------------------------------------------ what placement sees
 
     def refresh(self) -> NodeView:
-        """Bring ``view`` up to the current moment."""
+        """Bring ``view`` up to date and return it."""
         num_produced = self.engine.num_produced()
         self._report(num_produced - self._num_reported)
         self._num_reported = num_produced
@@ -237,8 +226,7 @@ class Node:
         )
 
     def stop(self) -> None:
-        """It is gone with all it holds. What its batch has produced is with the jobs."""
+        """Stop for good; all blocks are lost. The jobs keep the tokens that the batch has produced."""
         self.alive = False
         for decode, gaps_s in self.engine.stop():
-            assert isinstance(decode.key, Job)
-            decode.key.add_tokens(gaps_s)
+            decode.job.add_tokens(gaps_s)

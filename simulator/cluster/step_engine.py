@@ -1,4 +1,4 @@
-"""The steps of one node in virtual time, many at once: continuous batching with chunked prefill."""
+"""Continuous batching with chunked prefill, in virtual time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import numpy.typing as npt
 
 from moonpool.conductor.costs.model import Profile
 from moonpool.simulator.cluster.clock import Clock, Event
+from moonpool.simulator.cluster.job import Job
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """A prompt to compute. ``num_tokens`` and ``num_cached`` are known when it starts."""
+    """A prompt to compute. ``num_tokens`` and ``num_cached`` are set when it starts."""
 
-    key: object
+    job: Job
     order_s: float
     num_tokens: int = 0  # to compute
-    num_cached: int = 0  # in place before them
+    num_cached: int = 0
     num_done: int = 0
 
 
@@ -29,39 +30,39 @@ class Prefill:
 class Decode:
     """A sequence in the batch, or about to join."""
 
-    key: object
-    context: int  # tokens its next step looks at
-    remaining: int  # tokens it still produces
-    since_s: float  # when its last token before joining was there
-    wait_s: float = 0.0  # from then until its first step began
+    job: Job
+    context: int  # tokens that its next step attends to
+    remaining: int  # tokens still to produce
+    since_s: float  # time of its last token before joining
+    wait_s: float = 0.0  # from then until its first step
     first_step: int = 0
     last_step: int = 0
 
 
 class Owner(Protocol):
-    """Who is told what became of the work; may add more meanwhile."""
+    """Receives the results; may add more work meanwhile."""
 
     def start_prefill(self, prefill: Prefill) -> bool:
-        """Fill in its lengths and take memory for it. False: there is no room now (see ``resume``)."""
+        """Set its lengths and reserve memory. False: there is no room now (see ``resume``)."""
         ...
 
     def prefilled(self, prefill: Prefill) -> None: ...
 
     def decoded(self, decode: Decode, gaps_s: npt.NDArray[np.float64]) -> None:
-        """Its last token is there; ``gaps_s`` before each of its tokens."""
+        """The sequence is complete; ``gaps_s`` are the seconds before each of its tokens."""
         ...
 
 
 @dataclass(slots=True)
 class _Run:
-    """``count`` steps of the same batch, whose lengths grow evenly: ``gap_s``, ``gap_s + slope_s``, …"""
+    """``count`` steps of the same batch; they take ``gap_s``, ``gap_s + slope_s``, …"""
 
     start_s: float
     gap_s: float
     slope_s: float
     count: int
     batch_size: int
-    decode_s: float  # of gap_s, what is the batch's
+    decode_s: float  # the batch's part of gap_s
     chunk: int  # tokens of the prefill in each step
     end: Event | None = None
 
@@ -69,7 +70,7 @@ class _Run:
         return count * self.gap_s + self.slope_s * count * (count - 1) / 2
 
     def steps(self, seconds: float) -> float:
-        """How many steps, as a fraction, these seconds are: the inverse of ``seconds``."""
+        """Return the number of steps in these seconds, as a fraction: the inverse of ``seconds``."""
         b = self.gap_s - self.slope_s / 2
         root = b * b + 2 * self.slope_s * seconds
         below = b + math.sqrt(max(root, 0.0))
@@ -77,10 +78,10 @@ class _Run:
 
 
 class StepEngine:
-    """What ``engine.Scheduler`` does, without the model: every decoding sequence is in every step; the tokens
-    that leaves of a step go to one prompt at a time, by ``order_s``, then arrival.
+    """The engine's scheduler without the model.
 
-    Steps of an unchanged batch are computed at once, so time goes by in changes of the batch, not in steps.
+    Every decoding sequence is in every step; the rest of the step's tokens go to one prompt at a time, by
+    ``order_s``, then arrival. All steps of an unchanged batch are one event.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class StepEngine:
         self._joining: list[Decode] = []
         self._prefill: Prefill | None = None
         self._batch_size = 0
-        self._context = 0  # tokens that the batch attends over
+        self._context = 0  # tokens that the batch attends to
         self._ends: list[tuple[int, int, Decode]] = []  # heap by last step
         self._run: _Run | None = None
         self._settling = False
@@ -115,12 +116,12 @@ class StepEngine:
             self.resume()
 
     def join(self, decode: Decode) -> None:
-        """Into the batch, from the end of the step that runs now."""
+        """Add to the batch at the end of the current step."""
         self._joining.append(decode)
         self.resume()
 
     def resume(self) -> None:
-        """Something changed that may let more work start."""
+        """Start more work if there is room now."""
         if self._settling:
             return
         if self._run is None:
@@ -129,7 +130,7 @@ class StepEngine:
             self._cut(self._run)
 
     def stop(self) -> list[tuple[Decode, npt.NDArray[np.float64]]]:
-        """Nothing runs any more. Returns those in the batch, with the gaps before their tokens here."""
+        """Stop for good. Returns the sequences in the batch, with the gaps before their tokens."""
         self._stop_run()
         self._settling = True
         return [(entry[2], self._gaps_of(entry[2], self._num_steps)) for entry in self._ends]
@@ -147,7 +148,7 @@ class StepEngine:
     # ------------------------------------------------------------------ steps
 
     def _begin(self) -> None:
-        """Start the next run of steps, if there is anything to run."""
+        """Start the next run of steps, if there is work."""
         clock, profile = self._clock, self._profile
         self._take_joining()
         if self._prefill is None:
@@ -187,7 +188,7 @@ class StepEngine:
             self._prefill = heappop(self._waiting)[2]
 
     def _cut(self, run: _Run) -> None:
-        """End the run with the step that is running now."""
+        """Shorten the run to end with the current step."""
         done = run.steps(self._clock.now_s - run.start_s)
         count = max(math.ceil(done - 1e-9), 1)
         if count < run.count:
@@ -197,7 +198,7 @@ class StepEngine:
             run.end = self._clock.at(run.start_s + run.seconds(count), self._end_run)
 
     def _stop_run(self) -> None:
-        """Drop the step that is running; the steps before it count."""
+        """End the run now; the current step does not count."""
         run = self._run
         if run is not None:
             assert run.end is not None
@@ -224,7 +225,7 @@ class StepEngine:
             self._begin()
 
     def _settle(self, run: _Run) -> None:
-        """Enter the run's steps into the books."""
+        """Account for the run's steps."""
         count, total_s = run.count, run.seconds(run.count)
         self._run = None
         decode_s = 0.0
