@@ -1,4 +1,4 @@
-"""What came of a simulation, as figures."""
+"""The figures of a simulation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.simulator.cluster.job import Job
 from moonpool.simulator.cluster.memory import NodeMemory
 
-# Prefixes whose copies are counted: as many as there are hot ones in an hour of chat.
+# The copies of this many most shared keys are counted.
 _HOT_KEYS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request. ``rejected``: at which stage, empty where it was served; then latencies say nothing, but
-    for a rejection before decode."""
+    """One request. ``rejected``: the stage, empty for a served one. Rejected: no latencies."""
 
     arrival_s: float
     input_tokens: int
@@ -36,24 +35,21 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Figures are over all requests; ``within`` counts for goodput."""
+    """Figures over all requests."""
 
     served: Sequence[Served]
     slo: Slo
     window_s: float  # from the first arrival to the last
     span_s: float  # from the first arrival to the last token
-    hit_tokens: Mapping[
-        str, int
-    ]  # prompt tokens by where their KV came from: pool, host, ssd, peer, computed
+    hit_tokens: Mapping[str, int]  # prompt tokens by source: pool, host, ssd, peer, computed
     block_tokens: int
     moved_nbytes: float
     prefill_busy_s: float  # of GPUs
     decode_busy_s: float
     num_gpus: int
-    hot_copies: Sequence[int]  # of the most used keys: the nodes that hold them at the end
-    num_copies: int  # of hot prefixes, made and let go again
-    num_released: int
-    num_events: int
+    hot_copies: Sequence[int]  # the nodes that hold each of the most shared keys at the end
+    num_copies: int  # of hot prefixes
+    num_released: int  # of those
 
     @property
     def completed(self) -> list[Served]:
@@ -61,22 +57,22 @@ class Outcome:
 
     @property
     def num_within(self) -> int:
-        """Requests that were served within both SLOs."""
+        """Requests served within both SLOs."""
         return sum(each.within(self.slo) for each in self.served)
 
     @property
     def effective_ratio(self) -> float:
-        """Of all requests that came."""
+        """Fraction of all requests served within both SLOs."""
         return self.num_within / len(self.served)
 
     @property
     def goodput(self) -> float:
-        """Requests within both SLOs a second of the time in which requests came."""
+        """Requests within both SLOs a second, over ``window_s``."""
         return self.num_within / self.window_s if self.window_s else float(self.num_within)
 
     @property
     def rejections(self) -> Counter[str]:
-        """By stage."""
+        """Rejected requests by stage."""
         return Counter(each.rejected for each in self.served if each.rejected)
 
     @property
@@ -90,19 +86,19 @@ class Outcome:
 
     @property
     def busy_ratio(self) -> float:
-        """Fraction of the GPU time until the last token in which steps ran."""
+        """Fraction of the GPU time in ``span_s`` in which steps ran."""
         available_s = self.num_gpus * self.span_s
         return (self.prefill_busy_s + self.decode_busy_s) / available_s if available_s else 0.0
 
     @property
     def hit_ratio(self) -> float:
-        """Of the prompt tokens of requests that were computed, those whose KV was there, in any tier."""
+        """Fraction of the prompt tokens whose KV was found in any tier."""
         total = sum(self.hit_tokens.values())
         return 1 - self.hit_tokens["computed"] / total if total else 0.0
 
 
 def served(job: Job) -> Served:
-    """The figures of one request that has ended."""
+    """Return the figures of a request that has ended."""
     request = job.request
     plain = (request.arrival_s, request.input_tokens, request.output_tokens, job.rejected)
     if job.first_token_s < 0 or job.rejected:
@@ -120,7 +116,7 @@ def served(job: Job) -> Served:
 
 
 def hot_copies(jobs: Iterable[Job], memories: Iterable[NodeMemory]) -> list[int]:
-    """For each of the keys that most requests share: the number of nodes that hold it."""
+    """Return the number of nodes that hold each of the most shared keys."""
     uses = Counter(key for job in jobs for key in job.keys)
     hottest = [key for key, count in uses.most_common(_HOT_KEYS) if count > 1]
     holding = list(memories)

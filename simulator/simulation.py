@@ -1,4 +1,4 @@
-"""Requests through a simulated cluster: arrival, placement, fetch, prefill, hand-over, decode."""
+"""The life of requests in a simulated cluster: placement, fetch, prefill, hand-over, decode."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class _Placed:
 class Simulation:
     """One run: ``Simulation(scenario, requests).run()``. Equal arguments give equal outcomes.
 
-    What is the product's: placement and its estimates, rejection, output lengths, the index's map, cache and
-    eviction. What is modelled: steps take what the node's profile says, links are shared evenly, the index
-    knows of changes at once, and messages cost nothing.
+    The product's own code: placement and its estimates, rejection, output lengths, the index's map, cache and
+    eviction. Modelled: steps take the time of the node's profile, flows share links evenly, the index is
+    always up to date, and messages take no time.
     """
 
     def __init__(self, scenario: Scenario, requests: Sequence[TraceRequest]) -> None:
@@ -71,7 +71,7 @@ class Simulation:
         self.clock.run()
         return self._outcome()
 
-    # ------------------------------------------------------------------ nodes come and go
+    # ------------------------------------------------------------------ nodes join and fail
 
     def _apply_event(self, event: ClusterEvent) -> None:
         if event.kind == "join":
@@ -81,22 +81,21 @@ class Simulation:
                 self._lose(job, node)
 
     def _lose(self, job: Job, node: Node) -> None:
-        """A node the job needs is gone: it is placed again with what it has produced."""
+        """Place a job again, with its output so far, after ``node`` has failed."""
         if job.ended:
             return
         prefill = self._placed[job].prefill
         if node is not prefill and prefill.alive and job.computing:
-            return  # its prefill goes on, and finds at its end that the decode node is gone
-        self._drop(job)
-        self._arrive(job)
+            return  # its prefill goes on; ``_prefilled`` sees that the decode node is gone
+        self._place_again(job)
 
-    def _drop(self, job: Job) -> None:
-        """End what the current attempt set off and holds."""
+    def _place_again(self, job: Job) -> None:
         job.attempt += 1
         self._leave(job)
+        self._arrive(job)
 
     def _leave(self, job: Job) -> None:
-        """Off its nodes, with what it holds there."""
+        """Remove a job from its nodes and release its blocks. Idempotent."""
         placed = self._placed.pop(job, None)
         if placed is None:
             return
@@ -118,7 +117,7 @@ class Simulation:
         both = self.scenario.num_both > 0
         request = PlaceRequest(
             num_tokens=job.num_tokens,
-            # A node of both roles goes on by itself: there is no decode node to choose.
+            # A node of both roles decodes too: there is no decode node to choose.
             remaining_tokens=1 if both else job.remaining,
             expected_tokens=expected,
             deadline_s=_FOREVER_S,
@@ -130,7 +129,7 @@ class Simulation:
         prefill = self.nodes[placement.prefill.node_id]
         decode = prefill if both else self.nodes[placement.decode.node_id] if placement.decode else None
         if decode is not None and not decode.fits(job):
-            # Placement asks for room for the prompt and one token; here the whole output is reserved.
+            # Placement needs room for the prompt and one token; the simulator reserves the whole output.
             self._reject(job, "too large")
             return
         if job.first_token_s < 0 and (decode is None or job.remaining > 1):
@@ -163,7 +162,7 @@ class Simulation:
     # ------------------------------------------------------------------ prefill
 
     def _bring(self, job: Job, node: Node, placement: Placement, order_s: float) -> None:
-        """Load what lies in slow tiers and fetch what another node has; then the job can wait its turn."""
+        """Load blocks from slow tiers, fetch blocks from another node, then queue the prefill."""
         estimate, size = placement.prefill, self.scenario.block_tokens
         usable = job.keys[: (job.num_tokens - 1) // size]
         tiers = node.memory.match(usable)
@@ -191,7 +190,7 @@ class Simulation:
     def _fetch(
         self, job: Job, node: Node, source: Node, keys: list[bytes], num_local: int, order_s: float
     ) -> None:
-        """Read ``keys`` from ``num_local`` on, as far as ``source`` still has them."""
+        """Fetch ``keys[num_local:]``, as far as ``source`` still has them, then queue the prefill."""
         keys = keys[: len(source.memory.match(keys))]
         count = len(keys) - num_local
         if count <= 0:
@@ -216,7 +215,7 @@ class Simulation:
         self.cluster.network.start(source.node_id, node.node_id, nbytes, fetched)
 
     def _prefilled(self, job: Job) -> None:
-        """The first token is there (or the next one, of a job that was placed again)."""
+        """Count the prefill's token and start decoding."""
         now_s = self.clock.now_s
         placed = self._placed[job]
         node, decode = placed.prefill, placed.decode
@@ -232,8 +231,7 @@ class Simulation:
             return
         assert decode is not None
         if not decode.alive:
-            self._drop(job)
-            self._arrive(job)
+            self._place_again(job)
             return
         expected = self._lengths.expected(job.request.input_tokens, job.num_produced, job.remaining)
         outlook = self.cluster.outlook(decode, job, expected)
@@ -251,7 +249,7 @@ class Simulation:
     # ------------------------------------------------------------------ decode
 
     def _hand_over(self, job: Job) -> None:
-        """Move the blocks the decode node lacks: there is room for them now."""
+        """Move the blocks that the decode node lacks into the blocks it has reserved."""
         placed = self._placed[job]
         node, decode, hold = placed.prefill, placed.decode, job.decode_hold
         assert decode is not None
@@ -261,8 +259,8 @@ class Simulation:
         missing = max(job.num_tokens - 1 - len(hold.pinned) * self.scenario.block_tokens, 0)
         nbytes: float = missing * token_nbytes
         if job.since_s == self.clock.now_s:
-            # There was room all the time: what was computed was sent meanwhile, but for the last chunk, and
-            # for what the link could not take.
+            # There was room during the prefill: each chunk was sent while the next was computed. Left are the
+            # last chunk, and bytes beyond the link's bandwidth.
             sent = (self.clock.now_s - job.computing_s) * hardware.network_nbytes_per_s
             last = min(missing, hardware.chunk_tokens) * token_nbytes
             self.cluster.network.moved_nbytes += nbytes - max(nbytes - sent, last)
@@ -283,13 +281,14 @@ class Simulation:
         placed.hand_over = self.cluster.network.start(node.node_id, decode.node_id, nbytes, moved)
 
     def _finish(self, job: Job) -> None:
-        job.done_s = self.clock.now_s
-        self._num_open -= 1
         self._lengths.observe(job.request.input_tokens, job.request.output_tokens)
-        self._leave(job)
+        self._end(job)
 
     def _reject(self, job: Job, stage: str) -> None:
         job.rejected = stage
+        self._end(job)
+
+    def _end(self, job: Job) -> None:
         job.done_s = self.clock.now_s
         self._num_open -= 1
         self._leave(job)
@@ -315,5 +314,4 @@ class Simulation:
             hot_copies=hot_copies(jobs, (node.memory for node in self.nodes.values())),
             num_copies=self.copies.num_made,
             num_released=self.copies.num_released,
-            num_events=self.clock.num_events,
         )

@@ -27,7 +27,6 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.num_events = 0
         self._events: list[tuple[float, int, Event]] = []
         self._number = 0
 
@@ -44,5 +43,4 @@ class Clock:
             at_s, _, event = heappop(self._events)
             if event.action is not None:
                 self.now_s = at_s
-                self.num_events += 1
                 event.action(*event.arguments)

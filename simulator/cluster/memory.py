@@ -163,15 +163,14 @@ class NodeMemory:
 
         return demote
 
-    def _demote(self, leaving: Tier, key: bytes) -> None:
+    def _demote(self, source: Tier, key: bytes) -> None:
+        """Move a block that ``source`` has evicted to the next tier that takes it."""
         for tier, cache in self._tiers.items():
-            if tier > leaving:
-                held = key in cache or cache.add(key, self._parents.get(key)) is not None
-                if held:
-                    if self._fastest(key, leaving) == tier:
-                        self._index.store(self.node_id, key, tier)
-                    return
-        if self._fastest(key, leaving) is None:
+            if tier > source and (key in cache or cache.add(key, self._parents.get(key)) is not None):
+                if self._fastest(key, source) == tier:
+                    self._index.store(self.node_id, key, tier)
+                return
+        if self._fastest(key, source) is None:
             self._index.remove(self.node_id, key)
 
     def _fastest(self, key: bytes, without: Tier | None = None) -> Tier | None:
@@ -179,10 +178,6 @@ class NodeMemory:
             if tier != without and key in cache:
                 return tier
         return None
-
-    def counts(self) -> dict[str, int]:
-        """Blocks held, by tier."""
-        return {tier.name.lower(): len(cache) for tier, cache in self._tiers.items()}
 
     def check_integrity(self) -> None:
         for cache in self._tiers.values():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from moonpool.runtime.errors import ConfigError
 
@@ -15,8 +16,20 @@ from moonpool.runtime.errors import ConfigError
 BLOCK_TOKENS = 512
 
 
+class _Line(msgspec.Struct):
+    """A line of a trace."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0, lt=1e15)]  # ms
+    input_length: Annotated[int, msgspec.Meta(ge=1)]  # tokens
+    output_length: Annotated[int, msgspec.Meta(ge=1)]
+    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+
+
+_DECODER = msgspec.json.Decoder(_Line)
+
+
 class TraceInvalid(ConfigError):
-    """A trace cannot be used; the sentence names file and line."""
+    """A trace cannot be used; the text names file and line."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, key="trace")
@@ -56,31 +69,16 @@ def load_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> list[TraceReq
 
 def _request(where: str, line: str, block_tokens: int) -> TraceRequest:
     try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise TraceInvalid(f"{where}: not JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise TraceInvalid(f"{where}: not a JSON object")
-    timestamp = _number(where, fields, "timestamp", 0)
-    input_tokens = int(_number(where, fields, "input_length", 1))
-    output_tokens = int(_number(where, fields, "output_length", 1))
-    ids = fields.get("hash_ids")
-    if not isinstance(ids, list) or not all(isinstance(each, int) and each >= 0 for each in ids):
-        raise TraceInvalid(f"{where}: hash_ids must be a list of whole numbers")
-    needed = -(-input_tokens // block_tokens)
-    if len(ids) != needed:
+        fields = _DECODER.decode(line)
+    except msgspec.MsgspecError as error:
+        raise TraceInvalid(f"{where}: {error}") from error
+    needed = -(-fields.input_length // block_tokens)
+    if len(fields.hash_ids) != needed:
         raise TraceInvalid(
-            f"{where}: {input_tokens} tokens are {needed} blocks of {block_tokens}, but hash_ids names "
-            f"{len(ids)} (--block-tokens says how many tokens an id stands for)"
+            f"{where}: {fields.input_length} tokens are {needed} blocks of {block_tokens}, but hash_ids has "
+            f"{len(fields.hash_ids)} (--block-tokens sets the tokens of an id)"
         )
-    return TraceRequest(timestamp / 1e3, input_tokens, output_tokens, tuple(ids))
-
-
-def _number(where: str, fields: dict[str, Any], name: str, least: int) -> float:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e15:
-        raise TraceInvalid(f"{where}: {name} must be a number of {least} or more, got {value!r}")
-    return value
+    return TraceRequest(fields.timestamp / 1e3, fields.input_length, fields.output_length, fields.hash_ids)
 
 
 def _check_chain(where: str, ids: tuple[int, ...], parents: dict[int, int]) -> None:

@@ -44,8 +44,8 @@ def test_a_trace_is_read_plain_or_gzipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("{", "not JSON"),
-        ("[]", "not a JSON object"),
+        ("{", "truncated"),
+        ("[]", "Expected `object`"),
         ({**LINE, "timestamp": -1}, "timestamp"),
         ({**LINE, "input_length": "7"}, "input_length"),
         ({**LINE, "output_length": 0}, "output_length"),
