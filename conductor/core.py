@@ -15,7 +15,6 @@ from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
 from moonpool.conductor.admission.limits import Admission
 from moonpool.conductor.admission.rejection import REJECTIONS
-from moonpool.conductor.coordination.announcements import Announcements
 from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.coordination.bookings import Bookings
 from moonpool.conductor.coordination.other_conductors import OtherConductors
@@ -76,7 +75,7 @@ class Conductor:
         conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"
         self._redis = connect(index.redis_url)
         kv_index = KVIndex(self._redis, index.namespace)
-        self._other_conductors = OtherConductors(Announcements(kv_index, conductor_id))
+        self._other_conductors = OtherConductors(kv_index, conductor_id)
         self.describe(model=model.name, block_size=model.block_size, policy=options.policy)
         registry = NodeRegistry(
             kv_index,

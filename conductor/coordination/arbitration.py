@@ -1,7 +1,7 @@
-"""What other conductors on the same Redis do to the same nodes, and the bookings that keep them apart.
+"""Arbitration among several conductors on the same nodes.
 
-Alone, a conductor knows all that the nodes were given, and asks Redis nothing. With others, each placement
-is booked in one step before it is started; without Redis, nodes themselves are the last to refuse.
+A conductor that is alone knows all load it placed, and asks Redis nothing. With others, each placement is
+booked in one atomic step before it starts; without Redis, the nodes themselves reject what does not fit.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from moonpool.kvstore.errors import IndexUnavailable
 
 log = logging.getLogger(__name__)
 
-# How old what one conductor knows of another may get between placements.
+# The period in which conductors exchange their bookings.
 _BEAT_S = 0.25
-# A placement is kept when another node would be this little earlier: estimates are no better than that.
+# A placement is kept unless another node is earlier by more than this: estimates are no better.
 _KEEP_RATIO = 1.05
 _KEEP_S = 1e-3
 
 
 class Arbitration:
-    """One conductor's share of the nodes."""
+    """Books the placements of one conductor."""
 
     def __init__(self, bookings: Bookings, registry: NodeRegistry) -> None:
         self._bookings = bookings
         self._registry = registry
         self._task: asyncio.Task[None] | None = None
-        self._num_books = 0  # on their way to Redis
+        self._num_books = 0  # in progress
         self._no_books, self._no_beat = asyncio.Event(), asyncio.Event()
         self._no_books.set()
         self._no_beat.set()
-        self.num_others = 0  # conductors that are alive besides this one
+        self.num_others = 0  # live conductors besides this one
 
     async def start(self) -> None:
         """Raises ``IndexUnavailable``; nothing runs then."""
@@ -48,7 +48,7 @@ class Arbitration:
         self._task = asyncio.create_task(self._run(), name="arbitration")
 
     async def close(self) -> None:
-        """Give back what is booked. Idempotent."""
+        """Cancel all bookings. Idempotent."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -57,12 +57,14 @@ class Arbitration:
         try:
             await self._bookings.leave()
         except IndexUnavailable as error:
-            log.info("bookings are left to lapse: %s", error)
+            log.info("bookings stay until the lease ends: %s", error)
 
     async def book(self, placement: Placement, num_blocks: int) -> Placement:
-        """Book nodes for a placement: those it names, unless others gave them too much in the meantime.
-        ``num_blocks``: of KV, that the request will hold on its decode node. Call it at once: what was known
-        of others when the placement was made counts."""
+        """Book the nodes of a placement, or others if they got too much foreign load since it was made.
+
+        ``num_blocks``: of KV on the decode node. Call it directly after the placement: it uses the foreign
+        load that the placement was based on.
+        """
         if not self.num_others:
             return placement
         prefills = [placement.prefill]
@@ -74,10 +76,10 @@ class Arbitration:
         members = self._registry.members
         prefills = [estimate for estimate in prefills if estimate.node_id in members]
         decodes = [estimate for estimate in decodes if estimate.node_id in members]
-        # Before the wait for a beat: it brings news of others.
+        # Before waiting for a beat, which updates the foreign load.
         choices = self._prefill_choices(prefills, placement.prefill)
         try:
-            # The caller starts what was booked before anybody else runs: the next beat finds it there.
+            # The caller starts the request before any other task runs, so the next beat includes it.
             async with self._booking():
                 booking = await self._bookings.book(
                     choices,
@@ -90,11 +92,10 @@ class Arbitration:
             return placement
         return _booked(placement, prefills, decodes, booking)
 
-    # ------------------------------------------------------------------ what Redis is told
-
     def _prefill_choices(self, estimates: Sequence[PrefillEstimate], placed: PrefillEstimate) -> list[Choice]:
-        """``placed`` counts as the earliest of them, whatever it was chosen for: only what others gave it
-        since then speaks against it."""
+        """``placed`` counts as the earliest, whatever it was chosen for, so that only newer foreign load can
+        move it.
+        """
         first_s = min((estimate.ttft_s for estimate in estimates), default=0.0)
         choices: list[Choice] = []
         for estimate in estimates:
@@ -113,10 +114,10 @@ class Arbitration:
             try:
                 await self._beat()
             except IndexUnavailable as error:
-                log.debug("other conductors are not heard of: %s", error)
+                log.debug("the bookings of other conductors are unknown: %s", error)
 
     async def _beat(self) -> None:
-        """Replaces all that is booked, so that no booking may be on its way meanwhile."""
+        """Replace all our bookings. No single booking may be in progress meanwhile."""
         self._no_beat.clear()
         try:
             await self._no_books.wait()
@@ -126,7 +127,7 @@ class Arbitration:
         finally:
             self._no_beat.set()
         if num_others != self.num_others:
-            log.info("%d other conductors share the nodes", num_others)
+            log.info("%d other conductors use the same nodes", num_others)
         self.num_others = num_others
         for member in self._registry.members.values():
             member.load.book_foreign(others.get(member.incarnation, Load()) if num_others else None)
@@ -159,5 +160,5 @@ def _booked(
     core_metrics.bookings.labels("moved").inc()
     taken = placement.prefill if prefill != placement.prefill else placement.decode
     assert taken is not None
-    detail = f"another conductor has given {taken.node_id} other requests meanwhile"
+    detail = f"another conductor has placed requests on {taken.node_id} meanwhile"
     return replace(placement, prefill=prefill, decode=decode, reason=Reason.LOAD, detail=detail)

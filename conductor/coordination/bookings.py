@@ -1,10 +1,10 @@
-"""What several conductors have given to the same nodes, counted in one place so that nothing is given twice.
+"""Bookings: load that several conductors placed on the same nodes, counted atomically in Redis.
 
     {ns}:conductors  sorted set  conductor id by the millisecond its lease ends, on Redis's clock
     {ns}:booked      hash        "node|conductor" -> "blocks:microseconds of prefill"
 
-A conductor's entries count as long as its lease: one that is killed holds nothing back for longer. Each beat
-also writes its totals anew, so that what a lost call left behind does not stay.
+Entries of a conductor count while its lease lasts. Each beat rewrites all of them, which removes the remains
+of lost calls.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from moonpool.kvstore.index.redis.lua_scripts import Script
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One node a request could go to. Decode: room for its blocks is wanted, of ``capacity`` (0: unlimited).
-    Prefill: the first token would come after ``ttft_s``, what others gave the node not counted."""
+    """A candidate node. ``capacity``: blocks of a decode node, 0: unlimited. ``ttft_s``: of a prefill node,
+    without foreign load.
+    """
 
-    node: str  # node id and epoch: another life is another node
+    node: str  # node id and epoch
     capacity: int = 0
     ttft_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """The nodes that were taken, by their place in the choices given; ``had_room`` False: no decode node had
-    any, so that the first one was taken all the same and the request will wait there."""
+    """Positions of the booked nodes among the choices. ``had_room`` False: no decode node had room, the first
+    was booked, and the request will wait there.
+    """
 
     prefill: int
-    decode: int  # -1: none was asked for
+    decode: int  # -1: not needed
     had_room: bool
 
 
 class Bookings:
-    """One conductor's side. Every method raises ``IndexUnavailable`` when Redis does not answer: the call may
-    then have had its effect, which the next beat corrects."""
+    """The bookings of one conductor. Methods raise ``IndexUnavailable`` when Redis does not answer; the call
+    may then have had its effect, which the next beat corrects.
+    """
 
     def __init__(self, index: KVIndex, conductor_id: str, *, lease_ttl_s: float) -> None:
         self._index = index
@@ -49,9 +52,9 @@ class Bookings:
         self._keys = [f"{tag}:conductors", f"{tag}:booked"]
 
     async def beat(self, own: Mapping[str, Load]) -> tuple[int, dict[str, Load]]:
-        """Renew the lease and replace all that is booked by this conductor with ``own``.
+        """Renew the lease and replace all bookings of this conductor by ``own``.
 
-        Returns how many other conductors there are, and what they have booked together, by node.
+        Returns the number of other conductors, and the sum of their bookings by node.
         """
         args: list[object] = [self._conductor_id, self._lease_ms]
         for node, load in own.items():
@@ -65,8 +68,9 @@ class Bookings:
     async def book(
         self, prefills: Sequence[Choice], decodes: Sequence[Choice], num_blocks: int, prefill_s: float
     ) -> Booking:
-        """Take the prefill node that is the earliest with what others gave it by now, and the first decode
-        node with room for ``num_blocks``, in one step. ``decodes`` empty: none is needed."""
+        """Book the prefill node that is earliest with its foreign load, and the first decode node with room
+        for ``num_blocks``, atomically. ``decodes`` empty: none is needed.
+        """
         args: list[object] = [self._conductor_id, num_blocks, round(prefill_s * 1e6), len(prefills)]
         for choice in prefills:
             args += [choice.node, round(choice.ttft_s * 1e6)]
@@ -76,7 +80,7 @@ class Bookings:
         return Booking(int(prefill), int(decode), bool(had_room))
 
     async def leave(self) -> None:
-        """Give everything back at once."""
+        """Cancel all bookings and end the lease."""
         await self._index.run("leave", _LEAVE, self._keys, [self._conductor_id])
 
 
@@ -95,7 +99,7 @@ local function write(field, blocks, us)
     redis.call('HDEL', KEYS[2], field)
   end
 end
--- Those of one conductor, and those of conductors that are no more.
+-- Remove the bookings of one conductor, and those of conductors with an ended lease.
 local function forget(me)
   local lapsed = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)
   local gone = {[me] = true}

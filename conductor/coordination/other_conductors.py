@@ -1,4 +1,9 @@
-"""The other conductors of the cluster: what they say of themselves, and where that does not go with us."""
+"""What the conductors of one namespace announce about themselves, and where they disagree.
+
+    {ns}:facts  hash  conductor id -> JSON
+
+Each announcement also removes the entries of conductors with an ended lease (see ``bookings``).
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,16 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moonpool.conductor.coordination.announcements import Announcements
+import orjson
+
 from moonpool.kvstore.errors import IndexUnavailable
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.lua_scripts import Script
 
 log = logging.getLogger(__name__)
 
-_TELL_EVERY_S = 5.0
-# Facts that make keys of blocks: where they differ, one finds nothing of what the other's requests left.
+_PERIOD_S = 5.0
+# Facts that block keys depend on: where they differ, one conductor misses what another one's requests cached.
 KEY_FACTS = {
     "tokenizer": "another tokenizer (tokenizer.json): the same prompt becomes other tokens",
     "chat_template": "another chat template: the same conversation becomes another prompt",
@@ -23,26 +31,28 @@ KEY_FACTS = {
 
 
 class OtherConductors:
-    """``facts`` are ours; set them before ``start``. ``others`` are as they told last, by conductor id."""
+    """``facts``: ours; set them before ``start``. ``others``: the latest announcements, by conductor id."""
 
-    def __init__(self, facts: Announcements) -> None:
+    def __init__(self, index: KVIndex, conductor_id: str) -> None:
         self.facts: dict[str, Any] = {}
         self.others: Mapping[str, Mapping[str, Any]] = {}
-        self._facts = facts
+        self._index = index
+        self._conductor_id = conductor_id
+        self._keys = [f"{{{index.namespace}}}:{name}" for name in ("conductors", "facts")]
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="neighbours")
+        self._task = asyncio.create_task(self._run(), name="announcements")
 
     async def close(self) -> None:
-        """Idempotent. What we told goes with our lease."""
+        """Idempotent. Our announcement ends with our lease."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.wait((task,))
 
     def differences(self) -> Iterator[str]:
-        """A sentence for each fact of each other conductor that is not as ours."""
+        """A sentence for each fact of another conductor that differs from ours."""
         for name, theirs in sorted(self.others.items()):
             for fact, means in KEY_FACTS.items():
                 if fact in theirs and theirs[fact] != self.facts.get(fact):
@@ -52,13 +62,37 @@ class OtherConductors:
                     )
 
     async def _run(self) -> None:
-        said: set[str] = set()
+        logged: set[str] = set()
         while True:
             try:
-                self.others = await self._facts.tell(self.facts)
+                self.others = await self._announce()
             except IndexUnavailable as error:
-                log.debug("other conductors are not told of us: %s", error)
-            for sentence in set(self.differences()) - said:
+                log.debug("this conductor is not announced: %s", error)
+            for sentence in set(self.differences()) - logged:
                 log.warning("%s", sentence)
-                said.add(sentence)
-            await asyncio.sleep(_TELL_EVERY_S)
+                logged.add(sentence)
+            await asyncio.sleep(_PERIOD_S)
+
+    async def _announce(self) -> dict[str, dict[str, Any]]:
+        """Replace our facts; returns those of the others, by conductor id. Raises ``IndexUnavailable``."""
+        args: list[object] = [self._conductor_id, orjson.dumps(self.facts)]
+        flat = await self._index.run("announce", _ANNOUNCE, self._keys, args)
+        found = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+        found.pop(self._conductor_id, None)
+        return {name: orjson.loads(facts) for name, facts in found.items()}
+
+
+# KEYS conductors facts | ARGV id json
+_ANNOUNCE = Script(
+    """
+redis.replicate_commands()
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+for _, id in ipairs(redis.call('HKEYS', KEYS[2])) do
+  local ends = redis.call('ZSCORE', KEYS[1], id)
+  if id ~= ARGV[1] and (not ends or tonumber(ends) < now) then redis.call('HDEL', KEYS[2], id) end
+end
+return redis.call('HGETALL', KEYS[2])
+"""
+)

@@ -107,7 +107,7 @@ class NodeClient:
             reply: node_pb2.ReplicateReply = await self._node.Replicate(request, timeout=timeout_s)
         return reply
 
-    async def let_go(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> int:
+    async def evict(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> int:
         """Have the node drop the last blocks of a chain; how many went."""
         request = node_pb2.EvictRequest(keys=b"".join(keys), num_blocks=num_blocks)
         with rpc.node_errors(self.node_id):

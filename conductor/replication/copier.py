@@ -1,4 +1,4 @@
-"""Carries out, live, what is planned about hot prefixes: copies and releases, within a bandwidth."""
+"""Copies and releases hot prefixes on live nodes, within a bandwidth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.placing.estimates import longest_blocks
-from moonpool.conductor.replication.copy_plan import Copy, Shape, plan_lending, plan_release, plan_replication
+from moonpool.conductor.replication.copy_plan import (
+    Copy,
+    Shape,
+    plan_release,
+    plan_replication,
+    plan_store_copies,
+)
 from moonpool.conductor.replication.heat import Heat
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.runtime.errors import MoonpoolError
@@ -23,7 +29,7 @@ _DEADLINE_S = 10.0
 
 
 class Replicator:
-    """Looks once a second. One round at a time: the next one sees in the index what the last one did."""
+    """One round a second. Rounds do not overlap: each sees the effects of the last one in the index."""
 
     def __init__(
         self,
@@ -35,7 +41,7 @@ class Replicator:
         clock: Callable[[], float],
         on_copied: Callable[[str, str], None] = lambda target, sentence: None,
     ) -> None:
-        """``nbytes_per_s``: for all copies together; 0: none are made. ``on_copied``: told of each copy."""
+        """``nbytes_per_s``: for all copies together; 0: no copies. ``on_copied``: called for each copy."""
         self._registry = registry
         self._cost_model = cost_model
         self._nbytes_per_s = nbytes_per_s
@@ -52,7 +58,7 @@ class Replicator:
             self._task.add_done_callback(_report)
 
     async def close(self) -> None:
-        """Idempotent. Copies that were made stay; nodes evict them when they need the room."""
+        """Idempotent. Existing copies stay until nodes evict them."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -63,11 +69,11 @@ class Replicator:
         return self._task is not None and not self._task.done()
 
     def note(self, keys: Sequence[BlockKey], prefixes: Mapping[str, int], compute_s: float) -> None:
-        """A request with these keys was placed; ``prefixes``: who held how much of it."""
+        """A request with these keys was placed; ``prefixes``: leading blocks of it on each node."""
         self._heat.touch(keys[: longest_blocks(prefixes)], self._clock(), compute_s)
 
     def hottest(self, count: int) -> list[dict[str, Any]]:
-        """The prefixes most in demand, for the dashboard: plain JSON types."""
+        """The hottest prefixes, for the dashboard: plain JSON types."""
         now_s = self._clock()
         return [
             {
@@ -84,17 +90,16 @@ class Replicator:
         ]
 
     async def round(self) -> None:
-        """Plan once and carry it out. A copy that fails is made by a later round, if it is still wanted."""
+        """Plan and carry out one round. A failed copy is repeated by a later round if it is still wanted."""
         registry, now_s = self._registry, self._clock()
         layout = registry.layout
         fleet = registry.fleet("prefill")
         if layout is None or not len(fleet):
             return
-        surplus = plan_release(self._heat, self._made, registry.holders, fleet, now_s=now_s)
-        for copy in surplus:
+        for copy in plan_release(self._heat, self._made, registry.holders, fleet, now_s=now_s):
             self._made.remove(copy)
             if registry.holders(copy.keys).get(copy.target, 0) >= len(copy.keys):
-                await self._let_go(copy)
+                await self._release(copy)
         shape, budget_nbytes = Shape(self._block_size, layout.block_nbytes), self._nbytes_per_s * _PERIOD_S
         copies = plan_replication(
             self._heat,
@@ -106,12 +111,11 @@ class Replicator:
             now_s=now_s,
         )
         budget_nbytes -= sum(copy.nbytes for copy in copies)
-        stores = registry.stores()
-        lent = plan_lending(
-            self._heat, registry.holders, stores, shape, budget_nbytes=budget_nbytes, now_s=now_s
+        stored = plan_store_copies(
+            self._heat, registry.holders, registry.stores(), shape, budget_nbytes=budget_nbytes, now_s=now_s
         )
-        # A store node lets go by itself of what is not used: that is what its memory is for.
-        made = await asyncio.gather(*map(self._copy, [*copies, *lent]))
+        # Copies on store nodes need no release: the nodes evict unused blocks.
+        made = await asyncio.gather(*map(self._copy, [*copies, *stored]))
         self._made += [copy for copy, done in zip(copies, made, strict=False) if done]
 
     async def _run(self) -> None:
@@ -120,7 +124,7 @@ class Replicator:
             await self.round()
 
     async def _copy(self, copy: Copy) -> bool:
-        """Whether anything was copied."""
+        """Returns whether anything was copied."""
         members = self._registry.members
         source, target = members.get(copy.source), members.get(copy.target)
         if source is None or target is None or (address := source.kv_address) is None:
@@ -142,12 +146,12 @@ class Replicator:
             )
         return bool(reply.num_read)
 
-    async def _let_go(self, copy: Copy) -> None:
+    async def _release(self, copy: Copy) -> None:
         member = self._registry.members.get(copy.target)
         if member is None:
             return
         try:
-            num_blocks = await member.client.let_go(copy.keys, copy.num_blocks, _DEADLINE_S)
+            num_blocks = await member.client.evict(copy.keys, copy.num_blocks, _DEADLINE_S)
         except MoonpoolError as error:
             log.info("%d blocks stay on %s: %s", copy.num_blocks, copy.target, error)
             return
@@ -157,4 +161,4 @@ class Replicator:
 
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("hot prefixes are not copied any more: this is a defect", exc_info=error)
+        log.error("the replication of hot prefixes ended: this is a defect", exc_info=error)

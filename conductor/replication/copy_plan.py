@@ -1,8 +1,7 @@
-"""Which hot prefixes to copy where, before their holders are a bottleneck, and which copies to let go again.
+"""Plans copies of hot prefixes, and the release of copies that are no longer wanted.
 
-Pure, and the same live and simulated. A prefix that is fetched becomes a copy by that alone; what is planned
-here are the copies that spare requests the wait: as many nodes shall hold a prefix as its requests keep busy,
-with room to spare.
+Pure, and the same live and simulated. A fetched prefix is a copy already; the copies planned here spare
+requests the wait for one. As many nodes should hold a prefix as its requests keep busy, with room to spare.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from moonpool.kvstore.blocks.keys import BlockKey
 
 Holders = Callable[[Sequence[BlockKey]], Mapping[str, int]]
 
-# Requests of one prefix shall keep each of its holders busy for this share of the time at most: the rest is
-# for bursts, and for what else the node has to do.
-_BUSY_SHARE = 0.5
-# A copy is let go when it would not be missed at so many times the demand: no copy comes and goes with noise.
+# The requests of one prefix should keep each of its holders busy for at most this part of the time; the rest
+# is for bursts and other requests.
+_BUSY_PART = 0.5
+# A copy is released when it would not be needed at this multiple of the demand, so that noise has no effect.
 _HYSTERESIS = 2.0
-# A prefix is lent to a store node from its second use within a half-life on.
+# A prefix is copied to a store node from its second use within a half-life on.
 _USED_AGAIN = 1.5
-# Prefixes that are looked at in one round, and copies that are made: with bandwidth, what bounds a round.
-_LOOKED_AT = 32
+# Prefixes considered in one round, and copies made: with bandwidth, the limits of a round.
+_CONSIDERED = 32
 _COPIES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """``target`` shall read from ``source`` what it lacks of ``keys``: the last ``num_blocks`` of them."""
+    """``target`` reads its missing blocks of ``keys`` from ``source``: the last ``num_blocks``."""
 
     source: str
     target: str
@@ -44,7 +43,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the cluster's blocks."""
+    """Sizes of a block."""
 
     block_size: int  # tokens
     block_nbytes: int
@@ -62,11 +61,11 @@ def plan_replication(
 ) -> list[Copy]:
     """Copies of at most ``budget_nbytes`` together, the most wanted first.
 
-    ``holders`` says how many leading blocks each node holds, as the index mirror does; sources may have any
-    role, targets are prefill nodes in ``fleet`` that would read faster than they compute.
+    ``holders``: leading blocks of a chain on each node. Sources may have any role; targets are prefill nodes
+    in ``fleet`` that read faster than they compute.
     """
     wanted = []
-    for chain in heat.hottest(_LOOKED_AT, now_s):
+    for chain in heat.hottest(_CONSIDERED, now_s):
         missing = min(copies_wanted(heat, chain, now_s), len(fleet))
         if missing > 0:
             held = holders(chain.keys)
@@ -74,7 +73,7 @@ def plan_replication(
             missing -= sum(fleet.get(node_id) is not None for node_id in have)
             if have:
                 wanted += [(nth, chain, have, held) for nth in range(min(missing, _COPIES))]
-    # Every prefix its first copy before any its second, hotter ones first: the sort keeps their order.
+    # First copies before second ones, hotter prefixes first: the sort is stable.
     wanted.sort(key=lambda entry: entry[0])
     if not wanted:
         return []
@@ -101,16 +100,16 @@ def plan_replication(
     return copies
 
 
-def plan_lending(
+def plan_store_copies(
     heat: Heat, holders: Holders, stores: Sequence[str], shape: Shape, *, budget_nbytes: float, now_s: float
 ) -> list[Copy]:
-    """Copies of at most ``budget_nbytes`` together, the most wanted first: every prefix in use shall have
-    one on one of ``stores``, where it outlives who computed it and is read without disturbing them.
+    """Copies of at most ``budget_nbytes`` together, so that each prefix in use is on one of ``stores``: there
+    it outlives its prefill node, and reads do not disturb that node.
 
-    Which node a prefix goes to follows from its key, so that all conductors choose the same one.
+    The store node follows from the key, so that all conductors choose the same one.
     """
     copies: list[Copy] = []
-    for chain in heat.hottest(_LOOKED_AT, now_s) if stores else ():
+    for chain in heat.hottest(_CONSIDERED, now_s) if stores else ():
         if heat.uses(chain, now_s) < _USED_AGAIN or len(copies) == _COPIES:
             break
         held, length = holders(chain.keys), len(chain.keys)
@@ -129,17 +128,14 @@ def plan_lending(
 def plan_release(
     heat: Heat, made: Iterable[Copy], holders: Holders, fleet: NodeTable, *, now_s: float
 ) -> list[Copy]:
-    """Those of the copies ``made`` that are not wanted any more, even at a multiple of the demand.
-
-    A copy that is not there any more is among them: there is nothing left to keep in mind.
-    """
-    surplus: list[Copy] = []
+    """The copies of ``made`` that are no longer wanted, even at a multiple of the demand, or already gone."""
+    unwanted: list[Copy] = []
     spare: dict[BlockKey, int] = {}
     for copy in made:
         key = copy.keys[-1]
         held = holders(copy.keys)
         if held.get(copy.target, 0) < len(copy.keys):
-            surplus.append(copy)
+            unwanted.append(copy)
             continue
         if key not in spare:
             have = sum(
@@ -151,13 +147,13 @@ def plan_release(
             spare[key] = have - max(wanted, 1)
         if spare[key] > 0:
             spare[key] -= 1
-            surplus.append(copy)
-    return surplus
+            unwanted.append(copy)
+    return unwanted
 
 
 def copies_wanted(heat: Heat, chain: HotChain, now_s: float, factor: float = 1.0) -> int:
-    """Nodes that should hold the prefix at ``factor`` times the demand of late."""
-    return math.ceil(factor * heat.nodes_worth(chain, now_s) / _BUSY_SHARE)
+    """Nodes that should hold the prefix at ``factor`` times its recent demand."""
+    return math.ceil(factor * heat.nodes_worth(chain, now_s) / _BUSY_PART)
 
 
 def _target(
@@ -167,7 +163,7 @@ def _target(
     idle_first: Sequence[NodeView],
     taken: set[str],
 ) -> NodeView | None:
-    """The node that has the most of it but not all, else the least busy of those without any of it."""
+    """The node with the longest incomplete prefix, else the least busy one without any of it."""
     partial = [
         (-length, node_id)
         for node_id, length in held.items()

@@ -1,4 +1,4 @@
-"""Which prefixes are in demand: decayed counts in bounded memory."""
+"""Demand for prefixes: decayed counts in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 from moonpool.kvstore.blocks.keys import BlockKey
 
-# Uses within less time than this say nothing of a rate.
+# Uses within less time than this give no rate.
 _LEAST_AGE_S = 5.0
 
 
 @dataclass(slots=True)
 class HotChain:
-    """A prefix that requests ended their hits with."""
+    """A prefix that was the longest hit of some requests."""
 
     keys: tuple[BlockKey, ...]
-    heat: float = 0.0  # uses, fading
-    work_s: float = 0.0  # compute of those uses, fading likewise
+    heat: float = 0.0  # decayed uses
+    work_s: float = 0.0  # decayed compute time of those uses
     since_s: float = 0.0  # when it was first used
     at_s: float = 0.0  # when it was last used
 
@@ -27,8 +27,7 @@ class HotChain:
 class Heat:
     """Counts uses of chains by their last block; a use is worth half after ``half_life_s``.
 
-    At most ``capacity`` chains are known. When there are more, the coldest quarter is forgotten: that one
-    never mattered for replication.
+    At most ``capacity`` chains are kept; beyond, the coldest quarter is dropped.
     """
 
     def __init__(self, half_life_s: float = 30.0, capacity: int = 1024) -> None:
@@ -40,9 +39,7 @@ class Heat:
         return len(self._chains)
 
     def touch(self, keys: Sequence[BlockKey], now_s: float, compute_s: float = 0.0) -> None:
-        """A request was placed: ``keys`` is the longest prefix of it that any node holds, and ``compute_s``
-        what is left to compute for it.
-        """
+        """A request was placed. ``keys``: its longest prefix on any node; ``compute_s``: of the rest."""
         if not keys:
             return
         chain = self._chains.get(keys[-1])
@@ -56,21 +53,21 @@ class Heat:
         chain.at_s = now_s
 
     def hottest(self, count: int, now_s: float) -> list[HotChain]:
-        """By uses, the hottest first; equal ones by key."""
+        """The hottest first, by uses, then by key."""
         return heapq.nsmallest(
             count, self._chains.values(), key=lambda c: (-c.heat * self._fade(c, now_s), c.keys[-1])
         )
 
     def uses(self, chain: HotChain, now_s: float) -> float:
-        """Uses, those of a half-life ago counted half."""
+        """Decayed uses."""
         return chain.heat * self._fade(chain, now_s)
 
     def uses_per_s(self, chain: HotChain, now_s: float) -> float:
-        """Of late."""
+        """Recent uses a second."""
         return chain.heat * self._per_s(chain, now_s)
 
     def nodes_worth(self, chain: HotChain, now_s: float) -> float:
-        """How many nodes the requests that use it keep busy."""
+        """Number of nodes that its requests keep busy."""
         return chain.work_s * self._per_s(chain, now_s)
 
     def of(self, key: BlockKey) -> HotChain | None:
@@ -78,7 +75,7 @@ class Heat:
         return self._chains.get(key)
 
     def _per_s(self, chain: HotChain, now_s: float) -> float:
-        """A sum of uses as a rate. What is new has had no time to add up: that is made up for."""
+        """The factor from a decayed sum to a rate, corrected for chains younger than the decay."""
         age_s = max(now_s - chain.since_s, _LEAST_AGE_S)
         full = 1 - math.exp2(-age_s / self._half_life_s)
         return self._fade(chain, now_s) * math.log(2) / (self._half_life_s * full)

@@ -16,9 +16,9 @@ from moonpool.conductor.replication.copy_plan import (
     Holders,
     Shape,
     copies_wanted,
-    plan_lending,
     plan_release,
     plan_replication,
+    plan_store_copies,
 )
 from moonpool.conductor.replication.heat import Heat
 from tests.conductor.views import node
@@ -142,7 +142,7 @@ def test_a_plan_makes_no_copy_twice_and_none_that_is_there(seed: int, worth: flo
 
 
 def lend(heat: Heat, holders: Holders, *stores: str, budget_nbytes: float = 1e9) -> list[Copy]:
-    return plan_lending(heat, holders, stores, SHAPE, budget_nbytes=budget_nbytes, now_s=0.0)
+    return plan_store_copies(heat, holders, stores, SHAPE, budget_nbytes=budget_nbytes, now_s=0.0)
 
 
 def test_what_is_used_again_is_lent_to_one_store_node_whoever_plans_it() -> None:
