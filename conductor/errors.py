@@ -1,4 +1,4 @@
-"""Why a request could not be served; mapped once, at the HTTP boundary, to a status and a sentence."""
+"""Errors of requests; mapped to HTTP statuses once, in ``api.errors``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from moonpool.runtime.errors import MoonpoolError
 
 
 class ConductorError(MoonpoolError):
-    """Base of everything ``conductor`` raises on purpose."""
+    """Base of all errors of ``conductor``."""
 
 
 class RequestRejected(ConductorError):
-    """Nothing was streamed: the cluster is full, or could not meet what was asked. Try again later."""
+    """Nothing was streamed: the cluster is full, or an SLO would be missed. Try again later."""
 
     code = "RESOURCE_EXHAUSTED"
 
@@ -23,13 +23,13 @@ class RequestRejected(ConductorError):
 
 
 class RequestInvalid(ConductorError):
-    """No node can serve this request, now or later: it is too large, or a node found it wrong."""
+    """No node can ever serve this request: it is too large, or a node found it invalid."""
 
     code = "INVALID_ARGUMENT"
 
 
 class DuplicateRequest(ConductorError):
-    """A request with this id is in flight already; that one goes on undisturbed."""
+    """A request with this id is in flight; that one continues."""
 
     code = "ALREADY_EXISTS"
 
@@ -39,7 +39,7 @@ class DuplicateRequest(ConductorError):
 
 
 class ConductorClosed(ConductorError):
-    """The conductor is shutting down; the request was stopped everywhere."""
+    """The conductor is shutting down; the request was stopped on all nodes."""
 
     code = "UNAVAILABLE"
 
@@ -48,7 +48,7 @@ class ConductorClosed(ConductorError):
 
 
 class NoNodes(ConductorError):
-    """No node of ``role`` is up, and none came while the request could wait for one."""
+    """No node of ``role`` was available within the time that requests wait for one."""
 
     code = "UNAVAILABLE"
 
@@ -61,7 +61,7 @@ class NoNodes(ConductorError):
 
 
 class DeadlineExceeded(ConductorError):
-    """The request's deadline passed. What was streamed until then stays valid."""
+    """The request's deadline passed. Tokens streamed until then are valid."""
 
     code = "DEADLINE_EXCEEDED"
 

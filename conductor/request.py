@@ -1,29 +1,71 @@
-"""What goes into the conductor's core and what comes out of it: one request, and its tokens."""
+"""Requests and tokens at the interface of the conductor's core."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.admission.tenants import ANYONE, Tenant
-from moonpool.conductor.sampling import SamplingParams
 from moonpool.protos import node_pb2
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Validated sampling parameters of one sequence, named as in the API.
+
+    ``max_tokens`` and ``min_tokens`` count the whole output, over any number of re-placements.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
+    seed: int | None = None  # None: the conductor draws one
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # 1: off
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    num_logprobs: int = -1  # -1: none, 0: of the chosen token, n: also of the n best
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    def to_proto(self, seed: int) -> node_pb2.Sampling:
+        """The message for nodes; ``seed``: 64 bits."""
+        return node_pb2.Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            num_logprobs=self.num_logprobs,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sequence to continue. An API request with ``n`` choices is ``n`` of these, each with its own id."""
+    """One sequence to continue. An API request with ``n`` choices is ``n`` of these."""
 
     request_id: str  # unique among requests in flight
     prompt_token_ids: npt.NDArray[np.int32]  # [num_prompt_tokens], at least one
     sampling: SamplingParams
     priority: int = 0  # lower runs first
     deadline_s: float | None = None  # seconds from now; None: conductor.request_timeout_s
-    tenant: str = ""  # prefixes are shared only among requests with the same one: ``Tenant.salt``
-    client: Tenant = ANYONE  # whose limits and weight it counts against
-    batch: bool = False  # takes what interactive requests leave, and yields to them
+    tenant: str = ""  # ``Tenant.salt``: prefixes are shared only within one
+    client: Tenant = ANYONE  # the tenant with the limits and weight
+    batch: bool = False  # of the batch class: uses only idle capacity
     prompt_logprobs: bool = False  # turns the prefix cache off for this request
 
 
@@ -54,5 +96,5 @@ class TokenEvent:
     token_id: int
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None
-    num_cached_tokens: int = 0  # on the first event: prompt tokens that were not computed
+    num_cached_tokens: int = 0  # on the first event: cached prompt tokens
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # on the first: of token 1 … n-1

@@ -8,7 +8,7 @@ from pathlib import Path
 from moonpool.conductor.api.errors import bad_request
 from moonpool.conductor.api.schemas import GenerationBody
 from moonpool.conductor.fleet.served_model import ServedModel
-from moonpool.conductor.sampling import SamplingParams
+from moonpool.conductor.request import SamplingParams
 from moonpool.conductor.text.tokenizer import read_json
 from moonpool.runtime.errors import ConfigError
 

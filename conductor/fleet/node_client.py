@@ -1,4 +1,4 @@
-"""The conductor's connection to one node: its calls, its token stream, and whether it is there."""
+"""The connection to one node: calls, token stream and liveness."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from moonpool.runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
 log = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 5.0
-# How long closing waits for cancels on their way.
-_FAREWELL_S = 0.5
-# How soon a broken token stream is opened again: the first try, and the longest pause between tries.
+# How long closing waits for cancels in flight.
+_CLOSE_WAIT_S = 0.5
+# Pauses before a broken token stream is opened again: the first and the longest.
 _REOPEN_FIRST_S = 0.05
 _REOPEN_LONGEST_S = 1.0
-# Cancels kept for a node that cannot be reached now; a node that forgot them has forgotten the requests too.
-_MOST_CANCELS_KEPT = 4096
+# Undelivered cancels kept for an unreachable node.
+_MAX_CANCELS = 4096
 
 RequestKey = tuple[str, int]  # request id, attempt
 
 
 class Dependent(Protocol):
-    """One attempt of one request, as the clients of its nodes see it. Neither method may block."""
+    """An attempt that depends on a node. Its methods must not block."""
 
     def put(self, token: node_pb2.TokenOut) -> None:
-        """The decode node produced this."""
+        """The decode node produced ``token``."""
 
     def fail(self, error: NodeUnavailable) -> None:
-        """A node it depends on is gone: nothing more will come from there."""
+        """The node is gone: nothing more will come from it."""
 
 
 class NodeClient:
-    """A node's gRPC channel and its liveness, which needs no Redis: the connection itself tells.
+    """A gRPC channel to a node. Its connection is the node's liveness, without Redis.
 
-    ``connected`` is false from the moment the connection is known to be broken until there is one again.
-    Every change is told to ``on_change``. Calls raise ``NodeUnavailable`` or ``RemoteError``.
+    ``on_change`` is called after each change of ``connected``. Calls raise ``NodeUnavailable`` or
+    ``RemoteError``.
     """
 
     def __init__(self, node_id: str, address: str, on_change: Callable[[], None]) -> None:
@@ -68,30 +68,30 @@ class NodeClient:
             return
         tasks = [task for task in (watcher, self._canceller) if task is not None]
         if self.connected and self._canceller is not None:
-            # A node that is told now need not find out by itself that we are gone.
-            await asyncio.wait((self._canceller,), timeout=_FAREWELL_S)
+            # With its cancels the node need not wait until it misses us.
+            await asyncio.wait((self._canceller,), timeout=_CLOSE_WAIT_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._set_connected(False, "the conductor let it go")
+        self._set_connected(False, "the conductor closed the connection")
         await self._channel.close(None)
 
     def abandon(self, reason: str) -> None:
-        """Everyone attached hears that the node is gone, though its connection still stands."""
+        """Fail all attached attempts though the connection still stands."""
         dependents, self._dependents = self._dependents, {}
         for dependent in dependents.values():
             dependent.fail(NodeUnavailable(self.node_id, reason))
 
     def attach(self, key: RequestKey, dependent: Dependent) -> None:
-        """From now on ``dependent`` hears of what the node produces for ``key``, and when it is gone."""
+        """Send tokens of ``key``, and the loss of the node, to ``dependent``."""
         self._dependents[key] = dependent
 
     def detach(self, key: RequestKey) -> None:
-        """Whatever still comes for ``key`` is dropped from now on. Idempotent."""
+        """Drop further tokens of ``key``. Idempotent."""
         self._dependents.pop(key, None)
 
     async def prefill(self, request: node_pb2.PrefillRequest, timeout_s: float) -> node_pb2.PrefillReply:
-        """Cancelling this cancels the work on the node."""
+        """Cancelling this call cancels the work on the node."""
         with rpc.node_errors(self.node_id):
             reply: node_pb2.PrefillReply = await self._prefill.Prefill(
                 request, timeout=timeout_s, metadata=rpc.request_metadata()
@@ -101,28 +101,28 @@ class NodeClient:
     async def replicate(
         self, source: node_pb2.KvAddress, keys: Sequence[bytes], timeout_s: float
     ) -> node_pb2.ReplicateReply:
-        """Have the node read what it lacks of a chain from ``source``, and keep it as long as it is used."""
+        """Have the node read its missing blocks of a chain from ``source``."""
         request = node_pb2.ReplicateRequest(source=source, keys=b"".join(keys), surplus=True)
         with rpc.node_errors(self.node_id):
             reply: node_pb2.ReplicateReply = await self._node.Replicate(request, timeout=timeout_s)
         return reply
 
     async def evict(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> int:
-        """Have the node drop the last blocks of a chain; how many went."""
+        """Have the node drop the last blocks of a chain. Returns how many it dropped."""
         request = node_pb2.EvictRequest(keys=b"".join(keys), num_blocks=num_blocks)
         with rpc.node_errors(self.node_id):
             reply: node_pb2.EvictReply = await self._node.Evict(request, timeout=timeout_s)
         return reply.num_blocks
 
     def cancel(self, key: RequestKey) -> None:
-        """Tell the node to stop ``key``, now or when it can be reached again. Returns at once."""
+        """Have the node stop ``key``, now or when it is reachable again. Returns at once."""
         self._cancels[key] = None
-        if len(self._cancels) > _MOST_CANCELS_KEPT:
+        if len(self._cancels) > _MAX_CANCELS:
             del self._cancels[next(iter(self._cancels))]
         self._deliver_cancels()
 
     async def _watch(self) -> None:
-        """Follow the channel's state. A closed connection is opened again at once, so that a loss shows."""
+        """Follow the state of the channel, and keep it connected so that a loss is noticed."""
         ready, broken = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
         while True:
             state = self._channel.get_state(try_to_connect=True)
@@ -138,7 +138,7 @@ class NodeClient:
         self.connected = connected
         if not connected:
             log.info("%s at %s is gone: %s", self.node_id, self.address, reason)
-            # What a decode node sent may have been lost with the stream: every request on it begins again.
+            # Tokens may have been lost with the stream: every request on the node is placed again.
             self.abandon(reason)
         else:
             self._deliver_cancels()
@@ -156,15 +156,15 @@ class NodeClient:
                 with rpc.node_errors(self.node_id):
                     await self._node.Cancel(request, timeout=_CANCEL_TIMEOUT_S)
             except NodeUnavailable:
-                return  # kept: sent again when the node is back
+                return  # sent again when the node is back
             except MoonpoolError as error:
-                # The node knows better, for example that the request has ended.
+                # For example, the request has ended.
                 log.debug("cancel of %s attempt %d: %s", *key, error)
             self._cancels.pop(key, None)
 
 
 class DecodeClient(NodeClient):
-    """A decode node: its one token stream is shared by all requests, and is its liveness too."""
+    """A decode node. One token stream serves all requests; it is the liveness, too."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class DecodeClient(NodeClient):
         conductor_id: str,
         on_step: Callable[[node_pb2.StepTokens, int], None],
     ) -> None:
-        """``on_step`` gets each message, and how many of its tokens an attempt was still waiting for."""
+        """``on_step``: called with each message and the number of its tokens that were delivered."""
         super().__init__(node_id, address, on_change)
         self._conductor_id = conductor_id
         self._on_step = on_step
@@ -219,7 +219,7 @@ class DecodeClient(NodeClient):
                 dependent.put(token)
                 num_delivered += 1
             elif not token.finish_reason:
-                # An attempt that was given up. A node that was away for longer than its lease, as SIGSTOP and
-                # SIGCONT make it, has not heard of that.
+                # The attempt was given up. A node that was stopped (SIGSTOP) for longer than its lease has
+                # missed that.
                 self.cancel(key)
         self._on_step(step, num_delivered)

@@ -1,4 +1,4 @@
-"""The nodes this conductor knows, and the view of them that placement works on."""
+"""The nodes that this conductor knows, and the cluster view for placement."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
 
 log = logging.getLogger(__name__)
 
-# How long a node that left is kept, at least: for its last requests, and for cancels it has not got yet.
+# A node that left is kept at least this long, for its last requests and undelivered cancels.
 _LINGER_S = 30.0
-# From so many nodes on, nobody writes down who holds a prefix: a shared one is held by all.
+# From this many nodes on, holders of a prefix are groups instead of names: all may hold a shared one.
 _MANY = 64
 
 
 class NodeRegistry:
-    """Who is there comes from the index, who can be reached from the connections.
+    """Nodes come from the index; their liveness comes from connections.
 
-    While Redis is lost the index keeps what it had, and connections alone tell who is alive. Members that
-    serve another model, or blocks of another shape, are shown but never used.
+    Without Redis the index stays as it was, and connections alone tell liveness. Nodes with another model or
+    block layout are shown but never used.
     """
 
     def __init__(
@@ -51,31 +51,31 @@ class NodeRegistry:
         self.mirror = IndexMirror(
             index,
             lease_ttl_s=lease_ttl_s,
-            on_joined=self._joined,
-            on_updated=self._heard,
-            on_left=self._left,
+            on_joined=self._on_joined,
+            on_updated=self._on_heartbeat,
+            on_left=self._on_left,
             on_status=lambda sentence: activity.event("resync", "index", sentence),
             clock=clock,
         )
         self._fleets = EligibleNodes()
         self._evictions = EvictionWatch()
-        self._connected = 0  # flags of the mirror's nodes that can be reached
+        self._connected = 0  # mirror flags of reachable nodes
         self._model = model
         self._layouts = model.layouts()
-        self._identity: tuple[str, str] | None = None  # model and layout of the members that are used
+        self._identity: tuple[str, str] | None = None  # model and layout of the nodes in use
         self._cost_model = cost_model
         self._activity = activity
         self._conductor_id = conductor_id
         self._clock = clock
         self._rng = rng
         self._members: dict[str, Member] = {}
-        self._former: set[Member] = set()  # earlier lives, and nodes that left
+        self._former: set[Member] = set()  # earlier incarnations, and nodes that left
         self._closing: set[asyncio.Task[None]] = set()
         self._changed: asyncio.Future[None] | None = None
         self._turn = 0
 
     async def start(self) -> None:
-        """Read the index, begin to connect to its nodes. Raises ``IndexUnavailable``; nothing runs then."""
+        """Read the index and connect to its nodes. Raises ``IndexUnavailable``; nothing runs then."""
         await self.mirror.start()
 
     async def close(self) -> None:
@@ -86,25 +86,25 @@ class NodeRegistry:
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """Nodes in the index by id, each with its latest record."""
+        """Nodes in the index, by id."""
         return self._members
 
     @property
     def layout(self) -> KVLayout | None:
-        """Of the blocks in this cluster; None before the first node came."""
+        """The block layout of this cluster; None before the first node joined."""
         return self._layouts[self._identity[1]] if self._identity else None
 
     def root_key(self, tenant: str) -> bytes | None:
-        """What the block keys of a tenant's requests start from; None before the first node came."""
+        """The root of a tenant's block keys; None before the first node joined."""
         layout = self.layout
         if layout is None or self._identity is None:
             return None
         return root_key(model=self._identity[0].encode(), layout=layout, tenant=tenant)
 
     def incompatible(self, record: NodeRecord) -> str:
-        """Why a node cannot serve here, as a sentence; empty: it can."""
+        """The reason why a node cannot serve here, as a sentence; empty: it can."""
         if record.role == "store" and not record.layout:
-            return ""  # it holds nothing yet, and serves nothing but what it holds
+            return ""  # it has no blocks yet
         if record.layout not in self._layouts:
             return (
                 f"its KV blocks are not those of {self._model.name} with {self._model.block_size} tokens "
@@ -113,18 +113,14 @@ class NodeRegistry:
         if record.role == "store":
             return ""
         if self._identity and (record.model, record.layout) != self._identity:
-            return "it came with another revision or dtype of the model than the nodes before it"
+            return "it has another revision or dtype of the model than the nodes before it"
         return ""
 
     def view(self, keys: Sequence[BlockKey], avoid: Collection[str]) -> ClusterView:
-        """The cluster as it is now, for a request with these block keys.
-
-        Nodes in ``avoid``, and those that warm up and have enough, are left out unless no other of their role
-        is available.
-        """
+        """The cluster as it is now, for a request with these block keys."""
         now_s = self._clock()
         layout = self.layout
-        prefix_blocks = self._prefixes(keys)
+        prefix_blocks = self.holders(keys)
         self._turn += 1
         return ClusterView(
             prefill=self._fleets.of("prefill", now_s),
@@ -141,15 +137,21 @@ class NodeRegistry:
         )
 
     def holders(self, keys: Sequence[BlockKey]) -> Mapping[str, int]:
-        """How many leading blocks each node that can be reached holds."""
-        return self._prefixes(keys)
+        """Leading blocks on each reachable node: those on others can neither be used nor fetched."""
+        if len(self._members) > _MANY:
+            return self.mirror.prefix_map(keys, self._connected)
+        return {
+            node_id: num_blocks
+            for node_id, num_blocks in self.mirror.longest_prefix(keys).items()
+            if (member := self._members.get(node_id)) is not None and member.client.connected
+        }
 
     def fleet(self, role: str) -> NodeTable:
-        """The nodes of a role that take requests now."""
+        """The nodes of a role that requests may go to now."""
         return self._fleets.of(role, self._clock())
 
     def stores(self) -> list[str]:
-        """The store nodes that can be reached and take KV blocks like ours."""
+        """Reachable, healthy store nodes with our block layout."""
         layout = self._identity[1] if self._identity else ""
         return [
             node_id
@@ -161,49 +163,39 @@ class NodeRegistry:
         ]
 
     async def change(self, timeout_s: float) -> None:
-        """Return when a node came, went, or could be reached again; or after ``timeout_s``."""
+        """Return when a node joined, left or became reachable, or after ``timeout_s``."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
         await asyncio.wait((self._changed,), timeout=timeout_s)
 
     def available(self, role: str) -> int:
-        """How many nodes of a role would get requests now."""
+        """Number of nodes of a role that requests may go to now."""
         return self._fleets.count(role, self._clock())
 
     def unhealthy(self, role: str) -> bool:
-        """Whether the nodes of a role that get requests are unhealthy ones, because there are no others."""
+        """Whether only unhealthy nodes of a role are left."""
         fleet = self.fleet(role)
         return len(fleet) > 0 and not self._members[fleet[0].node_id].healthy
 
     def touched(self, member: Member) -> None:
-        """What placement goes by has changed of ``member``."""
+        """The view of ``member`` has changed."""
         if self._members.get(member.node_id) is not member or not self._used(member):
             self._fleets.drop(member)
         else:
             self._fleets.put(member, self._clock())
 
-    # ------------------------------------------------------------------ coming and going
-
-    def _prefixes(self, keys: Sequence[BlockKey]) -> Mapping[str, int]:
-        """Without nodes that cannot be reached: their blocks can neither be used there nor fetched."""
-        if len(self._members) > _MANY:
-            return self.mirror.prefix_map(keys, self._connected)
-        return {
-            node_id: num_blocks
-            for node_id, num_blocks in self.mirror.longest_prefix(keys).items()
-            if (member := self._members.get(node_id)) is not None and member.client.connected
-        }
+    # ------------------------------------------------------------------ joining and leaving
 
     def _used(self, member: Member) -> bool:
         return (member.record.model, member.record.layout) == self._identity
 
-    def _joined(self, record: NodeRecord) -> None:
+    def _on_joined(self, record: NodeRecord) -> None:
         if record.role == EXTERNAL_ROLE:
-            return  # in the index for those who ask it; not ours to call
+            return  # its blocks are in the index, but it has no RPC of ours
         self._identify(record)
         if why := self.incompatible(record):
             log.warning("%s at %s is not used: %s", record.node_id, record.rpc_address, why)
-        member = self._back(record) or self._new(record)
+        member = self._rejoined(record) or self._new(record)
         self._activity.event("joined", record.node_id, f"{record.role} at {record.rpc_address}")
         member.view.slot = self.mirror.slot_of(record.node_id)
         self._members[record.node_id] = member
@@ -211,7 +203,7 @@ class NodeRegistry:
         if not member.healthy:
             self._health_changed(member)
 
-    def _heard(self, record: NodeRecord) -> None:
+    def _on_heartbeat(self, record: NodeRecord) -> None:
         member = self._members.get(record.node_id)
         if member is not None:
             before = member.healthy
@@ -230,7 +222,7 @@ class NodeRegistry:
         self._notify()
 
     def _reachable(self, member: Member) -> None:
-        """Its connection came up, or broke; or it is new."""
+        """``member`` is new, or its connection came up or broke."""
         if self._members.get(member.node_id) is member:
             flag = self.mirror.flag_of(member.node_id)
             self._connected = self._connected | flag if member.client.connected else self._connected & ~flag
@@ -238,9 +230,7 @@ class NodeRegistry:
         self._notify()
 
     def _identify(self, record: NodeRecord) -> None:
-        """The first compatible node, after a time without any, says which revision and dtype is served; store
-        nodes have none.
-        """
+        """The first compatible node that is not a store determines the revision and dtype in use."""
         if record.role == "store" or any(self._used(member) for member in self._members.values()):
             return
         if record.layout in self._layouts:
@@ -248,8 +238,8 @@ class NodeRegistry:
             for member in self._members.values():
                 self.touched(member)
 
-    def _back(self, record: NodeRecord) -> Member | None:
-        """The member of this very life, when it had only lapsed."""
+    def _rejoined(self, record: NodeRecord) -> Member | None:
+        """The former member of this incarnation, if its lease had only lapsed."""
         for member in self._former:
             if (member.node_id, member.record.epoch) == (record.node_id, record.epoch):
                 self._former.discard(member)
@@ -266,13 +256,13 @@ class NodeRegistry:
             on_reachable=self._reachable,
             on_change=self.touched,
         )
-        # Among equals the one that was given the least is taken: a newcomer must not be given everything.
+        # Ties go to the node with the fewest placements: start at the fewest of the peers, not at 0.
         peers = [m.view.num_placed for m in self._members.values() if m.record.role == record.role]
         member.view.num_placed = min(peers, default=0)
         member.client.start()
         return member
 
-    def _left(self, record: NodeRecord, reason: str) -> None:
+    def _on_left(self, record: NodeRecord, reason: str) -> None:
         member = self._members.pop(record.node_id, None)
         if member is None:
             return
@@ -282,7 +272,7 @@ class NodeRegistry:
         self._former.add(member)
         self._fleets.drop(member)
         if reason == "left":
-            # It said so, and finishes what it has.
+            # A clean shutdown: it finishes its requests.
             asyncio.get_running_loop().call_later(_LINGER_S, self._drop, member)
         elif reason == "restarted":
             self._drop(member, at_once=True)
@@ -293,7 +283,7 @@ class NodeRegistry:
 
     def _drop(self, member: Member, *, at_once: bool = False) -> None:
         if member not in self._former:
-            return  # it came back
+            return  # it has rejoined
         if member.load.num_requests and member.client.connected and not at_once:
             asyncio.get_running_loop().call_later(_LINGER_S, self._drop, member)
             return

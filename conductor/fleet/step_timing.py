@@ -1,29 +1,29 @@
-"""How long a decode node's steps took, seen from the messages they leave."""
+"""Durations of decode steps, from the arrival of their messages."""
 
 from __future__ import annotations
 
-# Messages arrive in clumps, so only the time of several steps together says something.
+# Messages arrive in bursts, so only the time of several steps together is meaningful.
 _ENOUGH = 16
 _FEW = 4
 
 
 class StepWindow:
-    """Gathers steps that followed each other without a pause, until there are enough to measure."""
+    """Collects consecutive steps without a pause until there are enough to measure."""
 
     __slots__ = ("_count", "_since_s", "_sum_s", "_until_s", "actual_s", "plain_s")
 
     def __init__(self) -> None:
-        self.plain_s = 0.0  # of the last full window: what was expected
-        self.actual_s = 0.0  # and what it took
+        self.plain_s = 0.0  # expected for the last full window
+        self.actual_s = 0.0  # measured
         self._count = 0
         self._sum_s = 0.0
-        self._since_s = -1.0  # when the step before the first one ended; -1: the node was idle
+        self._since_s = -1.0  # end of the step before the first one; -1: the node was idle
         self._until_s = 0.0
 
     def add(self, plain_s: float, now_s: float, num_steps: int, *, goes_on: bool) -> bool:
-        """The message of so many steps came at ``now_s``. True when ``plain_s`` and ``actual_s`` are new.
+        """A message of ``num_steps`` arrived. Returns True when ``plain_s`` and ``actual_s`` are new.
 
-        ``goes_on``: the batch is not empty after it, so that the next step follows at once.
+        ``goes_on``: the batch is not empty, so that the next step follows at once.
         """
         full = False
         if self._since_s >= 0:

@@ -1,4 +1,4 @@
-"""One placement of one request: its calls to two nodes, and what comes back, in order."""
+"""One attempt of a request: calls to its prefill and decode node, and their tokens in order."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moonpool.protos import node_pb2
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
 from moonpool.runtime.observing.log import request_id
 
-# Statuses by which a node says "not me, not now" without anything being wrong with it; and "never, nowhere".
+# Statuses of a healthy node that cannot serve the request now; and of a request that no node can serve.
 _REFUSALS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "FAILED_PRECONDITION", "ABORTED", "DEADLINE_EXCEEDED")
-_USELESS = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "UNIMPLEMENTED")
+_INVALID = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "UNIMPLEMENTED")
 
 
 class AttemptFailed(Exception):
-    """The placement came to nothing. The request may be placed again, better not on ``nodes``."""
+    """The attempt failed. The request may be placed again, preferably not on ``nodes``."""
 
     def __init__(self, cause: str, reason: str, *nodes: str) -> None:
         super().__init__(reason)
@@ -30,12 +30,12 @@ class AttemptFailed(Exception):
 
 
 class AttemptInvalid(Exception):
-    """A node found the request itself wrong: it would fail anywhere."""
+    """A node found the request itself invalid: it would fail on every node."""
 
 
 @dataclass(slots=True)
 class AttemptPlan:
-    """Who does what."""
+    """The nodes and messages of one attempt."""
 
     key: RequestKey
     work: node_pb2.Work
@@ -44,9 +44,9 @@ class AttemptPlan:
     decode: Member | None  # None: the prefill's token is the last one
     fetch_from: node_pb2.KvAddress | None
     num_fetch_blocks: int
-    num_hit_blocks: int  # that the index says the prefill node holds itself
+    num_hit_blocks: int  # on the prefill node itself, by the index
     expected_tokens: int  # it will probably produce
-    num_blocks: int  # of KV that it will probably hold in the end
+    num_blocks: int  # of KV in the end, probably
     prompt_logprobs: bool
     conductor_id: str
     timeout_s: float
@@ -55,20 +55,19 @@ class AttemptPlan:
 class Attempt:
     """Both calls start at once: the decode node reserves and follows while the prefill node computes.
 
-    ``first`` and then ``token`` give what the nodes produce. Either raises ``AttemptFailed``,
-    ``AttemptInvalid`` or what ``abort`` was given, after the tokens that came before it. ``close`` stops
-    everything that still goes on, on the nodes too, without waiting for them.
+    ``first`` and then ``token`` return tokens. They raise ``AttemptFailed``, ``AttemptInvalid`` or the error
+    of ``abort``, after all earlier tokens. ``close`` stops the work on the nodes, without waiting for them.
     """
 
     def __init__(self, plan: AttemptPlan) -> None:
         self.plan = plan
-        self.kv_received = False  # the decode node has all it needs: the prefill node may go
+        self.kv_received = False  # the decode node no longer needs the prefill node
         self._reply: node_pb2.PrefillReply | None = None
         self._tokens: deque[node_pb2.TokenOut] = deque()
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._num_delivered = 0
-        self._finished = False  # the decode node has ended it by itself
+        self._finished = False  # ended by the decode node itself
         self._calls: list[asyncio.Task[None]] = []
         self._closed = False
 
@@ -88,11 +87,11 @@ class Attempt:
                 lasts_s=estimate.total_s - estimate.transfer_s,
             )
             plan.decode.client.attach(plan.key, self)
-            # Until its blocks are on the decode node, the prefill node must live too.
+            # The prefill node is needed until its blocks are on the decode node.
             plan.prefill.client.attach(plan.key, self)
         context = copy_context()
         context.run(request_id.set, plan.key[0])
-        # The prefill goes out first: the first token waits for it.
+        # The prefill call first: the first token waits for it.
         calls = [self._prefill()] if plan.decode is None else [self._prefill(), self._decode(plan.decode)]
         for call in calls:
             task = asyncio.create_task(call, context=context)
@@ -103,18 +102,18 @@ class Attempt:
         while self._reply is None:
             if self._failure is not None:
                 raise self._failure
-            await self._news()
+            await self._wait()
         return self._reply
 
     async def token(self) -> node_pb2.TokenOut:
         while not self._tokens:
             if self._failure is not None:
                 raise self._failure
-            await self._news()
+            await self._wait()
         return self._tokens.popleft()
 
     def abort(self, error: Exception) -> None:
-        """Whoever waits for this attempt gets ``error``. The first one counts."""
+        """Make ``first`` and ``token`` raise ``error``. Only the first call has an effect."""
         if self._failure is None:
             self._failure = error
             self._wake()
@@ -131,14 +130,14 @@ class Attempt:
         plan.prefill.client.detach(plan.key)
         if plan.decode is not None:
             if not self.kv_received:
-                # Its call may be over, but it still holds the blocks for the decode node.
+                # It still holds blocks for the decode node, even if its call has ended.
                 plan.prefill.client.cancel(plan.key)
             plan.decode.load.end_decode(plan.key, self._num_delivered)
             plan.decode.client.detach(plan.key)
             if not self._finished:
                 plan.decode.decode_client.cancel(plan.key)
 
-    # ------------------------------------------------------------------ what the nodes' clients call
+    # ------------------------------------------------------------------ called by node clients
 
     def put(self, token: node_pb2.TokenOut) -> None:
         self._num_delivered += 1
@@ -150,7 +149,7 @@ class Attempt:
         if token.finish_reason:
             self._finished = True
             if token.finish_reason in (node_pb2.FINISH_ERROR, node_pb2.FINISH_CANCELLED):
-                self._gave_up(token)
+                self._on_given_up(token)
                 return
             if self.plan.decode is not None:
                 self.plan.decode.breaker.succeeded()
@@ -198,14 +197,14 @@ class Attempt:
             case NodeUnavailable():
                 self.fail(error)
             case RemoteError():
-                self._answered(error)
+                self._on_error(error)
             case Exception():
-                self.abort(error)  # a defect of ours: the request ends with it
+                self.abort(error)  # a defect: it ends the request
 
     # ------------------------------------------------------------------ failures
 
-    def _answered(self, error: RemoteError) -> None:
-        if error.status in _USELESS:
+    def _on_error(self, error: RemoteError) -> None:
+        if error.status in _INVALID:
             self.abort(AttemptInvalid(str(error)))
         elif error.status in _REFUSALS:
             self.abort(AttemptFailed("refused", str(error), error.node_id))
@@ -213,7 +212,7 @@ class Attempt:
             self._member(error.node_id).breaker.erred()
             self.abort(AttemptFailed("error", str(error), error.node_id))
 
-    def _gave_up(self, token: node_pb2.TokenOut) -> None:
+    def _on_given_up(self, token: node_pb2.TokenOut) -> None:
         """The decode node ended the request without finishing it."""
         decode, prefill = self.plan.decode, self.plan.prefill
         assert decode is not None
@@ -222,7 +221,7 @@ class Attempt:
             decode.breaker.erred()
             self.abort(AttemptFailed("error", reason, decode.node_id))
         else:
-            # Following its prefill failed. Either end may be the cause: neither is blamed, both are avoided.
+            # The hand-over failed. Either node may be the cause: avoid both, blame neither.
             self.abort(AttemptFailed("error", reason, decode.node_id, prefill.node_id))
 
     def _member(self, node_id: str) -> Member:
@@ -231,7 +230,7 @@ class Attempt:
 
     # ------------------------------------------------------------------ waiting
 
-    async def _news(self) -> None:
+    async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter

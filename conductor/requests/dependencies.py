@@ -1,4 +1,4 @@
-"""What every request works with."""
+"""The parts of a conductor that its requests use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moonpool.conductor.replication.copier import Replicator
 
 @dataclass(frozen=True, slots=True)
 class RequestDependencies:
-    """One conductor's parts and settings, shared by its requests."""
+    """Parts and settings of one conductor, shared by its requests."""
 
     conductor_id: str
     model: ServedModel

@@ -1,4 +1,4 @@
-"""The life of one request: place, prefill, decode, finish; and place again whenever a node fails it."""
+"""The lifecycle of one request: place, prefill, decode, finish; placed again when a node fails."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 # How long a request waits for a node of a role to appear when there is none.
 NODE_WAIT_S = 2.0
-# A breaker closes without a word, so who waits looks again this often.
+# A circuit breaker closes by time, so waiting requests check this often.
 _LOOK_AGAIN_S = 0.1
-# Nodes that are merely busy get a moment before they are asked again, longer each time.
+# The pause before busy nodes are asked again; it grows with each attempt.
 _REFUSED_PAUSE_S = 0.05
 
 _FINISH = {node_pb2.FINISH_STOP: "stop", node_pb2.FINISH_LENGTH: "length"}
@@ -39,8 +39,8 @@ _FINISH = {node_pb2.FINISH_STOP: "stop", node_pb2.FINISH_LENGTH: "length"}
 class RequestRun:
     """One request, from the first step of ``events`` until it is exhausted or closed.
 
-    Tokens leave in order and exactly once: an event is made only of the token whose index is next, and a new
-    attempt starts from the lineage of what has been streamed.
+    Tokens are streamed in order and exactly once: only the token with the next index becomes an event, and a
+    new attempt starts from the lineage of streamed tokens.
     """
 
     def __init__(self, request: GenerateRequest, deps: RequestDependencies) -> None:
@@ -76,8 +76,8 @@ class RequestRun:
         except RequestRejected as error:
             self._recorder.rejected(error)
             raise
-        # An id may be used again, as by a client that retries. What nodes still say of its former life, or
-        # are still told about it, must not be taken for this one: the numbers of its attempts go on.
+        # A client may reuse an id when it retries. Attempt numbers continue, so that late messages about the
+        # former request are not mistaken for this one.
         former, timeline = deps.timelines.get(self.request_id), self._recorder.timeline
         if former is not None:
             timeline.first_attempt = former.first_attempt + former.summary.attempts
@@ -94,12 +94,12 @@ class RequestRun:
                     deps.batch_queue.notify()
                     if not self._lineage.output_ids:
                         self._refuse(self._placer.rejected_before_decode(attempt))
-                    event: TokenEvent | None = self._take_first(attempt, reply)
+                    event: TokenEvent | None = self._on_first_token(attempt, reply)
                     while event is None or event.finish_reason is None:
                         if event is not None:
                             yield event
-                        event = self._take(attempt, await attempt.token())
-                    # Before the last event goes out: nobody may come back for more.
+                        event = self._on_token(attempt, await attempt.token())
+                    # Before the last event: the consumer may not ask again.
                     self._end(event.finish_reason)
                     yield event
                     return
@@ -119,11 +119,11 @@ class RequestRun:
 
     @property
     def num_output_tokens(self) -> int:
-        """Streamed so far."""
+        """Tokens streamed so far."""
         return len(self._lineage.output_ids)
 
     def abort(self, error: Exception) -> None:
-        """Whoever waits for the next event gets ``error``."""
+        """End the request: ``events`` raises ``error``."""
         self._ending = error
         if not self._aborted.done():
             self._aborted.set_result(None)
@@ -136,12 +136,12 @@ class RequestRun:
         if self._limit < 1:
             raise RequestInvalid(
                 f"the prompt has {self._lineage.num_prompt_tokens} tokens and "
-                f"{self.request.sampling.max_tokens} more are asked for; the model takes "
+                f"{self.request.sampling.max_tokens} more are requested; the model supports "
                 f"{self._deps.model.max_model_len} together"
             )
 
     async def _place(self) -> Attempt:
-        """Start the next attempt. A batch request waits for its turn and for a cluster with room to spare."""
+        """Start the next attempt. A batch request waits for its turn and for idle capacity."""
         placer = self._placer
         begun = placer.num_attempts > 0
         if not self.request.batch or begun:
@@ -165,7 +165,7 @@ class RequestRun:
         return attempt
 
     async def _decide(self) -> Placement:
-        """Where it would go now, waiting a little for nodes when there are none."""
+        """Place the request, waiting ``NODE_WAIT_S`` for nodes when there are none."""
         began_s = self._deps.clock()
         waits_for = ""
         while self._ending is None:
@@ -184,16 +184,16 @@ class RequestRun:
         raise self._ending
 
     def _refuse(self, rejection: Rejection | None) -> None:
-        """Raises what a rejection means; None means nothing."""
+        """Raise the error of a rejection; None: return."""
         if rejection is None:
             return
         if rejection.capacity_tokens:
             raise RequestInvalid(rejection.reason)
         raise RequestRejected(rejection.reason, rejection.retry_after_s, rejection.stage or "nodes")
 
-    # ------------------------------------------------------------------ what comes back
+    # ------------------------------------------------------------------ tokens
 
-    def _take_first(self, attempt: Attempt, reply: node_pb2.PrefillReply) -> TokenEvent:
+    def _on_first_token(self, attempt: Attempt, reply: node_pb2.PrefillReply) -> TokenEvent:
         plan, token, lineage = attempt.plan, reply.token, self._lineage
         if token.finish_reason in (node_pb2.FINISH_ERROR, node_pb2.FINISH_CANCELLED):
             plan.prefill.breaker.erred()
@@ -210,8 +210,8 @@ class RequestRun:
             prompt_logprobs = tuple(map(TokenLogprobs.from_proto, reply.prompt_logprobs))
         return self._event(token, reply.num_cached_tokens, prompt_logprobs)
 
-    def _take(self, attempt: Attempt, token: node_pb2.TokenOut) -> TokenEvent | None:
-        """The event of what a decode node sent; None when it is news for the timeline only."""
+    def _on_token(self, attempt: Attempt, token: node_pb2.TokenOut) -> TokenEvent | None:
+        """The event of a message of a decode node; None: the message has no new token."""
         if token.HasField("received"):
             self._recorder.transferred(attempt.plan, token.received)
         if token.preempted:
@@ -246,7 +246,7 @@ class RequestRun:
     # ------------------------------------------------------------------ endings
 
     async def _failed(self, failure: AttemptFailed) -> None:
-        """Get ready to be placed again. Raises when that was the last attempt."""
+        """Prepare the next attempt. Raises if this was the last one."""
         num_tokens, num_attempts = len(self._lineage.output_ids), self._placer.num_attempts
         log.warning("attempt %d after %d tokens: %s", num_attempts - 1, num_tokens, failure.reason)
         self._recorder.retry(failure, num_attempts - 1, num_tokens)
@@ -262,7 +262,7 @@ class RequestRun:
         self.abort(DeadlineExceeded(self._timeout_s, len(self._lineage.output_ids)))
 
     def _end(self, finish_reason: str, error: str = "") -> None:
-        """Let everything go that this request holds. The first call counts."""
+        """Release all that the request holds. Only the first call has an effect."""
         if self._deadline is None:
             return
         self._deadline.cancel()
@@ -275,4 +275,4 @@ class RequestRun:
 
 
 def _disorder(token: node_pb2.TokenOut, due: int, node_id: str) -> AttemptFailed:
-    return AttemptFailed("disorder", f"node {node_id} sent token {token.index} where {due} was due", node_id)
+    return AttemptFailed("disorder", f"node {node_id} sent token {token.index} instead of {due}", node_id)

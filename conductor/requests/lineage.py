@@ -1,4 +1,4 @@
-"""A request's tokens so far, with their block keys: what any node needs to take it up."""
+"""The tokens of a request so far and their block keys, from which any node can continue it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moonpool.kvstore.blocks.keys import BlockKey, chain, pack
 
 
 class Lineage:
-    """The prompt, then the tokens already streamed. Each full block is hashed once."""
+    """The prompt and the streamed tokens. Each full block is hashed once."""
 
     def __init__(self, prompt_token_ids: npt.NDArray[np.int32], block_size: int) -> None:
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -24,7 +24,7 @@ class Lineage:
         return self.num_prompt_tokens + len(self.output_ids)
 
     def hash_blocks(self, root_key: bytes) -> list[BlockKey]:
-        """Keys of all full blocks, continuing where the last call with the same root stopped."""
+        """The keys of all full blocks. Only new blocks are hashed while the root stays the same."""
         if root_key != self.root_key:
             self.root_key, self.keys = root_key, []
         done = len(self.keys) * self._block_size

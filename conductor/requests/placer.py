@@ -1,4 +1,4 @@
-"""Where a request goes next: from its lineage to a started attempt."""
+"""Places one request: from its lineage to a started attempt."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lineage import Lineage
 from moonpool.protos import node_pb2
 
-# The request's own deadline must be the first to fire: a call that times out looks like a dead node.
+# The request's deadline must fire before the call's: a call that times out looks like a dead node.
 _CALL_MARGIN_S = 1.0
 
-# Batch requests come after every interactive one on a node, and among themselves by their own priority.
+# On a node, batch requests come after all interactive ones, ordered by their own priority.
 _BATCH_PRIORITY = 1 << 30
 _BATCH_LAG_S = 1e6
-# They are given to a cluster in which the next prefill would begin at once, and a token not take most of what
-# is allowed: what they add must not be felt.
+# Batch requests start only while the next prefill would begin at once and a step is well within its SLO, so
+# that interactive requests are not slowed down.
 _IDLE_QUEUE_S = 0.05
 _IDLE_PART = 0.8
 
 
 class RequestPlacer:
-    """Places one request as often as needed, each time from what has been streamed by then."""
+    """Places one request, each time with the tokens streamed so far."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class RequestPlacer:
         started_s: float,
         started_unix_s: float,
     ) -> None:
-        """``limit``: tokens the request may produce in all. ``started_s`` is of ``deps.clock``."""
+        """``limit``: most output tokens. ``started_s``: by ``deps.clock``."""
         self.avoid: set[str] = set()  # nodes that failed this request
         self.num_attempts = 0
-        self.first_attempt = 0  # the number that nodes know the first one by
-        self._prefixes: Mapping[str, int] = {}  # who held how much at the latest decision
-        self.hash_s = 0.0  # that the latest decision spent on block keys
-        self.place_s = 0.0  # and on looking them up and choosing
+        self.first_attempt = 0  # number of the first one in messages to nodes
+        self._prefixes: Mapping[str, int] = {}  # leading blocks on each node at the latest decision
+        self.hash_s = 0.0  # spent on block keys by the latest decision
+        self.place_s = 0.0  # spent on look-up and placement
         self._request = request
         self._deps = deps
         self._lineage = lineage
@@ -57,22 +57,22 @@ class RequestPlacer:
         self._timeout_s = timeout_s
         self._ends_s = started_s + timeout_s
         self._ends_unix_s = started_unix_s + timeout_s
-        # Drawn once, so that what is sampled does not depend on where or how often it is placed.
+        # Drawn once, so that sampling does not depend on placements.
         seed = request.sampling.seed
         seed = deps.rng.getrandbits(64) if seed is None else seed % 2**64
         self._sampling = request.sampling.to_proto(seed)
 
     def decide(self) -> Placement | Rejection:
-        """Choose nodes by the cluster as it is now. Nothing is started."""
+        """Choose nodes for the request as it is now. Starts nothing."""
         deps, lineage = self._deps, self._lineage
         root_key = deps.registry.root_key(self._request.tenant)
         if root_key is None:
-            return Rejection("no node has come yet", role="prefill")
+            return Rejection("no node has joined yet", role="prefill")
         began_s = deps.clock()
         keys = lineage.hash_blocks(root_key)
         hashed_s = deps.clock()
         remaining = self._limit - len(lineage.output_ids)
-        # What has begun is brought to its end if that can be done at all.
+        # A request that has begun is finished if at all possible.
         begun = self.num_attempts > 0
         request = PlaceRequest(
             num_tokens=lineage.num_tokens,
@@ -89,26 +89,26 @@ class RequestPlacer:
         return outcome
 
     def rejected(self, placement: Placement) -> Rejection | None:
-        """Whether the cluster is too full for a request that has not begun."""
+        """The rejection of a request that has not begun; None: accepted."""
         deps, outlook = self._deps, self._outlook(placement)
         return deps.rejection.at_arrival(placement, outlook, deps.slo, deps.clock())
 
     def rejected_before_decode(self, attempt: Attempt) -> Rejection | None:
-        """The same when its prefill is done and nothing has been streamed."""
+        """The rejection after the prefill, with nothing streamed; None: accepted."""
         deps, outlook = self._deps, self._outlook(attempt.plan.placement, attempt.plan.key)
         if outlook is None:
             return None
         return deps.rejection.before_decode(outlook, deps.slo, deps.clock())
 
     def is_idle_enough(self, placement: Placement) -> bool:
-        """Whether the request would take only what others leave."""
+        """Whether a batch request would use only idle capacity."""
         decode = placement.decode
         return placement.prefill.queue_s <= _IDLE_QUEUE_S and (
             decode is None or (decode.wait_s == 0 and decode.step_s <= _IDLE_PART * self._deps.slo.tbt_s)
         )
 
     def start(self, placement: Placement) -> Attempt:
-        """Carry out what was decided just now."""
+        """Start an attempt on the nodes of ``placement``."""
         deps, number = self._deps, self.first_attempt + self.num_attempts
         self.num_attempts += 1
         client, now_s = self._request.client, deps.clock()
@@ -138,7 +138,7 @@ class RequestPlacer:
             )
         )
         attempt.start()
-        self._watch_fetch(estimate)
+        self._begin_fetch(estimate)
         if number == self.first_attempt:
             deps.activity.reuse.use(self._lineage.keys)
             deps.prefixes.note(
@@ -153,9 +153,9 @@ class RequestPlacer:
         deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
         return attempt
 
-    def _watch_fetch(self, estimate: PrefillEstimate) -> None:
-        """Until it should have ended, others share the links with it. The hand-over to the decode node does
-        not count: it goes on chunk by chunk while the prompt is computed, with little left at the end.
+    def _begin_fetch(self, estimate: PrefillEstimate) -> None:
+        """Let the link model count the fetch. The hand-over does not count: it runs chunk by chunk during the
+        prefill, with little left at the end.
         """
         deps, layout = self._deps, self._deps.registry.layout
         if layout is not None and estimate.fetched_tokens:
@@ -182,19 +182,19 @@ class RequestPlacer:
 
     @property
     def num_blocks(self) -> int:
-        """Of KV that the request will probably hold in the end."""
+        """Blocks of KV that the request will probably need in the end."""
         num_tokens = self._lineage.num_tokens + self._expected_tokens()
         return -(-num_tokens // self._deps.model.block_size)
 
     @property
     def priority(self) -> int:
-        """On the nodes: lower runs first, and is the last to be preempted."""
+        """Priority on the nodes: lower runs first, and is preempted last."""
         most = _BATCH_PRIORITY // 2
         asked = max(-most, min(self._request.priority, most))
         return asked + _BATCH_PRIORITY if self._request.batch else asked
 
     def _fairness_delay_s(self, now_s: float) -> float:
-        """How much later than now it counts as come, in the queues of the nodes."""
+        """Seconds added to its arrival in the queues of nodes."""
         if self._request.batch:
             return _BATCH_LAG_S
         name = self._request.client.name

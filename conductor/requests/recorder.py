@@ -1,4 +1,4 @@
-"""Writes down what happens to one request: its timeline, the counters, and what the cost model learns."""
+"""Records the events of one request: timeline, metrics, and observations for the cost model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from moonpool.runtime.observing import tracing
 
 log = logging.getLogger(__name__)
 
+# Prompt tokens that were not computed, in all and by source: fields of ``PrefillReply`` and the summary.
+_CACHED = ("cached", "pool", "host", "ssd", "fetched")
+
 
 class Recorder:
-    """One a request. Every method is called when the thing it is named after has just happened."""
+    """One per request. Each method records the event that it is named after."""
 
     def __init__(
         self,
@@ -31,7 +34,7 @@ class Recorder:
         clock: Callable[[], float],
         tenant: str,
     ) -> None:
-        """``tenant``: a configured one's name, or nothing."""
+        """``tenant``: the name of a configured one, or empty."""
         self.timeline = timeline
         self._summary = timeline.summary
         self._cost_model = cost_model
@@ -39,16 +42,16 @@ class Recorder:
         self._tenant = tenant
         self._clock = clock
         self._started_s = timeline.started_s
-        self._first_s = 0.0  # when the first token came; 0: not yet
+        self._first_s = 0.0  # time of the first token; 0: none yet
         self._predicted_ttft_s = 0.0
-        self._placed_s = 0.0  # the last time
+        self._placed_s = 0.0  # of the latest attempt
 
     def queued(self, prompt_tokens: int, max_tokens: int) -> None:
         self._summary.prompt_tokens = prompt_tokens
         self.timeline.add("queued", self._started_s, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
 
     def placed(self, placement: Placement, attempt: int, hash_s: float, place_s: float) -> None:
-        """``hash_s`` went into block keys, ``place_s`` into looking them up and choosing."""
+        """``hash_s``: spent on block keys; ``place_s``: on look-up and placement."""
         now_s = self._placed_s = self._clock()
         summary = self._summary
         summary.attempts = attempt + 1
@@ -62,36 +65,29 @@ class Recorder:
         )
         log.debug(
             "placed on %s, then %s: %s: %s",
-            *(summary.prefill_node, summary.decode_node or "nowhere", summary.reason, summary.detail),
+            *(summary.prefill_node, summary.decode_node or "no node", summary.reason, summary.detail),
         )
         core_metrics.placements.labels(placement.reason.value).inc()
         self._activity.placements[placement.reason.value] += 1
 
     def prefilled(self, plan: AttemptPlan, num_tokens: int, reply: node_pb2.PrefillReply) -> None:
-        """``num_tokens`` were given to it, of which it computed those it did not have."""
-        now_s = self._clock()
-        node_id = plan.prefill.node_id
-        summary = self._summary
-        summary.cached_tokens = reply.num_cached_tokens
-        summary.pool_tokens = reply.num_pool_tokens
-        summary.host_tokens = reply.num_host_tokens
-        summary.ssd_tokens = reply.num_ssd_tokens
-        summary.fetched_tokens = reply.num_fetched_tokens
+        """``num_tokens``: of the prompt, cached ones included."""
+        now_s, node_id, placed = self._clock(), plan.prefill.node_id, plan.placement.prefill
+        computed_tokens = num_tokens - reply.num_cached_tokens
+        cached = {f"{source}_tokens": getattr(reply, f"num_{source}_tokens") for source in _CACHED}
+        for name, count in cached.items():
+            setattr(self._summary, name, count)
         if reply.num_cached_tokens or reply.fetch_error or reply.num_stale_blocks:
             self.timeline.add(
                 "prefix_loaded",
-                # What a node says it took did not begin before it was asked.
+                # By the node's own durations it may have begun before it was asked.
                 max(now_s - reply.compute_s - reply.queued_s, self._placed_s),
                 node=node_id,
-                cached_tokens=reply.num_cached_tokens,
-                pool_tokens=reply.num_pool_tokens,
-                host_tokens=reply.num_host_tokens,
-                ssd_tokens=reply.num_ssd_tokens,
+                **cached,
                 load_s=reply.load_s,
-                fetched_tokens=reply.num_fetched_tokens,
                 fetched_nbytes=reply.fetched_nbytes,
                 fetch_s=reply.fetch_s,
-                fetch_from=plan.placement.prefill.fetch_from,
+                fetch_from=placed.fetch_from,
                 fetch_error=reply.fetch_error,
                 stale_blocks=reply.num_stale_blocks,
             )
@@ -101,39 +97,25 @@ class Recorder:
             node=node_id,
             queued_s=reply.queued_s,
             compute_s=reply.compute_s,
-            predicted_compute_s=plan.placement.prefill.compute_s,
-            computed_tokens=num_tokens - reply.num_cached_tokens,
+            predicted_compute_s=placed.compute_s,
+            computed_tokens=computed_tokens,
             chunks=self._stretches(reply.chunks, now_s),
         )
-        sources = {
-            "computed": num_tokens - reply.num_cached_tokens,
-            "pool": reply.num_pool_tokens,
-            "host": reply.num_host_tokens,
-            "ssd": reply.num_ssd_tokens,
-            "fetched": reply.num_fetched_tokens,
-        }
-        self._activity.prompt(self._tenant, sources)
+        sources = {source: cached[f"{source}_tokens"] for source in _CACHED if source != "cached"}
+        self._activity.prompt(self._tenant, {"computed": computed_tokens} | sources)
         if reply.fetch_error:
-            self._activity.not_moved(plan.placement.prefill.fetch_from, node_id)
+            self._activity.not_moved(placed.fetch_from, node_id)
         if plan.prefill.load.prefilled_alone(plan.key):
             self._cost_model.observe_prefill(
                 plan.prefill.view.cost,
-                uncached_tokens=num_tokens - reply.num_cached_tokens,
+                uncached_tokens=computed_tokens,
                 cached_tokens=reply.num_cached_tokens,
                 actual_s=reply.compute_s,
                 now_s=now_s,
             )
-        if reply.fetched_nbytes:
-            source = plan.placement.prefill.fetch_from
-            self._activity.moved(source, node_id, "", reply.fetched_nbytes, reply.fetch_s)
-            self._cost_model.observe_transfer(
-                plan.placement.prefill.fetch_from,
-                node_id,
-                nbytes=reply.fetched_nbytes,
-                actual_s=reply.fetch_s,
-                now_s=now_s,
-                predicted_s=plan.placement.prefill.transfer_s,
-            )
+        self._moved(
+            placed.fetch_from, node_id, "", reply.fetched_nbytes, reply.fetch_s, now_s, placed.transfer_s
+        )
 
     def first_token(self) -> None:
         now_s = self._first_s = self._clock()
@@ -161,24 +143,31 @@ class Recorder:
             transport=received.transport,
             reads=self._stretches(received.reads, now_s),
         )
-        if received.nbytes:
-            self._activity.moved(
-                plan.prefill.node_id, node_id, received.transport, received.nbytes, received.seconds
-            )
+        source = plan.prefill.node_id
+        self._moved(source, node_id, received.transport, received.nbytes, received.seconds, now_s)
+
+    def _moved(
+        self,
+        source: str,
+        target: str,
+        transport: str,
+        nbytes: int,
+        seconds: float,
+        now_s: float,
+        predicted_s: float | None = None,
+    ) -> None:
+        if nbytes:
+            self._activity.moved(source, target, transport, nbytes, seconds)
             self._cost_model.observe_transfer(
-                plan.prefill.node_id,
-                node_id,
-                nbytes=received.nbytes,
-                actual_s=received.seconds,
-                now_s=now_s,
+                source, target, nbytes=nbytes, actual_s=seconds, now_s=now_s, predicted_s=predicted_s
             )
 
     def _stretches(self, stretches: Iterable[node_pb2.Stretch], now_s: float) -> list[dict[str, float]]:
-        """What a node told of its work, by this timeline's ``at_s``."""
-        told_s = now_s - self._started_s
+        """The working times of a node, relative to the start of this timeline."""
+        end_s = now_s - self._started_s
         return [
             {
-                "at_s": told_s - one.ago_s,
+                "at_s": end_s - one.ago_s,
                 "seconds": one.seconds,
                 "tokens": one.num_tokens,
                 "nbytes": one.nbytes,
@@ -230,7 +219,7 @@ class Recorder:
             self._export(now_s)
 
     def _export(self, now_s: float) -> None:
-        """What the conductor itself did, as spans; nodes send their own."""
+        """Export spans of the conductor itself; nodes export their own."""
         age_s = now_s - self._started_s
         for one in spans_of(self.timeline.to_dict()):
             if one.process == CONDUCTOR:

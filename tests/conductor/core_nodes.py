@@ -25,8 +25,7 @@ from grpc.aio import ServicerContext
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.replica_groups import holders
-from moonpool.conductor.request import GenerateRequest, TokenEvent
-from moonpool.conductor.sampling import SamplingParams
+from moonpool.conductor.request import GenerateRequest, SamplingParams, TokenEvent
 from moonpool.kvstore.blocks.keys import BlockKey, unpack
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.index.node_publisher import IndexPublisher

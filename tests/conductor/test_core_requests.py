@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moonpool.conductor.sampling import SamplingParams
+from moonpool.conductor.request import SamplingParams
 from moonpool.kvstore.blocks.keys import chain
 from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
