@@ -41,7 +41,10 @@ class SsdTierOptions(Section):
         3, "threads", "concurrent disk reads and writes of a node; each uses a thread, plus one", least=1
     )
     queue_nbytes: int = option(
-        32 << 20, "bytes", "most bytes of blocks that wait to be written; beyond it they are dropped", least=1
+        64 << 20,
+        "bytes",
+        "most bytes of blocks that are queued or being written; other blocks are not written",
+        least=1,
     )
     deadline_s: float = option(
         2.0, "seconds", "longest a request waits for blocks from disk before it computes them", above=0

@@ -51,6 +51,21 @@ async def get(tier: SsdTier, keys: Sequence[BlockKey]) -> list[np.ndarray | None
     return [block if hit else None for block, hit in zip(into, hits, strict=True)]
 
 
+def match(tier: SsdTier, keys: Sequence[BlockKey]) -> list[int]:
+    """Slots of the longest prefix that is held."""
+    return tier._slot_map.cache.match(keys)
+
+
+async def evict(tier: SsdTier, num_blocks: int) -> list[BlockKey]:
+    """Remove the blocks that would be evicted next."""
+    cache, gone = tier._slot_map.cache, []
+    while len(gone) < num_blocks and (key := cache.policy.victim(lambda name: True)) is not None:
+        while children := cache._children.get(key):
+            key = next(iter(children))
+        gone += await tier.remove([key])
+    return gone
+
+
 async def check_every_block(tier: SsdTier) -> int:
     """Every block it says it has is byte-exact, and has those before it. Returns how many there are."""
     tier.check_integrity()

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from tests.kvstore.nodes import chain
-from tests.kvstore.ssd_blocks import get, open_tier, put_chain
+from tests.kvstore.ssd_blocks import evict, get, open_tier, put_chain
 
 
 async def work(directory: Path, seed: int) -> None:
@@ -33,7 +33,7 @@ async def work(directory: Path, seed: int) -> None:
             elif what < 0.8:
                 await tier.remove(keys[-3:])
             elif what < 0.9:
-                await tier.evict(rng.randrange(1, 8))
+                await evict(tier, rng.randrange(1, 8))
             else:
                 await get(tier, keys)
 

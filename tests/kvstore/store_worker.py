@@ -21,7 +21,7 @@ from moonpool.kvstore.store import TieredStore
 from moonpool.runtime.config.options import HostTierOptions, SsdTierOptions, StoreOptions
 from tests.kvstore.fake_pool import FakePool
 from tests.kvstore.nodes import chain
-from tests.kvstore.ssd_blocks import LAYOUT, open_tier, payload
+from tests.kvstore.ssd_blocks import LAYOUT, evict, open_tier, payload
 
 POLICIES = ("write-back", "write-through", "selective")
 NUM_SLOTS = 24
@@ -76,7 +76,7 @@ async def _do_something(store: TieredStore, pool: FakePool, keys: list, rng: ran
     elif what < 0.95:
         await store.remove(keys[-2:])
     else:
-        await store.ssd.evict(rng.randrange(1, 6))
+        await evict(store.ssd, rng.randrange(1, 6))
 
 
 def main(directory: Path) -> None:

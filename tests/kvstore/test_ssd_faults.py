@@ -48,7 +48,7 @@ async def test_a_flipped_bit_is_a_miss_for_good(tmp_path: Path, caplog: pytest.L
         tier.on_dropped = lambda keys, reason: dropped.append((list(keys), reason))
         await put_chain(tier, chain(10))
         await put_chain(tier, chain(10, 1))
-        slot = tier.slot_of(chain(10)[6])
+        slot = tier._slot_map.cache.slot_of(chain(10)[6])
         assert slot == 6
         flip_a_bit(tmp_path / "segment-00000.kv", 6 * SLOT_NBYTES + 123)
         into = [np.full(LAYOUT.block_nbytes, 7, np.uint8) for _ in range(10)]

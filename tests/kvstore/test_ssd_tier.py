@@ -21,7 +21,9 @@ from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import (
     LAYOUT,
     check_every_block,
+    evict,
     get,
+    match,
     open_tier,
     parents_of,
     payload,
@@ -33,7 +35,7 @@ async def test_what_was_put_is_there_and_still_is_after_a_restart(tmp_path: Path
     async with await open_tier(tmp_path) as tier:
         assert await put_chain(tier, chain(40)) == [True] * 40
         assert await check_every_block(tier) == 40
-        assert len(tier.match(chain(50))) == 40
+        assert len(match(tier, chain(50))) == 40
     async with await open_tier(tmp_path) as tier:
         assert tier.keys() == chain(40)
         assert [tier.parent_of(key) for key in chain(40)] == parents_of(chain(40))
@@ -51,7 +53,7 @@ async def test_a_full_tier_evicts_from_the_ends_of_chains(tmp_path: Path, policy
             tier.use(keys)
             await put_chain(tier, keys)
         assert 40 <= await check_every_block(tier) <= 64
-        held = sum(len(tier.match(chain(10, number))) for number in range(12))
+        held = sum(len(match(tier, chain(10, number))) for number in range(12))
         assert held == len(tier)
         assert not set(dropped) & set(tier.keys())
         assert tier.stats.num_evictions == len(dropped)
@@ -74,7 +76,7 @@ async def test_remove_takes_what_follows_along_for_good(tmp_path: Path) -> None:
         assert await tier.remove(chain(10)[6:7]) == chain(10)[:5:-1]
     async with await open_tier(tmp_path) as tier:
         assert tier.keys() == chain(6)
-        assert await tier.evict(2) == [chain(6)[5], chain(6)[4]]
+        assert await evict(tier, 2) == [chain(6)[5], chain(6)[4]]
         assert await check_every_block(tier) == 4
 
 
@@ -82,11 +84,11 @@ async def test_pinned_blocks_stay(tmp_path: Path) -> None:
     async with await open_tier(tmp_path, slots=16) as tier:
         # One slot is kept free.
         assert all(await put_chain(tier, chain(15)))
-        slots = tier.match(chain(15))
-        tier.pin(slots)
+        slots = match(tier, chain(15))
+        tier._slot_map.cache.pin(slots)
         assert await put_chain(tier, chain(4, 1)) == [False] * 4
         assert tier.stats.num_refusals == 1  # the others are refused for want of the first
-        tier.release(slots)
+        tier._slot_map.cache.unpin(slots)
         assert await put_chain(tier, chain(4, 1)) == [True] * 4
         assert await check_every_block(tier) == 15
 
@@ -245,7 +247,7 @@ async def test_a_record_written_anew_outlives_an_older_put_that_was_to_delete_it
         for number in range(60):
             held_up = -1
             assert await put_chain(tier, chain(1, number)) == [True]
-        slot = tier.slot_of(again[0])
+        slot = tier._slot_map.cache.slot_of(again[0])
         held_up = 60  # of the spare slots the one that is free for longest
         slow = asyncio.create_task(put_chain(tier, chain(1, 99)))
         while again[0] in tier:  # noqa: ASYNC110 - a tier tells its state, not when it changes
@@ -253,7 +255,7 @@ async def test_a_record_written_anew_outlives_an_older_put_that_was_to_delete_it
         for number in range(100, 103):
             assert await put_chain(tier, chain(1, number)) == [True]
         assert await put_chain(tier, again) == [True]
-        assert tier.slot_of(again[0]) == slot
+        assert tier._slot_map.cache.slot_of(again[0]) == slot
         may_write.set()
         assert await slow == [True]
     async with await open_tier(tmp_path) as tier:

@@ -202,17 +202,6 @@ class SlotMap:
                 gone += self.cache.remove(key)
         return gone
 
-    def evict(self, num_blocks: int) -> list[BlockKey]:
-        """Evict so many, or until all that is left is pinned. Returns what went."""
-        gone: list[BlockKey] = []
-        on_dropped, self.on_dropped = self.on_dropped, lambda keys, reason: gone.extend(keys)
-        try:
-            while len(gone) < num_blocks and len(self.cache) and self.cache.evict():
-                continue
-        finally:
-            self.on_dropped = on_dropped
-        return gone
-
     def _evicted(self, key: BlockKey, slot: int) -> None:
         self._stale[slot] = StaleRecord(key, slot, self._sequences[slot])
         if self.on_dropped is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -133,18 +133,11 @@ class SsdTier:
         """The key before a held block in its chain; None: it is the first."""
         return self._cache.parent_of(key)
 
-    def slot_of(self, key: BlockKey) -> int | None:
-        return self._cache.slot_of(key)
-
     def checksum_of(self, key: BlockKey) -> int:
         """xxh3-64 of a held block's bytes as they were put."""
         slot = self._cache.slot_of(key)
         assert slot is not None
         return self._slot_map.checksum_of(slot)
-
-    def match(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Slots of the longest run of ``keys`` held from the first on. Pins nothing, counts as no use."""
-        return self._cache.match(keys)
 
     @property
     def is_stalled(self) -> bool:
@@ -173,14 +166,6 @@ class SsdTier:
     def use(self, keys: Sequence[BlockKey]) -> int:
         """A request uses this chain: what is held of it stays longer. Returns how many blocks are held."""
         return self._cache.use(keys)
-
-    def pin(self, slots: Iterable[int]) -> None:
-        """Keep the blocks of these slots, the first of a chain as ``match`` gives them, until ``release``."""
-        self._cache.pin(slots)
-
-    def release(self, slots: Iterable[int]) -> None:
-        """Undo one ``pin`` of each."""
-        self._cache.unpin(slots)
 
     async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Buffer | Bytes]) -> list[bool]:
         """Read blocks, each into ``destinations[i]`` (``block_nbytes``, writable), verified.
@@ -248,12 +233,6 @@ class SsdTier:
         """Drop blocks and what follows them; durable when it returns (or, while the disk stalls, when it
         answers again). Returns the keys that went, the last of a chain first."""
         gone = self._slot_map.remove(keys)
-        await self._clean()
-        return gone
-
-    async def evict(self, num_blocks: int) -> list[BlockKey]:
-        """Drop so many of the blocks worth least, fewer where the rest is pinned. Returns them."""
-        gone = self._slot_map.evict(num_blocks)
         await self._clean()
         return gone
 
