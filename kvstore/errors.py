@@ -8,56 +8,55 @@ from moonpool.runtime.errors import MoonpoolError
 
 
 class StoreError(MoonpoolError):
-    """Base of everything ``kvstore`` raises on purpose."""
+    """Base of every error that ``kvstore`` raises."""
 
 
 class LayoutError(StoreError):
-    """A block layout is impossible, or not the one this store was made for."""
+    """A block layout is impossible, or differs from the store's."""
 
 
 class BlockMissing(StoreError):
-    """A block that was asked for is in no tier (any more), or could not be read in time. Those before
-    ``first_missing`` were delivered; compute from there."""
+    """A requested block is in no tier, or could not be read in time. Those before ``first_missing`` were
+    delivered."""
 
     code = "NOT_FOUND"
 
     def __init__(self, first_missing: int, num_asked: int) -> None:
-        super().__init__(f"block {first_missing} of the {num_asked} asked for is not held")
+        super().__init__(f"block {first_missing} of the {num_asked} requested is not held")
         self.first_missing = first_missing
 
 
 class BlockCorrupt(StoreError):
-    """A block's bytes are not what was put. That copy has been dropped; those before ``first_missing`` were
-    delivered."""
+    """A block's bytes did not match its checksum. That copy has been dropped; the blocks before
+    ``first_missing`` were delivered."""
 
     code = "DATA_LOSS"
 
     def __init__(self, first_missing: int, num_asked: int, tier: str) -> None:
         super().__init__(
-            f"block {first_missing} of the {num_asked} asked for did not match its checksum ({tier})"
+            f"block {first_missing} of the {num_asked} requested did not match its checksum ({tier})"
         )
         self.first_missing = first_missing
         self.tier = tier
 
 
 class KeyFormatError(StoreError):
-    """Bytes that should be packed block keys are not."""
+    """Bytes are not packed block keys."""
 
 
 class IndexUnavailable(StoreError):
-    """Redis did not answer, or answered with an error. The call may have had its effect there."""
+    """Redis did not answer, or answered with an error. The call may have taken effect."""
 
     def __init__(self, call: str, reason: str) -> None:
         super().__init__(
-            f"the index in Redis did not answer {call}: {reason}; is it running, is index.redis_url right?"
+            f"the index in Redis did not answer {call}: {reason}; check that it runs and index.redis_url"
         )
         self.call = call
         self.reason = reason
 
 
 class NodeUnknown(StoreError):
-    """The index does not know this node in this epoch: never registered, lapsed, or dropped. Register
-    again."""
+    """The index does not know this node in this epoch. Register again."""
 
     def __init__(self, node_id: str, epoch: int) -> None:
         super().__init__(f"node {node_id} of epoch {epoch} is not registered in the index")
@@ -66,7 +65,7 @@ class NodeUnknown(StoreError):
 
 
 class EpochSuperseded(StoreError):
-    """Another process has registered this node with a newer epoch; the caller's entries are gone for good."""
+    """Another process registered this node with a newer epoch; the caller's entries are gone."""
 
     def __init__(self, node_id: str, epoch: int, current: int) -> None:
         super().__init__(f"node {node_id} of epoch {epoch} was superseded by epoch {current}")
@@ -76,32 +75,31 @@ class EpochSuperseded(StoreError):
 
 
 class ChangesCorrupt(StoreError):
-    """Bytes that should be a batch of index changes are not."""
+    """Bytes are not a batch of index changes."""
 
 
 class SsdDirectoryInUse(StoreError):
-    """Another process, or another tier of this one, works on the directory. Nothing has been touched."""
+    """Another tier, in this or another process, uses the directory. Nothing has been touched."""
 
     code = "FAILED_PRECONDITION"
 
     def __init__(self, directory: Path, holder: str) -> None:
         super().__init__(
-            f"the blocks in {directory} belong to process {holder or 'unknown'}, which still runs: stop "
-            "it, or give this one a directory of its own"
+            f"{directory} is in use by process {holder or 'unknown'}: stop it, or use another directory"
         )
         self.directory = directory
         self.holder = holder
 
 
 class SsdFormatMismatch(StoreError):
-    """What lies in the directory was written for other blocks, or by another version. It is as it was."""
+    """The directory was written for other blocks or by another version. It is unchanged."""
 
     code = "FAILED_PRECONDITION"
 
     def __init__(self, directory: Path, field: str, found: object, expected: object) -> None:
         super().__init__(
-            f"the blocks in {directory} have {field} {found!r}, this node needs {expected!r}: give it "
-            "another directory, or delete this one"
+            f"the blocks in {directory} have {field} {found!r}, this node needs {expected!r}: use another "
+            "directory, or delete this one"
         )
         self.directory = directory
         self.field = field
@@ -110,9 +108,9 @@ class SsdFormatMismatch(StoreError):
 
 
 class SsdUnusable(StoreError):
-    """The directory cannot be made, opened or written."""
+    """The directory cannot be created, opened or written."""
 
     def __init__(self, directory: Path, reason: str) -> None:
-        super().__init__(f"no blocks can be kept in {directory}: {reason}")
+        super().__init__(f"{directory} cannot be used for blocks: {reason}")
         self.directory = directory
         self.reason = reason

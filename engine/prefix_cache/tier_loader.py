@@ -13,7 +13,7 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockCorrupt, BlockMissing
 from moonpool.kvstore.store import TieredStore
-from moonpool.kvstore.tiers.bandwidth import Bandwidth
+from moonpool.kvstore.tiers.copier import Bandwidth
 from moonpool.transfer import TransferError
 
 log = logging.getLogger(__name__)

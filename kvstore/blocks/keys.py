@@ -1,8 +1,8 @@
-"""Block keys: a chain of 128-bit digests, so that equal keys mean an equal prefix, on every host.
+"""Block keys: a chain of 128-bit digests. Equal keys mean an equal prefix, on every host.
 
-``key[i] = blake2b-128(key[i-1] || tokens[i])``. The chain starts at a root made of everything that changes
-the KV bytes of a token (model, revision, dtype, adapter) and of the tenant, so no path leads from one
-tenant's keys to another's. A partial tail block has no key.
+``key[i] = blake2b-128(key[i-1] || tokens[i])``. The chain starts at a root that depends on everything that
+changes the KV bytes of a token (model, revision, dtype, adapter) and on the tenant, so tenants never share
+keys. A partial tail block has no key.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ KEY_NBYTES = 16
 
 
 def root_key(*, model: bytes, layout: KVLayout, adapter: str = "", tenant: str = "") -> bytes:
-    """The 16 bytes every chain of this model, adapter and tenant starts from.
+    """Return the 16 bytes that every chain of this model, adapter and tenant starts from.
 
-    ``model`` names the weights exactly (checkpoint and revision). Of the layout only what a token's KV means
-    goes in, dtype and block size: how heads and layers are spread over ranks does not change a prefix.
+    ``model`` identifies checkpoint and revision. Of the layout only dtype and block size count: how heads and
+    layers are sharded does not change a prefix.
     """
     digest = blake2b(digest_size=KEY_NBYTES, person=b"moonpool-root")
     for part in (
@@ -36,22 +36,22 @@ def root_key(*, model: bytes, layout: KVLayout, adapter: str = "", tenant: str =
         adapter.encode(),
         tenant.encode(),
     ):
-        # Each part is led by its length, so that no two different tuples give the same bytes.
+        # Prefixed by its length, so that different tuples give different bytes.
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
 
 
 def extend(previous: bytes, token_ids: bytes) -> BlockKey:
-    """The key of the block holding ``token_ids`` (int32 little-endian, one full block) after ``previous``."""
+    """Return the key of the block of ``token_ids`` (int32 little-endian, a full block) after ``previous``."""
     return BlockKey(blake2b(previous + token_ids, digest_size=KEY_NBYTES).digest())
 
 
 def chain(
     root: bytes, token_ids: npt.NDArray[np.int32], block_size: int, start: bytes | None = None
 ) -> list[BlockKey]:
-    """Keys of the full blocks of ``token_ids`` (int32 [num_tokens]); a partial tail block gets none.
+    """Return the keys of the full blocks of ``token_ids`` (int32 [num_tokens]).
 
-    ``start`` continues a chain: it is the key of the block before ``token_ids[0]``.
+    ``start``: the key of the block before ``token_ids[0]``; None: the chain begins at ``root``.
     """
     data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
     step = 4 * block_size
@@ -64,12 +64,12 @@ def chain(
 
 
 def pack(keys: Iterable[bytes]) -> bytes:
-    """The keys one after the other, as messages carry them."""
+    """Concatenate keys for a message."""
     return b"".join(keys)
 
 
 def unpack(data: bytes) -> list[BlockKey]:
-    """The keys in ``data``; raises ``KeyFormatError`` unless its length is a multiple of 16."""
+    """Split packed keys. Raises ``KeyFormatError``: the length is not a multiple of 16."""
     if len(data) % KEY_NBYTES:
         raise KeyFormatError(f"packed block keys must be a multiple of {KEY_NBYTES} bytes, got {len(data)}")
     return [BlockKey(data[first : first + KEY_NBYTES]) for first in range(0, len(data), KEY_NBYTES)]

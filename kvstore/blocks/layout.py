@@ -1,4 +1,4 @@
-"""The shape of one KV block, and the fingerprint that keeps different shapes apart."""
+"""The shape of one KV block, and the fingerprint that distinguishes shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT_VERSION = 1
 
 
 class BlockFormat(Protocol):
-    """What a tier has to know of its blocks: their size, and what tells them from blocks of another kind."""
+    """What a tier needs to know of its blocks."""
 
     @property
     def block_nbytes(self) -> int: ...
@@ -32,8 +32,8 @@ class BlockFormat(Protocol):
 class KVLayout:
     """One block is ``[num_layers, 2, num_kv_heads, block_size, head_dim]`` of ``dtype``, contiguous.
 
-    Heads come before tokens, so that a tensor-parallel shard is one run a layer; layers come first, so that
-    a pipeline stage is one run. ``num_layers`` and ``num_kv_heads`` are those one rank holds.
+    Heads come before tokens, so that a tensor-parallel shard is one run per layer; layers come first, so that
+    a pipeline stage is one run. ``num_layers`` and ``num_kv_heads`` are those of one rank.
     """
 
     num_layers: int
@@ -51,7 +51,7 @@ class KVLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """``[num_layers, 2, num_kv_heads, block_size, head_dim]``; the 2 is K, then V."""
+        """``[num_layers, 2, num_kv_heads, block_size, head_dim]``; the 2 is K and V."""
         return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
@@ -60,7 +60,7 @@ class KVLayout:
 
     @property
     def head_nbytes(self) -> int:
-        """K, or V, of one head of one layer: what no rank ever cuts."""
+        """K or V of one head of one layer, which no rank splits."""
         return self.block_size * self.head_dim * DTYPE_NBYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -71,14 +71,14 @@ class KVLayout:
 
     @property
     def fingerprint(self) -> bytes:
-        """16 bytes; two nodes can exchange blocks only when theirs are equal."""
+        """16 bytes; nodes exchange blocks only when theirs are equal."""
         text = f"{FORMAT_VERSION}:{','.join(map(str, self.shape))}:{self.dtype}"
         return blake2b(text.encode(), digest_size=16, person=b"moonpool-layout").digest()
 
 
 @dataclass(frozen=True, slots=True)
 class OpaqueLayout:
-    """Blocks of which only this is known: of another node's model, or of no model at all."""
+    """Blocks of unknown content: of another node's model, or of no model."""
 
     block_nbytes: int
     fingerprint: bytes  # 16 bytes

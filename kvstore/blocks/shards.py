@@ -1,4 +1,4 @@
-"""Parts of KV blocks that ranks hold, and which bytes go where between nodes that cut them differently."""
+"""Shards of KV blocks on parallel ranks, and the copies between nodes that shard them differently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moonpool.kvstore.errors import LayoutError
 
 
 class ShardableLayout(Protocol):
-    """Of a whole block: what says where in it a head of a layer lies. A ``KVLayout`` does."""
+    """The position of each layer's heads in a whole block; ``KVLayout`` is one."""
 
     @property
     def num_layers(self) -> int: ...
@@ -20,7 +20,7 @@ class ShardableLayout(Protocol):
 
     @property
     def head_nbytes(self) -> int:
-        """K, or V, of one head of one layer: what no rank ever cuts."""
+        """K or V of one head of one layer, which no rank splits."""
         ...
 
     @property
@@ -29,7 +29,7 @@ class ShardableLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockShard:
-    """The layers and KV heads of every block that one rank holds: ``[layers, 2, heads, tokens, dim]``."""
+    """The layers and KV heads of every block on one rank: ``[layers, 2, heads, tokens, dim]``."""
 
     layers: range
     heads: range
@@ -44,7 +44,7 @@ class BlockShard:
 
 @dataclass(frozen=True, slots=True)
 class SplitLayout:
-    """A ``ShardableLayout`` of blocks of which it is not known what they hold, only who holds which part."""
+    """A ``ShardableLayout`` known only by which rank has which shard of the block."""
 
     num_layers: int
     num_kv_heads: int
@@ -52,7 +52,7 @@ class SplitLayout:
 
     @classmethod
     def of(cls, block_nbytes: int, shards: Sequence[BlockShard]) -> SplitLayout:
-        """Raises LayoutError when blocks of this size cannot be cut so."""
+        """Raises ``LayoutError``: blocks of this size cannot be split into these shards."""
         num_layers = max(shard.layers.stop for shard in shards)
         num_kv_heads = max(shard.heads.stop for shard in shards)
         num_cells = 2 * num_layers * num_kv_heads
@@ -69,7 +69,7 @@ class SplitLayout:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes of a block that are together on both sides; offsets are from the block's begin there."""
+    """Bytes of a block that are contiguous on both sides; offsets are from the block's start."""
 
     source: int
     target: int
@@ -78,21 +78,19 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ShardOverlap:
-    """What a target reads of one source, for every block."""
+    """The bytes a target reads from one source, for every block."""
 
-    source: int  # its number among the sources
+    source: int  # index into the sources
     runs: tuple[Run, ...]
 
 
 def overlaps(
-    layout: ShardableLayout, sources: Sequence[BlockShard], target: BlockShard, place: int = 0
+    layout: ShardableLayout, sources: Sequence[BlockShard], target: BlockShard, target_rank: int = 0
 ) -> list[ShardOverlap]:
-    """From which sources ``target`` gets its bytes, each byte once. ``layout``: of the whole block.
+    """Choose the sources from which ``target`` reads its bytes, each byte once.
 
-    Sources that hold the same are copies of each other, of which the one is read that ``place`` falls on, so
-    that equal targets with different places spread over them.
-
-    Raises LayoutError when the sources lack something.
+    ``layout``: of the whole block. Of sources with equal shards, ``target_rank`` chooses one, so that equal
+    targets spread over them. Raises ``LayoutError``: the sources lack bytes.
     """
     copies: dict[BlockShard, list[int]] = {}
     for i, source in enumerate(sources):
@@ -104,7 +102,7 @@ def overlaps(
         if layers and heads:
             num_cells += len(layers) * len(heads)
             runs = _runs(layout, source, target, layers, heads)
-            found.append(ShardOverlap(numbers[place % len(numbers)], tuple(runs)))
+            found.append(ShardOverlap(numbers[target_rank % len(numbers)], tuple(runs)))
     if num_cells != len(target.layers) * len(target.heads):
         raise LayoutError(
             f"layers {_describe(target.layers)}, KV heads {_describe(target.heads)} are not held once each"
@@ -113,7 +111,7 @@ def overlaps(
 
 
 def canonical_runs(layout: ShardableLayout, shards: Sequence[BlockShard]) -> list[tuple[int, Run]]:
-    """The whole block, in the order of its bytes, as (shard, run into the whole block)."""
+    """Return the whole block in byte order, as (shard, run into the whole block)."""
     runs = [
         (overlap.source, run)
         for overlap in overlaps(layout, shards, BlockShard.whole(layout))
@@ -125,7 +123,7 @@ def canonical_runs(layout: ShardableLayout, shards: Sequence[BlockShard]) -> lis
 def _runs(
     layout: ShardableLayout, source: BlockShard, target: BlockShard, layers: range, heads: range
 ) -> list[Run]:
-    """The bytes of some layers and heads, what is together on both sides as one run."""
+    """The bytes of some layers and heads, as runs that are contiguous on both sides."""
     head = layout.head_nbytes
     runs: list[Run] = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Where on its node a block lies."""
+"""The tiers of a node."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Tier(IntEnum):
-    """Fastest first. A block held in several tiers is published under the fastest."""
+    """Fastest first. A block in several tiers is published under the fastest."""
 
     POOL = 0  # the engine's paged pool
     HOST = 1  # host memory

@@ -57,10 +57,7 @@ async def query_all(
 
 
 async def find_all(
-    nodes: Mapping[str, RemoteStore],
-    owner: bytes,
-    keys: Sequence[bytes],
-    unreachable: set[str] | None = None,
+    nodes: Mapping[str, RemoteStore], owner: bytes, keys: Sequence[bytes], unreachable: set[str] | None = None
 ) -> dict[bytes, ObjectStat]:
     """Of those of ``keys`` that some node has: the latest version, and who has it."""
     request = store_pb2.FindRequest(owner=owner, keys=block_keys.pack(keys))

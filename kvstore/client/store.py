@@ -56,12 +56,7 @@ class StoreClient:
     is nobody to ask. A node that does not answer is left out where others do. The last put of a name counts.
     """
 
-    def __init__(
-        self,
-        nodes: StoreNodes,
-        agent: TransferAgent,
-        tenant: Tenant,
-    ) -> None:
+    def __init__(self, nodes: StoreNodes, agent: TransferAgent, tenant: Tenant) -> None:
         self.tenant = tenant
         self._memory = LocalMemory(agent)
         self._putter = Putter(nodes, self._memory, tenant)

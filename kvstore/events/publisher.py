@@ -96,8 +96,6 @@ class EventPublisher:
             self._tasks = []
             self._context.destroy(linger=0)
 
-    # ------------------------------------------------------------------ what the node says
-
     def describe(self, keys: Sequence[BlockKey], token_ids: npt.NDArray[np.int32], first: int = 0) -> None:
         """``keys`` are a chain's from its start; ``token_ids`` all its tokens. Those from ``first`` on may be
         stored soon."""
@@ -143,8 +141,6 @@ class EventPublisher:
             self._pending[-1] = BlockRemoved([*last.block_hashes, key], medium)
         else:
             self._pending.append(BlockRemoved([key], medium))
-
-    # ------------------------------------------------------------------ sockets
 
     async def _send_forever(self) -> None:
         topic = self._options.topic.encode()

@@ -1,8 +1,7 @@
-"""Which blocks a tier holds, in which slots, and which one makes room: bookkeeping shared by the tiers.
+"""The blocks and slots of a tier, and the choice of what to evict: bookkeeping shared by all tiers.
 
-It holds a prefix of every chain it holds anything of, as far as it can know: blocks are evicted from the end
-of a chain, and a block that goes for another reason takes what follows it along. A chain's first blocks may
-lie in a faster tier and come later, or never.
+As far as it can know, a tier has a prefix of each chain: blocks are evicted from the end, and a block removed
+for another reason takes its descendants along. The first blocks may be in a faster tier and be added later.
 """
 
 from __future__ import annotations
@@ -18,10 +17,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class ChainCache(Generic[Key]):
-    """Slots ``0 … capacity-1``. ``on_evicted(key, slot)`` is called before the slot is given to another
-    block, its bytes still there. ``num_spare`` slots stay free, so that the slot of an evicted block is not
-    given away at once: those free for longest go first. Cold copies in ``surplus`` are evicted before
-    anything the policy names."""
+    """Slots ``0 … capacity-1``.
+
+    ``on_evicted(key, slot)`` is called before the slot is reused, its bytes still there. ``num_spare`` slots
+    stay free, so that an evicted block's slot is not reused at once: the slot free for longest is. Unused
+    copies in ``surplus`` are evicted before the policy is asked.
+    """
 
     def __init__(
         self,
@@ -37,18 +38,18 @@ class ChainCache(Generic[Key]):
         self.on_evicted = on_evicted
         self.surplus: SurplusCopies[Key] = SurplusCopies()
         self.num_evictions = 0
-        self.num_refusals = 0  # blocks not taken because everything is pinned
-        self.num_bypassed = 0  # blocks the policy did not think worth a place
+        self.num_refusals = 0  # blocks refused because every block is pinned
+        self.num_bypassed = 0  # blocks the policy did not admit
         self._slots: dict[Key, int] = {}
         self._free = deque(range(capacity))
         self._parents: dict[Key, Key] = {}
-        self._children: dict[Key, set[Key]] = {}  # held keys by the key before them, held or not
+        self._children: dict[Key, set[Key]] = {}  # by parent, which may not be here
         self._pins: dict[int, int] = {}  # by slot
         self._removed_while_pinned: set[int] = (
             set()
         )  # removed while pinned: their slots go free with the last pin
-        self._reserved: set[int] = set()  # taken for blocks that are not held yet
-        self._retired: set[int] = set()  # bad: what is there may stay, nothing more is put there
+        self._reserved: set[int] = set()  # for blocks that are not visible yet
+        self._retired: set[int] = set()  # bad: not used again
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -58,7 +59,7 @@ class ChainCache(Generic[Key]):
 
     @property
     def num_free(self) -> int:
-        """Slots that hold nothing, without the spare ones."""
+        """Free slots without the spare ones."""
         return max(len(self._free) - self.num_spare, 0)
 
     @property
@@ -75,7 +76,7 @@ class ChainCache(Generic[Key]):
         return self._slots.get(key)
 
     def match(self, keys: Sequence[Key]) -> list[int]:
-        """Slots of the longest held prefix of ``keys``. Pins nothing, and counts as no use."""
+        """Slots of the longest prefix of ``keys`` that is here. Neither pins nor counts as a use."""
         found: list[int] = []
         for key in keys:
             slot = self._slots.get(key)
@@ -85,7 +86,7 @@ class ChainCache(Generic[Key]):
         return found
 
     def use(self, keys: Sequence[Key]) -> int:
-        """A request uses this chain: tell the policy. Returns how many of its first blocks are held."""
+        """A request uses this chain: inform the policy. Returns how many of its first blocks are here."""
         num_held = end = len(self.match(keys))
         for position in range(len(keys) - 1, num_held, -1):
             if keys[position] in self._slots:
@@ -96,13 +97,12 @@ class ChainCache(Generic[Key]):
             self.surplus.use(keys[:end])
         return num_held
 
-    # ------------------------------------------------------------------ blocks come
-
     def add(self, key: Key, parent: Key | None) -> int | None:
-        """A slot for a new block after ``parent`` in its chain (None: the first), making room by eviction.
+        """Add a block after ``parent`` in its chain (None: the first), evicting to make room. Returns its
+        slot.
 
-        None when there is none: all is pinned, or the policy keeps what it has. Then what this tier holds
-        after the block is evicted, for nobody can reach it; nothing else has changed.
+        None: every block is pinned, or the policy does not admit it. Then its descendants here are evicted,
+        because they cannot be reached.
         """
         assert key not in self._slots
         slot = self.reserve(key, parent)
@@ -113,11 +113,10 @@ class ChainCache(Generic[Key]):
     def reserve(
         self, key: Key, parent: Key | None, *, held_elsewhere: bool = False, wanted: bool = False
     ) -> int | None:
-        """``add`` in two steps: a slot nobody finds until ``commit``, or until ``abandon`` gives it back.
+        """``add`` in two steps: the block is not visible until ``commit``; ``abandon`` gives the slot back.
 
-        None, and what then happens, as for ``add``; but what follows a block that is ``held_elsewhere``, in
-        another tier, stays. The policy is not asked whether one that is ``wanted`` is worth a place: somebody
-        waits to use it.
+        None as for ``add``; but descendants of a block that is ``held_elsewhere``, in another tier, stay. For
+        one that is ``wanted`` the policy is not asked: a request waits for it.
         """
         if not self.num_free and not self._make_room(key, parent, wanted):
             for after in () if held_elsewhere else self.after(key):
@@ -128,8 +127,8 @@ class ChainCache(Generic[Key]):
         return slot
 
     def commit(self, slot: int, key: Key, parent: Key | None) -> int:
-        """The reserved slot holds the block now. Returns the slot that carries the key: another one where
-        the same block came in meanwhile; ``slot`` is free then."""
+        """Make a reserved slot's block visible. Returns the slot that has it: another one if the same block
+        was added meanwhile; ``slot`` is free then."""
         held = self._slots.get(key)
         if held is not None:
             self.abandon(slot)
@@ -150,16 +149,14 @@ class ChainCache(Generic[Key]):
         self._reserved.remove(slot)
         self._give_back(slot)
 
-    # ------------------------------------------------------------------ slots come and go
-
     def grow(self, num_slots: int) -> None:
-        """As many more slots, after those there are."""
+        """Append slots."""
         first = self.capacity
         self.capacity += num_slots
         self._free.extend(range(first, self.capacity))
 
     def adopt(self, blocks: Iterable[tuple[Key, Key | None, int]]) -> None:
-        """Blocks (key, parent, slot) that lie in free slots already, the one unused for longest first."""
+        """Add blocks (key, parent, slot) that are in free slots already, the least recently used first."""
         taken = set()
         for key, parent, slot in blocks:
             self._link(key, parent, slot)
@@ -167,7 +164,7 @@ class ChainCache(Generic[Key]):
         self._free = deque(slot for slot in self._free if slot not in taken)
 
     def retire(self, slot: int) -> None:
-        """Use a slot never again, once it is free."""
+        """Never use a slot again, once it is free."""
         self._retired.add(slot)
         if slot in self._free:
             self._free.remove(slot)
@@ -176,17 +173,15 @@ class ChainCache(Generic[Key]):
         if slot not in self._retired:
             self._free.append(slot)
 
-    # ------------------------------------------------------------------ room
-
     def _make_room(self, key: Key, parent: Key | None, wanted: bool) -> bool:
         if not wanted and not self.policy.admits(key):
             self.num_bypassed += 1
             return False
-        # The chain the block continues must not be eaten from its end to make room for it.
+        # Pinned, so that the chain is not evicted to make room for its own end.
         above = [] if parent is None else self._unpinned_above(parent)
         self.pin(above)
         try:
-            # The slot of a block that was evicted while somebody read it goes free later.
+            # The slot of an evicted block that is pinned becomes free later.
             while not self.num_free:
                 if not self.evict():
                     return False
@@ -203,7 +198,7 @@ class ChainCache(Generic[Key]):
         return slots
 
     def lineage(self, key: Key) -> list[int]:
-        """Slots of a held block and of what is held before it without a gap, the block's own first."""
+        """Slots of a block and of its predecessors here without a gap, the block's own first."""
         slots: list[int] = []
         here: Key | None = key
         while here is not None and (slot := self._slots.get(here)) is not None:
@@ -212,11 +207,11 @@ class ChainCache(Generic[Key]):
         return slots
 
     def parent_of(self, key: Key) -> Key | None:
-        """The key before a held block in its chain; None for the first."""
+        """The key before a block in its chain; None for the first."""
         return self._parents.get(key)
 
     def evict(self) -> bool:
-        """Evict one block. False, counted, when everything is pinned."""
+        """Evict one block. False, counted: every block is pinned."""
         for copy in self.surplus.unused():
             if self._can_go(copy) and copy not in self._children:
                 self._evict(copy)
@@ -238,10 +233,8 @@ class ChainCache(Generic[Key]):
         self._forget(key)
 
     def _can_go(self, key: Hashable) -> bool:
-        # Whoever pins a block pins what comes before it: after an unpinned block nothing is pinned.
+        # A pin includes the predecessors: an unpinned block has no pinned descendants.
         return self._slots[key] not in self._pins  # type: ignore[index]
-
-    # ------------------------------------------------------------------ pins
 
     def pin(self, slots: Iterable[int]) -> None:
         """Keep the blocks in these slots (the first of a chain, from ``match``) until ``unpin``."""
@@ -262,11 +255,9 @@ class ChainCache(Generic[Key]):
                 self._removed_while_pinned.discard(slot)
                 self._give_back(slot)
 
-    # ------------------------------------------------------------------ blocks go
-
     def remove(self, key: Key) -> list[Key]:
-        """Drop a block and what follows it, without ``on_evicted``. Those pinned keep their bytes until they
-        are released, but are found no more. Returns the keys that went, the last of a chain first."""
+        """Drop a block and its descendants, without ``on_evicted``. Pinned ones keep their bytes until they
+        are unpinned but are not found. Returns the removed keys, the last of a chain first."""
         if key not in self._slots:
             return []
         gone = [*self.after(key), key]
@@ -275,7 +266,7 @@ class ChainCache(Generic[Key]):
         return gone
 
     def after(self, key: Key) -> list[Key]:
-        """What is held after a block, held or not, of its chain: the last first."""
+        """The descendants here of a block, itself here or not: the last first."""
         found: list[Key] = []
         stack = list(self._children.get(key, ()))
         while stack:
@@ -300,15 +291,15 @@ class ChainCache(Generic[Key]):
         self.surplus.forget(key)
 
     def check_integrity(self) -> None:
-        """Assert everything this class promises; costs time proportional to the tier."""
+        """Assert every invariant; costs time proportional to the tier."""
         taken = set(self._slots.values())
         free = set(self._free)
         assert len(taken) == len(self._slots), "a slot holds two blocks"
         assert len(free) == len(self._free), "a slot is free twice"
-        assert not taken & free, "a held slot is free"
-        assert not self._removed_while_pinned & (taken | free), "a doomed slot is held or free"
+        assert not taken & free, "a used slot is free"
+        assert not self._removed_while_pinned & (taken | free), "a removed block's slot is used or free"
         assert not self._reserved & (taken | free | self._removed_while_pinned), (
-            "a reserved slot is held or free"
+            "a reserved slot is used or free"
         )
         assert not self._retired & free, "a bad slot is free"
         num_retired = len(self._retired - taken - self._removed_while_pinned - self._reserved)
@@ -316,10 +307,10 @@ class ChainCache(Generic[Key]):
             len(taken) + len(free) + len(self._removed_while_pinned) + len(self._reserved) + num_retired
         )
         assert num_slots == self.capacity, "a slot is lost"
-        assert self._removed_while_pinned <= self._pins.keys(), "a slot nobody pins is not given back"
+        assert self._removed_while_pinned <= self._pins.keys(), "an unpinned slot is not given back"
         assert self._pins.keys() <= taken | self._removed_while_pinned, "a free slot is pinned"
-        assert all(key in self._slots for key in self.surplus.unused()), "a copy that is not held"
+        assert all(key in self._slots for key in self.surplus.unused()), "a surplus copy that is not here"
         for key, parent in self._parents.items():
-            assert key in self._slots, "a link from a block that is not held"
-            assert key in self._children[parent], "a block its parent does not know"
+            assert key in self._slots, "a link from a block that is not here"
+            assert key in self._children[parent], "a block missing from its parent's children"
         assert sum(map(len, self._children.values())) == len(self._parents), "a child without a link back"

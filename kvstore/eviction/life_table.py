@@ -1,5 +1,4 @@
-"""How likely blocks of a kind are to be used again, by how long ago they were used: learned from what
-happens."""
+"""The probability that blocks of a kind are used again, by the time since their last use."""
 
 from __future__ import annotations
 
@@ -11,37 +10,35 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-# Ages are told apart by half octaves: an age's rate is then known within a factor of 1.2 of its neighbours'.
+# Ages in half octaves: an age's rate is within a factor of 1.2 of its neighbours'.
 _EDGES = sorted({round(2 ** (half / 2)) for half in range(30)})
 _NUM_AGES = len(_EDGES) + 1
 _WIDTHS = np.diff([0, *_EDGES, 2 * _EDGES[-1]]).astype(np.float64)
-# A kind of which fewer blocks than this were seen is taken to be like all others, more or less.
+# Below this many observed blocks, a kind is assumed to behave much like all blocks.
 _FEW_BLOCKS = 32
-# Worths that differ by less are the same: so well are they known from some hundred requests.
+# Smaller differences of worth are noise after some hundred requests.
 _MIN_DIFFERENCE = 0.2
 
 
 class LifeTable:
-    """A life table for each kind of block, from uses seen and blocks still waiting for one.
+    """A life table for each kind of block, from observed uses and blocks still waiting for one.
 
-    ``worth[kind][age]`` is the greatest rate of hits, in hits a tick for a slot, that keeping a block of this
-    kind and age for some time yet promises: the best ratio, over all times to keep it, of the probability of
-    a hit to the time it holds the slot (Gittins' index), in steps of a fifth. Rates follow the load: what was
-    seen is forgotten with ``half_life`` ticks.
+    ``worth[kind][age]`` is the best rate of hits per tick and slot that keeping such a block promises: the
+    maximum, over all times to keep it, of the probability of a hit divided by the expected time in the slot
+    (Gittins' index), in steps of a fifth. Observations are forgotten with ``half_life`` ticks.
     """
 
     def __init__(self, num_kinds: int, half_life: float) -> None:
         self._keep = 0.5 ** (1 / half_life)
         self._used = [[0.0] * _NUM_AGES for _ in range(num_kinds)]
         self._censored = [[0.0] * _NUM_AGES for _ in range(num_kinds)]
-        self._waiting: list[Counter[int]] = [
-            Counter() for _ in range(num_kinds)
-        ]  # blocks by tick of last use
+        # Blocks by tick of last use.
+        self._waiting: list[Counter[int]] = [Counter() for _ in range(num_kinds)]
         self.worth = [[0.0] * _NUM_AGES for _ in range(num_kinds)]
 
     @staticmethod
     def age(ticks: int) -> int:
-        """The index into ``worth`` of a block last used so many ticks ago."""
+        """The index into ``worth`` of a block last used this many ticks ago."""
         return bisect_right(_EDGES, ticks)
 
     def begin(self, kind: int, tick: int) -> None:
@@ -54,7 +51,7 @@ class LifeTable:
         self._used[kind][self.age(tick - since)] += 1
 
     def censor(self, kind: int, since: int, tick: int) -> None:
-        """A block that began at tick ``since`` is not looked out for any more."""
+        """A block that began at tick ``since`` is not observed any more."""
         self._end(kind, since)
         self._censored[kind][self.age(tick - since)] += 1
 
@@ -65,7 +62,7 @@ class LifeTable:
             del waiting[since]
 
     def learn(self, tick: int) -> None:
-        """Bring ``worth`` up to date; to be called now and then."""
+        """Update ``worth``."""
         used, censored = np.array(self._used), np.array(self._censored)
         if not used.any():
             return
@@ -75,7 +72,7 @@ class LifeTable:
                 ended[kind, self.age(tick - since)] += count
         at_risk = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
         uses, ticks = _with_neighbours(used), _with_neighbours(at_risk * _WIDTHS)
-        # One block more that is never used again: nothing seen yet means no chance, not an even one.
+        # Add one block that is never used again: without observations the chance is 0.
         of_all = uses.sum(axis=0) / (ticks.sum(axis=0) + _WIDTHS)
         few = _FEW_BLOCKS * _WIDTHS
         chances = np.minimum((uses + few * of_all) / (ticks + few + _WIDTHS) * _WIDTHS, 1.0)
@@ -85,8 +82,8 @@ class LifeTable:
 
 
 def _with_neighbours(counts: Floats) -> Floats:
-    """Each age's counts and half of those beside it. A request's blocks come back together or not at all: so
-    few independent cases fall into one age that its own count says more of chance than of the load."""
+    """Add half of the neighbouring ages' counts: the blocks of one request return together, so one age has
+    too few independent cases."""
     summed = counts.copy()
     summed[:, 1:] += counts[:, :-1] / 2
     summed[:, :-1] += counts[:, 1:] / 2
@@ -94,7 +91,7 @@ def _with_neighbours(counts: Floats) -> Floats:
 
 
 def _worth(chances: Floats) -> Floats:
-    """The best ratio of hits to time from each age on; ``chances[k, a]``: of a use within age ``a``, once
+    """The best ratio of hits to time from each age on; ``chances[k, a]``: of a use within age ``a`` once
     reached, for kind ``k``."""
     rests, widths = 1 - chances, _WIDTHS * (1 - chances / 2)
     worth = np.empty_like(chances)

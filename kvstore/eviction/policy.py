@@ -1,4 +1,4 @@
-"""What a tier asks of an eviction policy."""
+"""The protocol of an eviction policy."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """Knows every key its tier holds, and nothing of bytes. One thread.
+    """Orders the keys of one tier. One thread.
 
-    The tier evicts leaves only, so that what it holds of a chain stays a prefix: where ``victim`` names a
-    block that others follow, the tier takes the end of that block's chain instead. So a policy need not know
-    chains; one that does (``prefix``) names leaves itself.
+    The tier evicts leaves only, so that its blocks of a chain stay a prefix: if ``victim`` names a block with
+    descendants, the tier evicts the end of that chain. A policy need not know chains; ``prefix`` does, and
+    names leaves.
     """
 
     def used(self, chain: Sequence[Hashable], num_held: int) -> None:
-        """A request uses ``chain`` from its first block on; what the tier holds of it is among the first
-        ``num_held``. A tier below another may lack the very first: they lie in the faster one.
+        """A request uses ``chain``; the tier's blocks of it are among the first ``num_held``. A lower tier
+        may lack the first ones, which are in a faster tier.
 
-        Called once a request, before its other blocks are added.
+        Called once per request, before its new blocks are added.
         """
 
     def admits(self, key: Hashable) -> bool:
-        """Whether a new block is worth the place of the next victim. Asked only when the tier is full."""
+        """Whether a new block is worth more than the next victim. Called only when the tier is full."""
 
     def added(self, key: Hashable) -> None:
-        """The tier holds the key now; it held it not before."""
+        """The tier has a new block."""
 
     def removed(self, key: Hashable) -> None:
-        """The tier holds the key no more: it was evicted, or removed for another reason."""
+        """The block was evicted or removed."""
 
     def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
-        """The key to evict next, or whose chain to evict from; None when nothing can go.
+        """Return the key to evict, or whose chain to evict from; None: no block can be evicted.
 
-        ``can_go`` is false for blocks that are pinned, or followed by blocks that are. The key stays until
-        ``removed`` is called.
+        ``can_go`` is false for blocks that are pinned or have pinned descendants. The key stays until
+        ``removed``.
         """

@@ -1,5 +1,4 @@
-"""Moonpool's own policy: keep the blocks whose place is worth most, as learned from how such blocks were
-used."""
+"""The default policy: evict the block whose slot is worth least, as learned from past uses."""
 
 from __future__ import annotations
 
@@ -11,24 +10,24 @@ from heapq import heapify, heappop, heappush
 from moonpool.kvstore.eviction.life_table import LifeTable
 from moonpool.kvstore.eviction.savings import SavedSeconds
 
-# Requests between two times the rates are learned anew, and those after which what was seen counts half: many
-# more than it takes to fill a table of rates, and few enough to follow the load of an hour.
+# Requests between updates of the rates, and the half life of observations: many more than fill a table of
+# rates, few enough to follow the load of an hour.
 _LEARN_REQUESTS = 16
 _HALF_LIFE_REQUESTS = 4096
-# Names remembered for each block there is room for, so that what comes back late is known for what it is.
+# Keys remembered per slot, so that blocks that return late are recognised.
 _REMEMBERED = 16
 _MAX_USES = 4
 # Blocks of capacity to each request of a tick: with ten new blocks a request, a block then stays 50 ticks.
 _TICK_BLOCKS = 512
 _MAX_TICK_REQUESTS = 16
-# What hits save is told apart by half octaves.
+# Savings are distinguished by half octaves.
 _PRICE_STEP = math.sqrt(2)
 
 Group = tuple[int, int, int]  # kind, tick of last use, price
 
 
 class _Seen:
-    """What is remembered of a block, held or not."""
+    """What is remembered of a block, in the tier or not."""
 
     __slots__ = ("kind", "price", "tick", "uses")
 
@@ -44,22 +43,22 @@ class _Seen:
 
 
 class Prefix:
-    """Blocks are of a kind: by how often they were used and, when only once, by their place in the request
-    that brought them. For each kind ``LifeTable`` learns how many hits a slot gives by age; times the
-    seconds that a hit saves, that is what the block is worth, and the leaf of least worth goes. A new block
-    is not taken where its worth is less than the victim's: one long document read once does not push out the
-    conversations. Knows nothing at first, and is LRU then.
+    """Group blocks by kind: number of uses, and for blocks used once, their position in the request.
+
+    ``LifeTable`` learns the hits a slot gives by kind and age; times the seconds a hit saves, that is a
+    block's worth. The leaf of least worth is evicted; a new block worth less than the victim is not admitted,
+    so a long document read once does not displace conversations. Without observations this is LRU.
     """
 
     def __init__(self, capacity_blocks: int, saved_s: SavedSeconds | None = None) -> None:
-        """``saved_s``: see ``savings``; asked again now and then. None: every hit saves as much."""
+        """``saved_s``: see ``savings``; evaluated again regularly. None: every hit saves the same."""
         self._saved_s = saved_s
         self._prices: list[int] = []  # by position, as they are now
         self._rates = LifeTable(_NUM_KINDS, _HALF_LIFE_REQUESTS / _LEARN_REQUESTS)
         # Requests to a tick, the clock of ages: fine against the time a block stays.
         self._tick_requests = min(max(capacity_blocks // _TICK_BLOCKS, 1), _MAX_TICK_REQUESTS)
         self._max_seen = max(_REMEMBERED * capacity_blocks, 4096)
-        self._seen: OrderedDict[Hashable, _Seen] = OrderedDict()  # the one unseen for longest first
+        self._seen: OrderedDict[Hashable, _Seen] = OrderedDict()  # least recently seen first
         self._requests = 0
         self._tick = 0
         self._chain: dict[Hashable, Hashable | None] = {}  # of the request: a key and the one before it
@@ -78,7 +77,7 @@ class Prefix:
         leaves = [key for key in chain if key in self._shown]
         for key in leaves:
             self._hide(key)
-        # From the last to the first: of blocks used together a leaf is then older than its parents.
+        # In reverse, so that a leaf is older than its predecessors.
         for position in reversed(range(len(chain))):
             self._see(chain[position], position, num_known, len(chain))
         for key in leaves:
@@ -98,7 +97,7 @@ class Prefix:
             heapify(self._heap)
 
     def _see(self, key: Hashable, position: int, num_known: int, length: int) -> None:
-        """Remember a use of the block, which is not in a group of leaves now."""
+        """Remember a use of the block, which is in no group of leaves now."""
         known = self._seen.get(key)
         uses = 0
         if known is not None:
@@ -113,8 +112,8 @@ class Prefix:
             self._seen.move_to_end(key)
 
     def _price(self, position: int) -> int:
-        """What a hit of the block at ``position`` of its chain saves against a hit of the first one, as a
-        power of ``_PRICE_STEP``. Against the first one: rates that change say nothing of older prices."""
+        """What a hit at ``position`` saves relative to the first position, as a power of ``_PRICE_STEP``.
+        Relative, because measured rates change over time."""
         if self._saved_s is None:
             return 0
         if position >= len(self._prices):
@@ -167,11 +166,9 @@ class Prefix:
             if entry[2] in self._leaves:
                 heappush(self._heap, entry)
         if found is None:
-            # What is held above pinned blocks only, or came without its chain, is in no group of leaves.
+            # Blocks whose descendants are all pinned, or added without their chain, are in no group.
             found = next(filter(can_go, self._parents), None)
         return found
-
-    # ------------------------------------------------------------------ leaves
 
     def _ranked(self, group: Group) -> tuple[float, int, Group]:
         kind, tick, price = group
@@ -198,10 +195,12 @@ _NUM_KINDS = 25 + _MAX_USES
 
 
 def _kind(uses: int, position: int, num_known: int, length: int) -> int:
-    """What tells blocks apart whose chances differ. A block seen before: how often. A new one: the request's
-    last block (mostly cut off within, so never seen again), or else how deep it lies in its chain, how much
-    the request brought that is new (a turn of talk, a prompt, a document), and whether it continues a known
-    chain. How good each kind's chances are is learned, not said here."""
+    """Classify a block by what predicts its reuse.
+
+    A block seen before: the number of uses. A new one: whether it is the request's last block (mostly a
+    partial prompt, never seen again), its depth in the chain, how many new blocks the request brought, and
+    whether it continues a known chain.
+    """
     if uses:
         return 24 + min(uses, _MAX_USES)
     if position == length - 1:

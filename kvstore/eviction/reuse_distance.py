@@ -1,9 +1,9 @@
-"""How far apart the uses of a block are: what a larger or a smaller cache would have hit.
+"""Reuse distances of blocks: the hit rate of a larger or smaller cache.
 
-Watched are the blocks whose key falls into a share of all keys, each with every use of it, so that distances
-among them are true ones on a smaller scale; the share is halved whenever there are too many. That is SHARDS
-with a fixed number of samples: Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC Construction with
-SHARDS", FAST 2015, with their correction by the number of uses expected (SHARDS-adj).
+A sample of keys is watched with every use, so that distances within it are true ones on a smaller scale; the
+sample is halved when it grows too large. This is SHARDS with a fixed number of samples (Waldspurger et al.,
+"Efficient MRC Construction with SHARDS", FAST 2015), with their correction for the expected number of uses
+(SHARDS-adj).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Protocol
 
 from moonpool.kvstore.blocks.keys import BlockKey
 
-# Sizes of caches that are asked about, in blocks. Nobody has room for more.
+# Cache sizes in blocks.
 CAPACITIES = tuple(1 << power for power in range(4, 29))
-# One block in so many is watched at most seldom: two bytes of a key tell.
+# The smallest sample: two bytes of a key decide.
 _MAX_RATE = 1 << 16
 
 
@@ -31,16 +31,15 @@ class Counter(Protocol):
 
 
 class ReuseDistance:
-    """Different blocks used between two uses of one: the smallest LRU cache in which the second is a hit.
+    """The number of different blocks used between two uses of one: the smallest LRU cache that hits.
 
-    So the share of uses below N (first ones count as beyond all) is the hit rate of an LRU cache of N blocks.
-    A few microseconds a request; about 200 bytes a watched block.
+    The share of uses below N (first uses count as misses) is the hit rate of an LRU cache of N blocks. Costs
+    a few microseconds a request and about 200 bytes a watched block.
     """
 
     def __init__(self, distances: Histogram, first_uses: Counter, *, max_watched: int = 8192) -> None:
-        """``distances`` gets blocks; ``first_uses`` counts watched blocks never seen before. Both get one for
-        each use that is watched, which is one in ``rate``.
-        """
+        """``distances`` gets distances in blocks; ``first_uses`` counts watched blocks never seen before. One
+        use in ``rate`` is watched."""
         self.rate = 1
         self.num_uses = 0  # of all blocks
         self._distances = distances
@@ -54,9 +53,8 @@ class ReuseDistance:
         self._sampled = 0  # likewise, all of them
 
     def use(self, chain: Sequence[BlockKey]) -> None:
-        """A request uses these blocks, all at once: what it hits was there when it came. The last counts as
-        used first: caches evict leaves before what they hang from.
-        """
+        """A request uses these blocks at once; the last counts as used first, because caches evict leaves
+        first."""
         low, high = self._masks()
         self.num_uses += len(chain)
         watched = [key for key in reversed(chain) if not key[-1] & low and not key[-2] & high]
@@ -68,10 +66,10 @@ class ReuseDistance:
             self._watch_fewer()
 
     def hit_ratios(self) -> list[tuple[int, float]]:
-        """For each size of cache the share of all uses it would have hit; nothing before the first use."""
+        """For each cache size the share of all uses it would have hit; empty before the first use."""
         if not self.num_uses:
             return []
-        # What was not watched by chance, or twice by chance, are blocks in constant use: those are near.
+        # The sample may miss or overcount hot blocks, whose distances are short.
         by_chance = self.num_uses - self._sampled
         hits = accumulate(self._reached[:-1], initial=by_chance)
         next(hits)
@@ -79,7 +77,7 @@ class ReuseDistance:
         return list(zip(CAPACITIES, ratios, strict=True))
 
     def _masks(self) -> tuple[int, int]:
-        """Bits of a key's last byte, and of the one before, that are zero in those that are watched."""
+        """Bits of a key's last two bytes that are zero in watched keys."""
         return min(self.rate, 256) - 1, max(self.rate // 256, 1) - 1
 
     def _measure(self, key: BlockKey) -> None:
@@ -114,6 +112,6 @@ class ReuseDistance:
 
 
 def _position(distance: int) -> int:
-    """Of the smallest capacity that holds so many blocks."""
+    """The index of the smallest capacity that holds ``distance`` blocks."""
     smallest = CAPACITIES[0].bit_length() - 1
     return min(max((distance - 1).bit_length() - smallest, 0), len(CAPACITIES) - 1)

@@ -1,4 +1,4 @@
-"""Copies that were made because a prefix was in demand: the first to go when nobody asks for them."""
+"""Copies made because a prefix was in demand: evicted first once they are unused."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
-# A copy is no longer needed when nobody has used it for so long.
+# A copy not used for this long is evicted first.
 UNUSED_S = 10.0
 
 
 class SurplusCopies(Generic[Key]):
-    """Which blocks of one tier are such copies, and when each was last used. False while there are none."""
+    """The surplus copies of one tier and when each was last used. False if there are none."""
 
     def __init__(self, *, unused_s: float = UNUSED_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._cold_s = unused_s
         self._clock = clock
-        self._used_s: OrderedDict[Key, float] = OrderedDict()  # unused for longest first
+        self._used_s: OrderedDict[Key, float] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._used_s)
@@ -28,22 +28,22 @@ class SurplusCopies(Generic[Key]):
         return key in self._used_s
 
     def mark(self, chain: Iterable[Key]) -> None:
-        """These blocks are copies, in order of their chain, and have just come."""
-        # From the last to the first: of a chain, the end goes first.
+        """Mark blocks, in chain order, as surplus copies that were just used."""
+        # In reverse, so that the end of a chain is evicted first.
         for key in reversed(list(chain)):
             self._used_s[key] = self._clock()
             self._used_s.move_to_end(key)
 
     def use(self, chain: Iterable[Key]) -> None:
-        """A request uses these blocks; those that are no copies are passed over."""
+        """A request uses these blocks; blocks that are no copies are ignored."""
         self.mark(key for key in chain if key in self._used_s)
 
     def forget(self, key: Key) -> None:
-        """The tier holds the block no more. Idempotent."""
+        """The tier does not have the block any more. Idempotent."""
         self._used_s.pop(key, None)
 
     def unused(self) -> Iterator[Key]:
-        """Copies nobody has used lately, the one unused for longest first. Stop before anything changes."""
+        """Iterate over copies not used lately, the least recently used first. Stop before any change."""
         before_s = self._clock() - self._cold_s
         for key, used_s in self._used_s.items():
             if used_s > before_s:

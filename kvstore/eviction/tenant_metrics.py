@@ -1,4 +1,4 @@
-"""What each tenant has in a node's cache, for Prometheus; their number is bounded."""
+"""Prometheus metrics of each tenant's cached blocks; the number of labels is bounded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from prometheus_client.registry import Collector
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.eviction.tenant_quota import TenantQuotas
 
-# Tenants come from the conductors' file of tenants, so that nobody makes up names; there may be many.
+# Names come from the conductors' file of tenants; there may be many.
 MOST_TENANTS = 32
 
 
 class TenantLabels:
-    """The first tenants that come are called by their names, all after them "other". Nobody in particular is
-    "none"."""
+    """Label the first tenants by name and all later ones "other"; no tenant is "none"."""
 
     def __init__(self, most: int = MOST_TENANTS) -> None:
         self._most = most
@@ -33,7 +32,7 @@ class TenantLabels:
 
 
 class _TenantCollector(Collector):
-    """Reads the counts of ``TenantQuotas`` at each scrape."""
+    """Reads ``TenantQuotas`` at each scrape."""
 
     def __init__(self, quotas: TenantQuotas, labels: TenantLabels) -> None:
         self._quotas = quotas
@@ -71,7 +70,7 @@ class _TenantCollector(Collector):
 
 
 def observe_tenants(quotas: TenantQuotas, labels: TenantLabels) -> Collector:
-    """Export what tenants have, until what is returned is unregistered."""
+    """Export tenants' blocks until the returned collector is unregistered."""
     collector = _TenantCollector(quotas, labels)
     REGISTRY.register(collector)
     return collector

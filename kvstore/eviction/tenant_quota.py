@@ -1,7 +1,7 @@
-"""How much of one node each tenant's cached blocks may take, and which of its own go when it is too much.
+"""Limits on each tenant's cached blocks, and the choice of its blocks that exceed the limit.
 
-Bookkeeping only: whoever owns the blocks says what comes and goes, and evicts what it is told. Where the
-quotas together fit the node, no tenant with a quota can push out another's blocks, for it is trimmed first.
+Bookkeeping only: the owner of the blocks reports changes and evicts what it is told. While the quotas
+together fit the node, a tenant with a quota cannot displace another's blocks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 
-# First blocks of chains whose tenant is remembered before any of their blocks is there.
+# Remembered first blocks of chains, by tenant.
 _MOST_ROOTS = 1 << 16
 
 
 @dataclass(slots=True)
 class Usage:
-    """Of one tenant: blocks by fastest tier, and blocks that left the node by why."""
+    """One tenant's blocks by fastest tier, and the blocks that left the node by reason."""
 
     num_blocks: list[int] = field(default_factory=lambda: [0] * len(Tier))
     num_evicted: dict[str, int] = field(default_factory=lambda: {"quota": 0, "room": 0})
@@ -29,11 +29,11 @@ class Usage:
 class _TenantBlocks:
     limit_blocks: int
     usage: Usage = field(default_factory=Usage)
-    blocks: OrderedDict[BlockKey, None] = field(default_factory=OrderedDict)  # longest unused first
+    blocks: OrderedDict[BlockKey, None] = field(default_factory=OrderedDict)  # least recently used first
 
 
 class TenantQuotas:
-    """Blocks of tenants with a quota, in whatever tier of a node. Those of others are not looked at."""
+    """The blocks of tenants with a quota, in any tier of a node."""
 
     def __init__(self, block_nbytes: int) -> None:
         self.block_nbytes = block_nbytes
@@ -49,12 +49,12 @@ class TenantQuotas:
         return len(held.blocks) if held is not None else 0
 
     def usage(self) -> dict[str, Usage]:
-        """By tenant, as it is now. May be called from any thread."""
+        """Current usage by tenant. May be called from any thread."""
         return {tenant: held.usage for tenant, held in list(self._tenants.items())}
 
     def claim(self, tenant: str, limit_nbytes: int, chain: Sequence[BlockKey], tiers: Sequence[Tier]) -> None:
-        """A request of ``tenant`` uses ``chain``, whose first blocks the node holds in these tiers. The
-        latest limit holds; 0, or no tenant: nothing is bounded."""
+        """A request of ``tenant`` uses ``chain``, whose first blocks are in these tiers. The latest limit
+        counts; 0: no limit."""
         if not tenant or not chain:
             return
         if not limit_nbytes:
@@ -68,13 +68,13 @@ class TenantQuotas:
             self._roots.popitem(last=False)
         for i, tier in enumerate(tiers):
             self.stored(chain[i], chain[i - 1] if i else None, tier)
-        # Of a chain, the end goes first.
+        # In reverse, so that the end of a chain is evicted first.
         for key in reversed(chain[: len(tiers)]):
             if key in held.blocks:
                 held.blocks.move_to_end(key)
 
     def stored(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
-        """The node holds a block; it is its parent's tenant's, or whose chain begins with it. Idempotent."""
+        """The node has a block, which belongs to the tenant of its parent or chain. Idempotent."""
         if key in self._owner:
             self.moved(key, tier)
             return
@@ -91,7 +91,7 @@ class TenantQuotas:
         held.usage.num_blocks[tier] += 1
 
     def moved(self, key: BlockKey, tier: Tier) -> None:
-        """Its fastest copy is in another tier now."""
+        """The block's fastest copy is in another tier now."""
         tenant = self._owner.get(key)
         if tenant is not None:
             num_blocks = self._tenants[tenant].usage.num_blocks
@@ -100,7 +100,7 @@ class TenantQuotas:
             self._tier[key] = tier
 
     def gone(self, key: BlockKey) -> None:
-        """No tier holds it any more, because the room was needed, or it was lost. Idempotent."""
+        """No tier has the block any more. Idempotent."""
         self._forget(key, "room")
 
     def _forget(self, key: BlockKey, reason: str) -> None:
@@ -118,9 +118,8 @@ class TenantQuotas:
                 del self._children[parent]
 
     def excess(self, release: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        """Blocks beyond their tenants' quotas: the ends of the chains that were not used for longest. Each is
-        forgotten here once ``release`` has agreed to it; where one must stay for now, its tenant waits.
-        """
+        """Return the blocks beyond their tenants' quotas: the ends of the least recently used chains. Each is
+        forgotten here once ``release`` agrees; if it refuses one, its tenant waits."""
         victims = []
         for held in self._tenants.values():
             while len(held.blocks) > held.limit_blocks:
@@ -141,7 +140,7 @@ class TenantQuotas:
             del self._tenants[tenant]
 
     def check_integrity(self) -> None:
-        """Assert everything this class promises; costs time proportional to what is held."""
+        """Assert every invariant; costs time proportional to the blocks."""
         keys = [key for held in self._tenants.values() for key in held.blocks]
         assert len(keys) == len(set(keys)) == len(self._owner) == len(self._parent), "a block counts twice"
         assert self._tier.keys() == self._owner.keys(), "a block without a tier"

@@ -31,8 +31,6 @@ class BlockMap(Lookup):
         self._dead: list[NodeSlot] = []  # to be swept altogether
         self._settling: list[NodeSlot] = []  # their ``previous`` is to be swept of what was not renewed
 
-    # ------------------------------------------------------------------ nodes come and go
-
     def join(self, node_id: str) -> None:
         """A node, or a new life of one: it holds nothing."""
         self.leave(node_id)
@@ -69,8 +67,6 @@ class BlockMap(Lookup):
     def is_settled(self, node_id: str) -> bool:
         """Whether what is known of the node is what it said: it is not about to say everything anew."""
         return self._by_node[node_id].renewed is None
-
-    # ------------------------------------------------------------------ blocks
 
     def store(self, node_id: str, packed: bytes, tier: Tier) -> None:
         """The node holds these keys, its fastest copy in ``tier``."""
@@ -162,8 +158,6 @@ class BlockMap(Lookup):
         keys = split(run)
         self._forget(slot, [key for key in keys if key not in keep] if keep else keys)
         return max(len(keys), 1)
-
-    # ------------------------------------------------------------------ questions
 
     @property
     def num_blocks(self) -> int:

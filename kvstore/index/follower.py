@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 
 from moonpool.kvstore.index import metrics
-from moonpool.kvstore.index.lease_watch import LeaseWatch
 from moonpool.kvstore.index.mirror_state import MirrorState
 from moonpool.kvstore.index.redis.kv_index import Event, KVIndex, StreamPosition
 
@@ -19,6 +18,30 @@ _log = logging.getLogger(__name__)
 
 # Work done in one go before the loop's other tasks get their turn.
 _SLICE_S = 0.002
+
+
+class LeaseWatch:
+    """A node's heartbeat may be late because the node is gone, or because Redis (or we) stood still or was
+    away. Only who has watched Redis answer for one whole lease, without a break, may drop a silent node.
+    """
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._since: float | None = None
+        self._last_s = 0.0
+
+    def disconnected(self) -> None:
+        """Redis does not answer."""
+        self._since = None
+
+    def answered(self, asked_s: float, now_s: float) -> bool:
+        """Redis has answered at ``now_s`` what was asked at ``asked_s``. True: lapsed leases may be
+        believed."""
+        most_s = self._ttl_s / 2
+        if self._since is None or asked_s - self._last_s > most_s or now_s - asked_s > most_s:
+            self._since = now_s
+        self._last_s = now_s
+        return now_s - self._since >= self._ttl_s
 
 
 class MirrorBehind(Exception):
@@ -61,8 +84,6 @@ class Follower:
         """Redis does not answer, or (with a cause) everything must be read again."""
         self._leases.disconnected()
         self._cause = cause or self._cause
-
-    # ------------------------------------------------------------------ reading everything
 
     async def connect(self) -> None:
         """Stand where the stream can be followed from."""
@@ -118,8 +139,6 @@ class Follower:
                 if page.complete:
                     self._copy.complete(node_id)
                 return True
-
-    # ------------------------------------------------------------------ following
 
     async def follow(self) -> None:
         """For ever. Raises ``MirrorBehind``."""

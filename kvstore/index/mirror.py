@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import IndexUnavailable
 from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.follower import Follower, MirrorBehind
 from moonpool.kvstore.index.mirror_check import MirrorCheck
 from moonpool.kvstore.index.mirror_state import MirrorState
-from moonpool.kvstore.index.prefix_map import PrefixMap
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeRecord
 
@@ -29,13 +27,7 @@ _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 class IndexMirror:
-    """``nodes`` and ``longest_prefix`` answer at once from memory, whether Redis is there or not.
-
-    ``longest_prefix(keys)``: how many leading blocks of the chain each node holds, in any tier; nodes with
-    none are left out.
-    """
-
-    longest_prefix: Callable[[Sequence[BlockKey]], dict[str, int]]
+    """``nodes`` and the questions of ``Lookup`` are answered from memory, with Redis or without."""
 
     def __init__(
         self,
@@ -70,39 +62,19 @@ class IndexMirror:
         self._follower = Follower(index, self._copy, lease_ttl_s=lease_ttl_s, clock=clock, tick_s=tick_s)
         self._check = MirrorCheck(index, self._copy, self._follower)
         self._check_interval_s = check_interval_s
-        # Not a method that calls a method: it is asked for every request, and takes microseconds.
-        self.longest_prefix = self._copy.blocks.longest_prefix
+        # The questions of ``Lookup``. Attributes, not methods: a call takes microseconds, for every request.
+        blocks = self._copy.blocks
+        self.longest_prefix = blocks.longest_prefix
+        self.prefix_map = blocks.prefix_map
+        self.slow_blocks = blocks.slow_blocks
+        self.slot_of = blocks.slot_of
+        self.flag_of = blocks.flag_of
+        self.tier_of = blocks.tier_of
         self._tasks: list[asyncio.Task[None]] = []
-
-    # ------------------------------------------------------------------ questions
 
     @property
     def nodes(self) -> Mapping[str, NodeRecord]:
         return self._copy.nodes
-
-    def prefix_map(self, keys: Sequence[BlockKey], among: int = -1) -> PrefixMap:
-        """``longest_prefix`` for clusters of many nodes; ``among``: a mask of their slots' flags."""
-        return self._copy.blocks.prefix_map(keys, among)
-
-    def slow_blocks(
-        self, keys: Sequence[BlockKey], prefixes: Mapping[str, int]
-    ) -> Mapping[str, tuple[int, int]]:
-        """Of each node's prefix, as ``longest_prefix`` has it: blocks in host memory and on SSD. Nodes with
-        neither are left out.
-        """
-        return self._copy.blocks.slow_blocks(keys, prefixes)
-
-    def slot_of(self, node_id: str) -> int:
-        """The node's place in masks, for as long as it lives; -1: unknown."""
-        return self._copy.blocks.slot_of(node_id)
-
-    def flag_of(self, node_id: str) -> int:
-        """The bit that stands for the node in masks; 0: unknown."""
-        return self._copy.blocks.flag_of(node_id)
-
-    def tier_of(self, node_id: str, key: BlockKey) -> Tier | None:
-        """The fastest tier in which the node holds the block; None: it does not."""
-        return self._copy.blocks.tier_of(node_id, key)
 
     def held_by(self, node_id: str) -> dict[bytes, Tier]:
         """Everything the node holds; nothing for an unknown node. Takes a microsecond a block."""
@@ -120,8 +92,6 @@ class IndexMirror:
     def lag_s(self) -> float:
         """Seconds the mirror was behind the stream when last looked (a few times a second)."""
         return self._follower.lag_s
-
-    # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
         """Read the index and follow it from now on. Raises ``IndexUnavailable``; nothing runs then."""

@@ -113,8 +113,6 @@ class MirrorState:
         self._on_dirty()
         self._listener.left(record, reason)
 
-    # ------------------------------------------------------------------ for checks
-
     def watch(self, node_id: str) -> set[bytes]:
         """The keys of a node that change from now on, until ``unwatch``."""
         return self._watched.setdefault(node_id, set())

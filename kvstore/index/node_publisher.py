@@ -76,8 +76,6 @@ class IndexPublisher:
         self._idle = asyncio.Event()  # nothing is left to publish
         self._task: asyncio.Task[None] | None = None
 
-    # ------------------------------------------------------------------ what the node says
-
     def stored(self, key: BlockKey, tier: Tier = Tier.POOL) -> None:
         """The block is held, its fastest copy now in ``tier``."""
         if self._held.get(key) is not tier:
@@ -117,8 +115,6 @@ class IndexPublisher:
     async def flush(self) -> None:
         """Wait until everything said so far is in Redis (however long Redis stays away)."""
         await self._idle.wait()
-
-    # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
         """Register. Returns after the first attempt: ``connected`` says whether Redis was there; if it was
@@ -189,8 +185,6 @@ class IndexPublisher:
     def _set_connected(self, connected: bool) -> None:
         self.connected = connected
         metrics.publisher_connected.set(connected)
-
-    # ------------------------------------------------------------------ publishing
 
     async def _publish_forever(self) -> None:
         while True:

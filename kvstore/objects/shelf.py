@@ -62,8 +62,6 @@ class ObjectShelf:
         """Puts and reads under way."""
         return len(self._puts) + self._store.stats.num_leases
 
-    # ------------------------------------------------------------------ life
-
     async def start(self) -> None:
         """Take up what the disk holds."""
         await self._store.start()
@@ -86,8 +84,6 @@ class ObjectShelf:
             metrics.PUTS.labels("expired").inc()
             self.abort(put_id)
         self._store.sweep()
-
-    # ------------------------------------------------------------------ objects come
 
     async def begin(self, owner: bytes, info: store_pb2.ObjectInfo, ttl_s: float) -> tuple[int, Put]:
         """Reserve the first chunks; returns the put and its id.
@@ -200,8 +196,6 @@ class ObjectShelf:
         if held.owner != record.owner:
             raise BadRequest("the object's key is not its owner's")
         return held.info.version >= record.info.version
-
-    # ------------------------------------------------------------------ objects go
 
     async def remove(self, owner: bytes, keys: Iterable[bytes], before_version: int = 0) -> int:
         """Drop the owner's objects among ``keys`` (versions before ``before_version``; 0: any). Returns how

@@ -65,8 +65,6 @@ class ObjectTable:
         runs = self.cut(record).runs()
         return all(len(self._store.match(run.keys)) == len(run.keys) for run in runs)
 
-    # ------------------------------------------------------------------ coming and going
-
     async def adopt(self) -> None:
         """Take up what the catalogue names and the disk has every chunk of. Other chunks are dropped."""
         if self._catalogue is None:

@@ -76,8 +76,6 @@ class RemoteStore:
     ) -> None:
         await self.close()
 
-    # ------------------------------------------------------------------ the node
-
     async def call(self, method: str, request: Any) -> Any:
         """One call of ``protos.Store``."""
         with rpc.node_errors(self.node_id):
@@ -102,8 +100,6 @@ class RemoteStore:
     def forget_peer(self) -> None:
         """The node may have been started again: ask anew where its memory is."""
         self._kv = None
-
-    # ------------------------------------------------------------------ reading
 
     async def open(
         self, owner: bytes, wanted: Sequence[store_pb2.OpenObject]
@@ -137,12 +133,7 @@ class RemoteStore:
             self._closing = None
 
     async def read(
-        self,
-        owner: bytes,
-        opened: store_pb2.OpenedObject,
-        first: int,
-        end: int,
-        place: Callable[[int], Span],
+        self, owner: bytes, opened: store_pb2.OpenedObject, first: int, end: int, place: Callable[[int], Span]
     ) -> list[int]:
         """Read chunks ``first … end - 1`` into ``place(chunk)``, spans of ours; returns their checksums.
         ``opened`` starts at ``first``; what it lacks is opened while the part before is read. It is let go
@@ -195,8 +186,6 @@ class RemoteStore:
             raise ObjectGone(self.node_id, info.name)
         return opened
 
-    # ------------------------------------------------------------------ writing
-
     async def begin(
         self, owner: bytes, objects: Sequence[store_pb2.ObjectInfo]
     ) -> tuple[list[store_pb2.PutStep], int]:
@@ -210,10 +199,7 @@ class RemoteStore:
         return list(reply.steps)
 
     async def write(
-        self,
-        ours: Sequence[Span],
-        chunks: Sequence[tuple[int, int]],
-        checksums: Sequence[int],
+        self, ours: Sequence[Span], chunks: Sequence[tuple[int, int]], checksums: Sequence[int]
     ) -> None:
         """Write our spans to the node's ``(region, offset)`` of reserved chunks."""
         theirs = [

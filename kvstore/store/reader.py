@@ -12,8 +12,7 @@ from moonpool.kvstore.errors import BlockCorrupt, BlockMissing
 from moonpool.kvstore.store.leases import Lease, Pinned
 from moonpool.kvstore.store.residency import Residency
 from moonpool.kvstore.tiers import metrics
-from moonpool.kvstore.tiers.bandwidth import Bandwidth
-from moonpool.kvstore.tiers.copier import Copier
+from moonpool.kvstore.tiers.copier import Bandwidth, Copier
 from moonpool.kvstore.tiers.promotion import Promoter, UnplacedBlock
 from moonpool.kvstore.tiers.protocols import Bytes
 

@@ -75,7 +75,7 @@ class Residency:
         return self.tier_of(key) is not None
 
     def match(self, keys: Sequence[BlockKey]) -> list[Tier]:
-        """The tier of each block of the longest prefix that is held."""
+        """The tier of each block of the longest prefix that is held. Neither pins nor counts as a use."""
         tiers: list[Tier] = []
         for key in keys:
             tier = self.tier_of(key)
@@ -85,7 +85,7 @@ class Residency:
         return tiers
 
     def blocks(self) -> Iterator[tuple[BlockKey, Tier]]:
-        """Every block with its fastest tier, each once."""
+        """Every block with its fastest tier, in no order. Change nothing while iterating."""
         in_pool = set() if self.pool is None else set(self.pool.keys())
         in_memory = set(self.host.keys()) | self.demoter.demoting.keys()
         if self.writes is not None:
@@ -119,7 +119,7 @@ class Residency:
         self.make_headroom()
 
     def sealed(self, key: BlockKey) -> None:
-        """The pool has a new block."""
+        """The pool has a new block: under ``write-through`` it goes to disk."""
         if self._write_policy == "write-through":
             self.write(key)
 
@@ -138,9 +138,9 @@ class Residency:
 
     # ------------------------------------------------------------------ eviction and removal
 
-    def demote(self, key: BlockKey, parent: BlockKey | None, block: int, surplus: bool) -> None:
-        """The pool drops this block now; its bytes may be read until ``demoter.copied``. A ``surplus`` one is
-        not kept."""
+    def demote(self, key: BlockKey, parent: BlockKey | None, block: int, *, surplus: bool = False) -> None:
+        """Keep in host memory a block that the pool drops now, unless it is ``surplus``, a copy that is no
+        longer needed. Returns at once; the block's bytes must not change before ``demoter.copied``."""
         assert self.pool is not None
         if self.slot_of(key) is None and key not in self.demoter.demoting and not surplus:
             if self.demoter.add(key, parent, block):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moonpool.kvstore.blocks.keys import BlockKey
@@ -53,7 +53,7 @@ class StoreStats:
     ssd_load_nbytes_per_s: float
 
 
-class TieredStore:
+class TieredStore(Residency):
     """The blocks of one node. They are immutable; ``keys`` is always a run of one chain, and of each chain
     the store holds a prefix.
 
@@ -86,11 +86,8 @@ class TieredStore:
 
         Raises ``LayoutError``: ``memory`` holds no block.
         """
-        self.layout = layout
-        self._options = options
-        self._clock = clock
         self._copier = Copier(options.host.io_threads)
-        self._residency = Residency(
+        super().__init__(
             layout,
             options,
             memory,
@@ -101,50 +98,38 @@ class TieredStore:
             saved_s,
             keep_until_written=keep_until_written,
         )
-        self.host = self._residency.host
+        self.layout = layout
         self.ssd = ssd
-        self._reader = Reader(self._residency, self._copier, layout.block_nbytes, clock)
+        self._options = options
+        self._clock = clock
+        self._reader = Reader(self, self._copier, layout.block_nbytes, clock)
         self._leases = LeaseTable(self._reader.release, longest_s=options.lease_ttl_s, clock=clock)
 
     async def start(self) -> None:
         """Begin writing to disk. Blocks that are on disk already are held before this."""
-        if self._residency.writes is not None:
-            self._residency.writes.start()
+        if self.writes is not None:
+            self.writes.start()
 
     async def close(self) -> None:
         """End every lease, finish the writes that have begun, close the disk. Blocks that are only in memory
         are lost: ``flush`` first to keep them."""
         self._leases.release_all()
         await self.copied()
-        if self._residency.writes is not None:
-            await self._residency.writes.close()
+        if self.writes is not None:
+            await self.writes.close()
         if self._reader.promoter is not None:
             await self._reader.promoter.close()
         if self.ssd is not None:
             await self.ssd.close()
         await self._copier.close()
 
-    # ------------------------------------------------------------------ lookup
-
-    def tier_of(self, key: BlockKey) -> Tier | None:
-        """The fastest tier that holds the block."""
-        return self._residency.tier_of(key)
-
-    def match(self, keys: Sequence[BlockKey]) -> list[Tier]:
-        """The tier of each block of the longest prefix that is held. Neither pins nor counts as a use."""
-        return self._residency.match(keys)
-
-    def blocks(self) -> Iterator[tuple[BlockKey, Tier]]:
-        """Every block with its fastest tier, in no order. Change nothing while iterating."""
-        return self._residency.blocks()
-
     def use(self, keys: Sequence[BlockKey], found: Sequence[Tier] | None = None) -> None:
         """Record that a request uses this chain; under ``selective`` its blocks go to disk.
 
         ``found``: what ``match`` returned when the request arrived; None: match now.
         """
-        tiers = self._residency.match(keys) if found is None else found
-        self._residency.used(keys, len(tiers))
+        tiers = self.match(keys) if found is None else found
+        self.used(keys, len(tiers))
         for tier in Tier:
             if count := tiers.count(tier):
                 metrics.HIT_BLOCKS.labels(tier.name.lower()).inc(count)
@@ -220,56 +205,40 @@ class TieredStore:
 
     def reserve(self, keys: Sequence[BlockKey], *, parent: BlockKey | None = None) -> Reservation:
         """Reserve host memory for those of ``keys`` that are not held; the caller fills it."""
-        return Reservation(self._residency, keys, parent)
-
-    def sealed(self, key: BlockKey) -> None:
-        """The pool has a new block: under ``write-through`` it goes to disk."""
-        self._residency.sealed(key)
-
-    def demote(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        block: int,
-        *,
-        surplus: bool = False,
-    ) -> None:
-        """Keep in host memory a block that the pool drops now, unless it is ``surplus``, a copy that is no
-        longer needed. Returns at once; the block's bytes must not change before ``copied``."""
-        self._residency.demote(key, parent, block, surplus)
+        return Reservation(self, keys, parent)
 
     async def copied(self) -> None:
         """Wait until no block of ``demote`` is being read."""
-        await self._residency.demoter.copied()
+        await self.demoter.copied()
 
     @property
     def is_copying(self) -> bool:
         """Whether ``copied`` would wait."""
-        return self._residency.demoter.is_copying
+        return self.demoter.is_copying
 
     async def remove(self, keys: Sequence[BlockKey], *, reason: str = "removed") -> list[BlockKey]:
         """Drop blocks and their descendants from host memory and disk; leased ones stay readable until their
         lease ends. Returns those that no tier holds any more. ``reason``: for the metrics."""
-        gone = dict.fromkeys(self._residency.remove_from_host(keys))
+        gone = dict.fromkeys(self.remove_from_host(keys))
         metrics.EVICTED_BLOCKS.labels("host", reason).inc(len(gone))
         if self.ssd is not None:
             from_disk = await self.ssd.remove(keys)
             metrics.EVICTED_BLOCKS.labels("ssd", reason).inc(len(from_disk))
             gone |= dict.fromkeys(from_disk)
         for key in gone:
-            self._residency.announce(key)
-        return [key for key in gone if not self._residency.is_held(key)]
+            self.announce(key)
+        return [key for key in gone if not self.is_held(key)]
 
     async def flush(self, within_s: float) -> None:
         """Write the blocks that are only in memory to disk, in at most ``within_s``. Under ``selective``
         nothing is written: that policy keeps only blocks that were used again."""
-        writes = self._residency.writes
+        writes = self.writes
         if self.ssd is None or writes is None or self._options.write_policy == "selective":
             return
         try:
             async with asyncio.timeout(within_s):
                 await self.copied()
-                for key, _ in list(self._residency.blocks()):
+                for key, _ in list(self.blocks()):
                     if key not in self.ssd and not await writes.submit(key):
                         break
                 await writes.drained()
@@ -278,14 +247,14 @@ class TieredStore:
 
     async def room(self) -> None:
         """Wait until at most half of host memory is kept until written; not while the disk stalls."""
-        if self._residency.writes is not None:
-            await self._residency.writes.room()
+        if self.writes is not None:
+            await self.writes.room()
 
     # ------------------------------------------------------------------ state
 
     @property
     def stats(self) -> StoreStats:
-        host, nbytes, writes = self.host, self.layout.block_nbytes, self._residency.writes
+        host, nbytes, writes = self.host, self.layout.block_nbytes, self.writes
         tiers = [TierStats("host", host.capacity, len(host), host.num_pinned, len(host) * nbytes)]
         if self.ssd is not None:
             capacity, num_blocks = self._options.ssd.capacity_nbytes // nbytes, len(self.ssd)
@@ -312,7 +281,7 @@ class TieredStore:
             for key in in_host[first:last]:
                 slot = self.host.slot_of(key)
                 if slot is not None and not self.host.is_intact(slot):
-                    self._residency.drop_corrupt(key)
+                    self.drop_corrupt(key)
                     bad.append(key)
             some = on_disk[max(first - len(in_host), 0) : max(last - len(in_host), 0)]
             if self.ssd is not None and some:
@@ -322,7 +291,3 @@ class TieredStore:
                 on_progress(last, total)
             await asyncio.sleep(0)
         return bad
-
-    def check_integrity(self) -> None:
-        """Assert every invariant; only while nothing is being demoted."""
-        self._residency.check_integrity()

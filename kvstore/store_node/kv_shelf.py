@@ -97,8 +97,6 @@ class KvShelf:
     def blocks(self) -> Iterator[tuple[BlockKey, Tier]]:
         return iter(()) if self.store is None else iter(self.store.blocks())
 
-    # ------------------------------------------------------------------ others read from here
-
     async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> tuple[int, node_pb2.BlockSpans]:
         """Pin the longest prefix that can be read from memory; the id is 0 when there is none."""
         if self.store is None:
@@ -116,8 +114,6 @@ class KvShelf:
         """Unknown ones are no error."""
         if self.store is not None:
             self.store.release(lease_id)
-
-    # ------------------------------------------------------------------ we read from others
 
     async def replicate(
         self, source: node_pb2.KvAddress, keys: Sequence[BlockKey], *, surplus: bool = False

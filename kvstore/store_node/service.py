@@ -60,8 +60,6 @@ class StoreService(store_pb2_grpc.StoreServicer):
             raise ObjectsOff(self._node_id)
         return self._shelf
 
-    # ------------------------------------------------------------------ put
-
     async def Begin(self, request: store_pb2.BeginRequest, context: Context) -> store_pb2.PutReply:
         self._check_takes_work()
         owner = _key(request.owner, "owner")
@@ -124,8 +122,6 @@ class StoreService(store_pb2_grpc.StoreServicer):
         metrics.COPIED_BYTES.labels("objects").inc(nbytes)
         return store_pb2.CopyReply(nbytes=nbytes, seconds=time.monotonic() - began_s)
 
-    # ------------------------------------------------------------------ get
-
     async def Open(self, request: store_pb2.OpenRequest, context: Context) -> store_pb2.OpenReply:
         owner = _key(request.owner, "owner")
         self._objects.leases.release(request.close_lease_id)
@@ -145,8 +141,6 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def Close(self, request: store_pb2.CloseRequest, context: Context) -> store_pb2.CloseReply:
         self._objects.leases.release(request.lease_id)
         return store_pb2.CloseReply()
-
-    # ------------------------------------------------------------------ what is here
 
     async def Find(self, request: store_pb2.FindRequest, context: Context) -> store_pb2.FindReply:
         owner = _key(request.owner, "owner")

@@ -91,12 +91,7 @@ async def _make(
             io_deadline_s=options.ssd.deadline_s,
         )
     return TieredStore(
-        layout,
-        options,
-        region.array,
-        ssd=ssd,
-        on_change=on_change,
-        keep_until_written=keep_until_written,
+        layout, options, region.array, ssd=ssd, on_change=on_change, keep_until_written=keep_until_written
     )
 
 

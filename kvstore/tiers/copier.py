@@ -16,6 +16,8 @@ Result = TypeVar("Result")
 
 # Up to here the copy takes about half a millisecond, and a thread that is woken on a busy machine more.
 _INLINE_NBYTES = 4 << 20
+# How much one observation moves the estimate.
+_GAIN = 0.2
 
 
 class Copier:
@@ -71,3 +73,18 @@ def _copy_and_hash(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> l
         np.copyto(destination, source)
         checksums.append(xxh3_64_intdigest(destination.data))
     return checksums
+
+
+class Bandwidth:
+    """``nbytes_per_s`` is 0 until something was observed."""
+
+    def __init__(self) -> None:
+        self.nbytes_per_s = 0.0
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        if nbytes <= 0 or seconds <= 0:
+            return
+        seen = nbytes / seconds
+        self.nbytes_per_s = (
+            seen if not self.nbytes_per_s else self.nbytes_per_s + _GAIN * (seen - self.nbytes_per_s)
+        )

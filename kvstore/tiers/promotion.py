@@ -10,7 +10,7 @@ import numpy as np
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.tiers import metrics
-from moonpool.kvstore.tiers.bandwidth import Bandwidth
+from moonpool.kvstore.tiers.copier import Bandwidth
 from moonpool.kvstore.tiers.host import HostTier
 from moonpool.kvstore.tiers.protocols import Bytes, DiskTier
 

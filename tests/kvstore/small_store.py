@@ -79,4 +79,4 @@ async def with_disk(
 
 async def settled(store: TieredStore) -> None:
     """Nothing waits to be written."""
-    await store._residency.writes.drained()
+    await store.writes.drained()

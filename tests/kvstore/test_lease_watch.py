@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.kvstore.index.lease_watch import LeaseWatch
+from moonpool.kvstore.index.follower import LeaseWatch
 
 
 def test_a_lease_is_believed_only_after_one_whole_lease_of_unbroken_watching() -> None:

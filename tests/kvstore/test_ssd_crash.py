@@ -22,9 +22,8 @@ from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeRecord
 from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.tiers.ssd import SsdTier
-from moonpool.kvstore.tiers.ssd.files.record import BlockRecord, decode, encode
-from moonpool.kvstore.tiers.ssd.files.recovery import recover
-from moonpool.kvstore.tiers.ssd.gc_pause import gc_paused
+from moonpool.kvstore.tiers.ssd.files.record import BlockRecord, decode, encode, recover
+from moonpool.kvstore.tiers.ssd.storage import gc_paused
 from moonpool.runtime.config.options import IndexOptions, StoreOptions
 from tests.kvstore.nodes import chain
 from tests.kvstore.ssd_blocks import check_every_block, match, open_tier, put_chain

@@ -87,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
         held = self.store.match(held_keys)
         damaged = any(name in self.disk and not self.disk._is_intact(name) for name in held_keys)
         # A write that goes on meanwhile may push out of the disk what is about to be read.
-        may_miss = damaged or not self.store._residency.writes._idle.is_set()
+        may_miss = damaged or not self.store.writes._idle.is_set()
         try:
             self.run(get(self.store, len(held), number))
         except BlockMissing:

@@ -99,7 +99,7 @@ async def test_a_full_queue_drops_the_write_and_blocks_nobody() -> None:
 
 async def test_blocks_queued_and_being_written_stay_within_the_budget() -> None:
     store, disk = await with_disk(64, 64, write_policy="write-through", queue_blocks=6)
-    writes = store._residency.writes
+    writes = store.writes
     disk.may_write.clear()
     for number in range(10):
         assert await put(store, 2, number) == 2

@@ -142,15 +142,13 @@ class KVIndex:
         self._checked(await self.run("publish", scripts.publish, keys, args), node_id, epoch)
 
     async def deregister(self, node_id: str, epoch: int, reason: str = "left") -> bool:
-        """Drop the node and all it holds. False: it was not registered in this epoch."""
-        return await self._drop(node_id, epoch, reason, only_lapsed=False)
+        """Drop the node and its blocks. False: it was not registered in this epoch."""
+        return await self.drop(node_id, epoch, reason=reason, only_lapsed=False)
 
-    async def drop(self, node_id: str, epoch: int, *, only_lapsed: bool = True) -> bool:
-        """Drop a node whose lease has ended (or, with ``only_lapsed=False``, any). False: nothing was
-        dropped."""
-        return await self._drop(node_id, epoch, "lapsed", only_lapsed)
-
-    async def _drop(self, node_id: str, epoch: int, reason: str, only_lapsed: bool) -> bool:
+    async def drop(
+        self, node_id: str, epoch: int, *, reason: str = "lapsed", only_lapsed: bool = True
+    ) -> bool:
+        """Drop a node, if ``only_lapsed`` only one whose lease has ended. False: nothing was dropped."""
         keys = [*self._own(node_id), self._leases, self._events, self._meta, self._marks]
         args = [node_id, epoch, reason, int(only_lapsed), self._history]
         reply = await self.run("drop", scripts.drop, keys, args)

@@ -25,6 +25,13 @@ end
 local function newer(a, b)
   return #a > #b or (#a == #b and a > b)
 end
+-- What to answer a caller whose epoch of the node is not the current one; nil: it is.
+local function refusal(node, epoch)
+  local current = redis.call('HGET', node, 'epoch')
+  if current == epoch then return nil end
+  if current and newer(current, epoch) then return {'SUPERSEDED', current} end
+  return {'UNKNOWN'}
+end
 -- A namespace without an instance is new, or Redis has lost it: what is left of an old stream is of no use.
 local function open(meta, events, marks, instance)
   if redis.call('HSETNX', meta, 'instance', instance) == 1 then
@@ -53,10 +60,19 @@ local function emit(events, meta, marks, budget, kind, node, epoch, data)
 end
 """
 
+
+class Script:
+    """Lua text with the functions above it, and its digest for EVALSHA."""
+
+    __slots__ = ("sha", "text")
+
+    def __init__(self, body: str) -> None:
+        self.text = _PRELUDE + body
+        self.sha = sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
 # KEYS node log leases events meta marks | ARGV id epoch record ttl_ms instance budget complete
-REGISTER = (
-    _PRELUDE
-    + """
+register = Script("""
 local current = redis.call('HGET', KEYS[1], 'epoch')
 if current and newer(current, ARGV[2]) then return {'SUPERSEDED', current} end
 open(KEYS[5], KEYS[4], KEYS[6], ARGV[5])
@@ -68,35 +84,23 @@ redis.call('ZADD', KEYS[3], now_ms() + tonumber(ARGV[4]), ARGV[1])
 local seq = emit(KEYS[4], KEYS[5], KEYS[6], ARGV[6], 'J', ARGV[1], ARGV[2], ARGV[3])
 if ARGV[7] == '1' then seq = emit(KEYS[4], KEYS[5], KEYS[6], ARGV[6], 'C', ARGV[1], ARGV[2], '') end
 return {'OK', seq, base}
-"""
-)
+""")
 
 # KEYS node leases events meta marks | ARGV id epoch record ttl_ms budget
-HEARTBEAT = (
-    _PRELUDE
-    + """
-local current = redis.call('HGET', KEYS[1], 'epoch')
-if current ~= ARGV[2] then
-  if current and newer(current, ARGV[2]) then return {'SUPERSEDED', current} end
-  return {'UNKNOWN'}
-end
+heartbeat = Script("""
+local refused = refusal(KEYS[1], ARGV[2])
+if refused then return refused end
 redis.call('HSET', KEYS[1], 'record', ARGV[3])
 redis.call('ZADD', KEYS[2], now_ms() + tonumber(ARGV[4]), ARGV[1])
 return {'OK', emit(KEYS[3], KEYS[4], KEYS[5], ARGV[5], 'H', ARGV[1], ARGV[2], ARGV[3])}
-"""
-)
+""")
 
 # KEYS node log events meta marks | ARGV id epoch changes quiet base trim budget complete
 # `changes` go to the log and the stream. `quiet` goes to the log alone: it repeats what is still true of the
 # `trim` oldest batches, which are dropped in the same step if the log still starts at `base`.
-PUBLISH = (
-    _PRELUDE
-    + """
-local current = redis.call('HGET', KEYS[1], 'epoch')
-if current ~= ARGV[2] then
-  if current and newer(current, ARGV[2]) then return {'SUPERSEDED', current} end
-  return {'UNKNOWN'}
-end
+publish = Script("""
+local refused = refusal(KEYS[1], ARGV[2])
+if refused then return refused end
 local seq = 0
 if ARGV[3] ~= '' then
   redis.call('RPUSH', KEYS[2], ARGV[3])
@@ -112,13 +116,10 @@ if ARGV[8] == '1' then
   seq = emit(KEYS[3], KEYS[4], KEYS[5], ARGV[7], 'C', ARGV[1], ARGV[2], '')
 end
 return {'OK', seq}
-"""
-)
+""")
 
 # KEYS node log leases events meta marks | ARGV id epoch reason only_lapsed budget
-DROP = (
-    _PRELUDE
-    + """
+drop = Script("""
 local current = redis.call('HGET', KEYS[1], 'epoch')
 if not current or current ~= ARGV[2] then return {'UNKNOWN'} end
 if ARGV[4] == '1' then
@@ -128,45 +129,23 @@ end
 redis.call('UNLINK', KEYS[1], KEYS[2])
 redis.call('ZREM', KEYS[3], ARGV[1])
 return {'OK', emit(KEYS[4], KEYS[5], KEYS[6], ARGV[5], 'L', ARGV[1], current, ARGV[3])}
-"""
-)
+""")
 
 # KEYS meta leases events marks | ARGV instance
 # Makes the namespace if there is none; says where the stream stands and whose
 # lease has lapsed.
-WATCH = (
-    _PRELUDE
-    + """
+watch = Script("""
 open(KEYS[1], KEYS[3], KEYS[4], ARGV[1])
 local seq = tonumber(redis.call('HGET', KEYS[1], 'seq') or '0')
 return {redis.call('HGET', KEYS[1], 'instance'), seq, redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now_ms())}
-"""
-)
+""")
 
 # KEYS node log meta | ARGV position count
 # Batches from an absolute position of the log on, and where the stream stood then.
-READ = """
+read = Script("""
 local head = redis.call('HMGET', KEYS[1], 'epoch', 'record', 'complete', 'base')
 if not head[1] then return {} end
 local first = math.max(tonumber(ARGV[1]) - tonumber(head[4]), 0)
 local batches = redis.call('LRANGE', KEYS[2], first, first + tonumber(ARGV[2]) - 1)
 return {head[1], head[2], head[3], head[4], batches, redis.call('HGET', KEYS[3], 'seq') or '0'}
-"""
-
-
-class Script:
-    """Lua text and the digest EVALSHA knows it by."""
-
-    __slots__ = ("sha", "text")
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
-
-
-register = Script(REGISTER)
-heartbeat = Script(HEARTBEAT)
-publish = Script(PUBLISH)
-drop = Script(DROP)
-watch = Script(WATCH)
-read = Script(READ)
+""")

@@ -1,6 +1,6 @@
 """Blocks on disk: payloads in segment files read and written around the page cache, their index in LMDB."""
 
-from moonpool.kvstore.tiers.ssd.counters import SsdTierStats
+from moonpool.kvstore.tiers.ssd.slot_map import SsdTierStats
 from moonpool.kvstore.tiers.ssd.storage import SsdTier
 
 __all__ = ["SsdTier", "SsdTierStats"]

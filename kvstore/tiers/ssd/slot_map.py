@@ -6,14 +6,13 @@ import errno
 import logging
 from array import array
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.eviction import make_policy
 from moonpool.kvstore.eviction.chain_cache import ChainCache
 from moonpool.kvstore.eviction.savings import SavedSeconds
-from moonpool.kvstore.tiers.ssd.counters import SsdTierStats
-from moonpool.kvstore.tiers.ssd.files.record import StaleRecord
-from moonpool.kvstore.tiers.ssd.files.recovery import RecoveredIndex
+from moonpool.kvstore.tiers.ssd.files.record import RecoveredIndex, StaleRecord
 from moonpool.kvstore.tiers.ssd.files.segments import Segments
 from moonpool.kvstore.tiers.ssd.jobs.read import WantedBlock
 from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes
@@ -29,6 +28,40 @@ _MAX_SPARE = 64
 _NOT_THE_SLOT = (errno.ENOSPC, errno.EDQUOT, errno.ENODATA)
 
 OnDropped = Callable[[Sequence[BlockKey], str], None]
+
+
+@dataclass(slots=True)
+class SsdTierStats:
+    """Totals since the tier was opened, but for the first group, which is how things stand."""
+
+    num_blocks: int = 0  # slots that are on the disk; more are made as long as it has room
+    num_held: int = 0
+    num_pinned: int = 0
+    is_stalled: bool = False
+    is_direct: bool = True  # False: through the page cache, for want of O_DIRECT
+
+    num_adopted: int = 0  # blocks found when it was opened,
+    num_orphans: int = 0  # and those dropped then: what comes before them in their chain is missing,
+    num_lost: int = 0  # or their place, or their record, is not there as it was
+    open_s: float = 0.0
+
+    num_hits: int = 0
+    num_misses: int = 0
+    num_stored: int = 0
+    num_evictions: int = 0
+    num_refusals: int = 0  # blocks not taken: everything is pinned
+    num_bypassed: int = 0  # blocks not taken: the policy keeps what it has
+    num_unparented: int = 0  # blocks not taken: what comes before them is not here
+    num_corrupt: int = 0  # blocks dropped: their bytes are not what was stored
+    num_read_errors: int = 0
+    num_write_errors: int = 0
+    num_no_space: int = 0  # segments that found no room on the disk
+    num_stalls: int = 0
+    num_given_up: int = 0  # blocks whose I/O was not waited for, or not begun, because the disk stalled
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    read_s: float = 0.0  # callers' time in ``get``
+    write_s: float = 0.0  # and in ``put``
 
 
 class SlotMap:
@@ -74,8 +107,6 @@ class SlotMap:
 
     def checksum_of(self, slot: int) -> int:
         return self._checksums[slot]
-
-    # ------------------------------------------------------------------ blocks come
 
     def reserve(
         self,
@@ -146,8 +177,6 @@ class SlotMap:
         log.error("%s at %d: a block could not be written: %s", path, offset, block.error)
         self._retire(block.slot, block.error)
 
-    # ------------------------------------------------------------------ blocks are read
-
     def wanted(self, keys: Sequence[BlockKey], into: Sequence[Bytes | None]) -> list[WantedBlock | None]:
         """What to read for each key; None: it is not held. Pins the slots; ``read`` releases them."""
         found: list[WantedBlock | None] = []
@@ -188,8 +217,6 @@ class SlotMap:
         if self.on_dropped is not None:
             self.on_dropped(gone, "corrupt" if block.error is None else "unreadable")
 
-    # ------------------------------------------------------------------ blocks go
-
     def remove(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Hold these and what follows them no more. Returns what went, the last of a chain first."""
         gone: list[BlockKey] = []
@@ -210,8 +237,6 @@ class SlotMap:
     def _retire(self, slot: int, error: OSError | None) -> None:
         if error is not None and error.errno not in _NOT_THE_SLOT:
             self.cache.retire(slot)
-
-    # ------------------------------------------------------------------ the index on disk
 
     def stale(self, slots: Collection[int] = ()) -> tuple[list[StaleRecord], list[StaleRecord]]:
         """Records on disk that say what does not hold: those of ``slots``, and all others."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -16,14 +19,12 @@ from moonpool.kvstore.blocks.layout import BlockFormat
 from moonpool.kvstore.errors import LayoutError
 from moonpool.kvstore.eviction import make_policy
 from moonpool.kvstore.eviction.savings import SavedSeconds
-from moonpool.kvstore.tiers.ssd.counters import SsdTierStats
 from moonpool.kvstore.tiers.ssd.files.directory import TierFormat
 from moonpool.kvstore.tiers.ssd.files.startup import open_directory
-from moonpool.kvstore.tiers.ssd.gc_pause import gc_paused
 from moonpool.kvstore.tiers.ssd.jobs.disk import Disk
 from moonpool.kvstore.tiers.ssd.jobs.read import WantedBlock
 from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes
-from moonpool.kvstore.tiers.ssd.slot_map import OnDropped, SlotMap
+from moonpool.kvstore.tiers.ssd.slot_map import OnDropped, SlotMap, SsdTierStats
 from moonpool.kvstore.tiers.ssd.writer import BlockWriter
 
 if TYPE_CHECKING:
@@ -32,6 +33,31 @@ if TYPE_CHECKING:
 # Segment files are kept open: a large tier has larger ones, not thousands.
 _MIN_SEGMENT_NBYTES = 256 << 20
 _MAX_SEGMENTS = 64
+
+
+_lock = threading.Lock()
+_num_inside = 0
+_was_enabled = False
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Python's garbage collector rests, in this process: each time so many objects have been made it would
+    look through all there are, which is two fifths of what it costs to make a hundred thousand records. What
+    the collector was before, it is again when the last of those inside has left."""
+    global _num_inside, _was_enabled
+    with _lock:
+        if _num_inside == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _num_inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_inside -= 1
+            if _num_inside == 0 and _was_enabled:
+                gc.enable()
 
 
 class SsdTier:
@@ -88,12 +114,7 @@ class SsdTier:
             opened = await asyncio.to_thread(open_directory, directory, wanted, capacity_nbytes, on_mismatch)
             found = opened.found
             slot_map = await asyncio.to_thread(SlotMap, opened.segments, found, policy, saved_s, on_dropped)
-        disk = Disk(
-            opened,
-            depth=threads,
-            deadline_s=io_deadline_s,
-            clock=clock,
-        )
+        disk = Disk(opened, depth=threads, deadline_s=io_deadline_s, clock=clock)
         slot_map.counts.open_s = clock() - started_s
         return cls(layout, slot_map, disk, clock)
 
@@ -116,8 +137,6 @@ class SsdTier:
     @on_dropped.setter
     def on_dropped(self, call: OnDropped | None) -> None:
         self._slot_map.on_dropped = call
-
-    # ------------------------------------------------------------------ what is here
 
     def __contains__(self, key: object) -> bool:
         return key in self._cache
@@ -161,8 +180,6 @@ class SsdTier:
             num_stalls=disk.num_stalls,
         )
 
-    # ------------------------------------------------------------------ use
-
     def use(self, keys: Sequence[BlockKey]) -> int:
         """A request uses this chain: what is held of it stays longer. Returns how many blocks are held."""
         return self._cache.use(keys)
@@ -199,8 +216,6 @@ class SsdTier:
             task = asyncio.get_running_loop().create_task(self._clean())
             self._cleaning.add(task)
             task.add_done_callback(self._cleaning.discard)
-
-    # ------------------------------------------------------------------ change
 
     async def put(
         self,

@@ -30,8 +30,6 @@ class Segments:
         self.direct = True
         self._fds: list[int] = []
 
-    # ------------------------------------------------------------------ files
-
     @property
     def num_segments(self) -> int:
         return len(self._fds)
@@ -110,8 +108,6 @@ class Segments:
     def close(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
-
-    # ------------------------------------------------------------------ bytes
 
     def read(self, slot: int, buffer: memoryview, at: int = 0) -> None:
         """Fill ``buffer`` (whole pages, page-aligned) from byte ``at`` of ``slot`` on, and from the slots

@@ -10,7 +10,7 @@ from typing import Literal
 from moonpool.kvstore.errors import LayoutError, SsdFormatMismatch, SsdUnusable
 from moonpool.kvstore.tiers.ssd.files.block_index import BlockIndex, IndexDamaged, IndexWriteFailed, scan
 from moonpool.kvstore.tiers.ssd.files.directory import DirectoryLock, TierFormat, set_aside, settle_format
-from moonpool.kvstore.tiers.ssd.files.recovery import RecoveredIndex, recover
+from moonpool.kvstore.tiers.ssd.files.record import RecoveredIndex, recover
 from moonpool.kvstore.tiers.ssd.files.segments import Segments
 
 log = logging.getLogger(__name__)

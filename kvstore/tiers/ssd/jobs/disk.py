@@ -25,12 +25,7 @@ class Disk:
     """
 
     def __init__(
-        self,
-        opened: OpenDirectory,
-        *,
-        depth: int,
-        deadline_s: float,
-        clock: Callable[[], float],
+        self, opened: OpenDirectory, *, depth: int, deadline_s: float, clock: Callable[[], float]
     ) -> None:
         self.segments = opened.segments
         self.directory: Path = opened.segments.directory
@@ -46,8 +41,6 @@ class Disk:
         self._under_way: set[Batch] = set()
         self._idle = asyncio.Event()
         self._watcher: asyncio.TimerHandle | None = None
-
-    # ------------------------------------------------------------------ work
 
     async def read(self, wanted: Sequence[WantedBlock], on_done: Callable[[], None]) -> None:
         """Read and verify; outcomes are in ``wanted``, and none where it was given up or not begun.
@@ -128,8 +121,6 @@ class Disk:
         self._commits.submit(batch.job(f"writing {self._index.path}", work))
         return await batch.wait()
 
-    # ------------------------------------------------------------------ does it answer?
-
     def _watch_over(self, batch: Batch) -> None:
         self._under_way.add(batch)
         self._idle.clear()
@@ -161,8 +152,6 @@ class Disk:
             log.warning("%s answers again", self.directory)
         if self._under_way or self.is_stalled:
             self._watch_later()
-
-    # ------------------------------------------------------------------ end
 
     async def close(self) -> None:
         """Let end what is under way. What hangs in the disk is left to it, and the directory stays locked

@@ -30,11 +30,7 @@ class ReadJob:
     has verified bytes or is untouched, and a read that comes back after the caller left touches nothing."""
 
     def __init__(
-        self,
-        wanted: Sequence[WantedBlock],
-        segments: Segments,
-        max_run: int,
-        on_done: Callable[[], None],
+        self, wanted: Sequence[WantedBlock], segments: Segments, max_run: int, on_done: Callable[[], None]
     ) -> None:
         """``max_run``: blocks read in one call at most."""
         self.wanted = wanted
