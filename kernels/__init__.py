@@ -1,10 +1,8 @@
-"""Attention over the paged KV pool, and the small operations around it, each in the fastest form of its
-device.
+"""Attention over the paged KV pool and related operations, each in the fastest form for its device.
 
-Signatures and their meaning are written once, in ``moonpool.kernels.reference``. Names are resolved when
-first asked
-for: importing this package alone loads neither torch nor the compiled library, so that ``python -m
-kernels.cpu.build`` can make the library first.
+``moonpool.kernels.reference`` documents the signatures. Names are resolved at first access: importing this
+package loads neither torch nor the compiled library, so that ``python -m moonpool.kernels.cpu.build`` can
+compile the library first.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ if TYPE_CHECKING:
         silu_mul,
         write_kv,
     )
-    from moonpool.kernels.packed_experts import PackedExperts
-    from moonpool.kernels.packed_linear import PackedLinear
+    from moonpool.kernels.packed import PackedExperts, PackedLinear
     from moonpool.kernels.report import backend_report
 
 __all__ = [
@@ -54,8 +51,8 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "PackedExperts": "moonpool.kernels.packed_experts",
-    "PackedLinear": "moonpool.kernels.packed_linear",
+    "PackedExperts": "moonpool.kernels.packed",
+    "PackedLinear": "moonpool.kernels.packed",
     "backend_report": "moonpool.kernels.report",
 }
 

@@ -1,4 +1,4 @@
-"""Which form of an operation runs: decided once, at import, by what this machine has."""
+"""Choice of the form of each operation: made once, at import, for this machine."""
 
 from __future__ import annotations
 
@@ -17,40 +17,30 @@ from moonpool.kernels.mode import mode
 
 Form = TypeVar("Form", bound=Callable[..., Any])
 
+_CPU_MODULES = ("operations",)
+_TRITON_MODULES = ("decode", "prefill", "merge", "rows", "kv", "experts", "adapters")
+
 
 def best(plain: Form) -> Form:
-    """The fastest form of the operation whose torch form is ``plain``, with its signature."""
-    form = _cpu_form(plain)
+    """The fastest form of the operation with the torch form ``plain``; it has the same signature."""
+    form = plain if load() is None else _find("cpu", _CPU_MODULES, plain)
     if torch.cuda.is_available():
-        form = _by_device(form, _gpu_form(plain))
+        has_triton = mode() != "torch" and find_spec("triton") is not None
+        form = _by_device(form, _find("triton", _TRITON_MODULES, plain) if has_triton else plain)
     return checked(form) if mode() == "checked" else form
 
 
-def _cpu_form(plain: Form) -> Form:
-    if load() is None:
-        return plain
-    from moonpool.kernels.cpu import experts as expert_ops
-    from moonpool.kernels.cpu import operations as ops
-
-    for module in (ops, expert_ops):
-        form = getattr(module, plain.__name__, None)
-        if form is not None:
-            return cast(Form, form)
-    return plain
-
-
-def _gpu_form(plain: Form) -> Form:
-    if mode() == "torch" or find_spec("triton") is None:
-        return plain
-    for module in ("decode", "prefill", "merge", "rows", "kv", "experts", "adapters"):
-        form = getattr(import_module(f"moonpool.kernels.triton.{module}"), plain.__name__, None)
+def _find(package: str, modules: tuple[str, ...], plain: Form) -> Form:
+    """The function of the same name in one of ``modules``, or ``plain``."""
+    for module in modules:
+        form = getattr(import_module(f"moonpool.kernels.{package}.{module}"), plain.__name__, None)
         if form is not None:
             return cast(Form, form)
     return plain
 
 
 def _by_device(cpu: Form, other: Form) -> Form:
-    """``cpu`` where the first tensor lies in main memory, ``other`` anywhere else."""
+    """A function that calls ``cpu`` if its first tensor is in host memory, else ``other``."""
 
     @functools.wraps(cpu)
     def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The one switch of the package: ``MOONPOOL_KERNELS`` in the environment, read once a process.
+"""``MOONPOOL_KERNELS``: the environment variable that selects the forms, read once a process.
 
-Not an option of the configuration: it changes no result by more than rounding, and exists for tests and for
-finding a fault.
+It is no option of the configuration because it changes results only by rounding; it serves tests and
+diagnosis.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from moonpool.runtime.errors import ConfigError
 MODES = {
     "auto": "the fastest form of each operation",
     "torch": "the plain torch forms",
-    "checked": "the fastest forms, with every argument verified first",
+    "checked": "the fastest forms, with checks of all arguments",
 }
 
 
 @cache
 def mode() -> str:
-    """One of MODES; unset means auto.
+    """One of MODES; auto if the variable is unset.
 
     Raises:
-        ConfigError: the variable says something else.
+        ConfigError: the variable has another value.
     """
-    asked = os.environ.get("MOONPOOL_KERNELS", "") or "auto"
-    if asked not in MODES:
-        raise ConfigError(f"MOONPOOL_KERNELS must be one of {', '.join(MODES)}, got {asked!r}")
-    return asked
+    selected = os.environ.get("MOONPOOL_KERNELS", "") or "auto"
+    if selected not in MODES:
+        raise ConfigError(f"MOONPOOL_KERNELS must be one of {', '.join(MODES)}, got {selected!r}")
+    return selected

@@ -1,4 +1,4 @@
-"""What runs where, and why: the kernels' part of ``moonpool doctor``."""
+"""The forms in use on this machine, and the reasons: the kernels' part of ``moonpool doctor``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moonpool.runtime.machine.processor import cpuinfo
 
 
 def backend_report() -> dict[str, Any]:
-    """Facts about the forms in use on this machine. Compiles the library where that has not happened yet."""
+    """Facts about the forms in use on this machine. Compiles the library if necessary."""
     loaded = library.load()
     cpu: dict[str, Any] = {
         "processor": cpuinfo().get("model name", ""),
@@ -22,7 +22,7 @@ def backend_report() -> dict[str, Any]:
         "form": "torch" if loaded is None else "compiled",
         "reason": library.why_not() if loaded is None else "compiled for this processor",
         "library": None if loaded is None else str(loaded.path),
-        "bfloat16_linear": "torch (oneDNN drives the matrix unit)" if has_amx() and loaded else None,
+        "bfloat16_linear": "torch (oneDNN uses the matrix unit)" if has_amx() and loaded else None,
     }
     compiler = find_compiler()
     cpu["compiler"] = None if compiler is None else compiler.path

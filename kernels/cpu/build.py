@@ -1,6 +1,6 @@
-"""Compiling the C++ kernels on the machine that runs them, for that machine's processor.
+"""Compilation of the C++ kernels for this machine's processor.
 
-``python -m moonpool.kernels.cpu.build`` does it ahead of time; the first import does it otherwise. See
+``python -m moonpool.kernels.cpu.build`` compiles ahead of time, otherwise the first import does. See
 ``moonpool.runtime.machine.compiled_library``.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moonpool.runtime.machine.compiled_library import CompiledLibrary
 
-# ARM compilers spell it differently.
+# ARM compilers use another option.
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 KERNELS = CompiledLibrary(
     "kernels",

@@ -1,4 +1,4 @@
-"""What the processor can do, as far as a choice depends on it."""
+"""Instruction sets of the processor that the kernels depend on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 
 from moonpool.runtime.machine.processor import instructions
 
-# Of all a processor lists, those that the kernels or torch's own are written for.
+# The instruction sets that the kernels, or torch's own, use.
 _RELEVANT = (
     "avx2",
     "fma",
@@ -31,5 +31,5 @@ def features() -> tuple[str, ...]:
 
 
 def has_amx() -> bool:
-    """A matrix unit for bfloat16, which oneDNN drives and the compiled library does not."""
+    """Whether there is a matrix unit for bfloat16, which oneDNN uses and the compiled library does not."""
     return "amx_bf16" in features()

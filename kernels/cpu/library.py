@@ -1,8 +1,8 @@
-"""The compiled library, bound through ctypes: one function an operation and dtype, taking raw addresses.
+"""The compiled library, bound through ctypes: one function for each operation and dtype, on raw addresses.
 
-Every function is bound twice. ``held`` keeps Python's global lock during the call, which is right for work of
-microseconds: giving the lock up there costs a hand-over to whichever thread waits for it. ``freed`` gives it
-up, which is right for anything long enough that the event loop would notice.
+Every function is bound twice. ``gil_held`` keeps Python's GIL during the call, which suits work of
+microseconds: to release it costs a hand-over to any thread that waits for it. ``gil_released`` releases it,
+which suits calls that would delay the event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moonpool.runtime.machine.compiled_library import BuildFailed
 log = logging.getLogger(__name__)
 
 DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-# (activations, weights) the library multiplies.
+# (activations, weights) of the linear layers.
 LINEAR_PAIRS = {
     (torch.float32, torch.float32): "f32_f32",
     (torch.float32, torch.bfloat16): "f32_bf16",
@@ -32,39 +32,33 @@ LINEAR_PAIRS = {
     (torch.bfloat16, torch.bfloat16): "bf16_bf16",
     (torch.float16, torch.float16): "f16_f16",
 }
-
 # (activations, pool).
 POOL_PAIRS = {
     **{(dtype, dtype): f"{name}_{name}" for dtype, name in DTYPE_NAMES.items()},
     **{(dtype, torch.float8_e4m3fn): f"{name}_f8" for dtype, name in DTYPE_NAMES.items()},
 }
+_UNTYPED = {None: ""}
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES: dict[str, list[Any]] = {
-    "rms_norm": [_P, _P, _P, _P, _P, _I, _I, _F],
-    "silu_mul": [_P, _P, _I, _I],
-    "argmax_rows": [_P, _P, _I, _I],
-    "merge": [_P, _P, _P, _P, _I, _I, _I],
-    "pack": [_P, _P, _I, _I],
-    "unpack": [_P, _P, _I, _I],
-    "route_experts": [_P, _P, _P, _I, _I, _I, _I],
-    "combine_experts": [_P, _P, _P, _P, _I, _I, _I],
-}
-# Operations on bytes or indices.
-_PLAIN_SIGNATURES: dict[str, list[Any]] = {
-    "group_by_expert": [_P, _P, _P, _I, _I],
-    "group_rows": [_P, _P, _I, _P, _I, _I],
-}
-# Operations on a pool, whose dtype need not be that of the activations.
-_POOL_SIGNATURES: dict[str, list[Any]] = {
-    "write_kv": [_P, _P, _P, _I, _P, _I, _F, _F],
-    "rotate_and_write": [_P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _I, _P, _P, _F, _F, _F],
-    "decode": [_P, _I, _P, _P, _P, _P, _I, _P, _P, _I, _I, _F, _F, _I, _F],
-    "prefill": [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _F, _F, _I, _F],
-}
-_LINEAR_SIGNATURES: dict[str, list[Any]] = {
-    "linear": [_P, _P, _P, _P, _I, _I, _I],
-    "grouped_linear": [_P, _P, _P, _P, _I, _I, _I, _I],
+# Name -> the dtypes it exists for, with the suffixes of their symbols, and the types of its arguments.
+_FUNCTIONS: dict[str, tuple[dict[Any, str], list[Any]]] = {
+    "rms_norm": (DTYPE_NAMES, [_P, _P, _P, _P, _P, _I, _I, _F]),
+    "silu_mul": (DTYPE_NAMES, [_P, _P, _I, _I]),
+    "argmax_rows": (DTYPE_NAMES, [_P, _P, _I, _I]),
+    "merge": (DTYPE_NAMES, [_P, _P, _P, _P, _I, _I, _I]),
+    "pack": (DTYPE_NAMES, [_P, _P, _I, _I]),
+    "unpack": (DTYPE_NAMES, [_P, _P, _I, _I]),
+    "packed_size": (DTYPE_NAMES, [_I, _I]),
+    "route_experts": (DTYPE_NAMES, [_P, _P, _P, _I, _I, _I, _I]),
+    "combine_experts": (DTYPE_NAMES, [_P, _P, _P, _P, _I, _I, _I]),
+    "group_by_expert": (_UNTYPED, [_P, _P, _P, _I, _I]),
+    "group_rows": (_UNTYPED, [_P, _P, _I, _P, _I, _I]),
+    "write_kv": (POOL_PAIRS, [_P, _P, _P, _I, _P, _I, _F, _F]),
+    "rotate_and_write": (POOL_PAIRS, [_P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _I, _P, _P, _F, _F, _F]),
+    "decode": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _I, _I, _F, _F, _I, _F]),
+    "prefill": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _F, _F, _I, _F]),
+    "linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I]),
+    "grouped_linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I, _I]),
 }
 
 Function = Callable[..., Any]
@@ -86,8 +80,7 @@ class PoolStruct(ctypes.Structure):
 
 
 class PoolView:
-    """A pool tensor as the library takes it. ``address`` is that of the struct, valid while the view
-    lives."""
+    """A pool tensor as a ``PoolStruct``; ``address`` is that of the struct, valid while the view exists."""
 
     __slots__ = ("address", "block_nbytes", "dtype", "struct")
 
@@ -103,7 +96,7 @@ class PoolView:
 
 
 def view_of(pool: Tensor) -> PoolView:
-    """The pool's view, made once and kept on the tensor itself, so that it lives exactly as long."""
+    """The pool's view, made once and stored on the tensor, which gives both the same lifetime."""
     try:
         view: PoolView = pool._moonpool_view  # type: ignore[attr-defined]
     except AttributeError:
@@ -113,54 +106,30 @@ def view_of(pool: Tensor) -> PoolView:
 
 
 class Library:
-    """Functions by dtype: ``held.rms_norm[torch.float32](...)``."""
+    """The functions, by name and dtypes: ``gil_held["rms_norm"][torch.float32](...)``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.held = _bind(ctypes.PyDLL(str(path)))
-        self.freed = _bind(ctypes.CDLL(str(path)))
-
-    def packed_size(self, dtype: torch.dtype, in_features: int, out_features: int) -> int:
-        """Elements the packed form of a weight takes."""
-        return int(self.freed["packed_size"][dtype](in_features, out_features))
+        self.gil_held = _bind(ctypes.PyDLL(str(path)))
+        self.gil_released = _bind(ctypes.CDLL(str(path)))
 
 
 def _bind(loaded: ctypes.CDLL) -> dict[str, dict[Any, Function]]:
     table: dict[str, dict[Any, Function]] = {}
-    for name, arguments in _SIGNATURES.items():
+    for name, (forms, arguments) in _FUNCTIONS.items():
         table[name] = {}
-        for dtype, suffix in DTYPE_NAMES.items():
-            function = getattr(loaded, f"{name}_{suffix}")
-            function.argtypes, function.restype = arguments, None
-            table[name][dtype] = function
-    for name, arguments in _POOL_SIGNATURES.items():
-        table[name] = {}
-        for pair, suffix in POOL_PAIRS.items():
-            function = getattr(loaded, f"{name}_{suffix}")
-            function.argtypes, function.restype = arguments, None
-            table[name][pair] = function
-    for name, arguments in _LINEAR_SIGNATURES.items():
-        table[name] = {}
-        for pair, suffix in LINEAR_PAIRS.items():
-            function = getattr(loaded, f"{name}_{suffix}")
-            function.argtypes, function.restype = arguments, None
-            table[name][pair] = function
-    for name, arguments in _PLAIN_SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
-        table[name] = {None: function}
-    table["packed_size"] = {}
-    for dtype, suffix in DTYPE_NAMES.items():
-        function = getattr(loaded, f"packed_size_{suffix}")
-        function.argtypes, function.restype = [_I, _I], _I
-        table["packed_size"][dtype] = function
+        for key, suffix in forms.items():
+            function = getattr(loaded, f"{name}_{suffix}" if suffix else name)
+            function.argtypes = arguments
+            function.restype = _I if name == "packed_size" else None
+            table[name][key] = function
     return table
 
 
 @cache
 def _loaded() -> tuple[Library | None, str]:
     if mode() == "torch":
-        return None, "MOONPOOL_KERNELS=torch asks for the plain forms"
+        return None, "MOONPOOL_KERNELS=torch selects the torch forms"
     try:
         return Library(KERNELS.build()), ""
     except (BuildFailed, OSError) as error:
@@ -169,11 +138,13 @@ def _loaded() -> tuple[Library | None, str]:
 
 
 def load() -> Library | None:
-    """The library, compiled first if need be; None where that is impossible (said once in the log) or where
-    ``MOONPOOL_KERNELS=torch`` asks for the plain forms."""
+    """The library, compiled first if necessary.
+
+    None if that fails (logged once) or if ``MOONPOOL_KERNELS=torch`` selects the torch forms.
+    """
     return _loaded()[0]
 
 
 def why_not() -> str:
-    """Why ``load`` gives None; empty where it does not."""
+    """Why ``load`` returns None; empty if it does not."""
     return _loaded()[1]

@@ -1,8 +1,7 @@
-"""Every operation in plain torch: what the fast forms are tested against, and what runs where there is none.
+"""Every operation in plain torch: the reference for tests, and the fallback where no fast form exists.
 
-Written to be read. Arithmetic is float32 (float64 where the inputs are float64) and rounded once, at the end.
-Unused slots of the pool are sliced away before any arithmetic, so whatever lies there cannot leak into a
-result.
+Arithmetic is float32 (float64 for float64 inputs) and rounded once, at the end. Unused slots of the pool are
+sliced away before any arithmetic, so their content cannot affect a result.
 
 The pool is ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``: index 0 of the third
 dimension is K, index 1 is V.
@@ -10,10 +9,12 @@ dimension is K, index 1 is V.
 
 from moonpool.kernels.reference.adapters import add_lora
 from moonpool.kernels.reference.attention import (
+    AttentionOptions,
     merge_attention_states,
     paged_decode_attention,
     paged_prefill_attention,
 )
+from moonpool.kernels.reference.dtypes import FP8, to_pool_dtype
 from moonpool.kernels.reference.experts import (
     combine_experts,
     group_by_expert,
@@ -22,13 +23,11 @@ from moonpool.kernels.reference.experts import (
     route_experts,
 )
 from moonpool.kernels.reference.kv import rotate, rotate_and_write, write_kv
-from moonpool.kernels.reference.pool_dtype import FP8, FP8_MAX, to_pool_dtype
-from moonpool.kernels.reference.precision import wide
 from moonpool.kernels.reference.rows import argmax_rows, rms_norm, silu_mul
 
 __all__ = [
     "FP8",
-    "FP8_MAX",
+    "AttentionOptions",
     "add_lora",
     "argmax_rows",
     "combine_experts",
@@ -44,6 +43,5 @@ __all__ = [
     "route_experts",
     "silu_mul",
     "to_pool_dtype",
-    "wide",
     "write_kv",
 ]

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Required, TypedDict
+
 import torch
 from torch import Tensor
 
-from moonpool.kernels.reference.precision import wide
+from moonpool.kernels.reference.dtypes import to_compute_dtype
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keyword arguments of both attentions, with the defaults and meanings of their signatures."""
+
+    scale: Required[float]
+    window: int
+    soft_cap: float
+    q_positions: Tensor | None
+    k_scale: float
+    v_scale: float
+    out: Tensor | None
+    lse: Tensor | None
 
 
 def _sequence_kv(
     pool: Tensor, layer: int, table: Tensor, first_token: int, end_token: int
 ) -> tuple[Tensor, Tensor]:
-    """K and V of tokens first_token … end_token - 1 of one sequence: [num_kv_heads, tokens, head_dim]
-    each."""
+    """K and V of tokens first_token … end_token - 1: [num_kv_heads, tokens, head_dim] each."""
     block_size = pool.shape[4]
     first_block, end_block = first_token // block_size, -(-end_token // block_size)
     blocks = pool[
@@ -20,7 +34,7 @@ def _sequence_kv(
     ]  # [blocks, 2, num_kv_heads, block_size, head_dim]
     tokens = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)
     start = first_block * block_size
-    return tuple(wide(tokens[:, :, first_token - start : end_token - start]).unbind(0))  # type: ignore[return-value]
+    return tuple(to_compute_dtype(tokens[:, :, first_token - start : end_token - start]).unbind(0))  # type: ignore[return-value]
 
 
 def _attend(
@@ -33,11 +47,14 @@ def _attend(
     window: int,
     soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """q: [queries, num_heads, head_dim] at positions query_start …; k, v: [num_kv_heads, keys, head_dim] at
-    positions key_start …. Returns float [queries, num_heads, head_dim] and lse [queries, num_heads]."""
+    """Causal attention of one sequence: out [queries, num_heads, head_dim] and lse [queries, num_heads].
+
+    q: [queries, num_heads, head_dim] at positions query_start …; k, v: [num_kv_heads, keys, head_dim] at
+    positions key_start ….
+    """
     queries, num_heads, _ = q.shape
     num_kv_heads, keys, _ = k.shape
-    grouped = wide(q).view(queries, num_kv_heads, num_heads // num_kv_heads, -1)
+    grouped = to_compute_dtype(q).view(queries, num_kv_heads, num_heads // num_kv_heads, -1)
     scores = torch.einsum("qhgd,hkd->qhgk", grouped, k.to(grouped.dtype)) * scale
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
@@ -70,18 +87,18 @@ def paged_prefill_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of new tokens over cached and new ones, which have been written to the pool before.
+    """Causal attention of new tokens over cached and new ones, all of which are in the pool.
 
     q: [num_tokens, num_heads, head_dim], sequence after sequence; block_table: int32 [batch, max_blocks],
     padded with -1; cu_seqlens_q: int32 [batch + 1]; context_lens: int32 [batch], cached plus new tokens. A
-    query at position p sees keys p - window + 1 … p (window 0: all up to p). Blocks that lie wholly before
-    the window are not read, and may be -1. q_positions: int32 [batch], where a sequence's first query stands
-    among the tokens its table names; without it the last query is the last of them. (A rank that holds only
-    some of a sequence's keys gives positions relative to its first: from context_lens on, all are seen.)
+    query at position p sees keys p - window + 1 … p (window 0: all up to p). Blocks before the window are not
+    read and may be -1. q_positions: int32 [batch], the position of a sequence's first query among the tokens
+    of its table; by default the last query is the last of them. (A rank with only some of a sequence's keys
+    passes positions relative to its first key; a query at context_lens or beyond sees all of them.)
 
-    The pool has the dtype of q, or is float8_e4m3fn: what it holds is then multiplied by k_scale and v_scale.
-    Returns out (or a new tensor): [num_tokens, num_heads, head_dim]. lse: float32 [num_tokens, num_heads], is
-    filled with the natural logarithm of each row's sum of exponentials. A query that sees no key gives zeros,
+    The pool has the dtype of q or is float8_e4m3fn; float8 values are multiplied by k_scale and v_scale.
+    Returns out (or a new tensor): [num_tokens, num_heads, head_dim]. lse: float32 [num_tokens, num_heads] is
+    filled with the natural logarithm of each row's sum of exponentials. A query that sees no key gets zeros
     and -inf.
     """
     out = torch.empty_like(q) if out is None else out
@@ -118,14 +135,13 @@ def paged_decode_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last tokens of each sequence over its context, they included (already written).
+    """Attention of the last tokens of each sequence over its context, which includes them.
 
-    q: [batch, num_heads, head_dim], or [batch, q_len, num_heads, head_dim] for the q_len ≤ 16 last tokens of
-    each (steps that check guessed tokens), each of which sees none of those after it; block_table: int32
-    [batch, max_blocks], padded with -1; context_lens: int32 [batch]. A row of context length 0 (a padded
-    batch) gives zeros, as does a query that would stand before the first token. Returns out (or a new tensor)
-    of the shape of q. lse: float32 [batch, num_heads] or [batch, q_len, num_heads]. All else as in
-    ``paged_prefill_attention``.
+    q: [batch, num_heads, head_dim], or [batch, q_len, num_heads, head_dim] for the last q_len ≤ 16 tokens of
+    each sequence (verification of speculated tokens); block_table: int32 [batch, max_blocks], padded with -1;
+    context_lens: int32 [batch]. A context length of 0 (a padded batch) gives zeros, as does a query before
+    the first token. Returns out (or a new tensor) of the shape of q. lse: float32 [batch, num_heads] or
+    [batch, q_len, num_heads]. Everything else as in ``paged_prefill_attention``.
     """
     out = torch.empty_like(q) if out is None else out
     batch, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
@@ -150,13 +166,13 @@ def paged_decode_attention(
 
 
 def merge_attention_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """One attention over all keys, out of attentions over parts of them.
+    """Merge attentions over parts of the keys into one over all of them.
 
     outs: [parts, n, num_heads, head_dim]; lses: float32 [parts, n, num_heads], the natural logarithm of each
-    part's sum of exponentials, -inf where it saw no key (its out is then not looked at). Returns out [n,
-    num_heads, head_dim] in the dtype of outs, and its lse; a row that saw nothing gives zeros.
+    part's sum of exponentials, -inf where it saw no key (its out is ignored). Returns out [n, num_heads,
+    head_dim] in the dtype of outs, and its lse; a row that saw no key gets zeros.
     """
-    lse = torch.logsumexp(wide(lses), 0)
+    lse = torch.logsumexp(to_compute_dtype(lses), 0)
     weights = (lses - lse.masked_fill(lse.isneginf(), 0.0)).exp()
-    parts = wide(outs).masked_fill(lses.isneginf()[..., None], 0.0)
+    parts = to_compute_dtype(outs).masked_fill(lses.isneginf()[..., None], 0.0)
     return (parts * weights[..., None]).sum(0).to(outs.dtype), lse

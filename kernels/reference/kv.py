@@ -1,12 +1,11 @@
-"""Keys and values on their way into the pool."""
+"""Writes of keys and values into the pool."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moonpool.kernels.reference.pool_dtype import to_pool_dtype
-from moonpool.kernels.reference.precision import wide
+from moonpool.kernels.reference.dtypes import to_compute_dtype, to_pool_dtype
 
 
 def write_kv(
@@ -19,21 +18,22 @@ def write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """k, v: [num_tokens, num_kv_heads, head_dim]; slot_mapping: int64 [num_tokens], -1 skips the token.
+    """Write k and v to the slots of the pool.
 
-    A slot is ``block * block_size + offset``. Two tokens of one call must not share a slot. A float8_e4m3fn
-    pool gets k / k_scale and v / v_scale, rounded to nearest, and ±448 in place of what is beyond it.
+    k, v: [num_tokens, num_kv_heads, head_dim]; slot_mapping: int64 [num_tokens], -1 skips the token. A slot
+    is ``block * block_size + offset``; two tokens of one call must not share one. A float8_e4m3fn pool stores
+    k / k_scale and v / v_scale, rounded to nearest and clamped to ±448.
     """
     block_size = pool.shape[4]
-    kept = slot_mapping >= 0
-    slots = slot_mapping[kept]
+    used = slot_mapping >= 0
+    slots = slot_mapping[used]
     blocks, offsets = slots // block_size, slots % block_size
-    pool[blocks, layer, 0, :, offsets] = to_pool_dtype(k[kept], k_scale, pool.dtype)
-    pool[blocks, layer, 1, :, offsets] = to_pool_dtype(v[kept], v_scale, pool.dtype)
+    pool[blocks, layer, 0, :, offsets] = to_pool_dtype(k[used], k_scale, pool.dtype)
+    pool[blocks, layer, 1, :, offsets] = to_pool_dtype(v[used], v_scale, pool.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first 2 * cos.shape[-1] dimensions (half-split); the rest passes through.
+    """Rotary embedding of the first 2 * cos.shape[-1] dimensions (half-split); the others stay unchanged.
 
     x: [n, heads, head_dim]; cos, sin: [n, rotary_dim / 2].
     """
@@ -61,18 +61,18 @@ def rotate_and_write(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """Norm (where asked) and rotate q and k, write k and v to the pool as ``write_kv`` does.
+    """Normalize q and k (if norms are given), rotate them, and write k and v to the pool as ``write_kv``.
 
-    qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], num_heads 0 where no q is wanted; positions: int64
+    qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], with num_heads 0 if there is no q; positions: int64
     [n]; cos, sin: float32 [max_position, rotary_dim / 2]; slot_mapping: int64 [n], -1 skips the write;
     q_norm, k_norm: [head_dim]. Returns q: [n, num_heads, head_dim].
     """
-    heads = wide(qkv).view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    heads = to_compute_dtype(qkv).view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None:
-        q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + eps) * wide(q_norm)
+        q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + eps) * to_compute_dtype(q_norm)
     if k_norm is not None:
-        k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps) * wide(k_norm)
+        k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps) * to_compute_dtype(k_norm)
     cos, sin = cos[positions].to(heads.dtype), sin[positions].to(heads.dtype)
     write_kv(rotate(k, cos, sin), v, pool, layer, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     return rotate(q, cos, sin).to(qkv.dtype)

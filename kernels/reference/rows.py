@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.kernels.reference.precision import wide
+from moonpool.kernels.reference.dtypes import to_compute_dtype
 
 
 @overload
@@ -18,24 +18,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor) -> tupl
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x: [n, hidden]; weight: [hidden]; residual: [n, hidden].
+    """RMS norm of x, or with a residual ``(norm(x + residual), x + residual)``.
 
-    Returns the normed x, or with a residual ``(normed(x + residual), x + residual)``; the sum is rounded to
-    the dtype of x before it is normed, as it is when it travels on to the next layer.
+    x: [n, hidden]; weight: [hidden]; residual: [n, hidden]. The sum is rounded to the dtype of x before the
+    norm, so that the norm sees the value that the next layer gets.
     """
-    total = x if residual is None else (wide(x) + wide(residual)).to(x.dtype)
-    values = wide(total)
+    total = x if residual is None else (to_compute_dtype(x) + to_compute_dtype(residual)).to(x.dtype)
+    values = to_compute_dtype(total)
     scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    normed = (values * scale * wide(weight)).to(x.dtype)
+    normed = (values * scale * to_compute_dtype(weight)).to(x.dtype)
     return normed if residual is None else (normed, total)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up: [n, 2 * inter], gate first. Returns silu(gate) * up: [n, inter]."""
-    gate, up = wide(gate_up).chunk(2, dim=-1)
+    """silu(gate) * up: [n, inter]. gate_up: [n, 2 * inter], gate first."""
+    gate, up = to_compute_dtype(gate_up).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """logits: [n, vocab]. Returns int64 [n]; the first of equal values wins, and a NaN beats every number."""
+    """Index of the largest of each row: int64 [n]. The first of equal values wins; NaN is the largest.
+
+    logits: [n, vocab].
+    """
     return logits.argmax(-1)
