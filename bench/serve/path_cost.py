@@ -1,44 +1,87 @@
-"""Where one request's time goes, stage by stage: from the client's clock and the server's timeline."""
+"""The stages of one request's time: from the client's clock, the server's timeline and the nodes' metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from moonpool.bench.serve.client.answer import Answer
-from moonpool.bench.serve.figures import gaps
-from moonpool.bench.serve.model_clock import ModelTime
+from moonpool.bench.harness.turns import gaps
+from moonpool.bench.serve.client.answer import Answer, AnswerInvalid, read_json, read_text
+from moonpool.bench.serve.client.http_client import HttpClient, ServerUnreachable
+from moonpool.bench.serve.client.server import Server
 
 MODEL_PREFILL = "model: prefill"
 MODEL_DECODE = "model: decode steps"
+_SUM = re.compile(r'^moonpool_model_seconds_sum\{kind="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTime:
+    """Seconds inside the model, over all nodes, since they started."""
+
+    prefill_s: float
+    decode_s: float
+
+    def since(self, earlier: ModelTime) -> ModelTime:
+        return ModelTime(self.prefill_s - earlier.prefill_s, self.decode_s - earlier.decode_s)
+
+
+class ModelClock:
+    """Reads ``moonpool_model_seconds`` of every node of a cluster."""
+
+    def __init__(self, metrics_urls: Sequence[str]) -> None:
+        self._pages = [HttpClient(url) for url in metrics_urls]
+
+    @classmethod
+    async def of(cls, server: Server) -> ModelClock | None:
+        """None if the server is no Moonpool cluster, or its nodes cannot be reached from here."""
+        try:
+            status, cluster = read_json(await server.http.get("/v1/cluster"))
+            if status != 200:
+                return None
+            clock = cls([node["metrics_url"] for node in cluster["nodes"]])
+            await clock.read()
+        except (AnswerInvalid, ServerUnreachable):
+            return None
+        return clock
+
+    async def read(self) -> ModelTime:
+        """Raises ``ServerUnreachable``: a node did not answer."""
+        seconds = {"prefill": 0.0, "decode": 0.0}
+        for answer in await asyncio.gather(*(page.get("") for page in self._pages)):
+            for kind, value in _SUM.findall(read_text(answer)):
+                seconds[kind] += float(value)
+        return ModelTime(seconds["prefill"], seconds["decode"])
 
 
 @dataclass(frozen=True, slots=True)
 class PathCost:
-    """``stages`` in seconds, in the order of the path; together they are ``e2e_s``."""
+    """``stages``: seconds, in the order of the path; their sum is ``e2e_s``."""
 
     e2e_s: float
     stages: Mapping[str, float]
 
     @property
     def own_s(self) -> float:
-        """Everything but the model: what serving through the cluster adds to one request."""
+        """Everything but the model: the cost of serving through the cluster."""
         return sum(value for name, value in self.stages.items() if not name.startswith("model:"))
 
 
 def path_cost(answer: Answer, timeline: Mapping[str, Any], model: ModelTime) -> PathCost:
-    """``timeline``: what ``/v1/requests/{id}/timeline`` says; ``model``: what the nodes computed for it.
+    """The stages of a request that was placed once.
 
-    The decode loop takes the mean time between tokens after the second, so what the hand-over to the decode
-    node adds before the second token is a stage of its own. Each stage is a difference on one process's
-    clock; HTTP is what the client saw beyond what the server did. The request must have been placed once.
+    timeline: the answer of ``/v1/requests/{id}/timeline``. model: the nodes' time for the request.
+    The decode loop gets the mean time between tokens after the second; the rest before the second token is
+    the stage of joining. Each stage is a difference on one process's clock.
     """
     events = {event["event"]: event for event in timeline["events"]}
     placed, prefilled = events["placed"], events["prefilled"]
     api: Mapping[str, Any] = timeline.get("api") or {}
-    waits = gaps(answer)
+    waits = gaps(answer.token_s)
     step_s = mean(waits[1:]) if len(waits) > 1 else 0.0
     fetch_s = events.get("prefix_loaded", {}).get("fetch_s", 0.0)
     call_s = prefilled["at_s"] - placed["at_s"]

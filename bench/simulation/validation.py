@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moonpool.bench.harness.services import local_cluster
+from moonpool.bench.harness.turns import quantile
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Server
-from moonpool.bench.serve.figures import percentile
 from moonpool.bench.simulation.cluster_replay import Replayed, measured_hardware, replay
 from moonpool.runtime.config.loading import load_config
 from moonpool.runtime.reports.report import Row, versus
@@ -140,8 +140,8 @@ def _rows(real: Sequence[Replayed], simulated: Sequence[Outcome]) -> list[Row]:
         if limited:
             rows.append(_mean(case, f"{metric}, from below", actual, ours, "at least"))
         for percent in (50, 90, 99):
-            row = Row(case, f"{metric} p{percent}", 1e3 * percentile(ours, percent), "ms")
-            rows.append(versus(row, REAL, 1e3 * percentile(actual, percent)))
+            row = Row(case, f"{metric} p{percent}", 1e3 * quantile(ours, percent / 100), "ms")
+            rows.append(versus(row, REAL, 1e3 * quantile(actual, percent / 100)))
     hit = Row(case, "cache hit", 100 * hits / prompts, "% of prompt tokens")
     rows.append(versus(hit, REAL, 100 * cached / prompts) if cached else hit)
     return rows

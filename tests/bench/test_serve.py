@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.bench.cli import bench
-from moonpool.bench.serve.cases import AIMS, compared
+from moonpool.bench.harness.turns import quantile
+from moonpool.bench.serve.cases import FAMILY_GOALS, peer_rows, side_rows
 from moonpool.bench.serve.client import load
 from moonpool.bench.serve.client.answer import Answer
 from moonpool.bench.serve.client.http_client import HttpClient
 from moonpool.bench.serve.client.server import Outcome, Server
 from moonpool.bench.serve.client.workload import Prompts, Workload
-from moonpool.bench.serve.figures import Slo, load_rows, percentile
-from moonpool.bench.serve.model_clock import ModelTime
-from moonpool.bench.serve.path_cost import MODEL_DECODE, path_cost
+from moonpool.bench.serve.figures import Slo, load_rows
+from moonpool.bench.serve.path_cost import MODEL_DECODE, ModelTime, path_cost
 from moonpool.runtime.errors import ConfigError
 from moonpool.runtime.reports import report
 from tests.bench.fake_server import FakeServer
@@ -30,14 +30,14 @@ def answer(*token_s: float, error: str = "") -> Answer:
     return Answer(0.0, token_s[-1] if token_s else 1.0, token_s, len(token_s), 10, 4, error=error)
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 100))
-def test_a_percentile_is_between_the_extremes(values: list[float], percent: float) -> None:
-    assert min(values) <= percentile(values, percent) <= max(values)
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 1))
+def test_a_quantile_is_between_the_extremes(values: list[float], fraction: float) -> None:
+    assert min(values) <= quantile(values, fraction) <= max(values)
 
 
-def test_percentiles_interpolate() -> None:
-    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
-    assert percentile([0.0, 10.0], 90) == pytest.approx(9.0)
+def test_quantiles_interpolate() -> None:
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert quantile([0.0, 10.0], 0.9) == pytest.approx(9.0)
 
 
 def test_prompts_are_repeatable_and_share_only_what_was_asked_for() -> None:
@@ -67,16 +67,26 @@ def test_failed_requests_are_counted_and_not_measured() -> None:
     assert (rows["prompt tokens from cache"], rows["cache hit"]) == (8.0, 40.0)
 
 
-def test_the_best_of_a_family_carries_its_aim() -> None:
+def test_the_best_of_a_family_carries_its_goal() -> None:
     values = {"ours": [30.0], "transformers float32": [10.0], "transformers bfloat16": [12.0], "other": [9.0]}
-    rows = {row.peer: row for row in compared("case", "throughput", "tokens/s", values, at_least=True)}
-    assert rows["transformers bfloat16"].limit_value == AIMS["transformers"].throughput
+    rows = {row.peer: row for row in peer_rows("case", "throughput", "tokens/s", values)}
+    assert rows["transformers bfloat16"].limit_value == FAMILY_GOALS["transformers"][0]
     assert rows["transformers bfloat16"].reached
     assert rows["transformers float32"].limit is None
     assert rows["other"].limit is None
-    rows = {row.peer: row for row in compared("case", "TPOT", "ms", values, at_least=False)}
+    rows = {row.peer: row for row in peer_rows("case", "TPOT", "ms", values)}
     assert rows["transformers float32"].limit == "at most"
     assert rows["transformers float32"].reached is False
+
+
+def test_the_ratio_of_two_clusters_is_of_the_two_turns_of_a_round() -> None:
+    a = [100.0, 0.01, 0.002, 200.0, 0.01, 0.001, 300.0, 0.01, 0.001]
+    b = [99.0, 0.01, 0.002, 190.0, 0.01, 0.001, 297.0, 0.02, 0.001]
+    found = {row.metric: row for row in side_rows("case", a, b)}
+    assert found["output throughput"].peer_value == 200.0
+    assert found["output throughput, B over A"].value == pytest.approx(0.99)
+    assert found["output throughput, B over A, least round"].value == pytest.approx(0.95)
+    assert found["TPOT, B over A"].value == 1.0
 
 
 def test_the_stages_of_a_path_add_up_to_the_whole() -> None:
@@ -143,7 +153,22 @@ def test_a_picture_of_no_known_kind_is_refused_before_anything_is_measured() -> 
     assert isinstance(result.exception, ConfigError)
 
 
-def test_without_a_url_somebody_must_start_a_cluster() -> None:
-    result = CliRunner().invoke(bench, ["serve"])
-    assert isinstance(result.exception, ConfigError)
-    assert "--url" in str(result.exception)
+@pytest.mark.parametrize(
+    "wrong", [["--part", "against"], ["--against-set", "log.level=debug", "--url", "http://127.0.0.1:9"]]
+)
+def test_two_clusters_are_local_and_differ(wrong: list[str]) -> None:
+    assert isinstance(CliRunner().invoke(bench, ["serve", *wrong]).exception, ConfigError)
+
+
+@pytest.mark.slow
+async def test_two_clusters_are_compared(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    arguments = ["serve", "--against-set", "log.level=debug", "--quick", "--rounds", "1", "--json", str(file)]
+    for role in ("prefill", "decode"):
+        arguments += ["--set", f"cluster.{role}=1"]
+    result = await asyncio.to_thread(CliRunner().invoke, bench, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    content = json.loads(file.read_text())
+    report.validate(content)
+    found = {row["metric"]: row["value"] for row in content["rows"]}
+    assert found["output throughput, B over A"] > 0
