@@ -1,1 +1,1 @@
-"""``moonpool bench conductor``: decisions in clusters of any size, and what a conductor adds to requests."""
+"""``moonpool bench conductor``: decisions in clusters of any size, and the conductor's cost of requests."""

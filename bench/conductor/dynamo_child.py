@@ -1,49 +1,51 @@
-"""Runs in the environment of ai-dynamo-runtime and imports nothing of ours.
+"""Dynamo's RadixTree, in its own Python environment."""
 
-Fills its RadixTree, then for each line on standard input, a number, answers with the median seconds of so
-many lookups, and of as many empty ones.
-"""
+from __future__ import annotations
 
 import json
 import random
 import statistics
-import sys
 import time
 
-from dynamo._core import RadixTree  # type: ignore[import-not-found]
+from dynamo._core import RadixTree  # type: ignore[import-not-found,unused-ignore]
 
-CHAIN_BLOCKS = 128
-COPIES = (1, 1, 1, 2, 4)
-
-
-def main(num_nodes: int, num_blocks: int) -> None:
-    rng = random.Random(0)
-    tree = RadixTree()
-    chains = []
-    for number in range(num_blocks // CHAIN_BLOCKS):
-        chain = [rng.getrandbits(63) for _ in range(CHAIN_BLOCKS)]
-        chains.append(chain)
-        blocks = [{"block_hash": block, "tokens_hash": block} for block in chain]
-        event = {
-            "event_id": number,
-            "data": {"stored": {"parent_hash": None, "blocks": blocks}},
-            "dp_rank": 0,
-        }
-        packed = json.dumps(event).encode()
-        for node in rng.sample(range(num_nodes), rng.choice(COPIES)):
-            tree.apply_event(node, packed)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        seconds: list[float] = []
-        hops: list[float] = []
-        for _ in range(int(line)):
-            cut = rng.randrange(CHAIN_BLOCKS + 1)
-            question = rng.choice(chains)[:cut] + [rng.getrandbits(63) for _ in range(CHAIN_BLOCKS - cut)]
-            for keys, times in ((question, seconds), ([], hops)):
-                began = time.perf_counter()
-                tree.find_matches(keys)
-                times.append(time.perf_counter() - began)
-        print(json.dumps([statistics.median(seconds), statistics.median(hops)]), flush=True)
+_CHAIN_BLOCKS = 128
+_COPIES = (1, 1, 1, 2, 4)
 
 
-main(int(sys.argv[1]), int(sys.argv[2]))
+class Tree:
+    """A tree over chains of blocks, each on some of the nodes."""
+
+    def __init__(self, num_nodes: int, num_blocks: int) -> None:
+        self._rng = rng = random.Random(0)
+        self._tree = RadixTree()
+        self._chains = []
+        for number in range(num_blocks // _CHAIN_BLOCKS):
+            chain = [rng.getrandbits(63) for _ in range(_CHAIN_BLOCKS)]
+            self._chains.append(chain)
+            blocks = [{"block_hash": block, "tokens_hash": block} for block in chain]
+            data = {"stored": {"parent_hash": None, "blocks": blocks}}
+            packed = json.dumps({"event_id": number, "data": data, "dp_rank": 0}).encode()
+            for node in rng.sample(range(num_nodes), rng.choice(_COPIES)):
+                self._tree.apply_event(node, packed)
+
+    def lookup_s(self, count: int) -> float:
+        """Median seconds of so many lookups, with a random part of each prompt known."""
+        prompts = []
+        for _ in range(count):
+            cut = self._rng.randrange(_CHAIN_BLOCKS + 1)
+            rest = [self._rng.getrandbits(63) for _ in range(_CHAIN_BLOCKS - cut)]
+            prompts.append(self._rng.choice(self._chains)[:cut] + rest)
+        return self._median_s(prompts)
+
+    def hop_s(self, count: int) -> float:
+        """Median seconds of so many empty lookups."""
+        return self._median_s([[]] * count)
+
+    def _median_s(self, prompts: list[list[int]]) -> float:
+        seconds = []
+        for prompt in prompts:
+            began_s = time.perf_counter()
+            self._tree.find_matches(prompt)
+            seconds.append(time.perf_counter() - began_s)
+        return statistics.median(seconds)

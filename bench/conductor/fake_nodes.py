@@ -1,16 +1,8 @@
-"""Nodes that compute nothing, so that what a request takes is the conductor's: one process, real gRPC.
-
-``python -m moonpool.bench.conductor.fake_nodes REDIS_URL NAMESPACE DELAY_S PREFILL DECODE`` runs so many
-nodes of
-each role until its input ends. A prefill takes ``DELAY_S``, and so does all of a decode; 0: as fast as
-messages leave.
-"""
+"""Nodes that compute nothing, over real gRPC: the time of a request is then the conductor's."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -29,29 +21,25 @@ from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config, IndexOptions
 from moonpool.runtime.machine.description import versions_of
 
+new_event_loop = uvloop.new_event_loop
+
 # Ordinary words of the vocabulary: neither special tokens nor single bytes.
 _FIRST_TOKEN, _NUM_TOKENS = 300, 1500
-# Steps that wait for the conductor to take them; a real node's batch waits likewise.
+# Steps that may wait for the conductor, as a real node's batch does.
 _AHEAD = 4
-# What nodes tell of their transfers and evictions: as much as real ones do.
-_PATH = {
-    "nbytes": 1 << 40,
-    "seconds": 1234.567891,
-    "batches": 123456,
-    "failures": 7,
-    "retries": 7,
-    "in_flight": 1,
-}
+# As many figures of transfers and evictions as real nodes publish.
+_PATH = {"nbytes": 1 << 40, "seconds": 1234.567891, "batches": 123456}
+_PATH |= {"failures": 7, "retries": 7, "in_flight": 1}
 _PATHS = {path: _PATH | {"buckets": [[10.0**-n, 1 << n] for n in range(11)]} for path in ("shm", "tcp")}
 _EVICTED = {
     tier: {"below": 1 << 20, "dropped": 1 << 19, "surplus": 1 << 18} for tier in ("pool", "host", "ssd")
 }
 
 
-class FakeNode(  # of each service, what a conductor calls
+class FakeNode(
     node_pb2_grpc.PrefillNodeServicer, node_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer
 ):
-    """Either role."""
+    """A node of either role: the methods that a conductor calls."""
 
     def __init__(self, role: str, number: int, delay_s: float, record: NodeRecord) -> None:
         self._role = role
@@ -114,7 +102,7 @@ class FakeNode(  # of each service, what a conductor calls
                 self._wake.clear()
                 await self._wake.wait()
             if self._delay_s:
-                # Twice: the prefill that is on its way, and the decode itself.
+                # Twice: the prefill, which runs at the same time, and the decode itself.
                 started, self._running = self._running, {}
                 asyncio.get_running_loop().call_later(2 * self._delay_s, self._finish, started)
                 continue
@@ -154,33 +142,34 @@ def _token(work: node_pb2.Work, index: int) -> node_pb2.TokenOut:
     return token
 
 
-async def main(redis_url: str, namespace: str, delay_s: float, counts: dict[str, int]) -> None:
-    """Serve until standard input ends."""
-    config = Config()
-    model = ServedModel.from_checkpoint(config.model.directory, block_size=config.engine.block_size)
-    layout = next(name for name, layout in model.layouts().items() if layout.dtype == "float32")
-    record = NodeRecord(
-        "",
-        time.time_ns(),
-        "",
-        model="fake",
-        layout=layout,
-        load=NodeLoad(num_blocks=1 << 20, free_blocks=1 << 20),
-        profile={"prefill_base_s": max(delay_s, 1e-4), "decode_base_s": 1e-4},
-        tiers={"host": TierFill(1 << 20, 1 << 19), "ssd": TierFill(1 << 22, 1 << 21)},
-        extra={"versions": versions_of(("moonpool", "torch")), "paths": _PATHS, "evicted": _EVICTED},
-    )
-    client = connect(redis_url)
-    index = KVIndex(client, namespace)
-    options = IndexOptions(redis_url=redis_url, namespace=namespace)
-    for role, count in counts.items():
-        for number in range(count):
-            node = FakeNode(role, number, delay_s, record)  # type: ignore[abstract]
-            await node.start(index, options)
-    print(json.dumps({"ready": True}), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+class FakeNodes:
+    """Nodes of each role in one process. ``delay_s``: of a prefill and of a whole decode; 0: none."""
 
+    def __init__(self, redis_url: str, namespace: str, delay_s: float, counts: dict[str, int]) -> None:
+        self._options = IndexOptions(redis_url=redis_url, namespace=namespace)
+        self._delay_s = delay_s
+        self._counts = counts
 
-if __name__ == "__main__":
-    redis_url, namespace, delay_s, prefill, decode = sys.argv[1:]
-    uvloop.run(main(redis_url, namespace, float(delay_s), {"prefill": int(prefill), "decode": int(decode)}))
+    async def start(self) -> None:
+        config = Config()
+        model = ServedModel.from_checkpoint(config.model.directory, block_size=config.engine.block_size)
+        layout = next(name for name, layout in model.layouts().items() if layout.dtype == "float32")
+        record = NodeRecord(
+            "",
+            time.time_ns(),
+            "",
+            model="fake",
+            layout=layout,
+            load=NodeLoad(num_blocks=1 << 20, free_blocks=1 << 20),
+            profile={"prefill_base_s": max(self._delay_s, 1e-4), "decode_base_s": 1e-4},
+            tiers={"host": TierFill(1 << 20, 1 << 19), "ssd": TierFill(1 << 22, 1 << 21)},
+            extra={"versions": versions_of(("moonpool", "torch")), "paths": _PATHS, "evicted": _EVICTED},
+        )
+        index = KVIndex(connect(self._options.redis_url), self._options.namespace)
+        self._nodes = [
+            FakeNode(role, number, self._delay_s, record)  # type: ignore[abstract]
+            for role, count in self._counts.items()
+            for number in range(count)
+        ]
+        for node in self._nodes:
+            await node.start(index, self._options)

@@ -1,4 +1,4 @@
-"""A made-up cluster: nodes with loads, and chains of blocks that some of them hold."""
+"""A made-up cluster: nodes with loads, and chains of blocks on some of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 BLOCK_NBYTES = 2 << 20
 # Copies of a prefix in a cluster: most have one, system prompts many.
 _COPIES = (1, 1, 1, 2, 4)
-# Beyond so many nodes the registry asks for groups instead of names.
+# With more nodes the registry asks for groups instead of names.
 _MANY = 64
 
 _PROFILE = Profile(
@@ -38,7 +38,7 @@ _PROFILE = Profile(
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Request:
     """One request to be placed."""
 
     keys: Sequence[BlockKey]
@@ -69,21 +69,21 @@ class Population:
     def num_blocks(self) -> int:
         return self._map.num_blocks
 
-    def question(self) -> Question:
+    def request(self) -> Request:
         """A prompt of 128 blocks and a few tokens, the first part of it known to the cluster."""
         known = self._rng.choice(self._chains)
         cut = self._rng.randrange(CHAIN_BLOCKS + 1) * 16
         rest = self._rng.randbytes(CHAIN_BLOCKS * 16 - cut)
-        return Question(unpack(known[:cut] + rest), CHAIN_BLOCKS * BLOCK_SIZE + 5)
+        return Request(unpack(known[:cut] + rest), CHAIN_BLOCKS * BLOCK_SIZE + 5)
 
     def match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
-        """How much of a chain each node holds."""
+        """The blocks of the chain's prefix on each node."""
         return self._map.longest_prefix(keys)
 
-    def decide(self, question: Question, now_s: float) -> Placement:
-        """What a conductor does for one request: look its blocks up, choose, and remember what it chose."""
+    def decide(self, request: Request, now_s: float) -> Placement:
+        """Place a request as a conductor does: look its blocks up, choose, update the loads."""
         self._turn += 1
-        keys = question.keys
+        keys = request.keys
         many = len(self._names) > _MANY
         prefixes = self._map.prefix_map(keys) if many else self._map.longest_prefix(keys)
         view = ClusterView(
@@ -98,14 +98,14 @@ class Population:
             turn=self._turn,
             draw=self._rng.random(),
         )
-        request = PlaceRequest(question.num_tokens, 1000, 200, deadline_s=300.0)
-        placement = place(request, view, Slo(30.0, 0.1), self._policy)
+        wanted = PlaceRequest(request.num_tokens, 1000, 200, deadline_s=300.0)
+        placement = place(wanted, view, Slo(30.0, 0.1), self._policy)
         assert isinstance(placement, Placement), placement
-        self._remember(placement, now_s)
+        self._update_loads(placement, now_s)
         return placement
 
-    def _remember(self, placement: Placement, now_s: float) -> None:
-        """The nodes' loads change with each decision, and so do the tables that decisions are made from."""
+    def _update_loads(self, placement: Placement, now_s: float) -> None:
+        """Change the nodes' loads, and the tables that decisions are made from."""
         prefill = self.prefill.get(placement.prefill.node_id)
         assert prefill is not None and placement.decode is not None
         prefill.queue.add(

@@ -1,4 +1,4 @@
-"""The conductor's benchmark measures what it says: a made-up cluster that behaves, and a real conductor."""
+"""The conductor's benchmark: a made-up cluster, and a real conductor."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from moonpool.bench.conductor.command import conductor
-from moonpool.bench.conductor.decisions import scale_rows
-from moonpool.bench.conductor.plot import draw
 from moonpool.bench.conductor.population import BLOCK_SIZE, CHAIN_BLOCKS, Population
-from moonpool.runtime.reports.report import Environment, Report, validate
+from moonpool.runtime.reports.report import read
 
 
 def test_decisions_fall_on_nodes_of_both_roles_and_use_what_is_held() -> None:
     population = Population(32, 10_000, "goodput")
     assert population.num_blocks == 10_000 // CHAIN_BLOCKS * CHAIN_BLOCKS
-    placements = [population.decide(population.question(), 1e-3 * i) for i in range(200)]
+    placements = [population.decide(population.request(), 1e-3 * i) for i in range(200)]
     assert {placement.prefill.node_id[0] for placement in placements} == {"p"}
     assert {placement.decode.node_id[0] for placement in placements if placement.decode} == {"d"}
     assert any(placement.prefill.prefix_tokens for placement in placements)
@@ -26,17 +24,31 @@ def test_decisions_fall_on_nodes_of_both_roles_and_use_what_is_held() -> None:
 def test_the_same_seed_decides_alike() -> None:
     def decisions() -> list[str]:
         population = Population(100, 10_000, "goodput", seed=3)
-        return [population.decide(population.question(), 1e-3 * i).prefill.node_id for i in range(50)]
+        return [population.decide(population.request(), 1e-3 * i).prefill.node_id for i in range(50)]
 
     assert decisions() == decisions()
 
 
 def test_costs_are_drawn(tmp_path: Path) -> None:
-    rows = scale_rows(((8, 1000), (32, 1000)), "goodput", 20, lambda _: None)
-    report = Report(Environment("", {}, "", "2026-11-21T00:00:00+00:00"), rows)
-    validate(report.as_json())
-    draw(report, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    picture, file = tmp_path / "plot.png", tmp_path / "report.json"
+    options = [
+        "--part",
+        "scale",
+        "--part",
+        "matching",
+        "--quick",
+        "--decisions",
+        "20",
+        "--plot",
+        str(picture),
+    ]
+    result = CliRunner().invoke(conductor, [*options, "--json", str(file)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = read(file)
+    assert {curve.name for curve in report.curves} == {"10,000 blocks, p50", "10,000 blocks, p99"}
+    assert all(len(curve.points) == 2 for curve in report.curves)
+    assert "a lookup" in {row.metric for row in report.rows}
+    assert picture.stat().st_size > 1000
 
 
 def test_a_real_conductor_is_measured(tmp_path: Path) -> None:
