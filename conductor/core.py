@@ -23,9 +23,9 @@ from moonpool.conductor.fleet.node_status import node_status
 from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.observing.activity import Activity
-from moonpool.conductor.observing.cluster_counts import ClusterCounts
 from moonpool.conductor.observing.prefix_outcomes import PrefixWatch
 from moonpool.conductor.observing.replica_groups import grouped, missing_replicas
+from moonpool.conductor.observing.request_metrics import ClusterCounts
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.observing.timeline import RequestTimeline, TimelineRing
 from moonpool.conductor.observing.transfer_paths import paths_of
@@ -162,10 +162,6 @@ class Conductor:
     def timeline(self, request_id: str) -> RequestTimeline | None:
         """What happened to a request, while it runs and for a while after; None: unknown or forgotten."""
         return self._deps.timelines.get(request_id)
-
-    def timelines(self, count: int) -> list[RequestTimeline]:
-        """Those of the latest requests, newest first."""
-        return self._deps.timelines.latest(count)
 
     def index_blocks(self, node_id: str) -> bytes:
         """What the mirror says a node holds, as ``moonpool.kvstore.index.redis.changes``; nothing for an

@@ -210,7 +210,7 @@ class NodeRegistry:
             member.update(record)
             if member.healthy != before:
                 self._health_changed(member)
-            for sentence in self._evictions.heard(record, self._clock()):
+            for sentence in self._evictions.on_heartbeat(record, self._clock()):
                 self._activity.event("evicted", record.node_id, sentence)
 
     def _health_changed(self, member: Member) -> None:

@@ -1,4 +1,4 @@
-"""What this conductor is: its code, its machine, its options. Said beside what it did."""
+"""Code, machine and options of this conductor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from moonpool.runtime.config.loading import shown_options
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.machine.description import commit_here, describe_machine, versions_of
 
-# Those that decide how fast, and how, it serves; torch and the like are the nodes' own.
+# Packages that affect how it serves.
 _PACKAGES = ("aiohttp", "grpcio", "protobuf", "redis", "hiredis", "orjson", "uvloop", "tokenizers", "numpy")
 
 
 def about(config: Config) -> dict[str, Any]:
-    """Plain JSON types, without secrets. Asks git, so it takes some milliseconds: once, at the start."""
+    """Plain JSON types, without secrets. Runs git, some milliseconds: call once."""
     return {
         "moonpool": version("moonpool"),
         "commit": commit_here(),

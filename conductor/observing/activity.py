@@ -1,4 +1,4 @@
-"""What goes on in a cluster, in numbers that a page can draw: of one conductor, since it started."""
+"""Counts and events of one conductor since its start, for the dashboard."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.kvstore.eviction.reuse_distance import ReuseDistance
 
-# Events kept for those who look later; an event is some hundred bytes.
+# Events kept; each has some hundred bytes.
 _EVENTS_KEPT = 200
-# Pairs of nodes that are told apart; of more, those that moved nothing for longest are forgotten.
+# Pairs of nodes that are counted; beyond, the pair without transfers for longest is dropped.
 _MAX_ROUTES = 512
 
 
@@ -22,7 +22,7 @@ class ClusterEvent:
     copied (a prefix).
     """
 
-    number: int  # counts up, so that a reader knows what is new
+    number: int  # increases by 1
     unix_s: float
     kind: str
     node: str
@@ -31,7 +31,7 @@ class ClusterEvent:
 
 @dataclass(slots=True)
 class Route:
-    """What went from one node to another over one transport. Totals."""
+    """Totals of the transfers from one node to another."""
 
     source: str
     target: str
@@ -45,11 +45,11 @@ class Route:
 
 @dataclass(slots=True)
 class Activity:
-    """Counts, on the event loop; ``unix_clock`` is wall time."""
+    """Updated on the event loop; ``unix_clock``: wall time."""
 
     unix_clock: Callable[[], float]
-    tokens: Counter[str] = field(default_factory=Counter)  # prompt tokens by where their KV came from
-    # Of configured ones: prompt tokens, those cached, and these as in ``tokens``.
+    tokens: Counter[str] = field(default_factory=Counter)  # prompt tokens by source of their KV
+    # Configured ones: prompt tokens, cached ones, and by source as in ``tokens``.
     tenants: dict[str, Counter[str]] = field(default_factory=dict)
     reuse: ReuseDistance = field(
         default_factory=lambda: ReuseDistance(core_metrics.reuse_distance, core_metrics.reuse_first_uses)
@@ -84,7 +84,7 @@ class Activity:
         self.events.append(ClusterEvent(self._num_events, self.unix_clock(), kind, node, text))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; totals, so that a reader who missed some seconds has lost nothing."""
+        """Plain JSON types. All counts are totals, so that missed snapshots lose nothing."""
         return {
             "tokens": dict(self.tokens),
             "tenants": {name: dict(counts) for name, counts in self.tenants.items()},

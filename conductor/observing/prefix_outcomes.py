@@ -1,4 +1,4 @@
-"""Why prompts did or did not begin with blocks of the cache: each request is told apart by what was known."""
+"""Prefix outcomes: why each prompt did or did not begin with cached blocks."""
 
 from __future__ import annotations
 
@@ -13,61 +13,40 @@ import numpy.typing as npt
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.kvstore.blocks.keys import BlockKey
 
-# What became of a request's prefix. Exactly one a request, the first that holds.
+# The outcome of a request's prefix: the first that applies.
 OUTCOMES = {
-    "hit": "some of it was in the cache, and used",
+    "hit": "some of it was in the cache and used",
     "off": "the request asked for something that needs every token computed (prompt logprobs)",
-    "short": "no whole block that could be found",
-    "unused": "a node holds it, but it was computed all the same",
-    "pending": "the same came moments ago, and was not in the index yet",
-    "dropped": "the same was computed before, and nobody holds it any more",
-    "salted": "the same tokens were seen, but of another tenant or cache_salt",
-    "headed": "the first block was never seen, what follows it was: prompts differ at their start",
-    "new": "nothing of it was seen before",
+    "short": "less than one whole block to look up",
+    "unused": "a node has it, but it was computed anyway",
+    "pending": "an equal prefix came moments ago and is not in the index yet",
+    "dropped": "an equal prefix was computed before and is no longer on any node",
+    "salted": "equal tokens came before with another tenant or cache_salt",
+    "headed": "the first block is new, the second is not: prompts differ at their start",
+    "new": "none of it came before",
 }
 
-# What was seen is remembered for so many different beginnings, the one unused for longest forgotten first.
+# Number of different prefixes remembered; the least recently used is dropped first.
 _REMEMBERED = 1 << 14
-# What was first asked for this long ago is computed and published, if it ever will be.
+# A prefix that first came longer ago than this has been computed and published.
 _PENDING_S = 5.0
 
 
-class _Seen:
-    """Something bounded by key, and the value it had before."""
+class _Latest:
+    """A map that keeps the ``_REMEMBERED`` keys written last."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self) -> None:
         self._values: OrderedDict[Hashable, Any] = OrderedDict()
-        self._capacity = capacity
-
-    def swap(self, key: Hashable, value: Any) -> Any:
-        """What ``key`` had; None: it was not seen, or is forgotten."""
-        before = self._values.pop(key, None)
-        self._values[key] = value
-        if len(self._values) > self._capacity:
-            self.forgot(self._values.popitem(last=False)[1])
-        return before
-
-    def forgot(self, value: Any) -> None:
-        """One was pushed out."""
 
     def __len__(self) -> int:
         return len(self._values)
 
-
-class _Salts(_Seen):
-    """How many requests each salt had; how many salts had one is kept up to date."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.num_once = 0
-
-    def count(self, root: bytes) -> None:
-        before = self.swap(root, 0) or 0
-        self.num_once += (before == 0) - (before == 1)
-        self.swap(root, before + 1)
-
-    def forgot(self, value: Any) -> None:
-        self.num_once -= value == 1
+    def put(self, key: Hashable, value: Any) -> tuple[Any, Any]:
+        """Returns the former value of ``key``, and the value that was dropped for it; None: none."""
+        before = self._values.pop(key, None)
+        self._values[key] = value
+        full = len(self._values) > _REMEMBERED
+        return before, self._values.popitem(last=False)[1] if full else None
 
 
 class PrefixWatch:
@@ -78,10 +57,11 @@ class PrefixWatch:
         self._tenants: dict[str, Counter[str]] = {}
         self._block_size = block_size
         self._clock = clock
-        self._first_keys = _Seen(_REMEMBERED)  # when it was first seen
-        self._first_tokens = _Seen(_REMEMBERED)  # the root of its keys: of one tenant and salt
-        self._later_tokens = _Seen(_REMEMBERED)  # of the second block
-        self._salts = _Salts(_REMEMBERED)
+        self._first_keys = _Latest()  # key of the first block -> when it first came
+        self._first_tokens = _Latest()  # tokens of the first block -> root of its keys: tenant and salt
+        self._later_tokens = _Latest()  # tokens of the second block
+        self._salts = _Latest()  # root of keys -> number of requests
+        self._num_salts_once = 0
 
     def note(
         self,
@@ -94,16 +74,20 @@ class PrefixWatch:
         num_used_tokens: int,
         reads_cache: bool = True,
     ) -> str:
-        """A request was placed for the first time: ``held`` by node, how many leading blocks of it there are;
-        ``num_used_tokens``: those it will be given from the cache. ``tenant``: a configured one's name.
-        Returns the outcome.
+        """A request was placed for the first time; returns its outcome.
+
+        ``held``: its leading blocks on each node; ``num_used_tokens``: those it gets from the cache;
+        ``tenant``: the name of a configured one.
         """
         outcome = self._outcome(root, token_ids, keys, held, num_used_tokens, reads_cache)
         self.outcomes[outcome] += 1
         core_metrics.prefix_outcomes.labels(outcome).inc()
         if tenant:
             self._tenants.setdefault(tenant, Counter())[outcome] += 1
-        self._salts.count(root)
+        before, dropped = self._salts.put(root, 1)
+        if before is not None:
+            self._salts.put(root, before + 1)
+        self._num_salts_once += (before is None) - (before == 1) - (dropped == 1)
         return outcome
 
     def _outcome(
@@ -121,13 +105,13 @@ class PrefixWatch:
         if not keys or len(token_ids) <= self._block_size:
             return "short"
         now_s, size = self._clock(), self._block_size
-        first_s = self._first_keys.swap(keys[0], now_s)
+        first_s, _ = self._first_keys.put(keys[0], now_s)
         if first_s is not None:
-            self._first_keys.swap(keys[0], first_s)
-        seen_root = self._first_tokens.swap(_digest(token_ids[:size]), root)
+            self._first_keys.put(keys[0], first_s)
+        seen_root, _ = self._first_tokens.put(_digest(token_ids[:size]), root)
         seen_later = False
         if len(token_ids) >= 2 * size:
-            seen_later = self._later_tokens.swap(_digest(token_ids[size : 2 * size]), True) is not None
+            seen_later = self._later_tokens.put(_digest(token_ids[size : 2 * size]), True)[0] is not None
         if num_used_tokens:
             return "hit"
         if any(held.values()):
@@ -143,9 +127,9 @@ class PrefixWatch:
         return {
             "outcomes": dict(self.outcomes),
             "tenants": {name: dict(outcomes) for name, outcomes in self._tenants.items()},
-            # Of the latest tenants and salts: how many there were, and how many of them asked once.
+            # Of the latest tenants and salts: all, and those with a single request.
             "num_salts": len(self._salts),
-            "num_salts_once": self._salts.num_once,
+            "num_salts_once": self._num_salts_once,
         }
 
 

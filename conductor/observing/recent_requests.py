@@ -1,4 +1,4 @@
-"""The latest requests as the API saw them: for the dashboard, and to find a timeline by any of its ids."""
+"""The latest HTTP requests, for the dashboard and to find timelines by id."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RequestRecord:
 
 
 class RecentRequests:
-    """The last ``capacity`` records; a later one with the same x-request-id hides the earlier."""
+    """The last ``capacity`` records; of equal x-request-ids the latest is found."""
 
     def __init__(self, capacity: int = 512) -> None:
         self._capacity = capacity

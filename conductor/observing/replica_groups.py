@@ -1,4 +1,4 @@
-"""Nodes as their operators know them: the replicas of one node together, under its name."""
+"""The replicas of one node shown as one node, under its name."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from moonpool.kvstore.index.redis.node_record import NodeRecord
 
 Facts = dict[str, Any]  # a node of ``/v1/cluster``
 
-# What is said of a node none of whose replicas is ready, where they differ: the first that fits.
+# The state of a node without a ready replica: the first of these that a replica has.
 _NOT_READY = ("draining", "starting", "unreachable")
 
 
 def grouped(nodes: Iterable[Facts]) -> list[Facts]:
-    """``node_status`` of each member, those with the same ``replica.node_id`` and role as one node.
+    """``node_status`` of each member, with replicas of the same node and role as one node.
 
-    A node of one process gets an empty list ``replicas``; one of several has its replicas there, in order,
-    and in its own fields what can be said of all: sums, and a state.
+    A node without replicas gets an empty list ``replicas``. A node with replicas has them there, in order;
+    its own fields are sums, and one state.
     """
     replicas: defaultdict[tuple[str, str], list[Facts]] = defaultdict(list)
     whole: list[Facts] = []
@@ -36,13 +36,13 @@ def grouped(nodes: Iterable[Facts]) -> list[Facts]:
 
 
 def holders(node: Facts) -> Sequence[Facts]:
-    """What takes requests and holds blocks under a name of its own: a node's replicas, or the node itself."""
+    """The replicas of a node, or the node itself: the names that requests and blocks are counted under."""
     return node.get("replicas") or [node]
 
 
 @dataclass(frozen=True, slots=True)
 class MissingReplicas:
-    """``present`` of a node's ``count`` replicas are in the index."""
+    """A node with only ``present`` of its ``count`` replicas in the index."""
 
     node_id: str
     role: str
@@ -51,7 +51,7 @@ class MissingReplicas:
 
 
 def missing_replicas(records: Iterable[NodeRecord]) -> list[MissingReplicas]:
-    """Nodes of which some replicas are in the index and some are not."""
+    """Nodes with some of their replicas in the index, but not all."""
     counts = Counter((one.replica.node_id, one.role, one.replica.count) for one in records if one.replica)
     return [
         MissingReplicas(node_id, role, present, count)
@@ -62,24 +62,24 @@ def missing_replicas(records: Iterable[NodeRecord]) -> list[MissingReplicas]:
 
 def _node(node_id: str, replicas: list[Facts]) -> Facts:
     first = replicas[0]
-    told = first["replica"]
+    replica = first["replica"]
     states = [one["state"] for one in replicas]
     joins = [one["join_s"] for one in replicas if one["join_s"] is not None]
-    ranks = f"dp {told['count']}" + (f" × {first['ranks']}" if first["ranks"] else "")
+    ranks = f"dp {replica['count']}" + (f" × {first['ranks']}" if first["ranks"] else "")
     node: Facts = {
         "node_id": node_id,
         "role": first["role"],
         "host": first["host"],
-        "pid": told["node_pid"],
+        "pid": replica["node_pid"],
         "ranks": ranks,
-        "num_replicas": told["count"],
+        "num_replicas": replica["count"],
         "join_s": max(joins, default=None),
-        "state": _state(states, told["count"]),
+        "state": _state(states, replica["count"]),
         "num_serving": _num_serving(states),
         "versions": first["versions"],
         "reasons": [f"{one['node_id']}: {reason}" for one in replicas for reason in one["reasons"]],
         "health": _health([one["health"] for one in replicas]),
-        "metrics_url": told["metrics_url"],
+        "metrics_url": replica["metrics_url"],
         "model": first["model"],
         "load": {name: sum(one["load"][name] for one in replicas) for name in first["load"]},
         "tiers": _tiers(replicas),
@@ -93,7 +93,7 @@ def _node(node_id: str, replicas: list[Facts]) -> Facts:
 
 
 def _state(states: list[str], count: int) -> str:
-    """``ready``: all are; ``unhealthy``: all serve; ``partial``: some do; else what most hinders them."""
+    """``ready``: all; ``unhealthy``: all serve; ``partial``: some serve; else the first of ``_NOT_READY``."""
     num_serving = _num_serving(states)
     if num_serving:
         return "partial" if num_serving < count else "unhealthy" if "unhealthy" in states else "ready"
@@ -105,7 +105,7 @@ def _num_serving(states: list[str]) -> int:
 
 
 def _health(readings: list[Facts]) -> Facts:
-    """They are on one host, and each has GPUs of its own."""
+    """Replicas share one host; each has its own GPUs."""
     gpus = [gpu for one in readings for gpu in one.get("gpus", ())]
     return {**readings[0], "gpus": gpus} if readings[0] else {}
 

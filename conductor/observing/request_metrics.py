@@ -1,9 +1,10 @@
-"""What the conductor's /metrics page says of requests, under our names and under those dashboards know."""
+"""Prometheus metrics of requests, under our names and under vLLM's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter as Counts
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -12,7 +13,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
-from moonpool.conductor.observing.cluster_counts import ClusterCounts
 from moonpool.conductor.observing.slo import Slo
 from moonpool.kvstore.index.redis.node_record import ROLES
 
@@ -24,7 +24,7 @@ _GAPS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0
 _STAGES = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
 _TOKENS = tuple(float(2**power) for power in range(18))
 
-# Ours -> the name under which vLLM's dashboards look for the same thing.
+# Our name -> vLLM's name of the same metric.
 VLLM_NAMES = {
     "moonpool_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
     "moonpool_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
@@ -44,14 +44,25 @@ VLLM_NAMES = {
 _VLLM_LABELS = {"finish_reason": "finished_reason"}
 
 
-class _Aliases(Collector):
-    """The metrics of ``source`` once more under other names, so that nothing is counted twice."""
+@dataclass(slots=True)
+class ClusterCounts:
+    """The cluster in a few numbers: ``nodes`` by (role, state), blocks of all pools."""
+
+    num_blocks: int = 0
+    num_used_blocks: int = 0  # by sequences
+    nodes: Counts[tuple[str, str]] = field(default_factory=Counts)
+    num_missing_replicas: Counts[str] = field(default_factory=Counts)  # by role
+
+
+class _Exported(Collector):
+    """The metrics of ``source``, and a second time under vLLM's names, so that nothing is counted twice."""
 
     def __init__(self, source: CollectorRegistry) -> None:
         self._source = source
 
     def collect(self) -> Iterable[Metric]:
         for metric in self._source.collect():
+            yield metric
             name = VLLM_NAMES.get(metric.name)
             if name is not None:
                 alias = Metric(name, metric.documentation, metric.type)
@@ -65,103 +76,62 @@ def _renamed(sample: Sample, old: str, new: str) -> Sample:
 
 
 class RequestMetrics:
-    """Request-level metrics of one served model. All on the event loop; scraped from any thread."""
+    """Request-level metrics of one served model. Updated on the event loop; scraped from any thread."""
 
     def __init__(self, model: str, registry: CollectorRegistry = REGISTRY, slo: Slo | None = None) -> None:
-        """``slo``: what a sequence must keep to count as good; None: any will do."""
+        """``slo``: a sequence must keep it to count as good; None: every sequence is good."""
         self.registry = registry
         self.slo = slo or Slo()
+        self._model = model
         own = self._own = CollectorRegistry()
 
         def of_model(kind: type[Any], name: str, text: str, **options: Any) -> Any:
-            return kind(name, text, ["model_name"], registry=own, **options).labels(model)
+            return kind(f"moonpool_{name}", text, ["model_name"], registry=own, **options).labels(model)
 
-        seconds, tokens = {"buckets": _SECONDS}, {"buckets": _TOKENS}
-        self.ttft = of_model(
-            Histogram,
-            "moonpool_time_to_first_token_seconds",
-            "From the request's arrival to its first token",
-            **seconds,
-        )
-        self.gap = of_model(
-            Histogram,
-            "moonpool_inter_token_latency_seconds",
-            "Between two tokens of a request",
-            buckets=_GAPS,
-        )
-        self.tpot = of_model(
-            Histogram,
-            "moonpool_time_per_output_token_seconds",
-            "Mean of a request's tokens after the first",
-            buckets=_GAPS,
-        )
-        self.e2e = of_model(
-            Histogram, "moonpool_request_seconds", "From arrival to the last token", **seconds
-        )
-        self.prompt_size = of_model(
-            Histogram, "moonpool_request_prompt_tokens", "Prompt tokens of a request", **tokens
-        )
-        self.output_size = of_model(
-            Histogram, "moonpool_request_output_tokens", "Tokens generated for it", **tokens
-        )
-        self.running = of_model(Gauge, "moonpool_running_requests", "Sequences that have their first token")
-        self.waiting = of_model(Gauge, "moonpool_waiting_requests", "Sequences that wait for it")
-        self.kv_usage = of_model(
-            Gauge,
-            "moonpool_kv_pool_usage_ratio",
-            "Blocks held by sequences, of all blocks of all nodes' pools",
-        )
-        self.prompt_tokens = of_model(
-            Counter, "moonpool_prompt_tokens", "Prompt tokens of sequences that have their first token"
-        )
-        self.output_tokens = of_model(Counter, "moonpool_output_tokens", "Tokens generated")
-        self.queried_tokens = of_model(
-            Counter, "moonpool_prefix_queried_tokens", "Prompt tokens looked up in the KV cache"
-        )
-        self.hit_tokens = of_model(
-            Counter, "moonpool_prefix_hit_tokens", "Of those, found there and not computed"
-        )
-        self.good = of_model(
-            Counter,
-            "moonpool_requests_within_slo",
-            "Sequences that ended well and kept conductor.slo_ttft_s and, as a mean, conductor.slo_tbt_s",
-        )
-        self._finished = Counter(
-            "moonpool_requests", "Sequences by how they ended", ["model_name", "finish_reason"], registry=own
-        )
-        self._model = model
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return of_model(Histogram, name, text, buckets=buckets)  # type: ignore[no-any-return]
+
+        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
+        self.gap = histogram("inter_token_latency_seconds", "Between two tokens of a request", _GAPS)
+        mean = "Mean of a request's tokens after the first"
+        self.tpot = histogram("time_per_output_token_seconds", mean, _GAPS)
+        self.e2e = histogram("request_seconds", "From arrival to the last token", _SECONDS)
+        self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.output_size = histogram("request_output_tokens", "Tokens generated for a request", _TOKENS)
+        self.running = of_model(Gauge, "running_requests", "Sequences that have their first token")
+        self.waiting = of_model(Gauge, "waiting_requests", "Sequences that wait for their first token")
+        usage = "Blocks used by sequences, of all blocks of all nodes' pools"
+        self.kv_usage = of_model(Gauge, "kv_pool_usage_ratio", usage)
+        prompts = "Prompt tokens of sequences that have their first token"
+        self.prompt_tokens = of_model(Counter, "prompt_tokens", prompts)
+        self.output_tokens = of_model(Counter, "output_tokens", "Tokens generated")
+        queried = "Prompt tokens looked up in the KV cache"
+        self.queried_tokens = of_model(Counter, "prefix_queried_tokens", queried)
+        self.hit_tokens = of_model(Counter, "prefix_hit_tokens", "Of those, found there and not computed")
+        good = "Sequences that ended well and kept conductor.slo_ttft_s and, as a mean, conductor.slo_tbt_s"
+        self.good = of_model(Counter, "requests_within_slo", good)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"moonpool_{name}", text, labels, registry=own)
+
+        self._finished = counter("requests", "Sequences by how they ended", "model_name", "finish_reason")
         self.stage = Histogram(
             "moonpool_api_stage_seconds",
-            "What the API itself spends on a request: parse, tokenize",
+            "Time that the API itself spends on a request: parse, tokenize",
             ["stage"],
             buckets=_STAGES,
             registry=own,
         )
-        self.http = Counter(
-            "moonpool_http_requests",
-            "Answers by route and status",
-            ["route", "method", "status"],
-            registry=own,
-        )
-        self._tenant_requests = Counter(
-            "moonpool_tenant_requests",
-            "Requests of a configured tenant by how they ended",
-            ["tenant", "status"],
-            registry=own,
-        )
-        self._tenant_tokens = Counter(
-            "moonpool_tenant_tokens",
-            "Tokens of a configured tenant: prompt, of those cached, output",
-            ["tenant", "kind"],
-            registry=own,
-        )
-        registry.register(_Own(own))
-        registry.register(_Aliases(own))
+        self.http = counter("http_requests", "Answers by route and status", "route", "method", "status")
+        ended = "Requests of a configured tenant by how they ended"
+        self._tenant_requests = counter("tenant_requests", ended, "tenant", "status")
+        kinds = "Tokens of a configured tenant: prompt, of those cached, output"
+        self._tenant_tokens = counter("tenant_tokens", kinds, "tenant", "kind")
+        registry.register(_Exported(own))
 
     def snapshot(self) -> dict[str, Any]:
-        """The request-level metrics as the dashboard takes them: a number, or a histogram's cumulative
-        ``[le, count]`` pairs under ``buckets`` with ``sum``; by name without ``moonpool_``. Those by how they
-        ended are by that.
+        """The metrics for the dashboard, by name without ``moonpool_``: a number; for histograms ``sum`` and
+        ``buckets``, cumulative ``[le, count]`` pairs; for ``requests`` a number per finish reason.
         """
         found: dict[str, Any] = {}
         for metric in self._own.collect():
@@ -193,7 +163,7 @@ class RequestMetrics:
         self._finished.labels(self._model, reason).inc()
 
     def see_cluster(self, counts: ClusterCounts) -> None:
-        """Take over what only the nodes know; call before a scrape."""
+        """Set the gauges of the cluster; call before a scrape."""
         self.kv_usage.set(counts.num_used_blocks / counts.num_blocks if counts.num_blocks else 0.0)
         core_metrics.cluster_nodes.clear()
         for labels, count in counts.nodes.items():
@@ -202,19 +172,9 @@ class RequestMetrics:
             core_metrics.missing_replicas.labels(role).set(counts.num_missing_replicas[role])
 
 
-class _Own(Collector):
-    """Shows one registry inside another."""
-
-    def __init__(self, source: CollectorRegistry) -> None:
-        self._source = source
-
-    def collect(self) -> Iterable[Metric]:
-        return self._source.collect()
-
-
 @dataclass(slots=True)
 class SequenceClock:
-    """Follows one sequence for the metrics. ``arrived_s`` is when its HTTP request came."""
+    """Observes one sequence. ``arrived_s``: of its HTTP request."""
 
     metrics: RequestMetrics
     arrived_s: float
@@ -244,7 +204,7 @@ class SequenceClock:
         self.last_s = now_s
 
     def end(self, now_s: float, reason: str) -> None:
-        """It ended, however it did. Call exactly once after ``begin``."""
+        """The sequence ended. Call exactly once after ``begin``."""
         metrics = self.metrics
         (metrics.running if self.num_tokens else metrics.waiting).dec()
         metrics.finished(reason)

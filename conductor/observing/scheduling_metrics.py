@@ -1,28 +1,26 @@
-"""Prometheus metrics of placing requests; those of the requests themselves are the API's."""
+"""Prometheus metrics of scheduling; those of requests are in ``request_metrics``."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-placements = Counter(
-    "moonpool_placements_total", "Placements by what decided, re-placements included", ["reason"]
-)
-replacements = Counter("moonpool_replacements_total", "Placements that came to nothing, by cause", ["cause"])
+placements = Counter("moonpool_placements_total", "Placements by reason, re-placements included", ["reason"])
+replacements = Counter("moonpool_replacements_total", "Placements that failed, by cause", ["cause"])
 rejections = Counter(
     "moonpool_rejections_total",
-    "Requests turned away: limit (of requests or tokens), arrival or decode (an SLO), nodes (they refused)",
+    "Rejected requests: limit (of requests or tokens), arrival or decode (an SLO), nodes (they refused)",
     ["stage"],
 )
 bookings = Counter(
     "moonpool_bookings_total",
-    "Placements booked among several conductors: kept, moved (another had been given the node), full (no "
+    "Placements booked among several conductors: kept, moved (the node got foreign load), full (no "
     "decode node had room), unavailable (Redis did not answer)",
     ["outcome"],
 )
 prefix_outcomes = Counter(
     "moonpool_prefix_outcomes_total",
-    "Requests by what became of their prefix: hit, off, short, unused, pending, dropped, salted, headed, new "
-    "(docs/troubleshooting.md says what each means)",
+    "Requests by the outcome of their prefix: hit, off, short, unused, pending, dropped, salted, headed, new "
+    "(see docs/troubleshooting.md)",
     ["outcome"],
 )
 cluster_nodes = Gauge(
@@ -42,26 +40,26 @@ hot_copies = Counter(
 )
 hot_nbytes = Counter("moonpool_hot_copied_bytes_total", "Bytes that copies of hot prefixes moved")
 hot_released_blocks = Counter(
-    "moonpool_hot_released_blocks_total", "Blocks that nodes let go of because nobody wants the copy any more"
+    "moonpool_hot_released_blocks_total", "Blocks that nodes evicted because the copy is no longer wanted"
 )
 prediction_error_percent = Gauge(
     "moonpool_prediction_error_percent",
-    "Absolute error of an estimate in percent of what was measured: a percentile of the latest 256",
+    "Absolute error of an estimate in percent of the measurement: a percentile of the latest 256",
     ["estimate", "percentile"],
 )
 prediction_error = Histogram(
     "moonpool_prediction_error_ratio",
-    "Absolute error of an estimate, as a share of what was measured",
+    "Absolute error of an estimate, relative to the measurement",
     ["estimate"],
     buckets=(0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0),
 )
 reuse_distance = Histogram(
     "moonpool_cluster_reuse_distance_blocks",
-    "Different blocks that this conductor's requests used between two uses of one, of the blocks that are "
-    "watched (a share that is halved as there are more): its share below N is the hit rate of one LRU cache "
-    "of N blocks, first uses counted as misses",
+    "Different blocks used between two uses of the same block, of sampled blocks (the rate of sampling falls "
+    "as there are more): the fraction below N is the hit rate of one LRU cache of N blocks, first uses "
+    "counted as misses",
     buckets=[float(4**power) for power in range(2, 15)],
 )
 reuse_first_uses = Counter(
-    "moonpool_cluster_reuse_first_uses_total", "Uses of watched blocks never seen before, or long ago"
+    "moonpool_cluster_reuse_first_uses_total", "Uses of sampled blocks never seen before, or long ago"
 )

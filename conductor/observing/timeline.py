@@ -1,4 +1,4 @@
-"""What happened to one request, and when: the answer to "why was it slow"."""
+"""The timeline of a request: its events with their times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TimelineEvent:
 
 @dataclass(slots=True)
 class RequestSummary:
-    """The figures people ask for first, of the last placement. Zero or empty until known."""
+    """The main figures of a request, of its latest placement. Zero or empty until known."""
 
     prefill_node: str = ""
     decode_node: str = ""
@@ -29,7 +29,7 @@ class RequestSummary:
     detail: str = ""  # the same as a sentence
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens not computed: the four below together
+    cached_tokens: int = 0  # prompt tokens not computed: the sum of the four below
     pool_tokens: int = 0
     host_tokens: int = 0
     ssd_tokens: int = 0
@@ -46,12 +46,12 @@ class RequestSummary:
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """One request's events in order. Written by the request's lifecycle, read by anyone, at any time."""
+    """The events of one request in order."""
 
     request_id: str
     started_unix_s: float
     started_s: float  # the conductor's monotonic clock at admission
-    first_attempt: int = 0  # the number that nodes know its first attempt by
+    first_attempt: int = 0  # number of its first attempt in messages to nodes
     summary: RequestSummary = field(default_factory=RequestSummary)
     events: list[TimelineEvent] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ class RequestTimeline:
         self.events.append(TimelineEvent(name, self.started_unix_s + now_s - self.started_s, facts))
 
     def placements(self) -> dict[str, Any]:
-        """Where each attempt went and why, for those who asked to be told with the answer: JSON types."""
+        """The placement of each attempt and its reason: plain JSON types."""
         placed = [event for event in self.events if event.name == "placed"]
         return {
             "request_id": self.request_id,
@@ -98,7 +98,7 @@ def _plain(value: Any) -> Any:
 
 
 class TimelineRing:
-    """The latest ``capacity`` timelines by request id; the oldest make room."""
+    """The latest ``capacity`` timelines by request id."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -112,8 +112,3 @@ class TimelineRing:
 
     def get(self, request_id: str) -> RequestTimeline | None:
         return self._timelines.get(request_id)
-
-    def latest(self, count: int) -> list[RequestTimeline]:
-        """Newest first."""
-        newest = reversed(self._timelines.values())
-        return [timeline for timeline, _ in zip(newest, range(count), strict=False)]

@@ -1,4 +1,4 @@
-"""A request's timeline as spans: what each process did, from when to when."""
+"""A request's timeline as spans of its processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 CONDUCTOR = "conductor"
 
 _OF_REQUEST = ("prompt_tokens", "output_tokens", "cached_tokens", "finish_reason")
-# Facts that are spans or places themselves.
+# Facts that become spans or processes.
 _NOT_FACTS = ("event", "unix_s", "at_s", "chunks", "reads", "node")
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineSpan:
-    """``began_s`` counts from the request's arrival at the conductor; ``seconds`` 0: a moment."""
+    """``began_s``: since the arrival at the conductor; ``seconds`` 0: a moment."""
 
     process: str  # "conductor", or a node's id
     name: str
@@ -25,9 +25,9 @@ class TimelineSpan:
 
 
 def spans_of(timeline: Mapping[str, Any]) -> list[TimelineSpan]:
-    """The spans of one sequence, by beginning. ``timeline``: as ``RequestTimeline.to_dict`` gives it.
+    """The spans of one sequence, by begin. ``timeline``: from ``RequestTimeline.to_dict``.
 
-    What nodes did is placed by when they told it, so a node's spans are late by the way of one message.
+    Spans of nodes are late by the delay of one message: their times are relative to its arrival.
     """
     return sorted(_spans(timeline), key=lambda span: (span.began_s, -span.seconds))
 
@@ -80,7 +80,7 @@ def _prefill(event: Mapping[str, Any], facts: dict[str, Any], placed_s: float) -
     yield from _stretches("compute chunk", node, event["chunks"])
 
 
-def _stretches(name: str, node: str, told: Iterable[Mapping[str, Any]]) -> Iterator[TimelineSpan]:
-    for one in told:
+def _stretches(name: str, node: str, stretches: Iterable[Mapping[str, Any]]) -> Iterator[TimelineSpan]:
+    for one in stretches:
         facts = {fact: one[fact] for fact in ("tokens", "nbytes") if one[fact]}
         yield TimelineSpan(node, name, one["at_s"], one["seconds"], facts)

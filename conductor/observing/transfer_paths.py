@@ -1,4 +1,4 @@
-"""What moves over each transfer path, all nodes together: from what they tell with their heartbeats."""
+"""Totals of each transfer path over all nodes, from their heartbeats."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ _MAX_PATHS = 16
 
 
 def paths_of(records: Iterable[NodeRecord]) -> list[dict[str, Any]]:
-    """Totals of each path, with two quantiles of a batch's seconds (None: no batch, or longer than the last
-    bucket). What a node tells in another form is left out: it may be of another version.
+    """Totals of each path, with two quantiles of a batch's seconds; None: no batch, or beyond the last
+    bucket.
+
+    Entries in another form, such as of another version, are left out.
     """
     found: dict[str, dict[str, Any]] = {}
     for record in records:
-        told = record.extra.get("paths")
-        for name, totals in told.items() if isinstance(told, dict) else ():
+        reported = record.extra.get("paths")
+        for name, totals in reported.items() if isinstance(reported, dict) else ():
             if isinstance(totals, dict) and (name in found or len(found) < _MAX_PATHS):
                 _add(found.setdefault(name, dict.fromkeys(_COUNTS, 0) | {"buckets": {}}), totals)
     return [_summary(name, totals) for name, totals in sorted(found.items())]
 
 
-def _add(total: dict[str, Any], told: Mapping[str, Any]) -> None:
+def _add(total: dict[str, Any], reported: Mapping[str, Any]) -> None:
     for name in _COUNTS:
-        if isinstance(count := told.get(name), int | float):
+        if isinstance(count := reported.get(name), int | float):
             total[name] += count
-    buckets = told.get("buckets")
+    buckets = reported.get("buckets")
     for bound, count in buckets if isinstance(buckets, list) else ():
         if isinstance(bound, int | float) and isinstance(count, int | float):
             total["buckets"][bound] = total["buckets"].get(bound, 0) + count
@@ -45,7 +47,7 @@ def _summary(name: str, totals: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quantile(buckets: Sequence[tuple[float, float]], count: float, q: float) -> float | None:
-    """By a histogram's bounds and counts up to them, linear within a bucket, as Prometheus has it."""
+    """The quantile of a cumulative histogram, linear within a bucket, as in Prometheus."""
     below, low = 0.0, 0.0
     for bound, up_to in buckets:
         if count and up_to >= q * count:

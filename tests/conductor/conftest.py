@@ -19,8 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.fleet.served_model import ServedModel
-from moonpool.conductor.observing.cluster_counts import ClusterCounts
-from moonpool.conductor.observing.request_metrics import RequestMetrics
+from moonpool.conductor.observing.request_metrics import ClusterCounts, RequestMetrics
 from moonpool.conductor.observing.timeline import RequestTimeline
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
 from moonpool.conductor.server import ApiServer

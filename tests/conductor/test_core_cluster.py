@@ -178,7 +178,7 @@ async def test_evictions_in_bulk_are_an_event(redis: RedisProcess) -> None:
             return [one["text"] for one in events if (one["kind"], one["node"]) == ("evicted", "p0")]
 
         await cluster.until(told)
-        assert told()[0].startswith("1,000 of 4,096 blocks left pool within ")
+        assert told()[0].startswith("1,000 of 4,096 blocks were evicted from pool within ")
 
 
 async def test_a_cancel_reaches_a_node_that_could_not_be_reached(redis: RedisProcess) -> None:
