@@ -88,17 +88,17 @@ def store() -> None:
 
 
 @store.command("put")
-@click.argument("file", metavar="FILE|-")
+@click.argument("path", metavar="FILE|-")
 @click.option("--name", metavar="NAME", help="Its name in the store (default: the file's).")
 @click.option("--copies", default=1, show_default=True, type=click.IntRange(min=1), help="On how many nodes.")
 @click.option("--node", default="", metavar="ID", help="The node of the first copy.")
 @_on_target
-def put_command(target: _Target, file: str, name: str | None, copies: int, node: str) -> None:
+def put_command(target: _Target, path: str, name: str | None, copies: int, node: str) -> None:
     """Store the bytes of FILE; - reads standard input."""
-    if file == "-" and name is None:
+    if path == "-" and name is None:
         raise click.UsageError("standard input has no name: give it one with --name")
-    stored_as = name if name is not None else Path(file).name
-    data = _read(file)
+    stored_as = name if name is not None else Path(path).name
+    data = _read(path)
 
     async def work(client: StoreClient) -> None:
         began_s = time.perf_counter()
@@ -116,29 +116,29 @@ def put_command(target: _Target, file: str, name: str | None, copies: int, node:
 
 @store.command("get")
 @click.argument("name")
-@click.argument("file", metavar="FILE|-", default="-")
+@click.argument("path", metavar="FILE|-", default="-")
 @_on_target
-def get_command(target: _Target, name: str, file: str) -> None:
+def get_command(target: _Target, name: str, path: str) -> None:
     """Write an object's bytes into FILE, or to standard output."""
-    if file == "-" and sys.stdout.isatty():
+    if path == "-" and sys.stdout.isatty():
         raise click.UsageError("standard output is a terminal: name a file for the object's bytes")
-    if file != "-" and not Path(file).parent.is_dir():
-        raise click.UsageError(f"{file} cannot be written: there is no directory {Path(file).parent}")
+    if path != "-" and not Path(path).parent.is_dir():
+        raise click.UsageError(f"{path} cannot be written: there is no directory {Path(path).parent}")
 
     async def work(client: StoreClient) -> None:
         stat = await client.stat_existing(name)
         data = np.empty(stat.nbytes, np.uint8)
         await client.get_into(name, data, required=True)
-        if file == "-":
+        if path == "-":
             sys.stdout.buffer.write(data.data)
             return
         # FILE is complete or absent, also after a crash.
-        unfinished = Path(f"{file}.part")
+        unfinished = Path(f"{path}.part")
         try:
             unfinished.write_bytes(data.data)
-            unfinished.rename(file)
+            unfinished.rename(path)
         except OSError as error:
-            raise click.ClickException(f"{file} cannot be written: {error.strerror}") from error
+            raise click.ClickException(f"{path} cannot be written: {error.strerror}") from error
 
     target.run(work)
 

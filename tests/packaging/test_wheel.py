@@ -125,8 +125,8 @@ def test_the_base_runs_a_store_node_and_a_client(base: Path, redis_url: str, tmp
         given = tmp_path / "given"
         given.write_bytes(os.urandom(3_000_000))
         where = ("--url", redis_url)
-        run(str(base / "moonpool"), "store", "put", "an/object", str(given), *where)
-        run(str(base / "moonpool"), "store", "get", "an/object", "-o", str(tmp_path / "got"), *where)
+        run(str(base / "moonpool"), "store", "put", str(given), "--name", "an/object", *where)
+        run(str(base / "moonpool"), "store", "get", "an/object", str(tmp_path / "got"), *where)
         assert (tmp_path / "got").read_bytes() == given.read_bytes()
     finally:
         node.terminate()
