@@ -72,7 +72,7 @@ async def test_what_goes_wrong_is_a_sentence(cluster: StoreCluster, tmp_path: Pa
         "is on 1 nodes, 2 were asked for": (1, store("put", str(file), "--name", "y", "--copies", "2")),
         "there is no object 'none'": (1, store("get", "none", str(tmp_path / "out"))),
         "cannot be written: there is no directory": (2, store("get", "x", str(tmp_path / "none" / "out"))),
-        "name the objects to drop, or say --all": (2, store("evict")),
+        "name the objects to drop, or give --all": (2, store("evict")),
         "is no store": (2, Shell("ftp://x")("ls")),
         "is it running": (1, nowhere("ls")),
     }
