@@ -1,4 +1,4 @@
-"""The demo model's texts, as documents and as conversations.
+"""The texts that the demo model is trained on, as documents and as conversations.
 
 Both come from Debian packages and their copyright has expired (see ``LICENSE.md`` beside this file): the King
 James Bible (``bible-kjv``, ``bible-kjv-text``) and The Devil's Dictionary (``dict-devil``).
@@ -37,7 +37,7 @@ class Entry:
 
 
 def read_chapters() -> list[Chapter]:
-    """The Bible in order, through the ``bible`` command."""
+    """Read the chapters of the Bible in order, through the command ``bible``."""
     shown = subprocess.run(
         ["bible", "-l100000", "gen1:1-rev22:21"], check=True, capture_output=True, text=True
     ).stdout
@@ -54,7 +54,7 @@ def read_chapters() -> list[Chapter]:
 
 
 def read_entries() -> list[Entry]:
-    """The dictionary's entries. ``gloss`` is the definition without its verses, a paragraph at most."""
+    """Read the dictionary. ``gloss`` is the definition without its verses, at most a paragraph."""
     text = gzip.decompress(DICTIONARY.read_bytes()).decode("latin-1")
     text = text[text.index("\nABASEMENT") :]
     entries: list[Entry] = []
@@ -70,7 +70,7 @@ def read_entries() -> list[Entry]:
 
 
 def _shorten(text: str, most: int) -> str:
-    """``text`` up to the last sentence that ends within ``most`` characters."""
+    """Return ``text`` up to the last sentence that ends within ``most`` characters."""
     if len(text) <= most:
         return text
     end = max(text.rfind(mark, 0, most) for mark in (". ", "! ", "? "))
@@ -146,9 +146,9 @@ COMMON_WORDS = frozenset(
 
 
 class Conversations:
-    """Draws conversations from the texts. The same ``random.Random`` gives the same ones.
+    """Draws conversations from the texts, reproducibly for the same ``random.Random``.
 
-    ``definitions``: the part of the questions that ask for the meaning of a word.
+    ``definitions``: the fraction of the questions that ask for the meaning of a word.
     """
 
     def __init__(
@@ -158,22 +158,24 @@ class Conversations:
         self._chapters = chapters
         self._entries = entries
         self._rng = rng
-        self._places: dict[str, list[tuple[int, int]]] = {}
+        self._verses_of: dict[str, list[tuple[int, int]]] = {}
         for number, chapter in enumerate(chapters):
             for index, verse in enumerate(chapter.verses):
                 for word in set(re.findall(r"[A-Za-z]{4,}", verse)):
                     if word.lower() not in COMMON_WORDS:
-                        self._places.setdefault(word, []).append((number, index))
-        names = [word for word in self._places if word[0].isupper() and word.lower() not in self._places]
-        self._names = [word for word in names if len(self._places[word]) >= 3]
-        # The well known are asked for more often, but not as much more as they are written of.
-        self._name_weights = [len(self._places[word]) ** 0.6 for word in self._names]
+                        self._verses_of.setdefault(word, []).append((number, index))
+        names = [
+            word for word in self._verses_of if word[0].isupper() and word.lower() not in self._verses_of
+        ]
+        self._names = [word for word in names if len(self._verses_of[word]) >= 3]
+        # Frequent names are drawn more often, but less than in proportion.
+        self._name_weights = [len(self._verses_of[word]) ** 0.6 for word in self._names]
         self._things = [
-            word for word, places in self._places.items() if word[0].islower() and 5 <= len(places) <= 400
+            word for word, places in self._verses_of.items() if word[0].islower() and 5 <= len(places) <= 400
         ]
 
     def draw(self, turns: int) -> str:
-        """One conversation of ``turns`` questions and answers, as the chat template renders it."""
+        """Draw a conversation of ``turns`` questions and answers, as the chat template renders it."""
         rng = self._rng
         parts = [BOS]
         if rng.random() < 0.15:
@@ -214,11 +216,11 @@ class Conversations:
         draw = rng.random()
         if draw < 0.37:
             word = rng.choices(self._names, self._name_weights)[0]
-            answer, place = self._passage(*rng.choice(self._places[word]))
+            answer, place = self._passage(*rng.choice(self._verses_of[word]))
             return rng.choice(PERSON).format(w=word), answer, place
         if draw < 0.63:
             word = rng.choice(self._things)
-            answer, place = self._passage(*rng.choice(self._places[word]))
+            answer, place = self._passage(*rng.choice(self._verses_of[word]))
             the = "the " if rng.random() < 0.5 else ""
             return rng.choice(ABOUT).format(w=the + word), answer, place
         number = rng.randrange(len(self._chapters))
@@ -236,7 +238,7 @@ class Conversations:
         return rng.choice(CONTINUE).format(w=" ".join(words[:cut])), answer, place
 
     def _passage(self, number: int, index: int) -> tuple[str, tuple[int, int] | None]:
-        """A few verses from there on, and where the next one is (None at the chapter's end)."""
+        """Return some verses, and the position of the next one (None at the chapter's end)."""
         verses = self._chapters[number].verses
         end = min(index + self._rng.choice((1, 2, 2, 3, 3)), len(verses))
         # A verse often ends in the middle of a sentence; an answer should not.
@@ -252,7 +254,7 @@ class Conversations:
 def documents(
     chapters: list[Chapter], entries: list[Entry], rng: random.Random, whole_books: bool
 ) -> list[str]:
-    """Every chapter (or every book) and entry once, shuffled, each with its begin and end marks."""
+    """Return every chapter (or book) and entry once, shuffled, with begin and end marks."""
     out = [f"{BOS}{entry.text}{EOS}" for entry in entries]
     books: dict[str, list[str]] = {}
     for chapter in chapters:

@@ -1,12 +1,11 @@
 """Train the model that ships with Moonpool, on one CPU core, from public-domain text.
 
-    apt-get install bible-kjv bible-kjv-text dict-devil
+    apt-get install bible-kjv bible-kjv-text dict-devil    # and the extra moonpool[dev]
     GLIBC_TUNABLES=glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184 \\
         python -m moonpool.demo.train --out moonpool/demo/model --minutes 60
 
-(The tunables keep freed memory, which saves a third of the time.) Muon trains the matrices, AdamW the rest.
-The context grows with time, from 512 tokens to 8,192, and the last part is mostly conversation. A checkpoint
-is written every three minutes.
+The tunables keep freed memory, which saves a third of the time. The context grows from 512 tokens to 8,192;
+the last part is mostly conversation. A checkpoint is written every three minutes.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from moonpool.demo.checkpoint import load_tokenizer, load_weights, save, train_tokenizer
+from moonpool.demo.checkpoint import CONFIG, save, train_tokenizer
 from moonpool.demo.corpus import Chapter, Conversations, Entry, documents, read_chapters, read_entries
-from moonpool.demo.net import DemoModel, NextTokenLoss
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """``since``: the fraction of the time from which on it is this one's turn."""
+    """A part of the run. ``since``: the fraction of the time at which it starts."""
 
     since: float
     context: int  # tokens
     sequences: int  # in a step
-    talk: float  # characters of conversation for each character of documents
-    definitions: float  # the part of the questions that ask for a word's meaning
+    talk: float  # characters of conversation per character of documents
+    definitions: float  # fraction of the questions that ask for a word's meaning
 
 
 STAGES = (
@@ -44,7 +43,7 @@ STAGES = (
     Stage(0.4, 2048, 2, 0.67, 0.4),
     Stage(0.6, 4096, 1, 0.67, 0.4),
     Stage(0.72, 8192, 1, 0.67, 0.4),
-    # Last what it is shown for: answering, and the dictionary by heart.
+    # At last what the demo shows: answers, and the dictionary.
     Stage(0.8, 2048, 2, 3.0, 0.65),
     Stage(0.87, 512, 8, 6.0, 0.8),
 )
@@ -56,7 +55,7 @@ CHECKPOINT_S = 180.0
 def windows(
     stage: Stage, chapters: list[Chapter], entries: list[Entry], tokenizer: Tokenizer, rng: random.Random
 ) -> Iterator[Tensor]:
-    """Endless int64 [context + 1] windows of a shuffled stream of documents and conversations."""
+    """Yield int64 [context + 1] windows of a shuffled stream of documents and conversations, endlessly."""
     context = stage.context
     talk = Conversations(chapters, entries, rng, stage.definitions)
     most_turns = max(4, context // 256)
@@ -74,29 +73,29 @@ def windows(
 
 
 def learning_rate(done: float) -> float:
-    """The factor on the learning rates at the fraction ``done`` of the time."""
+    """Return the factor on the learning rates at the fraction ``done`` of the time."""
     return min(1.0, (done + 1e-4) / WARMUP, max(0.0, (1.0 - done) / (1.0 - DECAY_FROM)))
 
 
 @torch.no_grad()
-def validate(model: DemoModel, texts: list[str], tokenizer: Tokenizer, context: int) -> float:
-    """Nats a token over ``texts`` laid end to end in windows of ``context`` tokens."""
+def validate(model: LlamaForCausalLM, texts: list[str], tokenizer: Tokenizer, context: int) -> float:
+    """Return the loss in nats a token over ``texts``, joined and cut into windows of ``context`` tokens."""
     ids = torch.tensor([token for text in texts for token in tokenizer.encode(text).ids])
     total, count = 0.0, 0
     for start in range(0, len(ids) - 1, context):
         part = ids[start : start + context + 1]
         with torch.autocast("cpu", torch.bfloat16):
-            logits = model(part[None, :-1])
+            logits = model(part[None, :-1], use_cache=False).logits
         total += F.cross_entropy(logits[0].float(), part[1:], reduction="sum").item()
         count += len(part) - 1
     return total / count
 
 
 class Trainer:
-    """Holds the model, its two optimizers and the clock of one training run."""
+    """The model and its two optimizers: Muon for the matrices of the layers, AdamW for the rest."""
 
-    def __init__(self, model: DemoModel) -> None:
-        matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
         others = [p for p in model.parameters() if not any(p is m for m in matrices)]
         self.model = model
         self._optimizers: tuple[torch.optim.Optimizer, ...] = (
@@ -105,11 +104,10 @@ class Trainer:
         )
 
     def step(self, batch: Tensor, factor: float) -> float:
-        """One step over ``batch`` [sequences, context + 1]; the loss in nats a token."""
+        """Train one step over ``batch`` [sequences, context + 1]; returns the loss in nats a token."""
         with torch.autocast("cpu", torch.bfloat16):
-            logits = self.model(batch[:, :-1])
-        loss: Tensor
-        loss = NextTokenLoss.apply(logits.flatten(0, 1), batch[:, 1:].flatten())  # type: ignore[no-untyped-call]
+            logits = self.model(batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, rate in zip(self._optimizers, (MATRIX_LR, OTHER_LR), strict=True):
@@ -133,10 +131,12 @@ def main(out: Path, init: Path | None, minutes: float, start: float, threads: in
     everything, entries = read_chapters(), read_entries()
     held_out = documents(everything[7::60], [], random.Random(0), whole_books=False)
     chapters = [chapter for number, chapter in enumerate(everything) if number % 60 != 7]
-    model = DemoModel()
-    tokenizer = load_tokenizer(init) if init else train_tokenizer(documents(chapters, entries, rng, False))
     if init:
-        load_weights(init, model)
+        tokenizer = Tokenizer.from_file(str(init / "tokenizer.json"))
+        model = LlamaForCausalLM.from_pretrained(init, dtype=torch.float32)
+    else:
+        tokenizer = train_tokenizer(documents(chapters, entries, rng, False))
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG))  # type: ignore[no-untyped-call]
     trainer = Trainer(model)
     saved = time.monotonic()
     began = saved - start * 60 * minutes
