@@ -1,14 +1,14 @@
-// Reports of `moonpool bench … --json`, drawn: each figure beside its peers, with its limit and its conditions.
+// Draw reports of `moonpool bench … --json`: each figure with its peers, limit and conditions.
 import { cell, element, format, row, scrolling, table, within } from "./draw.js";
 
-// A figure as a person reads it: three digits or so.
+// Format a figure with about three digits.
 function number(value) {
   if (value === undefined) return "";
   if (Math.abs(value) >= 100) return format.format(Math.round(value));
   return value === 0 ? "0" : String(Number(value.toPrecision(3)));
 }
 
-// Whether the limit holds; undefined where there is none.
+// True if the limit holds; undefined without a limit.
 export function reached(one) {
   if (one.limit === undefined) return undefined;
   const measured = one.ratio ?? one.value;
@@ -45,7 +45,7 @@ function limitCell(one) {
   return cell(`${one.limit} ${of}${number(one.limit_value)}: ${held ? "reached" : "missed"}`, held ? "good" : "bad");
 }
 
-// One measurement, and below it each peer that did the same.
+// One measurement with its peers below it.
 function measured(name, same, full) {
   const [first] = same;
   const alone = same.find((one) => one.peer === undefined) ?? first;
@@ -60,7 +60,7 @@ function measured(name, same, full) {
   return lines;
 }
 
-// Columns in which no row says anything.
+// Columns that are empty in every row.
 function dropEmpty(made) {
   for (let at = made.tHead.rows[0].cells.length - 1; at > 2; at -= 1) {
     const column = [...made.tBodies[0].rows].map((line) => line.cells[at]);
@@ -84,7 +84,7 @@ export function conditions(environment) {
   return `${environment.machine}; ${commit}${environment.date.slice(0, 16).replace("T", " ")}; ${versions}`;
 }
 
-// All of a report. Whichever makes fewer pictures: one for each thing measured, or one for each case.
+// Draw a report: one chart per metric or one per case, whichever needs fewer charts.
 export function benchmarkView(report) {
   const { rows, environment } = report;
   const byMetric = groups(rows, ["metric", "unit"]), byCase = groups(rows, ["case", "unit"]);

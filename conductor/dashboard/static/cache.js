@@ -1,8 +1,8 @@
-// What was found in the cache, where, for whom, and what a larger or smaller one would have found.
+// Cache hits by tier and tenant, and the estimated hit ratio of other cache sizes.
 import { bars, byId, bytes, cell, element, fill, format, percent, row, say } from "./draw.js";
 
 const SOURCES = { computed: "computed", pool: "its own pool", host: "host memory", ssd: "disk", fetched: "another node" };
-// What became of the prefix that a request began with; docs/troubleshooting.md says more of each.
+// Outcomes of prefix lookups; docs/troubleshooting.md explains each.
 const OUTCOMES = {
   hit: "hit", off: "cache not asked", short: "no whole block", unused: "held, not used", pending: "just computed", dropped: "held no more",
   salted: "other tenant, salt", headed: "other head", new: "never seen",
@@ -19,7 +19,7 @@ function tenantRow(name, counts) {
   return row(name, counts.prompt ?? 0, share(local + remote), ...LOCAL.map((tier) => share(counts[tier] ?? 0)), share(remote));
 }
 
-// Between two sizes that were asked about, along the logarithm.
+// Interpolate between two sampled sizes, logarithmically.
 function ratioAt(ratios, capacity) {
   const after = ratios.findIndex(([size]) => size >= capacity);
   if (after < 0) return ratios.at(-1)[1];
@@ -28,7 +28,7 @@ function ratioAt(ratios, capacity) {
   return from + (to - from) * Math.log(capacity / low) / Math.log(high / low);
 }
 
-// Room for blocks on the nodes that compute prompts: in the pool, and with each slower tier.
+// Block capacity of the prefill nodes: the pool, then with each slower tier added.
 function rooms(nodes) {
   let all = 0;
   return [["the prefill nodes' pools", "pool"], ["these and their host memory", "host"], ["these and their disks", "ssd"]].flatMap(([title, name]) => {

@@ -1,4 +1,4 @@
-// The last minutes as lines. The page keeps this many seconds and no more, however long it is open.
+// Line charts of the last minutes. The page keeps at most this many seconds.
 import { byId } from "./draw.js";
 
 const KEPT = 600;
@@ -18,7 +18,7 @@ const times = [];
 function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 
 function resolve(name) {
-  // light-dark() is only resolved where it is used.
+  // light-dark() resolves only on an element.
   const probe = document.createElement("i");
   probe.style.color = `var(${name})`;
   document.body.append(probe);
@@ -65,5 +65,5 @@ addEventListener("resize", () => {
   for (const [id, { plot }] of drawn) plot.setSize({ width: byId(id).clientWidth, height: 130 });
 });
 
-// How many seconds are kept, for those who check.
+// Number of seconds kept; for tests.
 export const kept = () => times.length;

@@ -1,4 +1,4 @@
-// The dashboard: follows /v1/live, which tells once a second how the cluster is, and draws it.
+// The dashboard: reads a snapshot of the cluster from /v1/live once a second and draws it.
 import { benchmarkView, verdictOf } from "./benchmarks.js";
 import { byId, element, say, within } from "./draw.js";
 import { draw } from "./panels.js";
@@ -7,7 +7,7 @@ import { startTheme } from "./theme.js";
 import { timelineView } from "./timeline.js";
 
 const RETRY_MS = 2000;
-const LISTED_MS = 60000; // how often new benchmark results are looked for
+const LISTED_MS = 60000; // interval between checks for new benchmark results
 
 let paused = false;
 
@@ -51,13 +51,13 @@ async function openBenchmark(details) {
   }
 }
 
-// A file that is new, or was written anew, is shown; those that are open stay open.
+// Show files that are new or changed; open ones stay open.
 async function listBenchmarks() {
   const box = byId("benchmarks").querySelector(".list");
   let listed = [];
   try {
     listed = (await json("/v1/benchmarks")).data;
-  } catch { /* the line above the page says that the conductor does not answer */ }
+  } catch { /* the status line already says that the conductor does not answer */ }
   const known = new Map([...box.children].map((details) => [details.dataset.version, details]));
   box.replaceChildren(...listed.map((one) => {
     const version = JSON.stringify(one);
@@ -68,7 +68,7 @@ async function listBenchmarks() {
     if (!one.problem) details.addEventListener("toggle", () => { if (details.open) openBenchmark(details); });
     return details;
   }));
-  // The latest is drawn at once.
+  // Draw the latest result at once.
   const latest = listed.findIndex((one) => !one.problem);
   if (!known.size && latest >= 0) box.children[latest].open = true;
   byId("benchmarks").querySelector(".none").hidden = listed.length > 0;

@@ -1,5 +1,5 @@
-// Small things every part of the page is made of. Text goes in as text, never as HTML: node names, request ids and
-// prompts come from outside.
+// Building blocks of the page. Text is inserted as text, never as HTML: node names, request ids and prompts are
+// untrusted.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -28,14 +28,14 @@ export function element(name, text, className) {
   return made;
 }
 
-// With children inside: nodes, or texts.
+// Create an element with children (nodes or strings).
 export function within(name, className, ...children) {
   const made = element(name, undefined, className);
   made.append(...children);
   return made;
 }
 
-// What may be wider than the page, and is then scrolled, with the keyboard too.
+// A container that scrolls horizontally, by keyboard too.
 export function scrolling(label, ...children) {
   const made = within("div", "scroll", ...children);
   made.tabIndex = 0;
@@ -51,10 +51,10 @@ export function svg(name, attributes, text) {
   return made;
 }
 
-// A text that changes: whoever has it read aloud hears it when it does, and not every second.
+// Set a text only if it changed, so that screen readers announce it only then.
 export function say(target, text) { if (target.textContent !== text) target.textContent = text; }
 
-// The children become these. Those that say the same stay, with the focus, the selection and the reader's place.
+// Replace the children. Equal ones stay in place and keep focus, selection and scroll position.
 export function patch(parent, children) {
   children.forEach((child, at) => {
     const known = parent.childNodes[at];
@@ -64,7 +64,7 @@ export function patch(parent, children) {
   while (parent.childNodes.length > children.length) parent.lastChild.remove();
 }
 
-// A table row; the first cell names it, numbers stand right, nodes as they are.
+// A table row: the first cell is its header, numbers are right-aligned, nodes are inserted unchanged.
 export function row(...cells) {
   const made = element("tr");
   cells.forEach((cell, at) => {
@@ -83,7 +83,7 @@ export function cell(text, className) { return element("td", text, className); }
 
 export function pill(text, className) { return within("td", "status", element("span", text, className)); }
 
-// A table of its own: ``columns`` are headings, ``rows`` made by ``row``.
+// A table; ``columns`` are headings, ``rows`` come from ``row``.
 export function table(columns, rows, caption) {
   const made = element("table");
   if (caption) made.append(element("caption", caption));
@@ -98,7 +98,7 @@ export function table(columns, rows, caption) {
   return made;
 }
 
-// Put rows into a table's body; where there are none, the sentence beside it says so.
+// Set a table's rows; without rows, show the sentence beside it.
 export function fill(target, rows) {
   const focused = document.activeElement?.dataset?.request;
   const first = rows[0] && [...rows[0].cells].map((one) => one.classList.contains("number"));
@@ -107,13 +107,13 @@ export function fill(target, rows) {
   target.hidden = rows.length === 0;
   const none = target.parentElement?.querySelector(".none");
   if (none) none.hidden = rows.length > 0;
-  // Rows move: whoever is on one with the keyboard stays on it.
+  // Rows move: keep keyboard focus on the same request.
   if (focused && document.activeElement?.dataset?.request !== focused) {
     target.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
   }
 }
 
-// Horizontal bars, one a name: the longest is full.
+// Horizontal bars, one per name; the longest fills the width.
 export function bars(box, pairs, show = (value) => format.format(Math.round(value)), most = 0) {
   const full = Math.max(most, ...pairs.map(([, value]) => value), 1e-12);
   patch(box, pairs.length ? pairs.map(([name, value]) => {

@@ -1,33 +1,33 @@
-// Nodes in columns by role, tiers filling, and what moves between them just now.
+// The cluster map: nodes in columns by role, the fill of their tiers, current transfers between them.
 import { byId, bytes, element, svg } from "./draw.js";
 
 const ROLES = ["prefill", "decode", "store"];
 const compact = new Intl.NumberFormat("en", { notation: "compact" });
-// How nodes are drawn: with all that is known of them, or, where a role has many, small and in several columns.
+// Two sizes of nodes: with all details, or small and in several columns if a role has many.
 const ROOMY = { width: 225, height: 74, gap: 18, between: 190, column: Infinity, bar: { x: 44, height: 6, step: 10 }, first: 43, letters: 29 };
 const DENSE = { width: 128, height: 44, gap: 8, between: 170, column: 580, bar: { x: 8, height: 3, step: 5 }, first: 27, letters: 15 };
 const MANY = 8;
 const TOP = 26, BESIDE = 12;
-const FRAME = 26, INSET = 8; // around the replicas of a node: above them its name, beside and below them a margin
-// Of more links the busiest are drawn, and fewer say how busy: lines over lines tell nobody anything.
+const FRAME = 26, INSET = 8; // frame around the replicas of a node: its name above, a margin on the other sides
+// Draw at most this many links, the busiest first, and label fewer, so that lines stay readable.
 const LINKS = 120, LABELS = 10;
 
 export function stateClass(node) {
   return { ready: "good", partial: "warn", draining: "warn", starting: "warn" }[node.state] ?? "bad";
 }
 
-// In words: of a node of several replicas, how many serve.
+// Text: how many replicas of a node serve.
 export function stateOf(node) {
   return node.state === "partial" ? `${node.num_serving} of ${node.num_replicas} serve` : node.state;
 }
 
-// What moves blocks and takes requests under its own name.
+// Everything with a name of its own: replicas, or nodes without replicas.
 export const holders = (node) => (node.replicas?.length ? node.replicas : [node]);
 
 const heightOf = (node, size) => (node.replicas?.length ? FRAME + node.replicas.length * (size.height + INSET) : size.height);
 const short = (name, letters) => (name.length > letters ? `${name.slice(0, letters - 1)}…` : name);
 
-// Around the replicas of one node, with its name.
+// The frame and name around the replicas of one node.
 function frame(node, x, y, size) {
   const group = svg("g", { transform: `translate(${x - INSET} ${y})`, class: `replicas ${stateClass(node)}`, "data-node": node.node_id });
   group.append(svg("title", {}, `${node.node_id}: ${stateOf(node)}`));
@@ -72,7 +72,7 @@ function box(node, x, y, size) {
   return group;
 }
 
-// The line between two nodes, and how much goes over it just now.
+// The line between two nodes, with its current rate.
 function link(route, places, size, labelled) {
   const from = places.get(route.source), to = places.get(route.target);
   const right = to.x > from.x, same = to.x === from.x;
@@ -85,7 +85,7 @@ function link(route, places, size, labelled) {
   line.style.strokeWidth = route.rate ? 1.5 + Math.min(6, Math.log10(1 + route.rate / 1e5)) : 1;
   line.append(svg("title", {}, told));
   if (!labelled) return { line, label: [] };
-  // Nearer to where it comes from, unless other nodes are there: lines that cross have their middles in one place.
+  // Place the label near the source if it is free: the middles of crossing lines coincide.
   const along = size === DENSE ? 0.5 : 0.3, rest = 1 - along;
   const at = (a, b, c, d) => rest ** 3 * a + 3 * rest ** 2 * along * b + 3 * rest * along ** 2 * c + along ** 3 * d;
   const label = svg("text", { x: at(x1, x1 + bend, x2 - back, x2), y: at(y1, y1, y2, y2) - 5, class: "rate", "text-anchor": "middle" }, `${bytes(route.rate)}/s`);
@@ -93,7 +93,7 @@ function link(route, places, size, labelled) {
   return { line, label: [label] };
 }
 
-// One role's nodes from ``x`` on: their pictures, and where the next role may begin.
+// Draw one role's nodes from ``x`` on; returns their shapes and the next free ``x``.
 function place(nodes, x, size, places) {
   const parts = [svg("text", { x, y: 15, class: "soft" }, `${nodes[0].role} (${nodes.length})`)];
   let y = TOP, bottom = TOP;
@@ -114,7 +114,7 @@ function place(nodes, x, size, places) {
 
 export const byName = (one, other) => one.node_id.localeCompare(other.node_id, "en", { numeric: true });
 
-// routes: [{source, target, rate}], rate in bytes a second.
+// routes: [{source, target, rate}], rate in bytes/s.
 export function drawMap(nodes, routes) {
   const picture = byId("map").querySelector("svg");
   const roles = ROLES.map((role) => nodes.filter((node) => node.role === role).sort(byName)).filter((column) => column.length);

@@ -1,4 +1,4 @@
-// Everything the dashboard says of a cluster, from one snapshot of /v1/live and the one before it.
+// The dashboard's panels, from one snapshot of /v1/live and the one before it.
 import { drawCache, parts } from "./cache.js";
 import * as charts from "./charts.js";
 import { byId, bytes, cell, element, fill, format, patch, percent, pill, row, say, seconds, within } from "./draw.js";
@@ -7,19 +7,19 @@ import { pathsWithRates, rate, rateOfAll, remember, withRates } from "./rates.js
 import { drawEstimates, drawService } from "./service.js";
 import { drawTransfers } from "./transfers.js";
 
-const LOST_SHOWN_S = 120; // a node whose lease ended stays in sight for so long
+const LOST_SHOWN_S = 120; // how long a node stays listed after its lease has ended
 
-const roles = new Map(); // of every node seen, for those that are gone
+const roles = new Map(); // roles of all nodes seen, also of lost ones
 const nodeOf = new Map(); // the node of every replica seen
 
-// The nodes there are, and those that went without saying so a moment ago.
+// Current nodes, and nodes lost a moment ago.
 function withLost(now) {
   const all = now.cluster.nodes.flatMap((node) => [node, ...(node.replicas ?? [])]);
   const present = new Set(all.map((node) => node.node_id));
   const lost = new Map();
   for (const event of now.events) {
     const role = roles.get(event.node);
-    // A replica that is away is told by its node's state, as long as there is another.
+    // A missing replica shows in its node's state while a sibling is present.
     if (present.has(nodeOf.get(event.node))) continue;
     if (event.kind === "left" && event.text !== "left" && role && !present.has(event.node)
       && now.unix_s - event.unix_s < LOST_SHOWN_S) {
@@ -68,13 +68,13 @@ function drawCharts(now, routes) {
   });
 }
 
-// Percent of the prompt tokens of the last second, from the node itself and from another; nothing while there were none.
+// Percent of the last second's prompt tokens found on the node itself and on another; null without prompts.
 function rateOfParts(now) {
   const [local, remote, all] = ["local", "remote", "all"].map((part) => rateOfAll(now, (one) => [parts(one.tokens)[part]]));
   return all ? [(100 * local) / all, (100 * remote) / all] : [null, null];
 }
 
-// Where a node is, and how its host and GPUs are.
+// A node's host, process, and the health of host and GPUs.
 function hostOf(node) {
   const { cpu_ratio: cpu, memory_available_nbytes: free, gpus = [] } = node.health ?? {};
   const words = [];
@@ -120,7 +120,7 @@ function drawEvents(events) {
   }));
 }
 
-// ``open(id)`` makes what leads to a request's timeline.
+// ``open(id)`` creates the link to a request's timeline.
 export function draw(now, open) {
   const routes = withRates(now);
   const state = !now.ready ? "not ready" : now.degraded.length ? "degraded" : "ready";

@@ -1,4 +1,4 @@
-// A prompt, its answer as it comes, and the way to its timeline.
+// The playground: a prompt, its streamed answer, and a link to its timeline.
 import { byId, element } from "./draw.js";
 
 async function* events(response) {

@@ -1,8 +1,8 @@
-// What goes on a second: differences of totals between snapshots.
+// Rates per second: differences of totals between snapshots.
 
-const HEARTBEATS_S = 5; // what nodes tell comes with their heartbeats, about once a second: looked at over several
+const HEARTBEATS_S = 5; // node figures arrive with heartbeats, about one per second: average over several
 
-let past = []; // snapshots of the last seconds, oldest first; the last is the one before
+let past = []; // snapshots of the last seconds, oldest first
 
 export function remember(now) {
   past = past.filter((one) => now.unix_s - one.unix_s <= HEARTBEATS_S);
@@ -16,7 +16,7 @@ function perSecond(now, before, value) {
   return span > 0 ? Math.max(0, value(now) - value(before)) / span : 0;
 }
 
-// Of a request-level metric, over the last second.
+// Rate of a request-level metric over the last second.
 export const rate = (now, name) => perSecond(now, past.at(-1), (one) => one.metrics[name]);
 export const rateOfAll = (now, value) => perSecond(now, past.at(-1), (one) => sum(value(one)));
 

@@ -1,4 +1,4 @@
-// A report: what a cluster and its benchmarks did, drawn from the data inside this file. It asks nobody.
+// A report of a cluster and its benchmarks, drawn from the data in this file, without network access.
 import { benchmarkView, verdictOf } from "./benchmarks.js";
 import { byId, element, row, scrolling, table, within } from "./draw.js";
 import { draw } from "./panels.js";
@@ -85,5 +85,5 @@ if (data.cluster) {
 }
 if (data.benchmarks.length) main.append(benchmarks());
 startTheme();
-// Nobody opens anything on paper.
+// Expand everything for print.
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => { part.open = true; }));

@@ -1,4 +1,4 @@
-// How well requests are served: latencies against the SLO, goodput, who is turned away, and what was foretold.
+// Service quality: latencies against the SLO, goodput, rejections, and prediction errors.
 import { bars, byId, cell, element, fill, format, patch, percent, row, say, seconds, svg, within } from "./draw.js";
 import { rate } from "./rates.js";
 
@@ -8,7 +8,7 @@ const STAGES = {
 const ESTIMATES = { ttft: "first token", prefill: "prefill", step: "decode steps", transfer: "transfer" };
 const SIZE = 170, EDGE = 26;
 
-// A histogram's buckets that hold something, and the share that keeps the limit.
+// A histogram's non-empty buckets, and the fraction within the limit.
 function drawLatency(id, histogram, limit_s) {
   const buckets = histogram.buckets.map(([le, count], at, all) => [le === "+Inf" ? Infinity : Number(le), count - (at ? all[at - 1][1] : 0)]);
   const used = buckets.filter(([, count]) => count);
@@ -45,7 +45,7 @@ export function drawService(now) {
   drawGoodput(now);
 }
 
-// Both axes logarithmic and alike: on the line, it was as foretold.
+// Both axes are logarithmic with one scale: points on the line were predicted exactly.
 function scatter(title, pairs) {
   const values = pairs.flat().filter((value) => value > 0);
   const low = Math.floor(Math.log10(Math.min(...values))), high = Math.max(Math.ceil(Math.log10(Math.max(...values))), low + 1);

@@ -1,16 +1,16 @@
-// Colours: as the system has them, light, or dark. Paper is light.
+// Colour theme: the system's, light or dark. Print is light.
 import { redraw } from "./charts.js";
 import { byId } from "./draw.js";
 
 const NAMES = ["auto", "light", "dark"];
 
-// A file that was opened from a disk may have nowhere to remember it.
+// localStorage may be unavailable, e.g. for a page opened from disk.
 function remembered() {
   try { return localStorage.getItem("theme") ?? "auto"; } catch { return "auto"; }
 }
 
 function remember(name) {
-  try { localStorage.setItem("theme", name); } catch { /* then not */ }
+  try { localStorage.setItem("theme", name); } catch { /* the choice lasts for this page only */ }
 }
 
 export function startTheme() {

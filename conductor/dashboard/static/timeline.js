@@ -1,11 +1,11 @@
-// One request, drawn: what each process did, from when to when, where it went and why.
+// One request's timeline: the spans of each process, placements and their reasons.
 import { cell, element, format, row, scrolling, seconds, svg, table, within } from "./draw.js";
 
 const LINE = 22, NAME = 190, WIDTH = 620;
 
 function facts(values) {
   return Object.entries(values).flatMap(([key, value]) => {
-    if (!value || Array.isArray(value)) return []; // nothing was found, fetched, or went wrong: nothing to say
+    if (!value || Array.isArray(value)) return []; // zero or empty: nothing to show
     if (typeof value === "object") return value.detail ? [value.detail] : [];
     if (typeof value === "number" && key.endsWith("_s")) return [`${key.slice(0, -2).replaceAll("_", " ")} ${seconds(value)}`];
     return [`${key.replaceAll("_", " ")} ${typeof value === "number" ? format.format(value) : value}`];
@@ -48,7 +48,7 @@ function spansPicture(spans) {
   return scrolling("What was done when", picture);
 }
 
-// Why not the others: what each would have cost, beside the one that was chosen.
+// The candidates: estimated cost of each beside the chosen one.
 function verdict(mine, chosen) {
   if (mine.node_id === chosen?.node_id) return cell("chosen", "good");
   const later = (mine.ttft_s ?? mine.total_s) - (chosen?.ttft_s ?? chosen?.total_s);
@@ -79,7 +79,7 @@ function candidates(events) {
   return made;
 }
 
-// All of it, as elements. ``timeline``: as /v1/requests/ID/timeline tells it.
+// The whole timeline as elements. ``timeline``: the JSON of /v1/requests/ID/timeline.
 export function timelineView(timeline) {
   const several = timeline.sequences ?? [timeline];
   const events = several.flatMap((one) => one.events ?? []);

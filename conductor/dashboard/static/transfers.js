@@ -1,4 +1,4 @@
-// What moves: over each path, all nodes together, and between each two nodes.
+// Transfers: per path over all nodes, and per pair of nodes.
 import { byId, bytes, cell, fill, row, seconds } from "./draw.js";
 
 const number = (text) => cell(text, "number");
