@@ -1,1 +1,1 @@
-"""How fast the kernels are, beside others' own and beside what the machine gives, in one run."""
+"""Speed of the kernels, beside other libraries' and beside the machine's limits, in one run."""

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moonpool.bench.kernels import goals, peers
+from moonpool.bench.kernels import peers
 from moonpool.bench.kernels.clock import Work
-from moonpool.bench.kernels.contest import Contest, not_measured
+from moonpool.bench.kernels.contest import contest, not_measured
 from moonpool.bench.kernels.device_limits import Machine, name_of
 from moonpool.kernels import paged_decode_attention, paged_prefill_attention, reference
 from moonpool.kernels.reference import FP8
 from moonpool.runtime.reports.report import Row
 
-# Scales of float8 pages: of values from a normal distribution, none is cut off.
+# Scale of float8 pages: no value of a normal distribution is cut off.
 SCALE = 0.02
 
 
@@ -33,7 +33,7 @@ class Heads:
         return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, blocks of {self.block_size}"
 
     def token_nbytes(self, dtype: torch.dtype) -> int:
-        """Of one layer."""
+        """K and V of one layer."""
         return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def pool(self, num_blocks: int, layers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -45,38 +45,57 @@ class Heads:
         return pool
 
 
-def _scales(dtype: torch.dtype) -> dict[str, Any]:
-    return {"k_scale": SCALE, "v_scale": SCALE} if dtype == FP8 else {}
+def scales_of(pages: torch.dtype) -> dict[str, Any]:
+    return {"k_scale": SCALE, "v_scale": SCALE} if pages == FP8 else {}
 
 
 @dataclass(frozen=True)
-class Decode:
+class _Attention:
     heads: Heads
     dtype: torch.dtype
     pages: torch.dtype
+
+    @property
+    def _kinds(self) -> str:
+        over = f" over {name_of(self.pages)}" if self.pages != self.dtype else ""
+        return f"{self.heads.name}, {name_of(self.dtype)}{over}"
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"scale": self.heads.head_dim**-0.5, **scales_of(self.pages)}
+
+
+def _peer_works(
+    case: str, names: list[str], make: Callable[[str], Work], works: dict[str, Work]
+) -> Iterator[Row]:
+    """Fill ``works`` with the peers that can do the case; a row for each that cannot."""
+    for name in names:
+        try:
+            works[name] = make(name)
+        # A foreign library raises anything for a shape that it has no kernel for.
+        except Exception as error:
+            yield not_measured(case, f"{name}: {str(error).splitlines()[0][:80]}")
+
+
+@dataclass(frozen=True)
+class Decode(_Attention):
     batch: int
     context: int
     queries: int = 1
 
     @property
     def case(self) -> str:
-        kinds = name_of(self.dtype) + (f" over {name_of(self.pages)}" if self.pages != self.dtype else "")
         several = f", {self.queries} queries" if self.queries > 1 else ""
-        return f"decode {self.heads.name}, {kinds}, batch {self.batch}, context {self.context}{several}"
-
-    @property
-    def nbytes(self) -> int:
-        """Of K and V that one call reads."""
-        return self.batch * self.context * self.heads.token_nbytes(self.pages)
+        return f"decode {self._kinds}, batch {self.batch}, context {self.context}{several}"
 
     def rows(self, machine: Machine, asked: tuple[str, ...]) -> Iterator[Row]:
-        heads, device = self.heads, machine.device
+        heads, device, options = self.heads, machine.device, self._options
         per_sequence = -(-self.context // heads.block_size)
         blocks = self.batch * per_sequence
         layer_nbytes = blocks * heads.block_size * heads.token_nbytes(self.pages)
         layers = max(2, -(-machine.cold_nbytes // layer_nbytes))
-        if layers * layer_nbytes > machine.free_nbytes:
-            layers = 1 if layer_nbytes >= machine.cold_nbytes else layers
+        if layers * layer_nbytes > machine.free_nbytes and layer_nbytes >= machine.cold_nbytes:
+            layers = 1
         if layers * layer_nbytes > machine.free_nbytes:
             why = f"its pages do not fit {machine.free_nbytes / 2**30:.0f} GiB"
             yield not_measured(self.case, why, layers * layer_nbytes / 2**30, "GiB")
@@ -84,133 +103,91 @@ class Decode:
         pool = heads.pool(blocks, layers, self.pages, device)
         table = torch.randperm(blocks, device=device).to(torch.int32).view(self.batch, per_sequence)
         lens = torch.full((self.batch,), self.context, dtype=torch.int32, device=device)
-        shape = (self.batch, self.queries, heads.num_heads, heads.head_dim)
-        q = torch.randn(shape, device=device).to(self.dtype)
+        q = torch.randn((self.batch, self.queries, heads.num_heads, heads.head_dim), device=device)
+        q = q.to(self.dtype)
         q = q[:, 0].contiguous() if self.queries == 1 else q
-        scale, scales = heads.head_dim**-0.5, _scales(self.pages)
 
         def over(pages: Tensor) -> Work:
             return lambda: [
-                paged_decode_attention(q, pages, i, table, lens, scale=scale, **scales) for i in range(layers)
+                paged_decode_attention(q, pages, i, table, lens, **options) for i in range(layers)
             ]
 
         def error() -> tuple[Tensor, Tensor]:
             few = min(2, self.batch)
-            given = (q[:few].contiguous(), pool, 0, table[:few], lens[:few])
-            found = paged_decode_attention(*given, scale=scale, **scales)
-            wide = (given[0].double(), *given[1:])
-            return found, reference.paged_decode_attention(*wide, scale=scale, **scales)
+            some, rest = q[:few].contiguous(), (pool, 0, table[:few], lens[:few])
+            found = paged_decode_attention(some, *rest, **options)
+            return found, reference.paged_decode_attention(some.double(), *rest, **options)
 
-        others, said = self._others(machine, asked, q, pool, table, layers)
-        yield from said
+        works: dict[str, Work] = {}
+        names = [name for name in asked if name != peers.LAYER_MAJOR]
+        if names and self.pages != FP8 and self.queries == 1:
+            if 2 * pool.nbytes > machine.free_nbytes:
+                why = "a gathered copy for peers does not fit"
+                yield not_measured(self.case, why, pool.nbytes / 2**30, "GiB")
+            else:
+                # Peers walk as many layers as ours.
+                copies = [peers.dense(pool, i, table, self.context) for i in range(layers)]
+
+                def make(name: str) -> Work:
+                    if name == peers.FLASHINFER:
+                        of_layers = [
+                            peers.paged_decode_work(q, pool, i, table, self.context) for i in range(layers)
+                        ]
+                    else:
+                        of_layers = [peers.dense_work(name, q[:, :, None], k, v, False) for k, v in copies]
+                    return lambda: [work() for work in of_layers]
+
+                yield from _peer_works(self.case, names, make, works)
         if peers.LAYER_MAJOR in asked and 2 * pool.nbytes < machine.free_nbytes:
-            major = pool.transpose(0, 1).contiguous().transpose(0, 1)
-            others[peers.LAYER_MAJOR] = over(major)
-        contest = Contest(
-            self.case,
-            over(pool),
-            layers,
-            self.nbytes,
-            "copy" if machine.is_cuda else "read",
-            self.dtype,
-            error,
-            others,
-            goals.of_decode(machine.is_cuda, self.batch, self.context, self.pages != FP8),
-            {peers.LAYER_MAJOR: goals.STRIDED_OF_LAYER_MAJOR},
-        )
-        yield from contest.rows(machine)
-
-    def _others(
-        self,
-        machine: Machine,
-        asked: tuple[str, ...],
-        q: Tensor,
-        pool: Tensor,
-        table: Tensor,
-        layers: int,
-    ) -> tuple[dict[str, Work], list[Row]]:
-        """Those asked that can do it, and a row for each that cannot. Of dense copies as many layers are
-        walked as ours walks, if they fit."""
-        found: dict[str, Work] = {}
-        said: list[Row] = []
-        wanted = [name for name in asked if name != peers.LAYER_MAJOR]
-        if self.pages == FP8 or self.queries > 1 or not wanted:
-            return found, said
-        if 2 * pool.nbytes > machine.free_nbytes:
-            why = "a gathered copy for peers does not fit"
-            return found, [not_measured(self.case, why, pool.nbytes / 2**30, "GiB")]
-        copies = [peers.dense(pool, i, table, self.context) for i in range(layers)]
-        turned = q[:, :, None]
-        for name in wanted:
-            try:
-                if name == peers.FLASHINFER:
-                    works = [peers.paged_decode_work(q, pool, i, table, self.context) for i in range(layers)]
-                else:
-                    works = [peers.dense_work(name, turned, k, v, False) for k, v in copies]
-            # Whatever a foreign library raises for a shape it has no kernel for becomes a row.
-            except Exception as error:
-                said.append(not_measured(self.case, f"{name}: {str(error).splitlines()[0][:80]}", 0.0, ""))
-                continue
-            found[name] = lambda works=works: [work() for work in works]  # type: ignore[misc]
-        return found, said
+            works[peers.LAYER_MAJOR] = over(pool.transpose(0, 1).contiguous().transpose(0, 1))
+        nbytes = self.batch * self.context * heads.token_nbytes(self.pages)
+        limit = "copy" if machine.is_cuda else "read"
+        yield from contest(
+            machine, self.case, over(pool), calls=layers, amount=nbytes, limit=limit, error=error,
+            dtype=self.dtype, peers=works,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Prefill:
-    heads: Heads
-    dtype: torch.dtype
-    pages: torch.dtype
+class Prefill(_Attention):
     new: int
     context: int
 
     @property
     def case(self) -> str:
-        kinds = name_of(self.dtype) + (f" over {name_of(self.pages)}" if self.pages != self.dtype else "")
-        return f"prefill {self.heads.name}, {kinds}, {self.new} new of {self.context}"
+        return f"prefill {self._kinds}, {self.new} new of {self.context}"
 
     def rows(self, machine: Machine, asked: tuple[str, ...]) -> Iterator[Row]:
-        heads, device = self.heads, machine.device
+        heads, device, options = self.heads, machine.device, self._options
         blocks = -(-self.context // heads.block_size)
         pool = heads.pool(blocks, 1, self.pages, device)
         table = torch.randperm(blocks, device=device).to(torch.int32).view(1, blocks)
         starts = torch.tensor([0, self.new], dtype=torch.int32, device=device)
         lens = torch.tensor([self.context], dtype=torch.int32, device=device)
         q = torch.randn(self.new, heads.num_heads, heads.head_dim, device=device).to(self.dtype)
-        scale, scales = heads.head_dim**-0.5, _scales(self.pages)
+
+        def ours() -> Tensor:
+            return paged_prefill_attention(q, pool, 0, table, starts, lens, **options)
 
         def error() -> tuple[Tensor, Tensor]:
-            # The last few queries, which see the whole context.
+            # The last few queries attend over the whole context.
             few = min(8, self.new)
-            found = paged_prefill_attention(q, pool, 0, table, starts, lens, scale=scale, **scales)[-few:]
             some = torch.tensor([0, few], dtype=torch.int32, device=device)
             wide = q[-few:].double()
-            return found, reference.paged_prefill_attention(
-                wide, pool, 0, table, some, lens, scale=scale, **scales
+            return ours()[-few:], reference.paged_prefill_attention(
+                wide, pool, 0, table, some, lens, **options
             )
 
-        others: dict[str, Work] = {}
+        works: dict[str, Work] = {}
         if self.pages != FP8 and self.new == self.context:
             k, v = peers.dense(pool, 0, table, self.context)
             turned = q.transpose(0, 1)[None].contiguous()
-            for name in asked:
-                if name == peers.LAYER_MAJOR:
-                    continue
-                try:
-                    others[name] = peers.dense_work(name, turned, k, v, True)
-                # Whatever a foreign library raises for a shape it has no kernel for becomes a row.
-                except Exception as error_of:
-                    yield not_measured(self.case, f"{name}: {str(error_of).splitlines()[0][:80]}", 0.0, "")
+            names = [name for name in asked if name != peers.LAYER_MAJOR]
+            make = lambda name: peers.dense_work(name, turned, k, v, True)  # noqa: E731
+            yield from _peer_works(self.case, names, make, works)
         pairs = self.new * self.context - self.new * (self.new - 1) / 2
-        goal = goals.of_prefill(machine.is_cuda, heads.head_dim, self.new, self.context)
-        contest = Contest(
-            self.case,
-            lambda: paged_prefill_attention(q, pool, 0, table, starts, lens, scale=scale, **scales),
-            1,
-            4 * heads.num_heads * heads.head_dim * pairs,
-            "matmul",
-            self.dtype,
-            error,
-            others,
-            peer_goals={} if goal is None else {peers.CUDNN: goal},
-        )
-        yield from contest.rows(machine)
+        flops = 4 * heads.num_heads * heads.head_dim * pairs
+        yield from contest(
+            machine, self.case, ours, calls=1, amount=flops, limit="matmul", error=error,
+            dtype=self.dtype, peers=works,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which cases are measured: a small set on a CPU, the sweep on a GPU."""
+"""The cases of attention: a small set on a CPU, a sweep on a GPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from itertools import product
 
 import torch
 
-from moonpool.bench.kernels import goals, peers
+from moonpool.bench.kernels import peers
 from moonpool.bench.kernels.attention import Decode, Heads, Prefill
 from moonpool.bench.kernels.device_limits import Machine
-from moonpool.bench.kernels.model_step import llama_rows, shipped_row
 from moonpool.kernels.reference import FP8
 from moonpool.runtime.reports.report import Row, versus
 
@@ -18,62 +17,46 @@ F32, BF16 = torch.float32, torch.bfloat16
 BATCHES = (1, 8, 32, 64, 128, 256)
 CONTEXTS = (512, 2048, 4096, 8192, 32 << 10, 128 << 10)
 GROUPS, HEAD_DIMS, BLOCK_SIZES = (1, 4, 8), (64, 128), (16, 64, 256)
-# The points at which heads and blocks of other shapes are measured.
-POINTS = ((1, 128 << 10), (32, 4096), (128, 4096))
-
-
-def step_rows(machine: Machine, quick: bool) -> Iterator[Row]:
-    if machine.is_cuda:
-        yield from llama_rows(machine)
-        return
-    for dtype, stored in ((F32, BF16), (F32, F32), (BF16, BF16))[: 1 if quick else 3]:
-        for batch, limit_ms in ((1, 0.5), (8, 1.0)):
-            # The bounds are for a checkpoint in bf16, as the shipped one is.
-            yield shipped_row(machine, dtype, stored, batch, limit_ms if stored is BF16 else None)
+_CENTRE = Heads(32, 8, 128, 16)
+# (batch, context) of the cases with other heads and blocks than the centre's.
+_POINTS = ((1, 128 << 10), (32, 4096), (128, 4096))
 
 
 def decode_cases(cuda: bool, quick: bool, full: bool) -> list[Decode]:
     if not cuda:
-        shapes = ((8, 4, 32, 16), (16, 16, 64, 16), (32, 8, 128, 16), (32, 8, 128, 64))
-        found = [
-            Decode(Heads(*shape), dtype, pages, 8, 2048)
-            for shape in shapes[: 1 if quick else 4]
-            for dtype, pages in ((F32, F32), (BF16, BF16), (F32, FP8))
-        ]
+        shapes = (Heads(8, 4, 32, 16), Heads(16, 16, 64, 16), _CENTRE, Heads(32, 8, 128, 64))
+        kinds = ((F32, F32), (BF16, BF16), (F32, FP8))
+        found = [Decode(heads, *kind, 8, 2048) for heads in shapes[: 1 if quick else 4] for kind in kinds]
         if not quick:
-            found += [Decode(Heads(32, 8, 128, 16), F32, F32, *at) for at in ((1, 512), (1, 8192), (8, 512))]
-            found += [Decode(Heads(32, 8, 128, 16), F32, F32, 8, 2048, queries=4)]
+            found += [Decode(_CENTRE, F32, F32, *at) for at in ((1, 512), (1, 8192), (8, 512))]
+            found += [Decode(_CENTRE, F32, F32, 8, 2048, queries=4)]
         return found
+    every = [Heads(8 * group, 8, *of) for group, *of in product(GROUPS, HEAD_DIMS, BLOCK_SIZES)]
     if full:
-        every = list(product(GROUPS, HEAD_DIMS, BLOCK_SIZES))
         return [
-            Decode(Heads(8 * group, 8, dim, size), BF16, pages, batch, context)
-            for group, dim, size in every
-            for batch, context in product(BATCHES, CONTEXTS)
-            for pages in (BF16, FP8)
+            Decode(heads, BF16, pages, *at)
+            for heads, at, pages in product(every, product(BATCHES, CONTEXTS), (BF16, FP8))
         ]
-    centre = Heads(32, 8, 128, 16)
     grid = ((32, 4096),) if quick else tuple(product(BATCHES, CONTEXTS))
-    found = [Decode(centre, BF16, pages, *at) for at in grid for pages in (BF16, FP8)]
+    found = [Decode(_CENTRE, BF16, pages, *at) for at, pages in product(grid, (BF16, FP8))]
     if not quick:
-        for group, dim, size in product(GROUPS, HEAD_DIMS, BLOCK_SIZES):
-            if (group, dim, size) != (4, 128, 16):
-                heads = Heads(8 * group, 8, dim, size)
-                found += [Decode(heads, BF16, pages, *at) for at in POINTS for pages in (BF16, FP8)]
-        found += [Decode(centre, BF16, pages, 32, 4096, queries=4) for pages in (BF16, FP8)]
+        others = [heads for heads in every if heads != _CENTRE]
+        found += [
+            Decode(heads, BF16, pages, *at) for heads, at, pages in product(others, _POINTS, (BF16, FP8))
+        ]
+        found += [Decode(_CENTRE, BF16, pages, 32, 4096, queries=4) for pages in (BF16, FP8)]
     return found
 
 
 def decode_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
-    """Peers beside the shape at the centre; float8 pages beside their own 16-bit ones."""
+    """With peers at the centre; float8 pages also beside 16-bit ones."""
     halves: dict[tuple[Heads, int, int, int], float] = {}
     here = peers.peers_here(machine.is_cuda)
     for case in decode_cases(machine.is_cuda, quick, full):
-        central = case.heads == Heads(32, 8, 128, 16) or not machine.is_cuda
-        asked: tuple[str, ...] = here if central else ()
-        if machine.is_cuda and central:
-            # What has to be compiled for each shape, or doubles the pool, at a few points only.
-            few = (case.batch, case.context) in POINTS
+        asked = here if case.heads == _CENTRE or not machine.is_cuda else ()
+        if machine.is_cuda and asked:
+            # Peers that compile for each shape, or double the pool, only at a few points.
+            few = (case.batch, case.context) in _POINTS
             asked = (*asked, peers.LAYER_MAJOR) if few else tuple(n for n in asked if n != peers.FLEX)
         at = (case.heads, case.batch, case.context, case.queries)
         for row in case.rows(machine, asked):
@@ -83,26 +66,22 @@ def decode_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
             if case.pages == machine.dtype:
                 halves[at] = row.value
             elif case.pages == FP8 and at in halves:
-                goal = goals.FP8_OF_HALF if machine.is_cuda else None
-                beside = Row(row.case, "rate", row.value, row.unit, **goals.at_least(goal))
-                yield versus(beside, "pages as wide as q", halves[at])
+                yield versus(Row(row.case, "rate", row.value, row.unit), "pages as wide as q", halves[at])
 
 
 def prefill_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
     here = peers.peers_here(machine.is_cuda)
+    lengths: tuple[tuple[int, int], ...] = ((512, 512), (512, 2048))
     if not machine.is_cuda:
-        for shape in ((8, 4, 32, 16), (32, 8, 128, 16))[: 1 if quick else 2]:
-            for dtype in (F32, BF16):
-                for lens in ((512, 512), (512, 2048))[: 1 if quick else 2]:
-                    yield from Prefill(Heads(*shape), dtype, dtype, *lens).rows(machine, here)
+        shapes = (Heads(8, 4, 32, 16), _CENTRE)
+        number = 1 if quick else 2
+        for heads, dtype, of in product(shapes[:number], (F32, BF16), lengths[:number]):
+            yield from Prefill(heads, dtype, dtype, *of).rows(machine, here)
         return
-    lengths: tuple[tuple[int, int], ...] = ((8192, 8192),)
+    lengths = ((8192, 8192),)
     if not quick:
         lengths = tuple((n, n) for n in (512, 2048, 8192, 32 << 10))
         lengths += ((2048, 32 << 10), (2048, 128 << 10))
-    groups, dims, sizes = (GROUPS, HEAD_DIMS, BLOCK_SIZES) if full else ((4,), HEAD_DIMS, (16,))
-    for group, dim, size in product(groups, dims, sizes):
-        heads = Heads(8 * group, 8, dim, size)
-        for pages in (BF16, FP8):
-            for new, context in lengths:
-                yield from Prefill(heads, BF16, pages, new, context).rows(machine, here)
+    groups, sizes = (GROUPS, BLOCK_SIZES) if full else ((4,), (16,))
+    for group, dim, size, pages, of in product(groups, HEAD_DIMS, sizes, (BF16, FP8), lengths):
+        yield from Prefill(Heads(8 * group, 8, dim, size), BF16, pages, *of).rows(machine, here)

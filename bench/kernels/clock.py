@@ -1,4 +1,4 @@
-"""Timing contestants in turn: CPU time on a machine that others use too, events and graphs on a GPU."""
+"""Clocks: CPU time, which other processes do not change, and events and graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Clock(Protocol):
     name: str
 
     def seconds_of(self, contestants: Mapping[str, Work], rounds: int) -> dict[str, float]:
-        """Median seconds a call of each, measured in turn so that all see the same weather."""
+        """Median seconds of a call of each, measured in turn so that all see the same load."""
         ...
 
 
 class CpuClock:
-    """CPU time of this thread, since others' work on the same core is none of ours."""
+    """CPU time of this thread: other processes' work on the same core does not count."""
 
     name = "CPU time of one thread"
 
     def __init__(self, wanted_s: float = 0.002) -> None:
-        """wanted_s: a reading lasts so long or longer."""
+        """wanted_s: the least duration of a reading."""
         self._wanted_s = wanted_s
 
     def seconds_of(self, contestants: Mapping[str, Work], rounds: int) -> dict[str, float]:
@@ -49,8 +49,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """Time between events on the device. Each contestant is captured into a graph first, so that what is
-    measured is kernels and not their launching from Python, which an engine's graphs do not pay either."""
+    """Time between events on the device, of graphs: without launching from Python, as in an engine."""
 
     name = "time on the device, replayed from a graph"
 
@@ -78,7 +77,7 @@ def _event() -> torch.cuda.Event:
 
 
 def _captured(work: Work) -> torch.cuda.CUDAGraph:
-    """The work in a graph, after it has run outside of one: that compiles kernels and loads libraries."""
+    """The work as a graph. It runs outside of one first, which compiles kernels and loads libraries."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

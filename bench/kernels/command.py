@@ -3,58 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import click
 import torch
-from rich.console import Console
 
-from moonpool.bench.kernels import cases as sweep
-from moonpool.bench.kernels import expert_layer as mixture
-from moonpool.bench.kernels import kv_writes as moves
-from moonpool.bench.kernels import matmuls as products
+from moonpool.bench.harness.command import Run, benchmark
+from moonpool.bench.kernels.cases import decode_rows, prefill_rows
 from moonpool.bench.kernels.device_limits import Machine
+from moonpool.bench.kernels.experts import mixture_rows
+from moonpool.bench.kernels.kv_writes import merge_rows, write_rows
+from moonpool.bench.kernels.matmuls import linear_rows, lora_rows
 from moonpool.kernels import backend_report
-from moonpool.runtime.reports import report
-from moonpool.runtime.reports.report import Report, Row
+from moonpool.runtime.reports.report import Row
 
-_PATH = click.Path(path_type=Path)
-_PACKAGES = ("torch", "numpy", "triton", "flashinfer-python", "flash-attn")
-LIMITS_CASE = "limits of this machine"
-Part = Callable[[Machine, bool, bool], Iterator[Row]]
+_LIMITS = "limits of this machine"
 
 
-def _plain(rows: Callable[[Machine, bool], Iterator[Row]]) -> Part:
-    return lambda machine, quick, _full: rows(machine, quick)
+@dataclass(frozen=True, slots=True)
+class Settings:
+    machine: Machine
+    full: bool
 
 
-PARTS: dict[str, Part] = {
-    "step": _plain(sweep.step_rows),
-    "linear": _plain(products.linear_rows),
-    "decode": sweep.decode_rows,
-    "prefill": sweep.prefill_rows,
-    "write": _plain(moves.write_rows),
-    "merge": _plain(moves.merge_rows),
-    "experts": _plain(products.expert_rows),
-    "mixture": _plain(mixture.mixture_rows),
-    "lora": _plain(products.lora_rows),
+def _limit_rows(run: Run, settings: Settings) -> Iterator[Row]:
+    for name, unit, scale in (("copy", "GB/s", 1e9), ("read", "GB/s", 1e9), ("matmul", "TFLOP/s", 1e12)):
+        yield Row(_LIMITS, f"large {name}", settings.machine.limits[name] / scale, unit)
+
+
+def _part(
+    rows: Callable[[Machine, bool, bool], Iterator[Row]],
+) -> Callable[[Run, Settings], Iterator[Row]]:
+    return lambda run, settings: rows(settings.machine, run.quick, settings.full)
+
+
+PARTS = {
+    "linear": linear_rows,
+    "decode": decode_rows,
+    "prefill": prefill_rows,
+    "write": write_rows,
+    "merge": merge_rows,
+    "mixture": mixture_rows,
+    "lora": lora_rows,
 }
 
 
-@click.command()
-@click.option(
-    "--part", "parts", multiple=True, type=click.Choice(tuple(PARTS)), help="Repeatable; default: all."
+@benchmark(
+    {"limits": _limit_rows, **{name: _part(rows) for name, rows in PARTS.items()}},
+    packages=("torch", "numpy", "triton", "flashinfer-python", "flash-attn"),
+    rounds=9,
 )
 @click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True)
-@click.option("--rounds", default=9, show_default=True, help="Readings of each contestant, in turn.")
-@click.option("--quick", is_flag=True, help="A few cases only.")
 @click.option("--full", is_flag=True, help="On a GPU: every batch and context for every shape (an hour).")
-@click.option("--json", "json_path", type=_PATH, metavar="FILE", help="Write the report there.")
-def kernels(
-    parts: tuple[str, ...], device: str, rounds: int, quick: bool, full: bool, json_path: Path | None
-) -> None:
-    """Measure the kernels beside torch's own and others', and beside what the machine gives at the plainest.
+def kernels(run: Run, device: str, full: bool) -> Settings:
+    """Measure the kernels beside torch's own and others', and beside the machine's limits.
 
     On a CPU with one thread; on a GPU replayed from graphs, over more memory than its cache holds.
     """
@@ -63,37 +65,13 @@ def kernels(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise click.BadParameter("torch sees no CUDA device here", param_hint="--device")
-    console = Console(stderr=True, highlight=False)
-    machine = Machine.of(torch.device(device), rounds)
+    machine = Machine.of(torch.device(device), run.rounds)
     cpu = backend_report()["cpu"]
     form = "Triton" if machine.is_cuda else f"{cpu['form']} ({cpu['reason']})"
-    console.print(f"kernels: {form}; medians of {rounds}, {machine.clock.name}")
-    rows = limit_rows(machine)
-    for part in parts or PARTS:
-        for row in PARTS[part](machine, quick, full):
-            rows.append(row)
-            console.print(f"  {row.case}: {row.metric} {report.number(row.value)} {row.unit}", style="dim")
-            if json_path is not None and machine.is_cuda:
-                # What has been measured is kept should the machine be taken away.
-                report.write(_report(machine, rows), json_path)
-    found = _report(machine, rows)
-    if json_path is not None:
-        report.write(found, json_path)
-    report.show(found)
-
-
-def limit_rows(machine: Machine) -> list[Row]:
-    units = {"copy": (1e9, "GB/s"), "read": (1e9, "GB/s"), "matmul": (1e12, "TFLOP/s")}
-    return [
-        Row(LIMITS_CASE, f"large {name}", machine.limits[name] / scale, unit)
-        for name, (scale, unit) in units.items()
-    ]
-
-
-def _report(machine: Machine, rows: list[Row]) -> Report:
-    environment = report.measure_environment(_PACKAGES)
+    run.say(f"kernels: {form}; medians of {run.rounds}, {machine.clock.name}")
     if machine.is_cuda:
         facts = torch.cuda.get_device_properties(machine.device)
-        gpu = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-        environment = replace(environment, machine=f"{gpu}; {environment.machine}")
-    return Report(environment, rows)
+        run.machine = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    if "limits" not in run.parts:
+        run.parts.insert(0, "limits")
+    return Settings(machine, full)

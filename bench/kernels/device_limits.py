@@ -1,4 +1,4 @@
-"""What measures and what bounds: the device, its clock, and what it reaches at the plainest work."""
+"""The device, its clock, and its limits at the plainest work."""
 
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ class Machine:
     @classmethod
     def of(cls, device: torch.device, rounds: int) -> Machine:
         cuda = device.type == "cuda"
-        found = cls(
-            device,
-            CudaClock() if cuda else CpuClock(),
-            rounds,
-            torch.bfloat16 if cuda else torch.float32,
-        )
+        clock, dtype = (CudaClock(), torch.bfloat16) if cuda else (CpuClock(), torch.float32)
+        found = cls(device, clock, rounds, dtype)
         found.limits = found._measured_limits()
         return found
 
@@ -38,21 +34,18 @@ class Machine:
 
     @property
     def cold_nbytes(self) -> int:
-        """Bytes that no cache keeps: work is rotated over so many."""
+        """More bytes than the caches hold: work is rotated over them."""
         if not self.is_cuda:
             return 64 << 20
         return max(256 << 20, 4 * int(torch.cuda.get_device_properties(self.device).L2_cache_size))
 
     @property
     def free_nbytes(self) -> int:
-        """What a case may take of memory."""
+        """Memory that a case may use."""
         if not self.is_cuda:
             return 2 << 30
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.device)[0] * 0.85)
-
-    def seconds(self, work: dict[str, object]) -> dict[str, float]:
-        return self.clock.seconds_of(work, self.rounds)  # type: ignore[arg-type]
 
     def _measured_limits(self) -> dict[str, float]:
         size = 4 * self.cold_nbytes

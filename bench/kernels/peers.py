@@ -1,6 +1,6 @@
-"""Others' attention on the same work, gathered into dense tensors beforehand where they want it so."""
+"""Attention of other libraries on the same work, gathered into dense tensors beforehand if they need them."""
 
-# What is not installed everywhere has no types here.
+# Packages that are not installed everywhere have no types here.
 # mypy: disable-error-code="import-untyped,import-not-found,no-untyped-call"
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CUDA_PEERS = (FLASH, CUDNN, FLEX, FLASHINFER, FLASH_ATTN)
 
 
 def peers_here(cuda: bool) -> tuple[str, ...]:
-    """Those that can be asked on this machine."""
+    """The peers that can run on this machine."""
     if not cuda:
         return (SDPA,)
     modules = {FLASHINFER: "flashinfer", FLASH_ATTN: "flash_attn"}
@@ -38,7 +38,7 @@ def dense(pool: Tensor, layer: int, table: Tensor, context: int) -> tuple[Tensor
 
 
 def _flex() -> Callable[..., Any]:
-    """Compiled for one shape. Those of other shapes are forgotten, of which only a few are kept anyway."""
+    """Compiled for one shape. Forgets those of other shapes: torch keeps only a few."""
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()
@@ -57,7 +57,7 @@ def _sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, causal: b
 
 def dense_work(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Work:
     """q: [batch, num_heads, queries, head_dim]; k, v: [batch, num_kv_heads, keys, head_dim]; with ``causal``
-    as many queries as keys. Called once before it is timed, so that what it cannot do is raised here."""
+    as many queries as keys. Called once before it is timed, so that it raises here what it cannot do."""
     if name == FLEX:
         from torch.nn.attention.flex_attention import create_block_mask
 

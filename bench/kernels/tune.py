@@ -1,8 +1,7 @@
-"""Makes ``kernels/triton/launch.json`` anew on the GPU at hand: ``python -m moonpool.bench.kernels.tune``.
+"""Tune ``kernels/triton/launch.json`` for the GPU of this machine: ``python -m moonpool.bench.kernels.tune``.
 
-Every shape the table lists in 16 bits or float8 is tried with every tile, number of warps and of stages that
-compiles fit for use; the fastest is written as a row of this GPU's architecture. Rows of other architectures
-stay. ``--list`` says what would be tried, and needs no GPU.
+Each shape of the table is tried with each tile and number of warps and stages that compiles without a fault.
+The fastest becomes the row of this GPU's architecture. ``--list`` prints the candidates, without a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch
 
 from moonpool.bench.kernels.attention import Decode, Heads, Prefill
 from moonpool.bench.kernels.clock import CudaClock
-from moonpool.bench.kernels.contest import OURS
 from moonpool.bench.kernels.device_limits import Machine
 from moonpool.kernels.compilation.attention_cases import AttentionCase, decode_case, prefill_case
 from moonpool.kernels.compilation.compiler import compile_case
@@ -136,7 +134,7 @@ def main() -> int:
             times[choice] = seconds(slot, machine)
         best = min(times, key=lambda choice: times[choice])
         put(slot, arch, best)
-        print(f"{OURS}: {slot.of} {slot.row}: {best}, {times[best] * 1e6:.0f} µs, of {len(times)} tried")
+        print(f"ours: {slot.of} {slot.row}: {best}, {times[best] * 1e6:.0f} µs, of {len(times)} tried")
         write()
     return 0
 

@@ -11,15 +11,17 @@ import torch
 from click.testing import CliRunner
 
 from moonpool.bench.cli import bench
-from moonpool.bench.kernels import goals, tune
-from moonpool.bench.kernels import readme_table as readme
+from moonpool.bench.harness.goals import with_goals
+from moonpool.bench.kernels import tune
+from moonpool.bench.kernels.attention import Decode, Heads, Prefill
 from moonpool.bench.kernels.cases import decode_cases
 from moonpool.bench.kernels.clock import CpuClock
-from moonpool.bench.kernels.command import LIMITS_CASE, PARTS
+from moonpool.bench.kernels.command import PARTS
 from moonpool.bench.kernels.device_limits import Machine
-from moonpool.bench.kernels.model_step import ModelShape, llama_rows
+from moonpool.kernels.reference import FP8
 from moonpool.kernels.triton import launch
 from moonpool.runtime.reports import report
+from moonpool.runtime.reports.report import Row, versus
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part != "linear"])
@@ -34,7 +36,7 @@ def test_bench_kernels(tmp_path: Path, part: str) -> None:
     assert all(row["value"] > 0 for row in content["rows"] if row["metric"] != "error")
     errors = [row for row in content["rows"] if row["metric"] == "error"]
     assert all(row["value"] <= row["limit_value"] for row in errors)
-    assert part == "step" or errors
+    assert errors
 
 
 def test_contestants_are_timed_in_turn() -> None:
@@ -47,14 +49,20 @@ def test_contestants_are_timed_in_turn() -> None:
 
 
 def test_the_goals_of_a_gpu() -> None:
-    """As the table of goals says them: which cases have one, and which."""
-    assert goals.of_decode(True, 32, 4096, True) == goals.of_decode(True, 256, 8192, True) == 0.85
-    assert goals.of_decode(True, 1, 128 << 10, True) == 0.7
-    assert goals.of_decode(True, 8, 4096, True) is None
-    assert goals.of_decode(True, 32, 4096, False) is None
-    assert goals.of_prefill(True, 128, 8192, 8192) == goals.of_prefill(True, 128, 32768, 32768) == 0.7
-    assert goals.of_prefill(True, 64, 8192, 8192) is None
-    assert goals.of_prefill(True, 128, 2048, 8192) is None
+    """Which cases have a goal, and which goal."""
+
+    def goal(case: str, peer: str) -> float | None:
+        row = versus(Row(case, "rate", 1.0, "GB/s"), peer, 1.0)
+        return with_goals("kernels", [row])[0].limit_value
+
+    heads, wide = Heads(32, 8, 128, 16), torch.bfloat16
+    for at, bound in (((32, 4096), 0.85), ((256, 8192), 0.85), ((1, 128 << 10), 0.7), ((8, 4096), None)):
+        assert goal(Decode(heads, wide, wide, *at).case, "large copy") == bound
+    assert goal(Decode(heads, wide, FP8, 32, 4096).case, "large copy") is None
+    assert goal(Decode(heads, wide, FP8, 32, 4096).case, "pages as wide as q") == 0.75
+    for new, context, bound in ((8192, 8192, 0.7), (32768, 32768, 0.7), (2048, 8192, None)):
+        assert goal(Prefill(heads, wide, wide, new, context).case, "SDPA cuDNN") == bound
+    assert goal(Prefill(Heads(32, 8, 64, 16), wide, wide, 8192, 8192).case, "SDPA cuDNN") is None
 
 
 def test_the_sweep_of_a_gpu_covers_what_it_must() -> None:
@@ -76,25 +84,6 @@ def test_what_does_not_fit_is_said_in_a_row() -> None:
     assert row.metric.startswith("not measured: its pages do not fit")
     assert row.unit == "GiB"
     assert row.value > 2
-
-
-def test_a_model_that_does_not_fit_is_said_in_a_row() -> None:
-    machine = Machine(torch.device("cpu"), CpuClock(), 1, torch.bfloat16, {})
-    assert [row.unit for row in llama_rows(machine)] == ["GiB", "GiB"]
-
-
-def test_a_whole_step_against_its_floor() -> None:
-    """The rows of a served model, of a shape that a CPU can do."""
-    machine = Machine(torch.device("cpu"), CpuClock(0), 1, torch.float32, {"copy": 1e10, "matmul": 1e11})
-    small = ModelShape("a small shape", 64, 96, 2, 4, 2, 16, 128)
-    decode, prompt = llama_rows(machine, small)
-    assert decode.peer == prompt.peer == "floor"
-    assert decode.peer_value is not None
-    assert decode.peer_value * 1e7 == small.weights_nbytes(torch.float32) + small.kv_nbytes(
-        64 * 2048, torch.float32
-    )
-    assert decode.limit_value == 1.3
-    assert prompt.limit_value == 1.5
 
 
 def test_tuning_needs_a_gpu_and_says_so(
@@ -129,34 +118,3 @@ def test_a_row_that_is_put_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch
     finally:
         launch.table.cache_clear()
         launch.decode_choice.cache_clear()
-
-
-def test_the_readme_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["readme", "--check"])
-    assert readme.main() == 0, "run python -m moonpool.bench.kernels.readme_table"
-
-
-def test_the_readmes_table_of_a_gpu(tmp_path: Path) -> None:
-    rows = [
-        {"case": LIMITS_CASE, "metric": "large copy", "value": 4300.0, "unit": "GB/s"},
-        {
-            **{"case": "decode", "metric": "rate", "value": 3400.0, "unit": "GB/s", "peer": "large copy"},
-            **{"peer_value": 4300.0, "ratio": 0.79, "limit": "at least", "limit_value": 0.85},
-        },
-        {
-            "case": "decode",
-            "metric": "error",
-            "value": 0.1,
-            "unit": "",
-            "limit": "at most",
-            "limit_value": 1.0,
-        },
-    ]
-    facts = {"machine": "H200, CUDA 13.0", "versions": {"torch": "2.13.0"}, "commit": "abc", "date": ""}
-    (tmp_path / "h200.json").write_text(json.dumps({"environment": facts, "rows": rows}))
-    (tmp_path / "other.json").write_text(json.dumps({"rows": [{"case": "another bench"}]}))
-    text = readme.section(tmp_path)
-    assert "| decode | 3,400 GB/s | large copy 4,300 | 0.79 | ≥ 0.85, **missed** |" in text
-    assert "1 of 1" in text
-    assert readme.NO_GPU not in text
-    assert readme.NO_GPU in readme.section(tmp_path / "empty")

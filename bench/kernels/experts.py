@@ -1,4 +1,4 @@
-"""A layer's mixture of experts as a whole: routed, grouped, computed, combined."""
+"""A layer's mixture of experts as a whole: router, grouping, products, combination."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moonpool.bench.kernels.clock import Work
-from moonpool.bench.kernels.contest import Contest
+from moonpool.bench.kernels.contest import contest
 from moonpool.bench.kernels.device_limits import Machine, name_of
 from moonpool.engine.experts.mixture import Experts, MixtureOfExperts, Router
 from moonpool.kernels import PackedExperts, PackedLinear
@@ -62,7 +62,7 @@ class Weights:
         )
 
     def looped(self, x: Tensor) -> Tensor:
-        """As transformers' eager form does it: expert by expert, over the tokens that chose it."""
+        """The eager form of transformers: expert by expert, over the tokens that chose it."""
         weights, ids = (x @ self.gate.T).softmax(-1).topk(self.top_k)
         weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
@@ -77,33 +77,34 @@ class Weights:
         return Weights(self.gate.double(), self.gate_up.double(), self.down.double(), self.top_k)
 
 
-def mixture_rows(machine: Machine, quick: bool) -> Iterator[Row]:
-    """Against reading the weights of the experts that were chosen, or against their products."""
+def mixture_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
+    """Against reading the weights of the chosen experts, or against their products."""
     for shape in LARGE[: 1 if quick else 2] if machine.is_cuda else (SMALL,):
         expert_nbytes = 3 * shape.inter * shape.hidden * 2
         copies = max(1, machine.cold_nbytes // (shape.experts * expert_nbytes))
         weights = [Weights.random(shape, machine) for _ in range(copies)]
-        layers = [of_layer.layer() for of_layer in weights]
         for tokens in (1, 8) if quick else (1, 8, 64, 512):
-            x = torch.randn(tokens, shape.hidden, device=machine.device).to(machine.dtype)
-            chosen = [set(layer.router(x)[1].flatten().tolist()) for layer in layers]
-            flops = 2 * tokens * shape.top_k * 3 * shape.inter * shape.hidden
-            read = sum(map(len, chosen)) / copies * expert_nbytes
-            reading = read / machine.limits["read"] > flops / machine.limits["matmul"]
-            loop: dict[str, Work] = {}
-            if not machine.is_cuda:  # whose recorded steps cannot loop over what only the device knows
-                loop["loop over experts"] = lambda x=x, weights=weights: [w.looped(x) for w in weights]  # type: ignore[misc]
-            yield from Contest(
-                f"{shape.name}, {shape.top_k} of {shape.experts} experts of {shape.hidden}x{shape.inter}, "
-                f"{name_of(machine.dtype)}, weights bfloat16, {tokens} tokens",
-                lambda x=x, layers=layers: [layer(x) for layer in layers],  # type: ignore[misc]
-                copies,
-                read if reading else flops,
-                "read" if reading else "matmul",
-                machine.dtype,
-                lambda x=x, layers=layers, weights=weights: (  # type: ignore[misc]
-                    layers[0](x),
-                    weights[0].double().looped(x.double()),
-                ),
-                loop,
-            ).rows(machine)
+            yield from _mixture(machine, shape, weights, tokens)
+
+
+def _mixture(machine: Machine, shape: MixtureShape, weights: list[Weights], tokens: int) -> Iterator[Row]:
+    layers, copies = [of_layer.layer() for of_layer in weights], len(weights)
+    x = torch.randn(tokens, shape.hidden, device=machine.device).to(machine.dtype)
+    chosen = sum(len(set(layer.router(x)[1].flatten().tolist())) for layer in layers)
+    flops = 2 * tokens * shape.top_k * 3 * shape.inter * shape.hidden
+    read = chosen / copies * 3 * shape.inter * shape.hidden * 2
+    reading = read / machine.limits["read"] > flops / machine.limits["matmul"]
+    loop: dict[str, Work] = {}
+    if not machine.is_cuda:  # a recorded graph cannot loop over ids that only the device knows
+        loop["loop over experts"] = lambda: [of_layer.looped(x) for of_layer in weights]
+    yield from contest(
+        machine,
+        f"{shape.name}, {shape.top_k} of {shape.experts} experts of {shape.hidden}x{shape.inter}, "
+        f"{name_of(machine.dtype)}, weights bfloat16, {tokens} tokens",
+        lambda: [layer(x) for layer in layers],
+        calls=copies,
+        amount=read if reading else flops,
+        limit="read" if reading else "matmul",
+        error=lambda: (layers[0](x), weights[0].double().looped(x.double())),
+        peers=loop,
+    )
