@@ -54,40 +54,6 @@ class Sequence:
     Sequences are ordered by (priority, arrived_s + patience_s). The last one is preempted first.
     """
 
-    __slots__ = (
-        "_tokens",
-        "arrived_s",
-        "attempt",
-        "block_table",
-        "cancelled",
-        "chunks",
-        "computed_s",
-        "deadline_unix_s",
-        "finish_reason",
-        "key",
-        "keys",
-        "last_token_id",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_sealed_blocks",
-        "num_tokens",
-        "order",
-        "prefill_only",
-        "priority",
-        "prompt_logprobs",
-        "prompt_rows",
-        "request_id",
-        "root_key",
-        "row",
-        "sampling",
-        "scheduled_s",
-        "state",
-        "stop_ids",
-        "tenant",
-    )
-
     def __init__(
         self,
         request_id: str,

@@ -14,39 +14,57 @@ from moonpool.engine.device.device import Device
 from moonpool.kvstore.store import Bytes
 from moonpool.transfer import checksum
 
-# Host memory that blocks of a GPU pass through to be hashed.
-_STAGING_NBYTES = 8 << 20
+# Host memory for blocks on their way to a hash or to disk.
+STAGING_NBYTES = 8 << 20
 
 
 class BlockBytes(Protocol):
-    """Any thread may call this. A block's bytes may be read once its step has ended, and written while no
-    step, copy or peer uses them. All bytes are in place when a call returns.
+    """Access to blocks from any thread. Read a block after its step has ended; write it while no step, copy
+    or peer uses it. Calls are synchronous.
 
-    needs_loop: the event loop moves the bytes, so that no call may be made on its thread. Any call may raise
-    TransferError or RankLost then; what it was to fill is undefined, and nothing writes there any more.
+    needs_loop: the event loop moves the bytes, so calls are forbidden on its thread and may raise
+    TransferError or RankLost. The destination is undefined then, and nothing writes to it any more.
     """
 
     in_main_memory: bool
     needs_loop: bool
 
     def view(self, block_id: int) -> Bytes:
-        """uint8 [block_nbytes]: the bytes themselves, or where they are not in main memory a copy of them as
-        they are now."""
+        """Return uint8 [block_nbytes]: the bytes themselves in main memory, otherwise a copy."""
 
     def copy_out(self, block_ids: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
-        """Copy blocks to main memory; the checksums of what arrived there."""
+        """Copy blocks to main memory. Return the checksums of the copies."""
 
     def copy_in(
         self, sources: Sequence[Bytes], block_ids: Sequence[int], checksums: Sequence[int]
     ) -> int | None:
-        """Copy blocks from main memory. Returns the first whose source does not match its checksum, or None;
-        those before it are in place, the others undefined."""
+        """Copy blocks from main memory. Return None, or the index of the first source with a wrong checksum;
+        blocks from there on are undefined."""
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """xxh3-64 of the bytes as they are now."""
+        """Return xxh3-64 of the current bytes."""
 
     async def close(self) -> None:
-        """End calls under way with an error, and refuse others. Idempotent."""
+        """End running calls with an error and reject others. Idempotent."""
+
+
+class CopiedBytes:
+    """Base of blocks outside main memory or in parts: a view is a copy."""
+
+    in_main_memory = False
+    needs_loop = False
+    block_nbytes: int
+
+    def copy_out(self, block_ids: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
+        raise NotImplementedError
+
+    def view(self, block_id: int) -> Bytes:
+        whole: Bytes = np.empty(self.block_nbytes, np.uint8)
+        self.copy_out([block_id], [whole])
+        return whole
+
+    async def close(self) -> None:
+        """Nothing to end: all calls are short."""
 
 
 class HostBytes:
@@ -80,27 +98,19 @@ class HostBytes:
         return [checksum(self._array[block].data) for block in block_ids]
 
     async def close(self) -> None:
-        """Calls end by themselves."""
+        """Nothing to end: all calls are short."""
 
 
-class DeviceBytes:
-    """``tensor``: uint8 [num_blocks, block_nbytes]. Checksums are computed in main memory, of the copy there:
-    a copy between two GPUs needs none."""
-
-    in_main_memory = False
-    needs_loop = False
+class DeviceBytes(CopiedBytes):
+    """``tensor``: uint8 [num_blocks, block_nbytes]. Checksums are computed of a copy in main memory."""
 
     def __init__(self, tensor: Tensor, device: Device) -> None:
+        self.block_nbytes = tensor.shape[1]
         self._tensor = tensor
         self._device = device
-        num_blocks = max(1, _STAGING_NBYTES // tensor.shape[1])
+        num_blocks = max(1, STAGING_NBYTES // tensor.shape[1])
         self._staging = device.staging(num_blocks, tensor.shape[1])
         self._staging_lock = threading.Lock()
-
-    def view(self, block_id: int) -> Bytes:
-        copy: Bytes = np.empty(self._tensor.shape[1], np.uint8)
-        self._device.copy([self._tensor[block_id]], [torch.from_numpy(copy)]).wait()
-        return copy
 
     def copy_out(self, block_ids: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
         targets = [torch.from_numpy(destination) for destination in destinations]
@@ -113,7 +123,7 @@ class DeviceBytes:
         copies = self._device.copy(
             [torch.from_numpy(source) for source in sources], [self._tensor[block] for block in block_ids]
         )
-        # Hashed while they are on their way: what is copied is what lies there.
+        # Hashed during the copy: the sources do not change.
         wrong = (i for i, source in enumerate(sources) if checksum(source.data) != checksums[i])
         try:
             return next(wrong, None)
@@ -128,6 +138,3 @@ class DeviceBytes:
                 some = block_ids[first : first + size]
                 found += self.copy_out(some, list(self._staging[: len(some)]))
         return found
-
-    async def close(self) -> None:
-        """Calls end by themselves."""

@@ -1,17 +1,19 @@
-"""The bytes of blocks that lie in parts with several ranks, where only transfer agents reach."""
+"""The bytes of blocks in parts on several ranks, which only transfer agents reach."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
 from moonpool.engine.errors import RankLost
+from moonpool.engine.memory.block_bytes import STAGING_NBYTES, CopiedBytes
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.blocks.shards import BlockShard, Run, canonical_runs, overlaps
 from moonpool.kvstore.remote.rank_reader import RankRead
@@ -20,19 +22,17 @@ from moonpool.kvstore.store import Bytes
 from moonpool.protos import node_pb2
 from moonpool.transfer import AgentClosed, AgentDescriptor, TransferAgent, checksum
 
-Result = TypeVar("Result")
-
-# Memory for blocks that come from, or go to, where no agent reaches: to be hashed, or to disk.
-_STAGING_NBYTES = 8 << 20
-# A thread that waits for the loop looks this often whether there is a loop.
-_LOOK_S = 1.0
+# How often a thread that waits for the loop checks that the loop still runs.
+_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _RankPart:
-    """A rank: where its part of block i begins is ``i * block_nbytes`` of ``region``. The runs are (in the
-    whole block, in the part, nbytes): ``reads`` of all holders take each byte once, ``writes`` reach every
-    copy."""
+    """A rank's parts of blocks: that of block i begins at ``i * block_nbytes`` of ``region``.
+
+    Runs are (offset in the block, offset in the part, nbytes). ``reads`` of all ranks have each byte once,
+    ``writes`` have every copy.
+    """
 
     agent: AgentDescriptor
     region: int
@@ -43,21 +43,20 @@ class _RankPart:
 
 @dataclass(frozen=True, slots=True)
 class _BlockSpans:
-    """Whole blocks in one region of ours."""
+    """Whole blocks in one region of the leader's agent."""
 
     region: int
     begins: list[int]
 
 
-class RemoteRankBytes:
-    """See ``BlockBytes``. Outside the pool a block is whole, so that it serves any plan.
+class RemoteRankBytes(CopiedBytes):
+    """See ``BlockBytes``. Outside the pool a block is whole, which suits any plan.
 
-    The leader's agent reads parts, and writes them, straight between the ranks' pools and memory that is
-    registered with it, which the store's host memory is; all else goes by way of ``staging``. Over a network
-    a write is compared at the rank with what was sent; what was sent is compared here with its checksum.
+    The leader's agent moves parts directly between the ranks' pools and memory registered with it, such as
+    the store's host memory. Other memory goes through staging memory. The transfer verifies writes over a
+    network; sources are verified here.
     """
 
-    in_main_memory = False
     needs_loop = True
 
     def __init__(
@@ -69,26 +68,26 @@ class RemoteRankBytes:
         *,
         deadline_s: float,
     ) -> None:
-        """On the loop. ``ranks``: all, rank 0 too; ``lost()``: why they are of no use any more.
+        """Call it on the loop. ``ranks``: of all ranks, including 0. ``lost()``: the error of a lost group.
 
-        deadline_s: of each move, longer than it takes until a stopped rank is lost: one that went on after
-        its write was given up could still end it.
+        deadline_s: of each move. It must exceed the time until a stopped rank is lost: a rank that resumes
+        after a write was given up could still complete that write.
         """
-        self._layout = layout
+        self.block_nbytes = layout.block_nbytes
         self._agent = agent
         self._lost = lost
         self._deadline_s = deadline_s
-        self._holders = _holders(layout, ranks)
+        self._parts = _rank_parts(layout, ranks)
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._num_staged = max(1, _STAGING_NBYTES // layout.block_nbytes)
+        self._num_staged = max(1, STAGING_NBYTES // layout.block_nbytes)
         self._staging = agent.allocate(self._num_staged * layout.block_nbytes, "staging")
         self._staging_lock = threading.Lock()
         self._moves: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def close(self) -> None:
-        """See ``BlockBytes``. The agent is still open."""
+        """See ``BlockBytes``. Close the agent later."""
         self._closed = True
         for move in self._moves:
             move.cancel()
@@ -96,89 +95,77 @@ class RemoteRankBytes:
             await asyncio.wait(self._moves)
         self._staging.close()
 
-    def view(self, block_id: int) -> Bytes:
-        whole: Bytes = np.empty(self._layout.block_nbytes, np.uint8)
-        self.copy_out([block_id], [whole])
-        return whole
-
     def copy_out(self, block_ids: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
-        place = self._registered(destinations)
-        if place is not None:
-            self._wait(self._move("read", block_ids, place))
-        else:
-
-            def take(some: slice, staged: _BlockSpans, copies: Sequence[Bytes]) -> None:
-                self._wait(self._move("read", block_ids[some], staged))
-                for copy, destination in zip(copies, destinations[some], strict=True):
-                    np.copyto(destination, copy)
-
-            self._staged(len(block_ids), take)
+        with closing(self._batches(len(block_ids), destinations)) as batches:
+            for some, spans, memory in batches:
+                self._wait(self._move("read", block_ids[some], spans))
+                if memory is not destinations:
+                    for copy, destination in zip(memory, destinations[some], strict=True):
+                        np.copyto(destination, copy)
         return [checksum(destination.data) for destination in destinations]
 
     def copy_in(
         self, sources: Sequence[Bytes], block_ids: Sequence[int], checksums: Sequence[int]
     ) -> int | None:
         wrong: list[int] = []
-
-        def give(some: slice, place: _BlockSpans, given: Sequence[Bytes]) -> None:
-            writing = self._begin(self._move("write", block_ids[some], place))
-            try:
-                # Hashed while they are on their way: what is sent is what lies there.
-                promised = checksums[some]
-                wrong.extend(
-                    some.start + i for i, one in enumerate(given) if checksum(one.data) != promised[i]
-                )
-            finally:
-                self._end(writing)
-
-        place = self._registered(sources)
-        if place is not None:
-            give(slice(0, len(sources)), place, sources)
-        else:
-
-            def stage(some: slice, staged: _BlockSpans, copies: Sequence[Bytes]) -> None:
-                for copy, source in zip(copies, sources[some], strict=True):
-                    np.copyto(copy, source)
-                give(some, staged, copies)
-
-            self._staged(len(sources), stage)
+        with closing(self._batches(len(sources), sources)) as batches:
+            for some, spans, memory in batches:
+                if memory is not sources:
+                    for copy, source in zip(memory, sources[some], strict=True):
+                        np.copyto(copy, source)
+                writing = self._begin(self._move("write", block_ids[some], spans))
+                try:
+                    # Hashed during the write: the sent bytes do not change.
+                    found = [checksum(one.data) for one in memory]
+                    promised = zip(found, checksums[some], strict=True)
+                    wrong += [some.start + i for i, (value, right) in enumerate(promised) if value != right]
+                finally:
+                    self._end(writing)
         return wrong[0] if wrong else None
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         found: list[int] = []
-
-        def look(some: slice, staged: _BlockSpans, copies: Sequence[Bytes]) -> None:
-            self._wait(self._move("read", block_ids[some], staged))
-            found.extend(checksum(copy.data) for copy in copies)
-
-        self._staged(len(block_ids), look)
+        with closing(self._batches(len(block_ids), None)) as batches:
+            for some, spans, memory in batches:
+                self._wait(self._move("read", block_ids[some], spans))
+                found += [checksum(copy.data) for copy in memory]
         return found
 
-    # ------------------------------------------------------------------ whole blocks in memory of ours
+    # ------------------------------------------------------------------ the leader's memory
 
     def _registered(self, arrays: Sequence[Bytes]) -> _BlockSpans | None:
-        """Where the arrays lie, if all of them are in one region of the agent's."""
+        """Return the spans of the arrays if one region of the agent has all of them."""
         if not arrays:
             return _BlockSpans(self._staging.id, [])
         begins = [array.__array_interface__["data"][0] for array in arrays]
-        last = max(begins) + self._layout.block_nbytes
+        last = max(begins) + self.block_nbytes
         for region in self._agent.regions:
             inside = region.address <= min(begins) and last <= region.address + region.nbytes
             if inside and region.device is None:
                 return _BlockSpans(region.id, [begin - region.address for begin in begins])
         return None
 
-    def _staged(self, num_blocks: int, work: Callable[[slice, _BlockSpans, Sequence[Bytes]], None]) -> None:
-        """Call ``work`` with so many blocks at a time as staging holds, and where they may be."""
-        nbytes = self._layout.block_nbytes
+    def _batches(
+        self, num_blocks: int, arrays: Sequence[Bytes] | None
+    ) -> Generator[tuple[slice, _BlockSpans, Sequence[Bytes]]]:
+        """Yield (blocks, spans, memory): all ``arrays`` at once if registered, else parts in the staging
+        memory.
+
+        The staging memory is locked until the generator is closed.
+        """
+        spans = None if arrays is None else self._registered(arrays)
+        if spans is not None and arrays is not None:
+            yield slice(0, num_blocks), spans, arrays
+            return
+        nbytes = self.block_nbytes
         with self._staging_lock:
             if self._closed:
                 raise AgentClosed(self._agent.agent_id)
             array = self._staging.array.reshape(self._num_staged, nbytes)
             for first in range(0, num_blocks, self._num_staged):
                 n = min(self._num_staged, num_blocks - first)
-                place = _BlockSpans(self._staging.id, [i * nbytes for i in range(n)])
-                work(slice(first, first + n), place, list(array[:n]))
+                staged = _BlockSpans(self._staging.id, [i * nbytes for i in range(n)])
+                yield slice(first, first + n), staged, list(array[:n])
 
     # ------------------------------------------------------------------ from a thread to the loop
 
@@ -188,15 +175,15 @@ class RemoteRankBytes:
     def _begin(self, move: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
         if threading.get_ident() == self._loop_thread:
             move.close()
-            raise AssertionError("the loop would wait for itself: blocks of ranks apart move on threads only")
+            raise AssertionError("call this on a thread: on the event loop it would wait for itself")
         if self._closed or not self._loop.is_running():
             move.close()
             raise AgentClosed(self._agent.agent_id)
         return asyncio.run_coroutine_threadsafe(move, self._loop)
 
     def _end(self, moving: concurrent.futures.Future[None]) -> None:
-        """When it has ended, which its deadline sees to, or the loop has."""
-        while not concurrent.futures.wait((moving,), _LOOK_S).done:
+        """Wait for the end of the move, which its deadline bounds, or of the loop."""
+        while not concurrent.futures.wait((moving,), _CHECK_S).done:
             if not self._loop.is_running():
                 raise AgentClosed(self._agent.agent_id)
         try:
@@ -207,21 +194,21 @@ class RemoteRankBytes:
     # ------------------------------------------------------------------ on the loop
 
     async def _move(
-        self, direction: Literal["read", "write"], block_ids: Sequence[int], place: _BlockSpans
+        self, direction: Literal["read", "write"], block_ids: Sequence[int], spans: _BlockSpans
     ) -> None:
-        """Between blocks and whole ones in our memory. However it ends, nothing moves any more then."""
+        """Move all ranks' parts of blocks. Nothing moves any more when it ends, also by an error."""
         if (lost := self._lost()) is not None:
             raise lost
         if self._closed:
             raise AgentClosed(self._agent.agent_id)
         moves = [
-            self._loop.create_task(self._move_part(direction, holder, block_ids, place))
-            for holder in self._holders
-            if block_ids and (holder.reads if direction == "read" else holder.writes)
+            self._loop.create_task(self._move_part(direction, part, block_ids, spans))
+            for part in self._parts
+            if block_ids and (part.reads if direction == "read" else part.writes)
         ]
         self._moves.update(moves)
         try:
-            # Also when one has failed: the others may be writing to what we would take for something else.
+            # Wait for all even if one fails: the others still write to our memory.
             ended = await asyncio.gather(*moves, return_exceptions=True)
         except asyncio.CancelledError:
             for move in moves:
@@ -237,28 +224,28 @@ class RemoteRankBytes:
     async def _move_part(
         self,
         direction: Literal["read", "write"],
-        holder: _RankPart,
+        part: _RankPart,
         block_ids: Sequence[int],
-        place: _BlockSpans,
+        spans: _BlockSpans,
     ) -> None:
-        """One rank's part."""
+        """Move one rank's parts."""
         loop = self._loop
         ends_s = loop.time() + self._deadline_s
-        peer = await self._agent.connect(holder.agent, deadline_s=self._deadline_s)
-        theirs = [block * holder.block_nbytes for block in block_ids]
+        peer = await self._agent.connect(part.agent, deadline_s=self._deadline_s)
+        theirs = [block * part.block_nbytes for block in block_ids]
         left_s = max(ends_s - loop.time(), 1e-3)
         if direction == "read":
-            into = [(theirs_at, ours_at, n) for ours_at, theirs_at, n in holder.reads]
-            read = RankRead(b"", holder.region, theirs, place.begins, into, left_s)
-            ours, remote = read.spans(place.region)
+            into = [(theirs_at, ours_at, n) for ours_at, theirs_at, n in part.reads]
+            read = RankRead(b"", part.region, theirs, spans.begins, into, left_s)
+            ours, remote = read.spans(spans.region)
             await peer.read(ours, remote, deadline_s=left_s)
         else:
-            read = RankRead(b"", place.region, place.begins, theirs, holder.writes, left_s)
-            remote, ours = read.spans(holder.region)
+            read = RankRead(b"", spans.region, spans.begins, theirs, part.writes, left_s)
+            remote, ours = read.spans(part.region)
             await peer.write(ours, remote, deadline_s=left_s)
 
 
-def _holders(layout: KVLayout, ranks: Sequence[node_pb2.RankMemory]) -> list[_RankPart]:
+def _rank_parts(layout: KVLayout, ranks: Sequence[node_pb2.RankMemory]) -> list[_RankPart]:
     shards = [shard_of(rank) for rank in ranks]
     reads: list[list[Run]] = [[] for _ in ranks]
     for number, run in canonical_runs(layout, shards):

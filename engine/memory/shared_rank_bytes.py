@@ -1,4 +1,4 @@
-"""The bytes of blocks that lie in parts with several ranks, in memory that all of them share."""
+"""The bytes of blocks in parts on several ranks, in shared memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.engine.memory.block_bytes import CopiedBytes
 from moonpool.kvstore.blocks.layout import KVLayout
 from moonpool.kvstore.blocks.shards import BlockShard, Run, canonical_runs, overlaps
 from moonpool.kvstore.store import Bytes
@@ -15,17 +16,14 @@ from moonpool.transfer import move_runs
 U64 = npt.NDArray[np.uint64]
 
 
-class SharedRankBytes:
-    """See ``BlockBytes``. Outside the pool a block is whole, so that it serves any plan."""
-
-    in_main_memory = False
-    needs_loop = False
+class SharedRankBytes(CopiedBytes):
+    """See ``BlockBytes``. Outside the pool a block is whole, which suits any plan."""
 
     def __init__(self, layout: KVLayout, shards: Sequence[BlockShard], pools: Sequence[Bytes]) -> None:
         """pools: uint8 [num_blocks, block_nbytes of the shard], one for each shard."""
-        self._layout = layout
+        self.block_nbytes = layout.block_nbytes
         self._pools = list(pools)
-        # Reading takes one copy of each byte, in order; writing reaches all copies.
+        # Reads take one copy of each byte; writes update all copies.
         self._reads = _Runs(self._pools, canonical_runs(layout, shards))
         whole = BlockShard.whole(layout)
         self._writes: list[tuple[int, Run]] = [
@@ -34,11 +32,6 @@ class SharedRankBytes:
             for overlap in overlaps(layout, [whole], shard)
             for run in overlap.runs
         ]
-
-    def view(self, block_id: int) -> Bytes:
-        whole: Bytes = np.empty(self._layout.block_nbytes, np.uint8)
-        self.copy_out([block_id], [whole])
-        return whole
 
     def copy_out(self, block_ids: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
         return self._reads.move(block_ids, destinations)
@@ -50,7 +43,7 @@ class SharedRankBytes:
             for shard, run in self._writes:
                 into = self._pools[shard][block, run.target : run.target + run.nbytes]
                 np.copyto(into, source[run.source : run.source + run.nbytes])
-            # Of what arrived, that is of one copy of each byte.
+            # The checksum of one copy of each byte.
             if self._reads.move([block]) != [checksums[i]]:
                 return i
         return None
@@ -58,12 +51,9 @@ class SharedRankBytes:
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         return self._reads.move(block_ids)
 
-    async def close(self) -> None:
-        """Calls end by themselves."""
-
 
 class _Runs:
-    """Where the bytes of each block lie, in their order."""
+    """The runs of bytes that make a block, in order."""
 
     def __init__(self, pools: Sequence[Bytes], runs: Sequence[tuple[int, Run]]) -> None:
         first = np.array([pool.__array_interface__["data"][0] for pool in pools], np.uint64)
@@ -75,13 +65,13 @@ class _Runs:
         self._nbytes = np.array([run.nbytes for _, run in runs], np.uint64)
 
     def move(self, block_ids: Sequence[int], destinations: Sequence[Bytes] | None = None) -> list[int]:
-        """Copy the blocks out, or only look at them; the checksums of what came of it."""
+        """Copy the blocks to ``destinations``, or only read them. Return their checksums."""
         num_blocks, num_runs = len(block_ids), len(self._nbytes)
         blocks = np.array(block_ids, np.uint64)[:, None]
         to = None
         if destinations is not None:
-            places = [array.__array_interface__["data"][0] for array in destinations]
-            to = (np.array(places, np.uint64)[:, None] + self._offsets).reshape(-1)
+            addresses = [array.__array_interface__["data"][0] for array in destinations]
+            to = (np.array(addresses, np.uint64)[:, None] + self._offsets).reshape(-1)
         digests = np.empty(num_blocks, np.uint64)
         move_runs(
             to,

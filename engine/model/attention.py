@@ -59,11 +59,11 @@ class Attention:
             q = self._write(qkv, inputs.positions, inputs.slots, pool, i, layer, num_heads, scales)
             return _attend(q, inputs, pool, i, **rules).view(len(qkv), -1)
         assert self._link is not None
-        take = self._link.exchange_cp(qkv[:, num_heads * head_dim :], inputs.share_sizes)
+        take = self._link.exchange_cp(qkv[:, num_heads * head_dim :], inputs.cp_token_counts)
         q = self._write(qkv, inputs.positions, inputs.slots, pool, i, layer, num_heads, scales)
 
         def receive(other: RemoteTokens) -> None:
-            self._write(take(other.share), other.positions, other.slots, pool, i, layer, 0, scales)
+            self._write(take(other.cp_rank), other.positions, other.slots, pool, i, layer, 0, scales)
 
         if layer.window:
             # Which keys a window has is told by their places in the whole table.

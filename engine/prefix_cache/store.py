@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from moonpool.engine.engine import Engine
 from moonpool.engine.memory.block_memory import BlockMemory
 from moonpool.engine.prefix_cache.eviction_savings import EvictionSavings
-from moonpool.engine.prefix_cache.pool_tier import PoolTier
 from moonpool.engine.prefix_cache.tier_loader import TierLoader
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
@@ -98,7 +97,7 @@ class NodeStore:
             engine.layout,
             options,
             region.array,
-            pool=PoolTier(memory),
+            pool=memory,
             ssd=ssd,
             on_change=on_change,
             saved_s=savings.host,

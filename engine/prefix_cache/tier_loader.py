@@ -110,10 +110,10 @@ class TierLoader:
         """Where each of the first blocks came from; shorter than ``keys`` where one could not be had."""
         tiers = self._store.match(keys)
         await self._memory.pool.ready()
-        if not self._memory.bytes.in_main_memory:
+        if not self._memory.in_main_memory:
             return tiers[: await self._fill_gpu(keys, block_ids)]
         try:
-            await self._store.get(keys, [self._memory.bytes.view(block) for block in block_ids])
+            await self._store.get(keys, [self._memory.bytes_of(block) for block in block_ids])
         except (BlockMissing, BlockCorrupt) as error:
             log.warning("cached blocks are computed instead: %s", error)
             return tiers[: error.first_missing]

@@ -55,7 +55,7 @@ class ContextStep:
             where = torch.from_numpy(rows[share]).to(inputs.positions.device)
             others.append(RemoteTokens(share, inputs.positions[where], inputs.slots[where], keys[share]))
         part.own_keys, part.others = keys[self._share], tuple(others)
-        part.share_sizes = tuple(map(len, portions))
+        part.cp_token_counts = tuple(map(len, portions))
         return part
 
     def collect(self, hidden: Tensor, rows: Tensor, link: Link) -> Tensor:

@@ -106,7 +106,7 @@ async def test_blocks_come_and_go_as_with_shared_pools_and_one_process(make_chec
 @pytest.mark.slow
 async def test_more_blocks_than_staging_holds_pass_through_it(make_checkpoint, monkeypatch) -> None:
     path = make_checkpoint("llama", **SHAPE).path
-    monkeypatch.setattr("moonpool.engine.memory.remote_rank_bytes._STAGING_NBYTES", 1)
+    monkeypatch.setattr("moonpool.engine.memory.remote_rank_bytes.STAGING_NBYTES", 1)
     async with side(path, "apart", 1, 2, separate_pools=True) as apart:
         bytes_, blocks = apart.memory.blocks.bytes, random_blocks(apart, 3)
         sums = [checksum(block.data) for block in blocks]
