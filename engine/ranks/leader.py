@@ -1,4 +1,4 @@
-"""The leader's runner: one batch told to all ranks, computed by all, sampled here."""
+"""The leader's runner: publishes each batch to all ranks, computes its part, samples."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from moonpool.runtime.service.load_progress import Progress
 
 @dataclass(slots=True)
 class StepTimes:
-    """Where one step's time went, in seconds; per rank: [world_size]."""
+    """Times of one step in seconds; lists are per rank, [world_size]."""
 
     step_s: float
-    publish_s: float  # packing the batch and telling the ranks
-    settle_s: float  # from the last token to all ranks being done and compared
-    num_exchanges: int  # rank 0's with others
+    publish_s: float  # packing and publishing the batch
+    settle_s: float  # from the last token until all ranks are done and compared
+    num_exchanges: int  # of rank 0
     exchanged_nbytes: int
     compute_s: list[float]
     collective_s: list[float]
@@ -44,7 +44,7 @@ class StepTimes:
 
 
 class ParallelRunner(ModelRunner):
-    """See ``ModelRunner``. Any error ends the group: what ranks computed since cannot be known."""
+    """See ``ModelRunner``. Any error ends the group, because the state of the other ranks is unknown then."""
 
     is_single_rank = False
 
@@ -79,7 +79,7 @@ class ParallelRunner(ModelRunner):
         self._shards = assignment.plan.shards(config)
         self._board = board
         self._link = link
-        self._stage = RankStep(self.model, self.pool, link, board, clock, assignment.options.parallel)
+        self._rank_step = RankStep(self.model, self.pool, link, board, clock, assignment.options.parallel)
         self._rounds: list[list[int]] = []
         self._hidden: Tensor | None = None
         self._publish_s = 0.0
@@ -88,18 +88,18 @@ class ParallelRunner(ModelRunner):
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's tokens on all ranks.
 
-        Raises RankLost, also for whatever went wrong here, or RankDiverged: the group is of no use then.
+        Raises RankLost, also for errors here, or RankDiverged. The group is unusable then.
         """
         began_s = time.perf_counter()
         before = self.clock.num_collectives, self.clock.collective_nbytes
         try:
             output = super().execute(plan)
             sampled_s = time.perf_counter()
-            self._stage.end()
+            self._rank_step.end()
             for rank in range(1, self._board.world_size):
-                self._board.wait_done(rank, self._stage.step)
-                if (digest := self._board.count(rank, BoardWord.DIGEST)) != self._stage.digest:
-                    raise RankDiverged(rank, self._stage.step, digest, self._stage.digest)
+                self._board.wait_done(rank, self._rank_step.step)
+                if (digest := self._board.count(rank, BoardWord.DIGEST)) != self._rank_step.digest:
+                    raise RankDiverged(rank, self._rank_step.step, digest, self._rank_step.digest)
         except RankLost as error:
             self._board.abort(error.rank)
             raise
@@ -111,12 +111,12 @@ class ParallelRunner(ModelRunner):
         return output
 
     def expert_load(self) -> npt.NDArray[np.int64]:
-        """See ``ModelRunner``; of ranks that share no memory with us, as it was when they were last asked."""
+        """See ``ModelRunner``. Ranks without shared memory count as of the last refresh."""
         if self._expert_load is None:
             return super().expert_load()
         if self.model.expert_load.is_cuda:
             self._expert_load.tables[0] = self.model.expert_load.cpu()
-        # Neighbours that split matrices are given the same rows.
+        # All tp ranks count the same rows.
         counting = [shard.rank for shard in self._shards if shard.tp_rank == 0]
         return self._expert_load.tables[counting].sum(0).numpy()
 
@@ -127,28 +127,28 @@ class ParallelRunner(ModelRunner):
 
     def end_steps(self) -> None:
         """End the step loops of the other ranks. No step is running."""
-        self._board.publish(self._stage.step + 1, 0)
+        self._board.publish(self._rank_step.step + 1, 0)
 
     def close(self) -> None:
-        """Let go of the link. No step is running, nor will."""
+        """Close the link. No step is running or will run."""
         self._link.close()
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         began_s = time.perf_counter()
         self._rounds = logit_rows(plan)
         nbytes = pack(inputs, self._rounds, self.options.block_size, self._board.payload)
-        self._stage.begin(chain_digest(self._stage.digest, self._board.payload[:nbytes]))
-        self._board.publish(self._stage.step, nbytes)
+        self._rank_step.begin(chain_digest(self._rank_step.digest, self._board.payload[:nbytes]))
+        self._board.publish(self._rank_step.step, nbytes)
         self._publish_s = time.perf_counter() - began_s
-        self._hidden = self._stage.forward(inputs.to(self.device.torch))
-        # Other ranks may have some of them, or all: only the number of rows means something here.
+        self._hidden = self._rank_step.forward(inputs.to(self.device.torch))
+        # Other ranks may have these rows: only their number matters here.
         return torch.empty(1, 1).expand(len(inputs.token_ids), 1)
 
     def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """The next of the rounds the ranks were told of, whole."""
+        """Return the logits of the next published round."""
         wanted = self._rounds.pop(0)
-        assert len(wanted) == (len(hidden) if rows is None else len(rows)), "not what the ranks were told"
-        logits = self._stage.logits(self._hidden, torch.tensor(wanted))
+        assert len(wanted) == (len(hidden) if rows is None else len(rows)), "other rows than published"
+        logits = self._rank_step.logits(self._hidden, torch.tensor(wanted))
         assert logits is not None
         return logits
 

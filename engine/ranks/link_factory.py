@@ -1,4 +1,4 @@
-"""Which link a group uses, and its opening."""
+"""Choice and construction of a group's link."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from moonpool.engine.device.selection import TORCH_DTYPES
 from moonpool.engine.ranks.assignment import Assignment
 from moonpool.runtime.errors import ConfigError
 
-# Where all ranks are on one machine.
-_HERE = "127.0.0.1"
+# Address of groups on one machine.
+_LOCAL_ADDRESS = "127.0.0.1"
 
 
 def choose_link(option: str, device: torch.device, hosts: int) -> str:
-    """``auto`` is nccl on GPUs, elsewhere shm, and over several hosts shm+gloo. Raises ConfigError for what
-    these machines cannot do."""
+    """Return the link; ``auto``: nccl on GPUs, shm+gloo with several hosts, else shm. Raises ConfigError
+    for an impossible choice."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise ConfigError(
-            "engine.parallel: ranks share memory in a way that needs Linux on x86-64; use tp=1, pp=1 here",
+            "engine.parallel: several ranks need Linux on x86-64; use tp=1, pp=1, cp=1 here",
             "engine.parallel.tp",
         )
     on_gpu = device.type == "cuda"
@@ -43,23 +43,21 @@ def choose_link(option: str, device: torch.device, hosts: int) -> str:
         )
     if link == "shm" and hosts > 1:
         raise ConfigError(
-            f"engine.parallel.link is shm, but the ranks are on {hosts} machines, which share no memory: use "
-            "auto",
+            f"engine.parallel.link is shm, but the {hosts} machines of the ranks share no memory: use auto",
             "engine.parallel.link",
         )
     return link
 
 
 def open_store(address: str) -> TCPStore:
-    """Where the ranks of torch.distributed meet: the leader's, at ``address`` of this machine only, on a port
-    that is free. Make a new one for each group: what is left of lost ranks meets nobody there.
+    """Open torch.distributed's rendezvous at a free port of ``address``; empty: for ranks of this machine.
 
-    address: as the other machines reach it; empty: only ranks of this machine do. Raises OSError where this
-    machine has no such address.
+    Open a new one for each group, so that leftovers of lost ranks cannot join. Raises OSError where this
+    machine does not have the address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as listening:
-        listening.bind((address or _HERE, 0))
+        listening.bind((address or _LOCAL_ADDRESS, 0))
         listening.listen()
         host, port = listening.getsockname()[:2]
         fd = listening.detach()
@@ -77,18 +75,15 @@ def exchange_shape(assignment: Assignment, config: ModelConfig) -> ExchangeShape
 
 
 def open_link(assignment: Assignment, config: ModelConfig, board: SharedBoard, clock: ExchangeClock) -> Link:
-    """This rank's side of the group's link; with torch.distributed it waits for the other ranks.
-
-    Raises RankLost when they do not come.
-    """
+    """Open this rank's side of the link; with torch.distributed wait for the other ranks. Raises RankLost."""
     match assignment.link:
         case "shm":
             return _shm_link(assignment, config, board, clock)
         case "shm+gloo":
-            far = _torch_link(assignment, config, board, clock, within_stages=False)
-            near = _shm_link(assignment, config, board, clock)
+            remote = _torch_link(assignment, config, board, clock, within_stages=False)
+            local = _shm_link(assignment, config, board, clock)
             stages = assignment.plan.pp // assignment.options.parallel.hosts
-            return HybridLink(near, far, assignment.shard(config), stages)
+            return HybridLink(local, remote, assignment.shard(config), stages)
         case _:
             return _torch_link(assignment, config, board, clock, within_stages=True)
 
@@ -112,14 +107,14 @@ def _torch_link(
     host, _, port = assignment.store.rpartition(":")
     start_timeout_s = assignment.options.parallel.start_timeout_s
     device, dtype = assignment.torch_device(), TORCH_DTYPES[assignment.dtype]
-    with raising_rank_lost(0, f"; the ranks' meeting place is {assignment.store}"):
+    with raising_rank_lost(0, f"; the rendezvous is at {assignment.store}"):
         store = TCPStore(host, int(port), timeout=timedelta(seconds=start_timeout_s))
     ranks = ProcessGroup(
         "nccl" if assignment.link == "nccl" else "gloo",
         store,
         board,
         device,
-        address=assignment.address or _HERE,
+        address=assignment.address or _LOCAL_ADDRESS,
         start_timeout_s=start_timeout_s,
     )
     shard = assignment.shard(config)

@@ -1,4 +1,4 @@
-"""One step's batch as bytes: what the leader tells the other ranks, all of it, once."""
+"""One step's batch as bytes, from the leader to the other ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _HEADER = 8  # int64 words
 
 
 def payload_nbytes(*, max_tokens: int, max_rows: int, max_blocks: int) -> int:
-    """Of the largest batch: ``max_rows`` sequences of ``max_blocks`` blocks in decodes and as many chunks."""
+    """Return the size of the largest batch: ``max_rows`` decodes and as many chunks, of ``max_blocks``
+    each."""
     return 8 * (_HEADER + 3 * max_tokens) + 4 * (2 * max_rows * (max_blocks + 3) + 2 * max_tokens + 16)
 
 
 def pack(
     inputs: StepInputs, rounds: Sequence[Sequence[int]], block_size: int, payload: npt.NDArray[np.uint8]
 ) -> int:
-    """Write the batch into ``payload``; the number of bytes it took.
+    """Write the batch into ``payload`` and return its size in bytes.
 
-    rounds: rows of the step's tokens whose logits are wanted, in the order they are asked for.
+    rounds: rows of the step's tokens for logits, a list for each request, in order.
     """
     n = inputs.num_decodes
     width = -(-int(inputs.decode_lens.max()) // block_size) if n else 0
@@ -50,7 +51,7 @@ def pack(
 
 
 def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor]]:
-    """The batch as tensors over ``batch``, and the rounds (int64 rows each)."""
+    """Return the inputs as views of ``batch``, and the rounds (int64 rows each)."""
     num_tokens, n, width, chunks, chunk_width, num_rounds, *_ = batch[: 8 * _HEADER].view(np.int64).tolist()
     at = 8 * _HEADER
 
@@ -72,5 +73,5 @@ def unpack(batch: npt.NDArray[np.uint8]) -> tuple[StepInputs, list[Tensor]]:
 
 
 def chain_digest(previous: int, batch: npt.NDArray[np.uint8]) -> int:
-    """63 bits that name this batch and all before it: ranks that differ have not run the same steps."""
+    """Return 63 bits over this batch and all before it, to detect ranks that ran other steps."""
     return xxhash.xxh3_64_intdigest(batch.data, seed=previous) >> 1

@@ -1,7 +1,7 @@
-"""``python -m moonpool.engine.ranks.worker``: a rank that does not lead.
+"""``python -m moonpool.engine.ranks.worker``: a rank other than 0.
 
-One line of JSON on stdin is a command, one on stdout a report. The main thread runs the tensors; another one
-listens.
+Reads commands from stdin and writes reports to stdout, each a line of JSON. The main thread runs the tensors,
+another thread reads commands.
 """
 
 from __future__ import annotations
@@ -50,17 +50,16 @@ _reporting = threading.Lock()
 
 
 def report(kind: str, **facts: object) -> None:
-    """From any thread."""
+    """Write one report. From any thread."""
     with _reporting:
         sys.stdout.write(json.dumps({"kind": kind, **facts}) + "\n")
         sys.stdout.flush()
 
 
 class LeaderCommands:
-    """The thread that listens to the leader, and reads blocks for it. Ends the process when the leader is
-    gone.
+    """The thread that executes the leader's commands. Ends the process when the leader ends.
 
-    pool, expert_load: of the model that is open, from before that is reported.
+    pool, expert_load: of the open model, set before "loaded" is reported.
     """
 
     def __init__(self) -> None:
@@ -70,7 +69,7 @@ class LeaderCommands:
         self._reader: AgentReader | None = None
         self._reads: dict[int, asyncio.Task[None]] = {}
         self.assignments: queue.Queue[Assignment] = queue.Queue()
-        threading.Thread(target=lambda: asyncio.run(self._listen()), name="control", daemon=True).start()
+        threading.Thread(target=lambda: asyncio.run(self._listen()), name="commands", daemon=True).start()
 
     async def _listen(self) -> None:
         reader = asyncio.StreamReader(limit=_MAX_LINE_NBYTES)
@@ -123,8 +122,8 @@ class LeaderCommands:
             del self._reads[number]
 
 
-def serve(assignment: Assignment, control: LeaderCommands) -> None:
-    """Load what is assigned, report it, and run steps until the leader ends them.
+def serve(assignment: Assignment, commands: LeaderCommands) -> None:
+    """Load the assigned part, report it, and run steps until the leader ends them.
 
     Raises RankLost when the group is aborted, MoonpoolError when loading fails.
     """
@@ -135,13 +134,13 @@ def serve(assignment: Assignment, control: LeaderCommands) -> None:
     )
     heartbeat = board.start_heartbeat()
     try:
-        _run(assignment, board, control)
+        _run(assignment, board, commands)
     finally:
         heartbeat.stop()
     report("ended")
 
 
-def _run(assignment: Assignment, board: SharedBoard, control: LeaderCommands) -> None:
+def _run(assignment: Assignment, board: SharedBoard, commands: LeaderCommands) -> None:
     options = assignment.options
     config = ModelConfig.from_checkpoint(Path(assignment.model))
     shard, device = assignment.shard(config), assignment.torch_device()
@@ -149,12 +148,12 @@ def _run(assignment: Assignment, board: SharedBoard, control: LeaderCommands) ->
         torch.cuda.set_device(device)
     clock = ExchangeClock()
     link = open_link(assignment, config, board, clock)
-    told_s = 0.0
+    reported_s = 0.0
 
     def progress(done: int, total: int, name: str) -> None:
-        nonlocal told_s
-        if done == total or time.monotonic() - told_s > _PROGRESS_S:
-            told_s = time.monotonic()
+        nonlocal reported_s
+        if done == total or time.monotonic() - reported_s > _PROGRESS_S:
+            reported_s = time.monotonic()
             report("progress", done=done, total=total, name=name)
 
     model = Model(
@@ -172,8 +171,8 @@ def _run(assignment: Assignment, board: SharedBoard, control: LeaderCommands) ->
     if device.type == "cpu":
         memory = _pool_memory(assignment, assignment.num_blocks * layout.block_nbytes)
     pool = pool_tensor(layout, assignment.num_blocks, device, None if memory is None else memory.array)
-    control.pool = pool if memory is None else memory
-    control.expert_load = model.expert_load
+    commands.pool = pool if memory is None else memory
+    commands.expert_load = model.expert_load
     report("loaded", identity=assignment.identity(config))
     try:
         run_steps(RankStep(model, pool, link, board, clock, options.parallel), board, device)
@@ -184,7 +183,7 @@ def _run(assignment: Assignment, board: SharedBoard, control: LeaderCommands) ->
 
 
 def _pool_memory(assignment: Assignment, nbytes: int) -> SharedMemory:
-    """What the leader made for us, or where it has none to share, our own."""
+    """Open the leader's memory for this pool, or create memory where the leader shares none."""
     if assignment.pool:
         return SharedMemory.open(assignment.pool)
     return SharedMemory.create(f"pool-{assignment.rank}", nbytes)
@@ -198,12 +197,12 @@ def _expert_load(assignment: Assignment, config: ModelConfig) -> Tensor | None:
 
 
 def main() -> int:
-    """0 when the leader closed our stdin, 1 otherwise."""
+    """Return 0 when the leader closed stdin, 1 otherwise."""
     setup_logging(LogOptions(), f"rank {os.environ.get('MOONPOOL_RANK', '?')}")
-    control = LeaderCommands()
+    commands = LeaderCommands()
     while True:
         try:
-            serve(control.assignments.get(), control)
+            serve(commands.assignments.get(), commands)
         except RankLost as error:
             log.warning("%s; this rank ends", error)
             return 1

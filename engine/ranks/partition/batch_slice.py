@@ -1,8 +1,9 @@
-"""A part of a step's batch: some of its decodes, and runs of its prompt tokens."""
+"""Parts of a step's batch: slices of decodes and prompt tokens, and micro-batches of a pipeline."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from moonpool.engine.model.inputs import StepInputs
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Prompt tokens first … end - 1 of the batch (its decodes not counted), all of one chunk."""
+    """Prompt tokens first … end - 1 of the batch (not counting decodes), all of one chunk."""
 
     chunk: int
     first: int
@@ -24,7 +25,7 @@ class TokenRange:
 
 
 def chunk_offsets(inputs: StepInputs) -> list[int]:
-    """Of each chunk: from the number of a prompt token of the batch to its position in its sequence."""
+    """Return for each chunk: position in the sequence minus index among the batch's prompt tokens."""
     if inputs.chunk_starts is None or inputs.chunk_lens is None:
         return []
     return (inputs.chunk_lens - inputs.chunk_starts[1:]).tolist()
@@ -32,7 +33,7 @@ def chunk_offsets(inputs: StepInputs) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class BatchSlice:
-    """No run is empty. Those of one chunk are in the order of their tokens."""
+    """Some decodes and prompt tokens of a batch. No range is empty; those of a chunk are in order."""
 
     decodes: range
     runs: tuple[TokenRange, ...] = ()
@@ -41,13 +42,13 @@ class BatchSlice:
         return len(self.decodes) + sum(map(len, self.runs))
 
     def rows(self, num_decodes: int) -> npt.NDArray[np.int64]:
-        """Which tokens of the batch these are, in the order they have here."""
+        """Return the batch's token indices of the slice, in its order."""
         spans = [self.decodes, *(range(num_decodes + run.first, num_decodes + run.end) for run in self.runs)]
         return np.concatenate([np.arange(span.start, span.stop) for span in spans])
 
-    def of(self, inputs: StepInputs) -> StepInputs:
-        """The batch that computes these tokens, a chunk for each run: it attends to all of its sequence that
-        is before it, whoever writes that."""
+    def select(self, inputs: StepInputs) -> StepInputs:
+        """Return the inputs for these tokens, a chunk for each range. A chunk attends to all of its sequence
+        before it."""
         if len(self) == len(inputs.token_ids):
             return inputs
         device = inputs.token_ids.device
@@ -73,3 +74,30 @@ class BatchSlice:
         part.chunk_starts = torch.from_numpy(starts).to(device)
         part.chunk_lens = torch.tensor(cached_and_new, dtype=torch.int32, device=device)
         return part
+
+
+def micro_batches(inputs: StepInputs, num_stages: int, max_tokens: int) -> list[BatchSlice]:
+    """Split the batch in order: decodes into ``num_stages`` parts, prompts into at most ``max_tokens`` each.
+
+    A long chunk is split, too: a micro-batch reads the KV that those before it wrote.
+    """
+    n = inputs.num_decodes
+    starts = [] if inputs.chunk_starts is None else inputs.chunk_starts.tolist()
+    if num_stages == 1:
+        return [BatchSlice(range(n), _runs(starts, range(starts[-1] if starts else 0)))]
+    found = [BatchSlice(range(n * i // num_stages, n * (i + 1) // num_stages)) for i in range(num_stages)]
+    if starts:
+        found += [
+            BatchSlice(range(0), _runs(starts, range(first, min(first + max_tokens, starts[-1]))))
+            for first in range(0, starts[-1], max_tokens)
+        ]
+    return [one for one in found if len(one)]
+
+
+def _runs(starts: list[int], tokens: range) -> tuple[TokenRange, ...]:
+    """Return the ranges of ``tokens`` by chunk. starts: cumulative, of the chunks."""
+    return tuple(
+        TokenRange(chunk, max(first, tokens.start), min(end, tokens.stop))
+        for chunk, (first, end) in enumerate(pairwise(starts))
+        if max(first, tokens.start) < min(end, tokens.stop)
+    )

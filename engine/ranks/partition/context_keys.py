@@ -1,4 +1,4 @@
-"""What a share's prompt tokens attend to, divided by who writes it."""
+"""The keys that a cp rank's prompt chunks attend to, by the cp rank that writes them."""
 
 from __future__ import annotations
 
@@ -12,54 +12,52 @@ from moonpool.engine.ranks.partition.batch_slice import BatchSlice, TokenRange
 
 
 def chunk_keys(
-    piece: BatchSlice,
-    portions: Sequence[BatchSlice],
-    share: int,
+    micro_batch: BatchSlice,
+    slices: Sequence[BatchSlice],
+    cp_rank: int,
     inputs: StepInputs,
     offsets: Sequence[int],
     block_size: int,
 ) -> list[ChunkKeys | None]:
-    """For the chunks of ``share``, one for each of its runs, the keys of each share: None where none of them
-    attends to any. What was in the pool before the piece counts as its own.
+    """Return, for the chunks of ``cp_rank``, the keys of each cp rank; None where no chunk attends to any.
+    Keys that were in the pool before count as its own.
 
-    piece, portions: as ``split_tokens`` takes and gives them, with the same offsets and block_size.
+    micro_batch, slices, offsets, block_size: as of ``split_tokens``.
     """
     found: list[ChunkKeys | None] = []
-    for other, portion in enumerate(portions):
+    own_ranges = slices[cp_rank].runs
+    for other, portion in enumerate(slices):
         tables: list[list[int]] = []
         lens: list[int] = []
         firsts: list[int] = []
-        for run in portions[share].runs:
-            offset = offsets[run.chunk]
-            before = [_blocks(r, offset, block_size) for r in portion.runs if _is_before(r, run)]
+        for own in own_ranges:
+            offset = offsets[own.chunk]
+            earlier = [run for run in portion.runs if run.chunk == own.chunk and run.first < own.first]
+            before = [_blocks(run, offset, block_size) for run in earlier]
             num_keys = first = block_size * sum(map(len, before))
-            if other == share:
-                cached = range(_first_block(piece, run.chunk, offset, block_size))
-                here = _blocks(run, offset, block_size)
-                first += block_size * len(cached) + offset + run.first - block_size * here.start
-                num_keys = first + len(run)
+            if other == cp_rank:
+                cached = range(_first_block(micro_batch, own.chunk, offset, block_size))
+                here = _blocks(own, offset, block_size)
+                first += block_size * len(cached) + offset + own.first - block_size * here.start
+                num_keys = first + len(own)
                 before = [cached, *before, here]
             tables.append(list(chain.from_iterable(before)))
             lens.append(num_keys)
             firsts.append(first)
-        chunks = [run.chunk for run in portions[share].runs]
+        chunks = [own.chunk for own in own_ranges]
         found.append(_keys(inputs, chunks, tables, lens, firsts) if any(lens) else None)
     return found
 
 
-def _is_before(one: TokenRange, other: TokenRange) -> bool:
-    return one.chunk == other.chunk and one.first < other.first
-
-
 def _blocks(run: TokenRange, offset: int, block_size: int) -> range:
-    """Of its sequence. What is cached of the block it begins in goes with it: only the first run of a chunk
-    begins within one."""
+    """Return the blocks of a range in its sequence. Only a chunk's first range begins within a block; the
+    cached part of that block belongs to it."""
     return range((offset + run.first) // block_size, -(-(offset + run.end) // block_size))
 
 
-def _first_block(piece: BatchSlice, chunk: int, offset: int, block_size: int) -> int:
-    """The first that the piece writes to of the chunk's sequence."""
-    first = next(run.first for run in piece.runs if run.chunk == chunk)
+def _first_block(micro_batch: BatchSlice, chunk: int, offset: int, block_size: int) -> int:
+    """Return the first block of the chunk's sequence that the micro-batch writes."""
+    first = next(run.first for run in micro_batch.runs if run.chunk == chunk)
     return (offset + first) // block_size
 
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.engine.model.inputs import StepInputs
-from moonpool.engine.ranks.partition.batch_slice import BatchSlice, chunk_offsets
+from moonpool.engine.ranks.partition.batch_slice import BatchSlice, chunk_offsets, micro_batches
 from moonpool.engine.ranks.partition.context_keys import chunk_keys
 from moonpool.engine.ranks.partition.context_parallel import split_tokens
-from moonpool.engine.ranks.partition.micro_batches import cut
 
 BLOCK_SIZE = 4
 
@@ -49,7 +48,7 @@ def check(portions: list[BatchSlice], whole: StepInputs) -> None:
     rows = np.concatenate([portion.rows(whole.num_decodes) for portion in portions])
     assert sorted(rows) == list(range(len(whole.token_ids)))
     for portion in portions:
-        part = portion.of(whole)
+        part = portion.select(whole)
         assert part.token_ids.tolist() == portion.rows(whole.num_decodes).tolist()
         assert len(part.token_ids) == len(portion)
         n = part.num_decodes
@@ -79,7 +78,7 @@ BATCHES = st.builds(
 
 @given(BATCHES, st.integers(1, 3), st.integers(1, 40))
 def test_pieces_of_a_pipeline(whole: StepInputs, num_stages: int, max_tokens: int) -> None:
-    portions = cut(whole, num_stages, max_tokens)
+    portions = micro_batches(whole, num_stages, max_tokens)
     check(portions, whole)
     if num_stages > 1:
         assert all(len(portion) <= max(max_tokens, len(portion.decodes)) for portion in portions)
@@ -90,7 +89,9 @@ def test_pieces_of_a_pipeline(whole: StepInputs, num_stages: int, max_tokens: in
 @given(BATCHES, st.integers(2, 4), st.integers(1, 3), st.sampled_from([1, BLOCK_SIZE]))
 def test_shares_of_the_pieces(whole: StepInputs, num_shares: int, num_stages: int, block_size: int) -> None:
     offsets = chunk_offsets(whole)
-    pieces = [split_tokens(piece, num_shares, offsets, block_size) for piece in cut(whole, num_stages, 32)]
+    pieces = [
+        split_tokens(piece, num_shares, offsets, block_size) for piece in micro_batches(whole, num_stages, 32)
+    ]
     for shares in pieces:
         sizes = [len(share) for share in shares]
         assert min(sizes) > 0
@@ -107,7 +108,7 @@ def test_shares_of_a_prompt_attend_to_as_much(
     """Exactly so where its blocks can be divided; and no share has only early ones, or late ones."""
     cached *= block_size
     whole = batch(0, [(cached, 2 * num_shares * size * block_size)])
-    (piece,) = cut(whole, 1, 1)
+    (piece,) = micro_batches(whole, 1, 1)
     shares = split_tokens(piece, num_shares, chunk_offsets(whole), block_size)
     seen = [int((cached + share.rows(0) + 1).sum()) for share in shares]
     assert len(set(seen)) == 1
@@ -120,12 +121,12 @@ def test_keys_of_all_shares_are_those_a_token_attends_to(
 ) -> None:
     """Each of them once, and none that is written later."""
     offsets = chunk_offsets(whole)
-    for piece in cut(whole, num_stages, 32):
+    for piece in micro_batches(whole, num_stages, 32):
         portions = split_tokens(piece, num_shares, offsets, BLOCK_SIZE)
         if portions[0] == portions[-1]:
             continue
         for share, portion in enumerate(portions):
-            part = portion.of(whole)
+            part = portion.select(whole)
             keys = chunk_keys(piece, portions, share, whole, offsets, BLOCK_SIZE)
             starts = [] if part.chunk_starts is None else part.chunk_starts.tolist()
             for chunk, (start, end) in enumerate(pairwise(starts)):

@@ -148,6 +148,6 @@ def test_a_rank_that_takes_long_is_waited_for_by_those_of_other_machines(make_ch
 
 
 def test_memory_is_no_link_between_machines() -> None:
-    with pytest.raises(ConfigError, match=r"2 machines, which share no memory: use auto"):
+    with pytest.raises(ConfigError, match=r"the 2 machines of the ranks share no memory: use auto"):
         choose_link("shm", CPU, 2)
     assert choose_link("gloo", CPU, 2) == "gloo"
