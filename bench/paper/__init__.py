@@ -1,6 +1,6 @@
-"""Figures of the Mooncake papers, set up again and put beside ours.
+"""Figures of the Mooncake papers, reproduced by simulation.
 
-FAST'25: Qin et al., "Mooncake: Trading More Storage for Less Computation", its figures partly read off plots.
+FAST'25: Qin et al., "Mooncake: Trading More Storage for Less Computation"; some values are read off plots.
 arXiv: "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", 2407.00079.
 """
 
@@ -18,7 +18,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """``measure(requests, say)``: rows, the paper's figures as peers; ``terms``: what is compared."""
+    """``measure(requests, say)`` returns rows with the paper's values as peers; ``terms``: the conditions."""
 
     measure: Callable[[Sequence[TraceRequest], Say], list[Row]]
     terms: str
@@ -28,6 +28,5 @@ FIGURES: Mapping[str, Figure] = {
     "fig5": Figure(scheduling.measure, scheduling.TERMS),
     "fig9": Figure(hit_ratio.measure, hit_ratio.TERMS),
     "fig10": Figure(pooling.measure, pooling.TERMS),
-    "table-cache": Figure(hit_ratio.measure_table, hit_ratio.TABLE_TERMS),
     "rejection": Figure(overload.measure, overload.TERMS),
 }

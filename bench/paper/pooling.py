@@ -1,4 +1,4 @@
-"""Figure 10 of FAST'25: caches that each node keeps to itself, against one that all share."""
+"""Figure 10 of FAST'25: a cache for each node, against one shared cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from moonpool.simulator.inputs.trace import TraceRequest
 from moonpool.simulator.simulation import Simulation
 
 TERMS = """\
-Prompt tokens found in a cache, of all prompt tokens of the trace; 10 prefill nodes of 3 M tokens of
-cache, timed, prefills calibrated as for fig5. Shared: kv-aware, which reads prefixes from other nodes. To
-itself: what a node finds in its own cache when requests are spread by load alone (least-loaded), and when
-they are placed by cache too (local-cache). The paper does not say which of these two its local caches
-are. Its figures, of the conversation trace, are read off a plot.
+Prompt tokens found in a cache, of all prompt tokens of the trace; 10 prefill nodes with a cache of 3 M
+tokens, timed, prefills calibrated as for fig5. Shared: kv-aware, which reads prefixes from other nodes. Own:
+a node uses its own cache alone, with placement by load (least-loaded) or by cache too (local-cache). The
+paper does not say which of the two its local caches are. Its values are read off a plot.
 """
 _NODES = 10
 _PAPER = {"least-loaded": 0.17, "local-cache": 0.17, "kv-aware": 0.375}

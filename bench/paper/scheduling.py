@@ -1,4 +1,4 @@
-"""Figure 5 of FAST'25: mean TTFT by placement policy; and what our own policy adds under load."""
+"""Figure 5 of FAST'25: mean TTFT by placement policy; and our own policy under load."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ is compared with kv-aware at that speed, and at the speed at which 90 % of kv-aw
 30 s and TBT 100 ms.
 """
 _NODES = 16
-# Seconds, as the paper gives them.
 PAPER_TTFT_S = {"random": 19.65, "least-loaded": 5.27, "local-cache": 3.58, "kv-aware": 3.07}
 _BASE, _OURS = "kv-aware", "goodput"
 _TOLERANCE = 0.25
-# The load at which policies are compared is found to this share of requests within the SLOs.
+# Policies are compared at the load at which this fraction of requests is within the SLOs.
 _EFFECTIVE, _NEAR, _STEPS = 0.90, 0.01, 9
 
 
 def measure(requests: Sequence[TraceRequest], say: Callable[[str], None]) -> list[Row]:
-    """Rows for the paper's policies, then for ours."""
+    """Return rows of the paper's policies, then of ours."""
     found = {}
     for policy in (*PAPER_TTFT_S, _OURS):
         say(f"{policy}: {len(requests):,} requests")
@@ -49,24 +48,19 @@ def _run(requests: Sequence[TraceRequest], policy: str) -> Outcome:
 
 
 def _ratios(found: dict[str, Outcome]) -> list[Row]:
-    """Ratios of the means to kv-aware's; the limits are on ours over the paper's."""
+    """Return ratios of the means to kv-aware's; the limits apply to ours over the paper's."""
     case = "ratio to kv-aware's mean TTFT"
     rows: list[Row] = []
     for policy, paper_s in PAPER_TTFT_S.items():
         if policy != _BASE:
             ratio = found[policy].mean_ttft_s / found[_BASE].mean_ttft_s
             paper_ratio = paper_s / PAPER_TTFT_S[_BASE]
-            most = Row(case, policy, ratio, "×", limit="at most", limit_value=1 + _TOLERANCE)
-            rows.append(versus(most, PAPER, paper_ratio))
-            least = Row(
-                case, f"{policy}, from below", ratio, "×", limit="at least", limit_value=1 - _TOLERANCE
-            )
-            rows.append(versus(least, PAPER, paper_ratio))
+            for metric, limit, sign in ((policy, "at most", 1), (f"{policy}, from below", "at least", -1)):
+                row = Row(case, metric, ratio, "×", limit=limit, limit_value=1 + sign * _TOLERANCE)
+                rows.append(versus(row, PAPER, paper_ratio))
     order = [found[policy].mean_ttft_s for policy in PAPER_TTFT_S]
-    ordered = all(worse > better for worse, better in pairwise(order))
-    rows.append(
-        Row(case, "order as in the paper", float(ordered), "1: yes", limit="at least", limit_value=1.0)
-    )
+    ordered = float(all(worse > better for worse, better in pairwise(order)))
+    rows.append(Row(case, "order as in the paper", ordered, "1: yes", limit="at least", limit_value=1.0))
     rows.append(_ttft_against_base("1× the trace's speed", found[_OURS], found[_BASE]))
     rows.append(_floor("1× the trace's speed", found[_BASE]))
     return rows
@@ -93,7 +87,7 @@ def _ttft_against_base(case: str, ours: Outcome, base: Outcome) -> Row:
 
 
 def _floor(case: str, base: Outcome) -> Row:
-    """Below this no placement gets, whatever waits where, unless it finds more in caches."""
+    """Return the computing part of the TTFT: a lower bound for any placement with the same cache hits."""
     gpus = scenario(_BASE, prefill=1, decode=1).hardware.num_gpus
     return Row(
         case, f"{_BASE}: of that, computing", base.prefill_busy_s / gpus / len(base.served), "s a request"
@@ -101,8 +95,10 @@ def _floor(case: str, base: Outcome) -> Row:
 
 
 def _speed_at(requests: Sequence[TraceRequest], say: Callable[[str], None]) -> tuple[float, Outcome]:
-    """The speed at which kv-aware serves nine of ten requests within the SLOs: bisection, and of the speeds
-    it tried the nearest, because near saturation the share jumps with any change."""
+    """Bisect the speed at which kv-aware serves nine of ten requests within the SLOs.
+
+    Returns the best of the speeds tried: near saturation the fraction jumps with any change.
+    """
     low, high = 1.0, 3.0
     tried: list[tuple[float, float, Outcome]] = []
     for _ in range(_STEPS):

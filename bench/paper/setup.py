@@ -8,28 +8,28 @@ from moonpool.conductor.observing.slo import Slo
 from moonpool.simulator.inputs.hardware import SHIPPED, Hardware, tensor_parallel
 from moonpool.simulator.inputs.scenario import Scenario
 
-# The one constant that is calibrated: prefills run at this share of what the shipped node's formula says, so
-# at 30 % of the peak. Chosen so that figure 5's ratios come out nearest.
+# The one calibrated constant: the prefill rate relative to the shipped node's formula, so 30 % of the peak.
+# Chosen to match the ratios of figure 5.
 PREFILL_RATE = 0.6
-# KV that a node's memory keeps, as in figure 10.
+# KV cache of a node, as in figure 10.
 CACHE_TOKENS = 3_000_000
 SLO = Slo(ttft_s=30.0, tbt_s=0.1)
 PAPER = "paper"
 
 
 def decode_node() -> Hardware:
-    """8×A800 with LLaMA3-70B."""
+    """Return 8×A800 with LLaMA3-70B."""
     node = tensor_parallel(*SHIPPED["8xa800-llama3-70b"])
     return replace(node, host_tokens=0, chunk_tokens=8192)
 
 
 def prefill_node() -> Hardware:
-    """The same, prefills calibrated, its host memory the cache: loading is hidden behind computing."""
+    """Return the same with calibrated prefills. Its pool is the cache: loading overlaps with computing."""
     return replace(decode_node().scaled(prefill=1 / PREFILL_RATE), pool_tokens=CACHE_TOKENS)
 
 
 def scenario(policy: str, *, prefill: int, decode: int) -> Scenario:
-    """Prefill nodes keep what they compute; decode nodes give nothing back, as in the paper's experiments."""
+    """Return a cluster in which only prefill nodes cache blocks, as in the paper's experiments."""
     return Scenario(
         hardware=prefill_node(),
         decode_hardware=decode_node(),

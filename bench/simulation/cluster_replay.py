@@ -1,4 +1,4 @@
-"""A real cluster under a workload, and what it says of itself: what a simulation of it is made from."""
+"""Replays of a workload on a real cluster, and its hardware as it measured itself."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from moonpool.conductor.observing.replica_groups import holders
 from moonpool.simulator.inputs.hardware import Hardware
 from moonpool.simulator.inputs.trace import TraceRequest
 
-# Requests one after the other that tell what a request costs beside its computing.
+# Sequential requests that measure the overhead of a request.
 _SINGLES = 12
 _SINGLE_TOKENS, _SINGLE_OUTPUT = 256, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """``answers[i]`` is of ``requests[i]``, which arrived when it was really sent."""
+    """``answers[i]`` belongs to ``requests[i]``, with the actual time of sending as arrival."""
 
     requests: Sequence[TraceRequest]
     answers: Sequence[Answer]
 
 
 def prompt_of(request: TraceRequest, block_tokens: int, seed: int) -> list[int]:
-    """Token ids: equal blocks have equal tokens, with another seed others."""
+    """Return token ids; equal blocks have equal tokens for the same seed."""
     tokens: list[int] = []
     for block_id in request.block_ids:
         tokens += random.Random(f"{seed} {block_id}").choices(range(FIRST_ID, LAST_ID + 1), k=block_tokens)
@@ -42,7 +42,7 @@ def prompt_of(request: TraceRequest, block_tokens: int, seed: int) -> list[int]:
 async def replay(
     server: Server, requests: Sequence[TraceRequest], *, block_tokens: int, seed: int
 ) -> Replayed:
-    """Send every request at its time, whether or not others were answered.
+    """Send every request at its time, independent of other answers.
 
     Raises:
         RequestFailed: the server answered one with an error.
@@ -72,8 +72,9 @@ async def replay(
 async def measured_hardware(
     server: Server, *, block_tokens: int, chunk_tokens: int, max_batch_size: int, seed: int
 ) -> tuple[Hardware, Hardware]:
-    """Prefill and decode node as they measured themselves at their start; what a request and a hand-over cost
-    beside computing, from a few requests sent one by one.
+    """Return prefill and decode hardware from the nodes' own profiles.
+
+    The overhead of a request and of a hand-over comes from a few sequential requests.
 
     Raises:
         RequestFailed: the server is no Moonpool cluster, or failed a request.
@@ -85,7 +86,7 @@ async def measured_hardware(
         Hardware(
             name=f"measured {role} node",
             profile=Profile.from_record(nodes[role]["profile"]),
-            # The time bytes take is in the hand-over; here they are a way to count.
+            # The latency of a hand-over includes its bytes; here bytes only count.
             kv_token_nbytes=1,
             pool_tokens=nodes[role]["load"]["num_blocks"] * block_tokens,
             network_nbytes_per_s=1e12,
@@ -95,7 +96,7 @@ async def measured_hardware(
         for role in ("prefill", "decode")
     )
     request_s = median(answer.ttft_s for answer in singles) - prefill.profile.prefill_s(_SINGLE_TOKENS, 0)
-    # Of a whole answer: tokens come several in a message, so single gaps say little.
+    # Of whole answers: a message may carry several tokens, so single gaps are no measure.
     decode_s = median(answer.token_s[-1] - answer.token_s[0] for answer in singles)
     hand_over_s = decode_s - (_SINGLE_OUTPUT - 1) * decode.profile.step_s(1, _SINGLE_TOKENS)
     request_s, hand_over_s = max(request_s, 0.0), max(hand_over_s, 0.0)
@@ -106,7 +107,7 @@ async def measured_hardware(
 
 
 async def _nodes(http: HttpClient) -> dict[str, Any]:
-    """One node of each role, or one replica of one, by role."""
+    """Return one node (or one of its replicas) of each role."""
     status, content = read_json(await http.get("/v1/cluster"))
     nodes = content.get("nodes", []) if status == 200 else []
     found: dict[str, Any] = {node["role"]: holders(node)[0] for node in nodes}

@@ -1,4 +1,4 @@
-"""One workload on a real local cluster and in the simulator: how far apart are they?"""
+"""The same workload on a real local cluster and in the simulator, compared."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from moonpool.simulator.outcome import Outcome
 from moonpool.simulator.simulation import Simulation
 
 _ROUNDS = 3
-# A queue amplifies its work's time, so the factors are approached.
+# Queueing amplifies a change of the factors, so they are fitted step by step.
 _FITTING_STEPS = 5
-# How far the simulator may be off the mean TTFT and TPOT.
+# Limit of the relative error of the mean TTFT and TPOT.
 TOLERANCE = 0.15
 REAL = "real cluster"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``sets``: options of the local cluster; ``longest``: no prompt is longer, in tokens."""
+    """``sets``: options of the local cluster; ``longest``: tokens of the longest prompt."""
 
     workload: Workload
     sets: Sequence[str] = ()
@@ -36,7 +36,7 @@ class Settings:
 
 
 def default_workload(seed: int) -> Workload:
-    """About ten seconds, in which the shipped model's nodes on two cores are a quarter busy."""
+    """Return about ten seconds of work that keeps nodes of the shipped model on two cores a quarter busy."""
     return Workload(
         sessions=12,
         rate=1.0,
@@ -54,11 +54,12 @@ def default_workload(seed: int) -> Workload:
 
 
 async def validate(settings: Settings, say: Callable[[str], None]) -> list[Row]:
-    """Start a cluster, run workloads on it that differ in their seeds; fit a factor for prefills and one for
-    decode steps to every other one, and simulate those between with them.
+    """Run workloads of different seeds on a cluster; fit to half of them, and simulate the other half.
+
+    Fitted are a factor for prefills and one for decode steps.
 
     Raises:
-        MoonpoolError: the cluster did not start, or failed a request. It is stopped again.
+        MoonpoolError: the cluster did not start, or failed a request. It has been stopped.
     """
     config = load_config(None, settings.sets)
     seed = settings.workload.seed
@@ -73,9 +74,9 @@ async def validate(settings: Settings, say: Callable[[str], None]) -> list[Row]:
             max_batch_size=config.engine.max_batch_size,
             seed=seed,
         )
-        # In turn, because the machine's other work comes and goes.
+        # Runs to fit and to measure alternate, because the machine's other load changes.
         for number in range(2 * _ROUNDS + 1):
-            say(f"run {number + 1} of {2 * _ROUNDS + 1}, to {'measure' if number % 2 else 'learn from'}")
+            say(f"run {number + 1} of {2 * _ROUNDS + 1}, to {'measure' if number % 2 else 'fit'}")
             workload = replace(settings.workload, seed=seed + number * 1_000_000)
             runs.append(await _run(server, settings, workload))
     scenario = Scenario(
@@ -92,8 +93,7 @@ async def validate(settings: Settings, say: Callable[[str], None]) -> list[Row]:
 
 
 def _fitted(scenario: Scenario, runs: Sequence[Replayed], say: Callable[[str], None]) -> Scenario:
-    """Nodes measured themselves alone; beside each other, and other work on the machine, they are slower by
-    factors that only a run tells."""
+    """Return the scenario with fitted factors: nodes measured themselves on an idle machine."""
     prefill = decode = 1.0
     start = scenario
     ttft_s = statistics.fmean(answer.ttft_s for run in runs for answer in run.answers)
@@ -108,7 +108,7 @@ def _fitted(scenario: Scenario, runs: Sequence[Replayed], say: Callable[[str], N
             hardware=start.hardware.scaled(prefill=prefill),
             decode_hardware=start.decode_hardware.scaled(decode=decode),
         )
-    say(f"prefills took {prefill:.2f} and decode steps {decode:.2f} times what the nodes had measured alone")
+    say(f"prefills took {prefill:.2f}, decode steps {decode:.2f} times the nodes' own measurement")
     return scenario
 
 
@@ -118,7 +118,7 @@ async def _run(server: Server, settings: Settings, workload: Workload) -> Replay
 
 
 def _rows(real: Sequence[Replayed], simulated: Sequence[Outcome]) -> list[Row]:
-    """The simulator's figures with the real ones beside them; the limits are on their ratio."""
+    """Return the simulator's figures beside the real ones; the limits apply to their ratio."""
     answers = [answer for run in real for answer in run.answers]
     served = [each for outcome in simulated for each in outcome.served]
     case = f"{len(answers)} requests in {len(real)} runs"
