@@ -26,7 +26,7 @@ log = logging.getLogger("conductor")  # __name__ is __main__ here
 
 
 async def main(config: Config, service: ServiceContext) -> None:
-    """Serve until asked to stop, then finish what runs within ``node.drain_s``."""
+    """Serve until asked to stop, then finish running requests within ``node.drain_s``."""
     path = config.model.directory
     model = ServedModel.from_checkpoint(
         path,
@@ -36,7 +36,7 @@ async def main(config: Config, service: ServiceContext) -> None:
     )
     conductor = Conductor(model, config.conductor, config.index)
     server = ApiServer(await asyncio.to_thread(make_context, config, path, conductor))
-    # Listen first: a port in use is the commonest mistake, and nothing needs undoing then.
+    # Listen first: a port in use is a common error, and nothing needs undoing then.
     await server.start()
     try:
         url = f"http://{_reachable(config.conductor.host)}:{server.port}"
@@ -51,7 +51,7 @@ async def main(config: Config, service: ServiceContext) -> None:
 
 
 def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext:
-    """Everything the API reads from the checkpoint. Raises ``ConfigError`` where that is broken."""
+    """Load tokenizer, chat template and defaults from the checkpoint. Raises ``ConfigError``."""
     tokenizer = Tokenizer.from_checkpoint(path)
     template = load_chat_template(path, tokenizer.config, tokenizer.special_tokens)
     log.info(
@@ -78,7 +78,7 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
 
 
 def _reachable(host: str) -> str:
-    """An address to connect to, where ``host`` is one to listen on."""
+    """The address to connect to for a listening address ``host``."""
     if host in ("0.0.0.0", "::", ""):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""The conductor: the one object the API talks to."""
+"""The conductor: the interface that the API uses."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from moonpool.runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-# Timelines kept for those who ask afterwards; a few kilobytes each.
+# Timelines kept; a few kilobytes each.
 _TIMELINES_KEPT = 2048
 
-# Of the hottest prefixes, so many are shown.
+# Hot prefixes shown on the dashboard.
 _PREFIXES_SHOWN = 12
 
-# How long closing waits for requests to end and for nodes to be told.
-_FAREWELL_S = 1.0
+# How long closing waits for requests to end and for cancels to reach nodes.
+_CLOSE_WAIT_S = 1.0
 
 
 class Conductor:
@@ -119,7 +119,7 @@ class Conductor:
         )
 
     def describe(self, **facts: object) -> None:
-        """Facts that other conductors are told of this one, and ``/v1/cluster`` shows. Before ``start``."""
+        """Add facts about this conductor for others and for ``/v1/cluster``. Call before ``start``."""
         self._other_conductors.facts |= facts
 
     async def start(self) -> None:
@@ -134,10 +134,10 @@ class Conductor:
         self._other_conductors.start()
 
     async def close(self) -> None:
-        """End every request in flight, everywhere, and close all connections. Idempotent."""
+        """Cancel all requests in flight, on nodes too, and close all connections. Idempotent."""
         self._deps.admission.close()
-        # Those who consume the streams have to run once, for the nodes to hear of it.
-        await self._deps.admission.emptied(_FAREWELL_S)
+        # The consumers of the streams must run once, so that nodes are told.
+        await self._deps.admission.emptied(_CLOSE_WAIT_S)
         await self._other_conductors.close()
         await self._deps.arbitration.close()
         await self._deps.replicator.close()
@@ -152,20 +152,19 @@ class Conductor:
 
         Raises (from the iteration):
             RequestRejected: nothing was computed; carries ``retry_after_s``.
-            RequestInvalid: it does not fit, or a node found it wrong.
-            DuplicateRequest: another with this id is in flight.
-            NoNodes: nobody of a role is left; tokens streamed before it are valid.
-            DeadlineExceeded, RequestFailed (placed as often as allowed), ConductorClosed: likewise.
+            RequestInvalid: it does not fit, or a node found it invalid.
+            DuplicateRequest: another request with this id is in flight.
+            NoNodes: no node of a role is left; tokens streamed before are valid.
+            DeadlineExceeded, RequestFailed (all attempts failed), ConductorClosed: likewise.
         """
         return RequestRun(request, self._deps).events()
 
     def timeline(self, request_id: str) -> RequestTimeline | None:
-        """What happened to a request, while it runs and for a while after; None: unknown or forgotten."""
+        """The timeline of a request, while it runs and for some time after; None: unknown."""
         return self._deps.timelines.get(request_id)
 
     def index_blocks(self, node_id: str) -> bytes:
-        """What the mirror says a node holds, as ``moonpool.kvstore.index.redis.changes``; nothing for an
-        unknown node."""
+        """The blocks of a node in the mirror, as ``kvstore.index.redis.changes``."""
         held = self._deps.registry.mirror.held_by(node_id)
         return encode({BlockKey(key): tier for key, tier in held.items()}, ())
 
@@ -205,7 +204,7 @@ class Conductor:
         }
 
     def counts(self) -> ClusterCounts:
-        """What ``cluster`` says, counted; a node of several replicas counts as each of them."""
+        """Counts for metrics. Each replica counts as a node."""
         registry, counts = self._deps.registry, ClusterCounts()
         for member in registry.members.values():
             load = member.record.load
@@ -218,9 +217,7 @@ class Conductor:
         return counts
 
     def activity(self) -> dict[str, Any]:
-        """What went on since the start, for the dashboard: ``Activity.to_dict``, hot prefixes, transfer
-        paths, the latest estimates with what they came to, the SLO.
-        """
+        """For the dashboard: ``Activity.to_dict``, hot prefixes, transfer paths, latest predictions, SLO."""
         slo = self._deps.slo
         limits = {
             "ttft_s": None if math.isinf(slo.ttft_s) else slo.ttft_s,
@@ -235,7 +232,7 @@ class Conductor:
         }
 
     def ready(self) -> tuple[bool, list[str]]:
-        """Whether requests can be served now, and what is degraded, in sentences."""
+        """Whether requests can be served now, and sentences about what is degraded."""
         registry = self._deps.registry
         degraded = []
         serves = True
@@ -244,10 +241,10 @@ class Conductor:
                 serves = False
                 degraded.append(f"no {role} node is available")
             elif registry.unhealthy(role):
-                degraded.append(f"every {role} node is unhealthy: they serve all the same")
+                degraded.append(f"every {role} node is unhealthy, and they serve nevertheless")
         if not registry.mirror.connected:
             degraded.append(
-                "Redis does not answer: the index is as it was, nodes are followed by their connections"
+                "Redis does not answer: the index is out of date, nodes are followed by their connections"
             )
         degraded += self._other_conductors.differences()
         for node_id, member in sorted(registry.members.items()):

@@ -1,4 +1,4 @@
-"""The API as an aiohttp application, and the server that starts and drains it."""
+"""The aiohttp application of the API and the dashboard, and its server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import re
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from moonpool.conductor.api import completion_routes as endpoints
 from moonpool.conductor.api import status_routes as pages
 from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import as_api_error
-from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER
+from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER, chat_completions, completions
 from moonpool.conductor.api.openapi import openapi
 from moonpool.conductor.dashboard import routes as dashboard_routes
 from moonpool.conductor.dashboard.benchmark_results import BenchResults
@@ -27,7 +26,7 @@ _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def create_app(context: ApiContext) -> web.Application:
-    """All routes. Run it with ``handler_cancellation``: closing a connection must cancel its request."""
+    """All routes. Needs ``handler_cancellation``: closing a connection must cancel its request."""
     app = web.Application(middlewares=[_boundary], client_max_size=context.options.max_body_nbytes)
     app[CONTEXT] = context
     app[dashboard_routes.FEED] = LiveFeed(context)
@@ -35,8 +34,8 @@ def create_app(context: ApiContext) -> web.Application:
     app.on_response_prepare.append(_name_request)
     app.add_routes(
         [
-            web.post("/v1/completions", endpoints.completions),
-            web.post("/v1/chat/completions", endpoints.chat_completions),
+            web.post("/v1/completions", completions),
+            web.post("/v1/chat/completions", chat_completions),
             web.get("/v1/models", pages.models),
             web.get("/v1/models/{name:.+}", pages.model),
             web.get("/v1/cluster", pages.cluster),
@@ -61,11 +60,11 @@ def create_app(context: ApiContext) -> web.Application:
 
 @web.middleware
 async def _boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Name the request, turn every error into an answer, count the answer."""
+    """Assign the request id, turn errors into answers, count answers."""
     http, context = request, request.app[CONTEXT]
     offered = http.headers.get(REQUEST_ID_HEADER, "")
     http[REQUEST_ID] = offered if _CLIENT_ID.fullmatch(offered) else context.new_id()
-    status = 499  # the client left before there was an answer
+    status = 499  # the client closed the connection before the answer
     try:
         try:
             response = await handler(http)
@@ -86,11 +85,11 @@ async def _name_request(http: web.Request, response: web.StreamResponse) -> None
 
 
 class ApiServer:
-    """Serves one context's application from ``start`` to ``close``."""
+    """Serves the application from ``start`` to ``close``."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
-        # A handler is cancelled as soon as its connection closes. Waiting for them is what ``drain`` does.
+        # Handlers are cancelled when their connection closes; ``drain`` waits for them.
         self._runner = web.AppRunner(
             create_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
@@ -113,7 +112,7 @@ class ApiServer:
         self.port = int(self._runner.addresses[0][1])
 
     async def drain(self, within_s: float) -> bool:
-        """Take no more requests and let the running ones end; False: some still ran after ``within_s``."""
+        """Stop accepting requests and wait for running ones; False: some still run after ``within_s``."""
         self._context.draining = True
         if self._site is not None:
             await self._site.stop()
@@ -122,10 +121,10 @@ class ApiServer:
             async with asyncio.timeout(within_s):
                 await self._context.idle.wait()
         except TimeoutError:
-            log.warning("some requests still ran after %.1f s of draining and are cut off", within_s)
+            log.warning("some requests still run after %.1f s of draining and are cancelled", within_s)
             return False
         return True
 
     async def close(self) -> None:
-        """Close every connection, which cancels what still runs on them. Idempotent."""
+        """Close all connections, which cancels their requests. Idempotent."""
         await self._runner.cleanup()

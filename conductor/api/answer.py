@@ -1,4 +1,4 @@
-"""How an answer is written: as one JSON object, or as server-sent events cheap enough for every token."""
+"""Answers as one JSON object, or as server-sent events; logprobs in the shapes of both APIs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any, ClassVar
 import orjson
 
 from moonpool.conductor.api.choice import Choice, Delta, TokenEntry
-from moonpool.conductor.api.logprobs import chat_logprobs, completion_logprobs
 from moonpool.conductor.api.schemas import GenerationBody
 from moonpool.conductor.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+# JSON has no infinity: OpenAI and vLLM use this number.
+LOWEST = -9999.0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything one choice said, for an answer in one piece."""
+    """The whole output of one choice, for an answer without streaming."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -36,7 +37,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the whole request: each prompt counted once, every choice's output."""
+    """Tokens of a request: each prompt once, and the output of all choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -52,7 +53,7 @@ class Usage:
 
 
 class Answer(ABC):
-    """Writes one answer. What does not change from token to token is encoded once, when it is made."""
+    """Writes one answer. The parts that are equal for all tokens are encoded once, by the constructor."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -73,7 +74,7 @@ class Answer(ABC):
         )
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
-        # All that follows the text of an ordinary chunk.
+        # The end of an ordinary chunk, after its text.
         self._plain = self.text_close + b',"logprobs":null,"finish_reason":null}' + self._tail
         self._opens: dict[int, bytes] = {}
         self._asked_logprobs = body.num_logprobs >= 0
@@ -87,10 +88,10 @@ class Answer(ABC):
 
     @abstractmethod
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
-        """What is particular to this API of a choice in an answer in one piece."""
+        """The fields of a choice that are particular to this API, without streaming."""
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        """One event, or nothing where ``delta`` has nothing to show."""
+        """One event; empty if ``delta`` is."""
         open_ = self._opens.get(choice.index) or self._open(choice.index)
         if delta.finish_reason is None and not delta.entries and not self._token_ids:
             return open_ + orjson.dumps(delta.text) + self._plain if delta.text else b""
@@ -119,7 +120,7 @@ class Answer(ABC):
         usage: Usage,
         explained: Sequence[dict[str, Any]] | None = None,
     ) -> bytes:
-        """The answer in one piece. ``explained``: where its sequences went and why, for those who asked."""
+        """The answer without streaming. ``explained``: the placements of its sequences, if requested."""
         answer: dict[str, Any] = {
             "id": self._id,
             "object": self.whole_object,
@@ -182,3 +183,53 @@ class ChatAnswer(Answer):
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(outcome.text), "refusal": None}
         return {"index": index, "message": message}
+
+
+def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Parallel lists; ``top_logprobs`` maps texts to logprobs and always has the token itself."""
+    tops: list[dict[str, float] | None] = []
+    for entry in entries:
+        if entry.logprobs is None:
+            tops.append(None)
+            continue
+        top = {token_label(i, tokenizer): _finite(value) for i, value in entry.logprobs.top}
+        top.setdefault(token_label(entry.token_id, tokenizer), _finite(entry.logprobs.logprob))
+        tops.append(top)
+    return {
+        "tokens": [token_label(entry.token_id, tokenizer) for entry in entries],
+        "token_logprobs": [_finite(entry.logprobs.logprob) if entry.logprobs else None for entry in entries],
+        "top_logprobs": tops,
+        "text_offset": [entry.offset for entry in entries],
+    }
+
+
+def chat_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> dict[str, Any]:
+    """One object per token, with its exact bytes: its text may be an incomplete character."""
+
+    def describe(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": token_label(token_id, tokenizer),
+            "logprob": _finite(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    content = [
+        describe(entry.token_id, entry.logprobs.logprob)
+        | {"top_logprobs": [describe(i, value) for i, value in entry.logprobs.top]}
+        for entry in entries
+        if entry.logprobs is not None
+    ]
+    return {"content": content, "refusal": None}
+
+
+def token_label(token_id: int, tokenizer: Tokenizer) -> str:
+    """The text of a token; bytes that are not UTF-8 as OpenAI writes them: ``bytes:\\xe4\\xbd``."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

@@ -1,4 +1,4 @@
-"""One choice of an answer: token events go in, text that may be shown comes out."""
+"""One choice of an answer: turns token events into text."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class TokenEntry:
     """One token with its logprobs. ``offset``: characters of the choice's text before it."""
 
     token_id: int
-    logprobs: TokenLogprobs | None  # None: the first token of a prompt, which nothing predicts
+    logprobs: TokenLogprobs | None  # None: the first token of a prompt
     offset: int
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one event adds to a choice."""
+    """The addition of one event to a choice."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    entries: list[TokenEntry] = field(default_factory=list)  # where logprobs were asked for
+    entries: list[TokenEntry] = field(default_factory=list)  # if logprobs were requested
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # the stop string or stop token that ended it; None: the model did
+    stop_reason: str | int | None = None  # stop string or stop token; None: ended by the model
 
 
 class Choice:
-    """The text of one sequence as it grows: detokenized, cut at the first stop string, counted."""
+    """The text of one sequence: detokenized, ended at the first stop string, counted."""
 
     def __init__(self, index: int, prompt: Prompt, body: GenerationBody, tokenizer: Tokenizer) -> None:
         self.index = index
@@ -53,11 +53,11 @@ class Choice:
         self._begun = False
 
     def echo(self) -> Delta:
-        """The whole answer when only the prompt's text is wanted back (``max_tokens`` 0)."""
+        """The whole answer of a request for the prompt's text only (``max_tokens`` 0)."""
         return Delta(self._echo, finish_reason="length")
 
     def push(self, event: TokenEvent) -> Delta:
-        """What ``event`` adds. Once ``finish_reason`` is set, the sequence is to be cancelled."""
+        """The addition of ``event``. Cancel the sequence once ``finish_reason`` is set."""
         delta = Delta(finish_reason=event.finish_reason)
         if not self._begun:
             self._begun = True
@@ -65,7 +65,7 @@ class Choice:
             if event.prompt_logprobs is not None:
                 delta.entries += self._prompt_entries(event.prompt_logprobs)
             delta.text = self._echo
-        if self._only_echo:  # one token was generated to have the prompt's logprobs, and nobody asked for it
+        if self._only_echo:  # one token was generated only for the prompt's logprobs
             delta.finish_reason = "length"
             return delta
         if event.token_id >= 0:
@@ -77,13 +77,13 @@ class Choice:
         return delta
 
     def prompt_text(self) -> str:
-        """As it was given, or what its tokens say."""
+        """The given text, or the text of the given tokens."""
         if self.prompt.text is not None:
             return self.prompt.text
         return self._tokenizer.decode(self.prompt.token_ids, skip_special=self._skip_special)
 
     def _prompt_entries(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenEntry]:
-        """``logprobs``: of the prompt's tokens from the second on."""
+        """``logprobs``: of the prompt from its second token on."""
         detokenizer = self._tokenizer.detokenizer(skip_special=self._skip_special)
         entries, offset = [], 0
         for token_id, one in zip(self.prompt.token_ids.tolist(), (None, *logprobs), strict=True):
@@ -95,7 +95,7 @@ class Choice:
         stopped_by_token = event.finish_reason == "stop" and event.token_id >= 0
         if stopped_by_token and event.token_id in self._stop_token_ids:
             delta.stop_reason = event.token_id
-        # The token that stops an answer is no part of its text, unless asked for.
+        # The stop token is part of the text only on request.
         hidden = event.token_id < 0 or (stopped_by_token and not self._include_stop)
         piece = "" if hidden else self._detokenizer.push(event.token_id)
         if event.finish_reason is not None:

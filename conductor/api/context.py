@@ -1,4 +1,4 @@
-"""What every handler of the API needs, made once and handed to each."""
+"""The objects that all handlers of the API use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new_id() -> str:
 
 @dataclass
 class ApiContext:
-    """``clock`` is monotonic seconds, ``unix_clock`` wall time, ``new_id`` a fresh short name."""
+    """``clock``: monotonic seconds; ``unix_clock``: wall time; ``new_id``: a short random name."""
 
     conductor: Conductor
     tokenizer: Tokenizer
@@ -39,7 +39,7 @@ class ApiContext:
     options: ConductorOptions
     log_options: LogOptions = field(default_factory=LogOptions)
     tenants: Tenants = field(default_factory=Tenants)
-    about: Mapping[str, Any] = field(default_factory=dict)  # as conductor.about says it
+    about: Mapping[str, Any] = field(default_factory=dict)  # from observing.about
     recent: RecentRequests = field(default_factory=RecentRequests)
     clock: Callable[[], float] = time.perf_counter
     unix_clock: Callable[[], float] = time.time
@@ -54,10 +54,10 @@ class ApiContext:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Around one generation request, so that draining can wait for it.
+        """Count a generation request, so that draining waits for it.
 
         Raises:
-            ApiError: 503, the conductor is about to stop.
+            ApiError: 503, the conductor is draining.
         """
         if self.draining:
             raise draining()

@@ -1,4 +1,4 @@
-"""Every failure leaves the API in OpenAI's shape; here, and only here, errors become HTTP statuses."""
+"""API errors in OpenAI's format, and the one mapping of exceptions to HTTP statuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class ApiError(MoonpoolError):
-    """A request that cannot be served as it is: what the client is told. ``param`` names the field."""
+    """The answer to a request that failed. ``param``: the wrong field."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class ApiError(MoonpoolError):
 
 
 def bad_request(message: str, param: str | None, code: str | None = "invalid_value") -> ApiError:
-    """400: the client has to change ``param``."""
+    """400: ``param`` is invalid."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unauthorized() -> ApiError:
-    """401: no tenant has this key."""
+    """401: the API key is missing or unknown."""
     return ApiError(
         401,
-        "no API key, or one that nobody here has: send it as 'Authorization: Bearer KEY'",
+        "the API key is missing or unknown: send it as 'Authorization: Bearer KEY'",
         kind="authentication_error",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
@@ -72,17 +72,17 @@ def unauthorized() -> ApiError:
 
 
 def draining() -> ApiError:
-    """503: this conductor is about to stop."""
+    """503: this conductor is draining."""
     return _unavailable("the conductor is draining: send the request to another one", "draining")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told about any exception; those nobody foresaw are logged with their trace."""
+    """The answer to any exception; unexpected ones are logged with their traceback."""
     match error:
         case ApiError():
             return error
         case RequestRejected():
-            # Retry-After is in whole seconds, and 0 would mean at once.
+            # Retry-After is in whole seconds; 0 would mean at once.
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
             return ApiError(
                 429, str(error), kind="rate_limit_error", code="rate_limit_exceeded", headers=wait
@@ -104,7 +104,7 @@ def as_api_error(error: Exception) -> ApiError:
         case web.HTTPException():
             return _from_http(error)
         case ConnectionError():
-            return ApiError(400, "the connection was closed", code="disconnected")  # and nobody reads this
+            return ApiError(400, "the connection was closed", code="disconnected")
         case MoonpoolError():
             log.error("%s: %s", type(error).__name__, error)
             return ApiError(500, str(error), kind="server_error", code="internal_error")
@@ -119,7 +119,7 @@ def _unavailable(message: str, code: str) -> ApiError:
 
 
 def _from_http(error: web.HTTPException) -> ApiError:
-    """aiohttp's own answers: unknown routes, wrong methods, bodies over the limit."""
+    """Errors of aiohttp: unknown routes, wrong methods, bodies over the limit."""
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return ApiError(413, error.text or "the request body is too large", code="body_too_large")
     if isinstance(error, web.HTTPMethodNotAllowed):
@@ -127,5 +127,5 @@ def _from_http(error: web.HTTPException) -> ApiError:
         message = f"{error.method} is not allowed here; use {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     if isinstance(error, web.HTTPNotFound):
-        return ApiError(404, "there is nothing at this path; see /v1/models for a start", code="not_found")
+        return ApiError(404, "this path does not exist; see /openapi.json for all paths", code="not_found")
     return ApiError(error.status, error.text or error.reason, code="http_error")

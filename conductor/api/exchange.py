@@ -1,4 +1,4 @@
-"""One generation request over HTTP: read, tokenize, run, answer; whichever of the two APIs it came by."""
+"""Generation requests over HTTP, for both APIs: parse, tokenize, run, answer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import orjson
 from aiohttp import web
 
 from moonpool.conductor.admission.tenants import ANYONE, BATCH, Tenant
-from moonpool.conductor.api.answer import DONE, Answer, Outcome, Usage
+from moonpool.conductor.api.answer import DONE, Answer, ChatAnswer, CompletionAnswer, Outcome, Usage
 from moonpool.conductor.api.choice import Choice, Delta
-from moonpool.conductor.api.context import ApiContext
+from moonpool.conductor.api.context import CONTEXT, ApiContext
 from moonpool.conductor.api.errors import ApiError, as_api_error, bad_request, unauthorized
-from moonpool.conductor.api.prompts import Prompt, output_limit
-from moonpool.conductor.api.schemas import CompletionBody, GenerationBody, parse
+from moonpool.conductor.api.prompts import Prompt, chat_prompt, completion_prompts, output_limit
+from moonpool.conductor.api.schemas import ChatBody, CompletionBody, GenerationBody, parse
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
 from moonpool.conductor.api.transcript import transcribed
 from moonpool.conductor.observing.recent_requests import RequestRecord
@@ -27,23 +27,24 @@ from moonpool.runtime.observing.log import request_id
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
-EXPLAIN_HEADER = "x-moonpool-explain"  # 1: the answer says where the request went and why
+EXPLAIN_HEADER = "x-moonpool-explain"  # 1: the answer includes the placements and their reasons
 REQUEST_ID = web.RequestKey("request_id", str)
 
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # proxies must not collect tokens
+    "X-Accel-Buffering": "no",  # proxies must not buffer tokens
 }
 
 MAX_SEQUENCES = 4096  # prompts times n
+DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API; a chat may go on as long as the model can
 
 B = TypeVar("B", bound=GenerationBody)
 T = TypeVar("T")
 
 
 class GenerationExchange:
-    """The stages of one request. Each is timed into the request's record and the metrics."""
+    """The stages of one request, timed in its record and in metrics."""
 
     def __init__(self, http: web.Request, context: ApiContext, kind: type[Answer]) -> None:
         self._http = http
@@ -51,7 +52,7 @@ class GenerationExchange:
         self._kind = kind
         self._arrived_s = context.clock()
         client_id = http[REQUEST_ID]
-        # A client may send one id twice, at once or again; the core's ids may not meet.
+        # A client may reuse an id; ids in the core must be unique.
         unique = f"{client_id}-{context.new_id()[:8]}" if REQUEST_ID_HEADER in http.headers else client_id
         self._id = kind.id_prefix + unique
         self._explains = False
@@ -71,7 +72,7 @@ class GenerationExchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Complete the record, however it ended."""
+        """Complete the record."""
         record, usage = self.record, usage_of(self._runs)
         if isinstance(error, Exception):
             record.status = _name(error)
@@ -95,7 +96,7 @@ class GenerationExchange:
         self._span.__exit__(kind, error, trace)
 
     async def parse(self, schema: type[B]) -> B:
-        """The checked body. Raises ``ApiError``: no key, no JSON, too large, a wrong field, another model."""
+        """The validated body. Raises ``ApiError``: key, JSON, size, a field or the model is wrong."""
         client = self._context.tenants.of(self._http.headers.get("Authorization", ""))
         if client is None:
             raise unauthorized()
@@ -120,7 +121,7 @@ class GenerationExchange:
     async def answer(
         self, body: GenerationBody, prompts: Sequence[Prompt], default_limit: int | None
     ) -> web.StreamResponse:
-        """Generate and reply. ``default_limit``: tokens to generate where the request does not say."""
+        """Generate and reply. ``default_limit``: output tokens of a request without a limit."""
         runs = self._runs = self._plan(body, prompts, default_limit)
         self.record.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.record.sequences = [run.request.request_id for run in runs]
@@ -133,7 +134,7 @@ class GenerationExchange:
     def _plan(
         self, body: GenerationBody, prompts: Sequence[Prompt], default_limit: int | None
     ) -> list[SequenceRun]:
-        """One run a choice, prompt by prompt."""
+        """One run per choice, prompt by prompt."""
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise bad_request(f"n: {len(prompts)} prompts × {body.n} is more than {MAX_SEQUENCES}", "n")
         context, runs = self._context, list[SequenceRun]()
@@ -178,7 +179,7 @@ class GenerationExchange:
     async def _stream(
         self, answer: Answer, runs: list[SequenceRun], body: GenerationBody
     ) -> web.StreamResponse:
-        """Headers go out with the first token: until then a failure still has a status of its own."""
+        """Send headers with the first token: until then an error still has its own status."""
         response = web.StreamResponse(headers=SSE_HEADERS)
         clock, record, opened = self._context.clock, self.record, set[int]()
 
@@ -208,13 +209,13 @@ class GenerationExchange:
             await response.write(end)
             await response.write_eof()
         except ConnectionError:
-            # The client has gone, which the core has been told; nobody is left to be told here.
+            # The client has closed the connection; the core was cancelled.
             log.debug("%s: the connection was closed", self._id)
         return response
 
     async def _generate(self, runs: list[SequenceRun], sink: Sink, body: GenerationBody) -> None:
         with transcribed(runs, sink, self._context.log_options.prompt_chars) as sink:
-            if body.token_limit == 0 and body.num_logprobs < 0:  # echo alone asks nothing of the model
+            if body.token_limit == 0 and body.num_logprobs < 0:  # echo alone needs no model
                 for run in runs:
                     await sink(run, run.choice.echo())
             else:
@@ -222,7 +223,7 @@ class GenerationExchange:
         self.record.status = "done"
 
     def _explained(self) -> list[dict[str, Any]]:
-        """Where each sequence went and why."""
+        """The placements of each sequence."""
         timelines = [self._context.conductor.timeline(run.request.request_id) for run in self._runs]
         return [timeline.placements() for timeline in timelines if timeline is not None]
 
@@ -230,6 +231,26 @@ class GenerationExchange:
         seconds = self._context.clock() - started_s
         self._context.metrics.stage.labels(stage).observe(seconds)
         return seconds
+
+
+async def completions(http: web.Request) -> web.StreamResponse:
+    """``POST /v1/completions``"""
+    context = http.app[CONTEXT]
+    with context.serving(), GenerationExchange(http, context, CompletionAnswer) as exchange:
+        body = await exchange.parse(CompletionBody)
+        prompts = await exchange.tokenize(
+            completion_prompts(body, context.tokenizer, context.conductor.model)
+        )
+        return await exchange.answer(body, prompts, DEFAULT_COMPLETION_TOKENS)
+
+
+async def chat_completions(http: web.Request) -> web.StreamResponse:
+    """``POST /v1/chat/completions``"""
+    context = http.app[CONTEXT]
+    with context.serving(), GenerationExchange(http, context, ChatAnswer) as exchange:
+        body = await exchange.parse(ChatBody)
+        prompt = await exchange.tokenize(chat_prompt(body, context.template, context.tokenizer))
+        return await exchange.answer(body, [prompt], None)
 
 
 async def read_object(http: web.Request, limit_nbytes: int) -> dict[str, Any]:
@@ -256,7 +277,7 @@ def unknown_model(name: str, served: str) -> ApiError:
 
 
 def usage_of(runs: Sequence[SequenceRun]) -> Usage:
-    """Each prompt once; of its choices, the one that found least of it in the cache computed the rest."""
+    """Each prompt counts once, with the cached tokens of the choice that had the fewest."""
     cached: dict[int, int] = {}
     prompts: dict[int, int] = {}
     for run in runs:
@@ -276,7 +297,7 @@ def _wants_explanation(http: web.Request) -> bool:
 
 
 def _name(error: Exception) -> str:
-    """How an error is called in records: by its code, or as in the core's timelines by its class."""
+    """The name of an error in records: its code, or its class."""
     return (isinstance(error, ApiError) and error.error_code) or type(error).__name__
 
 

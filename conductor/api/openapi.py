@@ -1,4 +1,4 @@
-"""The API as an OpenAPI document, made from the schemas that check requests."""
+"""The OpenAPI document of the API, from the schemas of requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NULL: Schema = {"type": "null"}
 _TEXT: Schema = {"type": "string", "minLength": 1}
 _TOKEN_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
-# What is read before pydantic sees it, and what it takes instead of the one form pydantic knows.
+# Fields with validators that accept more forms than pydantic's own schema says.
 _STOP: Schema = {
     "anyOf": [
         {**_TEXT, "maxLength": MAX_STOP_CHARS},
@@ -50,7 +50,7 @@ _CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PA
 
 
 def _object(description: str = "", /, **properties: Schema) -> Schema:
-    """All of ``properties`` are there; there may be others."""
+    """An object with at least ``properties``."""
     schema: Schema = {"type": "object", "required": list(properties), "properties": properties}
     return schema | ({"description": description} if description else {})
 
@@ -101,22 +101,22 @@ _ANSWERS = {
     ),
 }
 _ERRORS = {
-    "400": "The request is wrong; `param` names the field, `message` says how to mend it.",
+    "400": "The request is invalid; `param` names the field, `message` says how to correct it.",
     "401": "No API key, or an unknown one (only where tenants are configured).",
     "404": "There is no such model, request, node or result.",
-    "405": "Another method is meant.",
-    "409": "A request of this x-request-id is being served.",
+    "405": "The method is not allowed.",
+    "409": "A request with this id is in flight.",
     "413": "The body is larger than conductor.max_body_nbytes.",
-    "429": "Over a limit, or an SLO would be missed: come again after Retry-After seconds.",
-    "500": "The request failed after every attempt, or a defect; the conductor's log says more.",
-    "503": "No node of a role, or this conductor is about to stop.",
+    "429": "Over a limit, or an SLO would be missed: retry after Retry-After seconds.",
+    "500": "All attempts failed, or a defect; see the conductor's log.",
+    "503": "No node of a role is available, or the conductor is draining.",
     "504": "The request's deadline passed.",
 }
 
 
 async def openapi(http: web.Request) -> web.Response:
     """``GET /openapi.json``"""
-    # The bound of a seed is beyond 64 bits, which only the standard library writes.
+    # The bound of a seed exceeds 64 bits, which orjson cannot write.
     return web.json_response(document())
 
 
@@ -141,50 +141,9 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "Moonpool",
             "version": version("moonpool"),
-            "summary": "OpenAI's API, and what became of each request",
+            "summary": "OpenAI's API, and the timeline of each request",
         },
-        "paths": {
-            "/v1/completions": {"post": _generation("CompletionBody", "Completion", "Go on from a prompt")},
-            "/v1/chat/completions": {"post": _generation("ChatBody", "ChatCompletion", "Answer in a chat")},
-            "/v1/models": {"get": _page("The model that is served", _listed(_ref("Model")))},
-            "/v1/models/{name}": {"get": _page("The model by its name", _ref("Model"), 404, name="path")},
-            "/v1/cluster": {
-                "get": _page("Nodes, their load and tiers", _object(nodes=_list_of({"type": "object"})))
-            },
-            "/v1/requests": {
-                "get": _page(
-                    "The latest requests, newest first",
-                    _listed({"type": "object"}),
-                    400,
-                    limit={"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 50},
-                )
-            },
-            "/v1/requests/{id}/timeline": {
-                "get": _page("What happened to a request, and when", {"type": "object"}, 404, id="path")
-            },
-            "/v1/about": {
-                "get": _page(
-                    "This conductor's code, machine and options, without secrets",
-                    _object(moonpool=_STRING, options=_list_of({"type": "object"})),
-                )
-            },
-            "/v1/benchmarks": {
-                "get": _page("Results of benchmarks, newest first", _listed(_object(name=_STRING)))
-            },
-            "/v1/benchmarks/{name}": {
-                "get": _page(
-                    "One of them, as `moonpool bench … --json` wrote it",
-                    _object(environment={"type": "object"}, rows=_list_of({"type": "object"})),
-                    404,
-                    name="path",
-                )
-            },
-            "/v1/prometheus-targets": {
-                "get": _page("The nodes, for Prometheus' service discovery", _list_of({"type": "object"}))
-            },
-            "/healthz": {"get": _page("The process answers", _object(status={"const": "ok"}))},
-            "/readyz": {"get": _ready()},
-        },
+        "paths": _paths(),
         "components": {
             "schemas": schemas,
             "securitySchemes": {
@@ -199,17 +158,44 @@ def document() -> dict[str, Any]:
     }
 
 
+def _paths() -> dict[str, Any]:
+    anything: Schema = {"type": "object"}
+    limit: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 50}
+    about = _object(moonpool=_STRING, options=_list_of(anything))
+    report = _object(environment=anything, rows=_list_of(anything))
+    pages = {
+        "/v1/models": _page("The served model", _listed(_ref("Model"))),
+        "/v1/models/{name}": _page("The model by its name", _ref("Model"), 404, name="path"),
+        "/v1/cluster": _page("Nodes, their load and tiers", _object(nodes=_list_of(anything))),
+        "/v1/requests": _page("The latest requests, newest first", _listed(anything), 400, limit=limit),
+        "/v1/requests/{id}/timeline": _page("The timeline of a request", anything, 404, id="path"),
+        "/v1/about": _page("Code, machine and options of this conductor, without secrets", about),
+        "/v1/benchmarks": _page("Results of benchmarks, newest first", _listed(_object(name=_STRING))),
+        "/v1/benchmarks/{name}": _page(
+            "One result, as `moonpool bench … --json` wrote it", report, 404, name="path"
+        ),
+        "/v1/prometheus-targets": _page("The nodes, for Prometheus' service discovery", _list_of(anything)),
+        "/healthz": _page("The process answers", _object(status={"const": "ok"})),
+        "/readyz": _ready(),
+    }
+    return {
+        "/v1/completions": {"post": _generation("CompletionBody", "Completion", "Continue a prompt")},
+        "/v1/chat/completions": {"post": _generation("ChatBody", "ChatCompletion", "Answer in a chat")},
+        **{path: {"get": page} for path, page in pages.items()},
+    }
+
+
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 def _describe(schema: Schema) -> None:
-    """Null stands for absent; some fields of OpenAI's are refused by name; any other is ignored."""
+    """Allow null as absent, and list the refused fields."""
     for name, field in schema["properties"].items():
         if name not in schema.get("required", ()):
             schema["properties"][name] = {"anyOf": [field, _NULL]}
     refused = "; ".join(f"{name}: {why}" for name, why in sorted(REFUSED.items()))
-    schema["description"] = f"Other fields are ignored, but for these, which are refused: {refused}."
+    schema["description"] = f"Other fields are ignored, except these, which are refused: {refused}."
 
 
 def _errors(*statuses: int) -> dict[str, Any]:
@@ -224,7 +210,7 @@ def _generation(body: str, answer: str, summary: str) -> dict[str, Any]:
             {
                 "name": "x-moonpool-explain",
                 "in": "header",
-                "description": "1: the answer says where it was computed and why.",
+                "description": "1: the answer includes the placements and their reasons.",
                 "schema": {"type": "string", "enum": ["0", "1"]},
             }
         ],
@@ -243,7 +229,7 @@ def _generation(body: str, answer: str, summary: str) -> dict[str, Any]:
 
 
 def _page(summary: str, schema: Schema, *errors: int, **parameters: Schema | str) -> dict[str, Any]:
-    """``parameters``: "path" for a part of the path, the schema of one in the query otherwise."""
+    """``parameters``: "path" for one in the path, else the schema of one in the query."""
     described = [
         {"name": name, "in": "path", "required": True, "schema": _TEXT}
         if isinstance(kind, str)
@@ -257,6 +243,7 @@ def _page(summary: str, schema: Schema, *errors: int, **parameters: Schema | str
 
 def _ready() -> dict[str, Any]:
     schema = _object(ready={"type": "boolean"}, status=_STRING, degraded=_list_of(_STRING))
-    page = _page("Whether a request could be served", schema)
-    page["responses"]["503"] = {**page["responses"]["200"], "description": "None could: no node, or draining"}
+    page = _page("Whether requests can be served", schema)
+    unavailable = "No request can be served: no node, or draining"
+    page["responses"]["503"] = page["responses"]["200"] | {"description": unavailable}
     return page

@@ -1,4 +1,4 @@
-"""The prompts of one request, in any of the shapes OpenAI allows, as token ids within the model's length."""
+"""The prompts of a request as token ids, from any of the forms that OpenAI's API allows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_PROMPTS = 2048  # in one request; the body's size bounds the rest
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """``param`` is the field it came from, for messages; ``text`` is None where token ids were sent."""
+    """``param``: its field, for messages; ``text``: None where token ids were sent."""
 
     token_ids: npt.NDArray[np.int32]  # [num_tokens], at least one
     text: str | None
@@ -31,7 +31,7 @@ async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, model: 
     """A string, a list of strings, a list of token ids, or a list of such lists.
 
     Raises:
-        ApiError: 400 for anything else, an empty prompt, or an id the model does not know.
+        ApiError: 400 for another type, an empty prompt, or a token id outside the vocabulary.
     """
     return [
         await _text_prompt(one, param, tokenizer, add_special_tokens=body.add_special_tokens)
@@ -42,15 +42,15 @@ async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, model: 
 
 
 async def chat_prompt(body: ChatBody, template: ChatTemplate | None, tokenizer: Tokenizer) -> Prompt:
-    """The conversation through the checkpoint's template.
+    """The conversation rendered with the checkpoint's chat template.
 
     Raises:
-        ApiError: 400 when the checkpoint has no template or the text is empty.
-        ChatTemplateError: the template refused the messages.
+        ApiError: 400 if the checkpoint has no template or the text is empty.
+        ChatTemplateError: the template rejected the messages.
     """
     if template is None:
         raise bad_request(
-            "the served model has no chat template, so it has no chat: use /v1/completions",
+            "the served model has no chat template: use /v1/completions",
             "messages",
             "no_chat_template",
         )
@@ -64,10 +64,10 @@ async def chat_prompt(body: ChatBody, template: ChatTemplate | None, tokenizer: 
 
 
 def output_limit(prompt: Prompt, body: GenerationBody, default: int | None, model: ServedModel) -> int:
-    """How many tokens may follow ``prompt``: as many as asked for, else ``default``, else all that fit.
+    """The limit of output tokens: the requested one, else ``default``, else all that fit.
 
     Raises:
-        ApiError: 400 with the numbers when they do not fit into the model's length.
+        ApiError: 400 if prompt and output exceed the model's context length.
     """
     longest, length = model.max_model_len, len(prompt.token_ids)
     asked = body.token_limit
@@ -93,7 +93,7 @@ def output_limit(prompt: Prompt, body: GenerationBody, default: int | None, mode
 
 
 def _split(prompt: Any) -> list[tuple[str | list[Any], str]]:
-    """Each single prompt with the name of the field it came from."""
+    """Each prompt with the name of its field."""
     if prompt is None:
         raise bad_request("prompt: is required", "prompt", "missing_required_parameter")
     if isinstance(prompt, str):

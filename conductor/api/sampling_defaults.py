@@ -1,4 +1,4 @@
-"""From a checked request to the core's sampling parameters, the checkpoint's own defaults filled in."""
+"""Sampling parameters of a request, with the checkpoint's defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SEED_MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What holds where a request says nothing: the checkpoint's ``generation_config.json``, then OpenAI's."""
+    """Defaults: those of the checkpoint's ``generation_config.json``, then OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -27,7 +27,7 @@ class SamplingDefaults:
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> SamplingDefaults:
-        """Raises ``ConfigError`` when the file is broken."""
+        """Raises ``ConfigError`` if the file is invalid."""
         file = path / "generation_config.json"
         given = read_json(file)
         found: dict[str, float] = {}
@@ -43,10 +43,10 @@ class SamplingDefaults:
     def params(
         self, body: GenerationBody, model: ServedModel, *, max_tokens: int, num_logprobs: int, choice: int
     ) -> SamplingParams:
-        """For the ``choice``-th of ``n`` choices, each of which draws differently.
+        """Parameters of the ``choice``-th of ``n`` choices; each has another seed.
 
         Raises:
-            ApiError: 400 for a token id the model does not have.
+            ApiError: 400 for a token id outside the vocabulary.
         """
         for token_id in body.stop_token_ids:
             _check_token("stop_token_ids", token_id, model)
@@ -55,7 +55,7 @@ class SamplingDefaults:
             max_tokens=max_tokens,
             temperature=self.temperature if body.temperature is None else body.temperature,
             top_p=self.top_p if body.top_p is None else body.top_p,
-            top_k=max(top_k, 0),  # -1 is another way to say off
+            top_k=max(top_k, 0),  # -1 means off, too
             min_p=self.min_p if body.min_p is None else body.min_p,
             seed=None if body.seed is None else (body.seed + choice) & _SEED_MASK,
             presence_penalty=body.presence_penalty,

@@ -1,4 +1,4 @@
-"""What a request may say, checked once; a wrong field is named as the caller wrote it."""
+"""Schemas of request bodies. Errors name the wrong field as in the request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_PRIORITY = 2**31 - 1
 
-# To ignore these would be to answer something else than was asked.
+# Ignoring these would silently change the meaning of a request.
 REFUSED = {
     "tools": "tool calls are not supported",
     "functions": "function calls are not supported",
@@ -43,7 +43,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _as_text(content: Any) -> Any:
-    """The text of a message given in parts; a part of another kind cannot be read by a language model."""
+    """The text of a message in parts; only text parts are supported."""
     if not isinstance(content, list):
         return content
     for position, part in enumerate(content):
@@ -58,7 +58,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class _Schema(BaseModel):
-    # Strict: a number in quotes is a mistake worth hearing about.
+    # Strict: a number in quotes is an error.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
@@ -67,7 +67,7 @@ class StreamOptions(_Schema):
 
 
 class GenerationBody(_Schema):
-    """The fields both endpoints share. Nulls are taken for absent before this is built."""
+    """Fields of both endpoints. ``parse`` removes nulls before validation."""
 
     model: str | None = None
     stream: bool = False
@@ -99,12 +99,12 @@ class GenerationBody(_Schema):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens to generate, under either of its names."""
+        """The limit of output tokens, under either of its names."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_logprobs(self) -> int:
-        """-1: none, 0: the chosen token's, n: the n best tokens' too."""
+        """-1: none, 0: of the chosen token, n: also of the n best."""
         return -1
 
     @property
@@ -113,10 +113,10 @@ class GenerationBody(_Schema):
 
     @model_validator(mode="after")
     def _agree(self) -> GenerationBody:
-        """What no single field can say. The field's name comes first; ``parse`` reads it off."""
+        """Checks over several fields. Messages start with the field's name, which ``parse`` reads."""
         limit = self.token_limit
         if self.best_of not in (None, 1, self.n):
-            raise ValueError("best_of: only 1 is supported: no candidates beyond the n choices are made")
+            raise ValueError("best_of: only 1, or the value of n, is supported")
         if limit is not None and self.min_tokens > limit:
             raise ValueError(f"min_tokens: must be at most max_tokens, {limit}, got {self.min_tokens}")
         if self.stream_options is not None and not self.stream:
@@ -144,7 +144,7 @@ class CompletionBody(GenerationBody):
 
 
 class Message(_Schema):
-    """Fields beyond these two (name, tool_call_id, …) are for the chat template."""
+    """Other fields (name, tool_call_id, …) are passed to the chat template."""
 
     role: str = Field(min_length=1)
     content: Annotated[str | None, BeforeValidator(_as_text)] = None
@@ -188,10 +188,10 @@ B = TypeVar("B", bound=GenerationBody)
 
 
 def parse(schema: type[B], body: Mapping[str, Any]) -> B:
-    """The checked request.
+    """Validate a request.
 
     Raises:
-        ApiError: 400, naming the first field that is wrong and what it should be.
+        ApiError: 400 with the first wrong field and what it should be.
     """
     given = {name: value for name, value in body.items() if value is not None}
     if given.get("tool_choice") == "none":
@@ -210,7 +210,7 @@ def parse(schema: type[B], body: Mapping[str, Any]) -> B:
 def _first_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:  # from a check over several fields, which names the one to change itself
+    if not first["loc"]:  # from a check over several fields
         return bad_request(message, message.partition(":")[0])
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     if first["type"] == "missing":
@@ -224,14 +224,14 @@ def _first_error(error: ValidationError) -> ApiError:
 
 
 def _shown(value: object) -> str:
-    """Enough of a wrong value to recognise it."""
+    """A wrong value, shortened."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = 80
     return brief.repr(value)
 
 
 def _note_unknown(extra: Mapping[str, Any]) -> None:
-    """Unknown fields are ignored, as vLLM does; each is mentioned once, while there are not too many."""
+    """Log each ignored unknown field once, up to a limit."""
     for name in extra.keys() - _seen_unknown:
         if len(_seen_unknown) < 256:
             _seen_unknown.add(name)

@@ -1,10 +1,10 @@
-"""Runs the sequences of one request side by side and hands on what each of them adds."""
+"""Runs the sequences of one HTTP request in parallel."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from moonpool.conductor.api.choice import Choice, Delta
@@ -13,13 +13,13 @@ from moonpool.conductor.errors import RequestFailed
 from moonpool.conductor.observing.request_metrics import SequenceClock
 from moonpool.conductor.request import GenerateRequest
 
-# Of one HTTP request; more wait their turn, so that a large batch is not turned away for its size alone.
+# Of one HTTP request. More sequences wait, so that a large batch is not rejected for its size.
 MAX_PARALLEL = 64
 
 
 @dataclass(slots=True)
 class SequenceRun:
-    """One choice on its way through the core. ``leader``: another choice of the same prompt, asked first."""
+    """One choice and its request. ``leader``: the first choice of the same prompt."""
 
     request: GenerateRequest
     choice: Choice
@@ -32,62 +32,52 @@ Sink = Callable[[SequenceRun, Delta], Awaitable[None]]
 
 
 async def run_all(runs: Sequence[SequenceRun], sink: Sink, context: ApiContext, arrived_s: float) -> None:
-    """Generate every run to its end, awaiting ``sink`` with each addition in its order.
+    """Generate every run to its end, awaiting ``sink`` with each addition in order.
 
-    The first error of any run is raised after all others have been cancelled everywhere; so are all when this
-    call is cancelled or ``sink`` raises.
+    The first error of any run is raised after all others have been cancelled on the nodes. A cancellation, or
+    an error of ``sink``, cancels all runs as well.
     """
-    places = asyncio.Semaphore(MAX_PARALLEL)
-    if len(runs) == 1:  # no task of its own, no switch between tasks a token
-        await _run(runs[0], sink, context, arrived_s, places)
+    slots = asyncio.Semaphore(MAX_PARALLEL)
+    if len(runs) == 1:  # without a task of its own there is no task switch per token
+        await _run(runs[0], sink, context, arrived_s, slots)
         return
     try:
         async with asyncio.TaskGroup() as group:
             for run in runs:
-                group.create_task(_run(run, sink, context, arrived_s, places))
+                group.create_task(_run(run, sink, context, arrived_s, slots))
     except BaseExceptionGroup as several:
         raise _first(several) from None
 
 
 async def _run(
-    run: SequenceRun, sink: Sink, context: ApiContext, arrived_s: float, places: asyncio.Semaphore
+    run: SequenceRun, sink: Sink, context: ApiContext, arrived_s: float, slots: asyncio.Semaphore
 ) -> None:
     if run.leader is not None:
-        # The leader's prompt is in the cache by then, so it is computed once and not n times.
+        # By then the leader's prompt is in the cache: it is computed once and not n times.
         await run.leader.has_token.wait()
-    num_prompt_tokens = len(run.choice.prompt.token_ids)
-    run.clock = clock = SequenceClock(context.metrics, arrived_s, num_prompt_tokens)
-    async with places, _timed(clock, context.clock) as outcome:
-        async with aclosing(context.conductor.generate(run.request)) as events:
-            async for event in events:
-                if event.token_id >= 0:
-                    clock.token(context.clock(), event.num_cached_tokens)
-                run.has_token.set()
-                delta = run.choice.push(event)
-                await sink(run, delta)
-                if delta.finish_reason is not None:
-                    outcome.reason = delta.finish_reason
-                    return
-        raise RequestFailed("the stream of tokens ended without a reason", 1, clock.num_tokens)
-
-
-@dataclass(slots=True)
-class _Outcome:
-    reason: str = "cancelled"
-
-
-@asynccontextmanager
-async def _timed(clock: SequenceClock, now: Callable[[], float]) -> AsyncIterator[_Outcome]:
-    outcome = _Outcome()
-    clock.begin()
-    try:
-        yield outcome
-    except Exception as error:
-        # A write to a connection that the client has closed is its way of cancelling.
-        outcome.reason = "cancelled" if isinstance(error, ConnectionError) else type(error).__name__
-        raise
-    finally:
-        clock.end(now(), outcome.reason)
+    run.clock = clock = SequenceClock(context.metrics, arrived_s, len(run.choice.prompt.token_ids))
+    async with slots:
+        reason = "cancelled"
+        clock.begin()
+        try:
+            async with aclosing(context.conductor.generate(run.request)) as events:
+                async for event in events:
+                    if event.token_id >= 0:
+                        clock.token(context.clock(), event.num_cached_tokens)
+                    run.has_token.set()
+                    delta = run.choice.push(event)
+                    await sink(run, delta)
+                    if delta.finish_reason is not None:
+                        reason = delta.finish_reason
+                        return
+            raise RequestFailed("the stream of tokens ended without a reason", 1, clock.num_tokens)
+        except ConnectionError:
+            raise  # clients cancel by closing the connection
+        except Exception as error:
+            reason = type(error).__name__
+            raise
+        finally:
+            clock.end(context.clock(), reason)
 
 
 def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,4 +1,4 @@
-"""What the conductor tells about itself: to clients, to probes, to Prometheus, and to people."""
+"""HTTP routes for models, health, metrics, cluster state and timelines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LISTED = 200
 
 
 def reply(value: Any, status: int = 200) -> web.Response:
-    """Timelines carry whatever facts their writers had; what JSON has no word for is written as text."""
+    """A JSON response; values without a JSON type are written as text."""
     body = orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
     return web.Response(body=body, status=status, content_type="application/json")
 
@@ -39,12 +39,12 @@ async def model(http: web.Request) -> web.Response:
 
 
 async def healthz(http: web.Request) -> web.Response:
-    """``GET /healthz``: the process answers."""
+    """``GET /healthz``: 200 while the process runs."""
     return reply({"status": "ok"})
 
 
 async def readyz(http: web.Request) -> web.Response:
-    """``GET /readyz``: 503 when no request could be served; degraded but serving is 200, and says so."""
+    """``GET /readyz``: 503 if no request could be served; 200 if ready or degraded."""
     context = http.app[CONTEXT]
     ready, degraded = context.conductor.ready()
     if context.draining:
@@ -54,10 +54,7 @@ async def readyz(http: web.Request) -> web.Response:
 
 
 async def metrics(http: web.Request) -> web.Response:
-    """``GET /metrics``, rendered in a thread: a page of many series would stop every stream for 10 ms.
-
-    What is left for the loop is to count the nodes.
-    """
+    """``GET /metrics``, rendered in a thread: a large page would block all streams for 10 ms."""
     context = http.app[CONTEXT]
     context.metrics.see_cluster(context.conductor.counts())
     page = await asyncio.to_thread(generate_latest, context.metrics.registry)
@@ -86,8 +83,7 @@ async def prometheus_targets(http: web.Request) -> web.Response:
 
 
 async def index(http: web.Request) -> web.Response:
-    """``GET /v1/index/NODE``: the blocks this conductor believes the node holds, as
-    ``moonpool.kvstore.index.redis.changes``."""
+    """``GET /v1/index/{node}``: its blocks in the index mirror, as ``kvstore.index.redis.changes``."""
     held = http.app[CONTEXT].conductor.index_blocks(http.match_info["node"])
     return web.Response(body=held, content_type="application/octet-stream")
 
@@ -102,10 +98,9 @@ async def requests(http: web.Request) -> web.Response:
 
 
 async def timeline(http: web.Request) -> web.Response:
-    """``GET /v1/requests/{id}/timeline``: by the answer's id, the client's x-request-id, or one choice's id.
+    """``GET /v1/requests/{id}/timeline``: by the id of the answer or a choice, or by x-request-id.
 
-    A request of one sequence gives that sequence's timeline, one of several gives all under ``sequences``;
-    what the API itself spent is under ``api``.
+    With several sequences, their timelines are under ``sequences``. ``api``: times of the API itself.
     """
     context, asked = http.app[CONTEXT], http.match_info["id"]
     record = context.recent.find(asked)

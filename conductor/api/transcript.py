@@ -1,4 +1,4 @@
-"""What people wrote and were answered, in the log of a conductor that was asked for it."""
+"""Prompts and answers in the log, if ``log.prompt_chars`` is set."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def transcribed(runs: Sequence[SequenceRun], sink: Sink, max_chars: int) -> Iterator[Sink]:
-    """A sink that also remembers, and at the end, however that comes, writes a line for each run: the first
-    ``max_chars`` characters of its prompt, and of what it said. With 0 this is ``sink`` itself."""
+    """A sink that also logs each run at its end: the first ``max_chars`` characters of prompt and answer.
+
+    With ``max_chars`` 0 this is ``sink`` itself.
+    """
     if not max_chars:
         yield sink
         return
-    said = {id(run): Outcome() for run in runs}
+    outputs = {id(run): Outcome() for run in runs}
 
     async def both(run: SequenceRun, delta: Delta) -> None:
-        said[id(run)].add(delta)
+        outputs[id(run)].add(delta)
         await sink(run, delta)
 
     try:
         yield both
     finally:
         for run in runs:
-            outcome, asked = said[id(run)], run.choice.prompt_text()
+            outcome, asked = outputs[id(run)], run.choice.prompt_text()
             answered = "".join(outcome.text)
             log.info(
-                "%s was asked %r and said %r (%s)",
+                "%s: prompt %r, answer %r (%s)",
                 run.request.request_id,
                 _beginning(asked, max_chars),
                 _beginning(answered, max_chars),
-                outcome.finish_reason or "it did not come to its end",
+                outcome.finish_reason or "not finished",
                 extra=WHOLE,
             )
 
