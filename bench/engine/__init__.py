@@ -1,1 +1,1 @@
-"""How long a whole engine takes for a decode step and for a prompt, beside what the machine could give."""
+"""Decode steps and prompts of a whole engine, beside the least time that the machine allows."""

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
 
 from moonpool.bench.engine.driver import Session, session
 from moonpool.bench.engine.model_shapes import SHAPES, Floor, make_checkpoint
+from moonpool.bench.harness.command import Run, benchmark
 from moonpool.engine.device.selection import choose_device
 from moonpool.runtime.config.options import EngineOptions
-from moonpool.runtime.reports import report
-from moonpool.runtime.reports.report import Report, Row
+from moonpool.runtime.reports.report import Row, versus
 
-_PATH = click.Path(path_type=Path)
-_PACKAGES = ("torch", "triton", "numpy")
-_GOALS = {"decode": 1.3, "ttft": 1.5}  # times the floor, for the large model on a GPU
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """name: of the shape. batches: (sequences, tokens of each)."""
+
+    name: str
+    device: str
+    batches: tuple[tuple[int, int], ...]
+    num_steps: int
+    prompt_tokens: int
+    options: EngineOptions
 
 
 def measure_device(device: torch.device) -> tuple[float, float]:
@@ -50,80 +57,63 @@ def measure_device(device: torch.device) -> tuple[float, float]:
     return 2 * source.nbytes / best_s(lambda: target.copy_(source)), 2 * n**3 / best_s(lambda: left @ right)
 
 
-def _against_floor(case: str, metric: str, seconds: float, floor_s: float, goal: float | None) -> Row:
-    limit = {} if goal is None else {"limit": "at most", "limit_value": goal}
-    row = Row(case, metric, seconds * 1e3, "ms", **limit)  # type: ignore[arg-type]
-    return report.versus(row, "floor", floor_s * 1e3)
+async def engine_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
+    nbytes_per_s, flops_per_s = measure_device(choose_device(settings.device).torch)
+    yield Row("machine", "large copy, read and written", nbytes_per_s / 1e9, "GB/s")
+    yield Row("machine", "bfloat16 product", flops_per_s / 1e12, "TFLOP/s")
+    name = settings.name
+    with tempfile.TemporaryDirectory(prefix="moonpool-") as directory:
+        began_s = time.perf_counter()
+        config = make_checkpoint(name, Path(directory), 2 * settings.prompt_tokens)
+        floor = Floor(config, nbytes_per_s, flops_per_s)
+        async with session(config, settings.options, settings.device, "bfloat16") as running:
+            yield Row(name, "start", time.perf_counter() - began_s, "s")
+            yield Row(name, "KV blocks", running.engine.pool.num_blocks, "blocks")
+            async for row in _session_rows(running, floor, settings, run.rounds):
+                yield row
 
 
-async def _measure(
-    running: Session, floor: Floor, name: str, batches: list[tuple[int, int]], prompt: int, goals: bool
-) -> list[Row]:
-    rows = []
-    itemsize = {"float32": 4}.get(running.engine.dtype, 2)
-    for batch, context in batches:
-        steps = await running.decode(batch, context, 64)
-        case = f"{name}, {running.engine.dtype}, decode, batch {batch}, context {context}"
-        goal = _GOALS["decode"] if goals and batch == 64 else None
-        floor_s = floor.decode_s(batch, steps.context, itemsize)
-        rows.append(_against_floor(case, "step", steps.step_s, floor_s, goal))
-        rows.append(_against_floor(case, "of it, launched to arrived", steps.device_s, floor_s, None))
-    await running.first_token_s(prompt)
-    seconds = statistics.median([await running.first_token_s(prompt) for _ in range(3)])
-    case = f"{name}, {running.engine.dtype}, prompt of {prompt}"
-    goal = _GOALS["ttft"] if goals else None
-    rows.append(_against_floor(case, "first token", seconds, floor.prefill_s(prompt), goal))
-    return rows
+async def _session_rows(
+    running: Session, floor: Floor, settings: Settings, rounds: int
+) -> AsyncIterator[Row]:
+    dtype, prompt_tokens = running.engine.dtype, settings.prompt_tokens
+    for batch, context in settings.batches:
+        steps = await running.decode(batch, context, settings.num_steps)
+        case = f"{settings.name}, {dtype}, decode, batch {batch}, context {context}"
+        floor_ms = 1e3 * floor.decode_s(batch, steps.context, 4 if dtype == "float32" else 2)
+        yield versus(Row(case, "step", 1e3 * steps.step_s, "ms"), "floor", floor_ms)
+        arrived = Row(case, "of it, launched to arrived", 1e3 * steps.device_s, "ms")
+        yield versus(arrived, "floor", floor_ms)
+    await running.first_token_s(prompt_tokens)
+    seconds = statistics.median([await running.first_token_s(prompt_tokens) for _ in range(rounds)])
+    row = Row(f"{settings.name}, {dtype}, prompt of {prompt_tokens}", "first token", 1e3 * seconds, "ms")
+    yield versus(row, "floor", 1e3 * floor.prefill_s(prompt_tokens))
 
 
-@click.command()
+@benchmark({"engine": engine_rows}, packages=("torch", "triton", "numpy"), rounds=3)
 @click.option("--model", "name", type=click.Choice(list(SHAPES)), help="Default: llama-3-8b on a GPU.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1 …")
-@click.option("--block-size", default=16, show_default=True, help="Tokens a KV block.")
+@click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block.")
 @click.option("--no-graphs", is_flag=True, help="Launch every kernel of a decode step anew.")
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the report there."
-)
-def engine(name: str | None, device: str, block_size: int, no_graphs: bool, json_path: Path | None) -> None:
+def engine(run: Run, name: str | None, device: str, block_size: int, no_graphs: bool) -> Settings:
     """Measure a whole engine with random weights: decode steps and time to first token, beside their floor.
 
-    A decode step cannot take less than reading all weights (of experts, those chosen) and the KV of all
-    sequences once takes; a prompt not less than its products. What the machine gives of both is measured in
-    the same run.
+    A decode step takes at least the time of reading all weights (of experts, those chosen) and the KV of all
+    sequences once; a prompt takes at least that of its products. The machine is measured in the same run.
     """
-    console = Console(stderr=True, highlight=False)
-    where = choose_device(device).torch
-    on_gpu = where.type == "cuda"
+    on_gpu = choose_device(device).torch.type == "cuda"
     name = name or ("llama-3-8b" if on_gpu else "small")
     large = name == "llama-3-8b"
-    batches = [(64, 2048), (1, 2048), (16, 2048)] if large else [(8, 256), (1, 256)]
-    prompt = 8192 if large else 512
-    nbytes_per_s, flops_per_s = measure_device(where)
-    console.print(f"copy {nbytes_per_s / 1e9:,.0f} GB/s, bfloat16 product {flops_per_s / 1e12:,.3g} TFLOP/s")
-    options = EngineOptions(
-        block_size=block_size,
-        max_batch_size=64,
-        max_batch_tokens=8192 if large else 512,
-        decode_graphs=not no_graphs,
+    return Settings(
+        name,
+        device,
+        ((64, 2048), (1, 2048), (16, 2048)) if large else ((8, 256), (1, 256)),
+        16 if run.quick else 64,
+        8192 if large else 512,
+        EngineOptions(
+            block_size=block_size,
+            max_batch_size=64,
+            max_batch_tokens=8192 if large else 512,
+            decode_graphs=not no_graphs,
+        ),
     )
-
-    async def run(directory: Path) -> list[Row]:
-        begun_s = time.perf_counter()
-        config = make_checkpoint(name, directory, 2 * prompt)
-        floor = Floor(config, nbytes_per_s, flops_per_s)
-        async with session(config, options, device, "bfloat16") as running:
-            start_s = time.perf_counter() - begun_s
-            rows = [
-                Row("machine", "large copy, read and written", nbytes_per_s / 1e9, "GB/s"),
-                Row("machine", "bfloat16 product", flops_per_s / 1e12, "TFLOP/s"),
-                Row(name, "start", start_s, "s"),
-                Row(name, "KV blocks", running.engine.pool.num_blocks, "blocks"),
-            ]
-            return rows + await _measure(running, floor, name, batches, prompt, on_gpu and large)
-
-    with tempfile.TemporaryDirectory(prefix="moonpool-") as directory:
-        rows = asyncio.run(run(Path(directory)))
-    found = Report(report.measure_environment(_PACKAGES), rows)
-    if json_path is not None:
-        report.write(found, json_path)
-    report.show(found)

@@ -1,4 +1,4 @@
-"""One engine driven by requests that are all alike, and what its steps took."""
+"""One engine driven by equal requests, and the time of its steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Session:
         self._news.set()
 
     async def first_token_s(self, num_tokens: int) -> float:
-        """Seconds from a prompt nobody has seen to its first token."""
+        """Seconds from a new prompt to its first token."""
         sequence = self._sequence(num_tokens, 1)
         begun_s = time.perf_counter()
         await self._run([sequence])

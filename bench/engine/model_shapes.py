@@ -1,4 +1,4 @@
-"""Models of a known shape with random weights, and the least a step of theirs can take."""
+"""Models of a known shape with random weights, and the least time of their steps."""
 
 from __future__ import annotations
 
@@ -58,13 +58,15 @@ MIXTURE: dict[str, object] = {
     "max_position_embeddings": 4096,
     "eos_token_id": None,
 }
-# What sends different tokens to different experts, and makes different tokens.
+# The weights that send tokens to different experts, and make different tokens.
 _ROUTING = ("mlp.gate.weight", "lm_head.weight")
 
 
 def make_checkpoint(name: str, directory: Path, max_position: int) -> ModelConfig:
-    """A bfloat16 checkpoint of this shape whose weights are all 0: a file that is one hole. Of a mixture of
-    experts those are random that decide which are chosen."""
+    """A bfloat16 checkpoint of this shape with all weights 0, as a sparse file.
+
+    In a mixture of experts the weights that choose experts are random.
+    """
     words = {
         "model_type": "llama",
         "torch_dtype": "bfloat16",
@@ -110,8 +112,10 @@ def write_mixture(directory: Path) -> None:
 
 @torch.inference_mode()
 def randomize(model: Model) -> None:
-    """Give a GPU's weights random values where they lie: products of zeros are faster than those of numbers.
-    (A CPU's are packed: they stay 0, and take as long. So do experts, which no GPU is measured with yet.)"""
+    """Fill a GPU's weights with random values in place: products of zeros are faster.
+
+    A CPU's are packed and stay 0, which takes as long; so do experts, which are not measured on a GPU yet.
+    """
     matrices = [model.embedding, model.head.weight]
     model.norm.fill_(1)
     for layer in model.layers:
@@ -127,14 +131,14 @@ def randomize(model: Model) -> None:
 
 @dataclass(frozen=True)
 class Floor:
-    """What one machine cannot beat, from what it was measured to give."""
+    """The least time on one machine, from its measured limits."""
 
     config: ModelConfig
     nbytes_per_s: float  # of a large copy, bytes read and bytes written both counted
     flops_per_s: float  # of a large product
 
     def num_layer_weights(self, num_tokens: int = 1) -> float:
-        """That a step of so many tokens reads: of experts, those expected to be chosen by any."""
+        """The weights that a step of so many tokens reads: of experts, those expected to be chosen."""
         config, moe = self.config, self.config.moe
         attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         mlps = 3.0 * config.intermediate_size * config.num_layers

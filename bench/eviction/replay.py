@@ -1,59 +1,31 @@
-"""Traces replayed through the bookkeeping and the policies that serve, without timing."""
+"""Traces replayed through the cache and policies that serve, without timing; and loads made here."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
-from pathlib import Path
 from time import process_time
 
 from moonpool.bench.eviction.policies import CONTENDERS
 from moonpool.kvstore.eviction.chain_cache import ChainCache
-from moonpool.runtime.errors import MoonpoolError
 
 Request = Sequence[int]  # the ids of its blocks, in order; equal ids mean equal prefixes
-
-
-class TraceInvalid(MoonpoolError):
-    """A trace cannot be read; ``str(error)`` names file and line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
     num_hits: int
-    num_blocks: int  # blocks asked for
+    num_blocks: int  # of all requests
     num_bypassed: int
     seconds: float  # of CPU
 
     @property
     def hit_rate(self) -> float:
         return self.num_hits / self.num_blocks
-
-
-def load_trace(path: Path) -> list[Request]:
-    """``hash_ids`` of each line of a JSON-lines file, gzipped or not. Raises ``TraceInvalid``."""
-    requests: list[Request] = []
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    requests.append(list(map(int, json.loads(line)["hash_ids"])))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise TraceInvalid(
-                        f"{path}, line {number}: no list of ids in hash_ids ({error!r})"
-                    ) from error
-    except OSError as error:
-        raise TraceInvalid(f"{path} cannot be read: {error}") from error
-    if not any(requests):
-        raise TraceInvalid(f"{path} names no block")
-    return requests
 
 
 def replay(requests: Sequence[Request], policy: str, capacity: int) -> Replay:
@@ -63,13 +35,11 @@ def replay(requests: Sequence[Request], policy: str, capacity: int) -> Replay:
     num_hits = 0
     started_s = process_time()
     for blocks in requests:
-        num_held = cache.use(blocks)
-        num_hits += num_held
+        num_hit = cache.use(blocks)
+        num_hits += num_hit
         slots = cache.match(blocks)
         cache.pin(slots)
-        for position in range(num_held, len(blocks)):
-            if blocks[position] in cache:  # only in a trace that breaks its word: one id behind two prefixes
-                break
+        for position in range(num_hit, len(blocks)):
             slot = cache.add(blocks[position], blocks[position - 1] if position else None)
             if slot is None:
                 break
@@ -80,29 +50,25 @@ def replay(requests: Sequence[Request], policy: str, capacity: int) -> Replay:
 
 
 def optimum(requests: Sequence[Request], capacity: int) -> float:
-    """The hit rate of one who knows the future: of all it could keep, it keeps what is used again soonest
-    (Belady's rule; a block may also not be kept at all)."""
+    """The highest possible hit rate: keep the blocks that are used again soonest (Belady's rule)."""
     asked = [block for blocks in requests for block in blocks]
     next_use = [0] * len(asked)
     last: dict[int, int] = {}
     for at in range(len(asked) - 1, -1, -1):
         next_use[at] = last.get(asked[at], len(asked) + at)
         last[asked[at]] = at
-    held: dict[int, int] = {}
+    kept: dict[int, int] = {}
     furthest: list[tuple[int, int]] = []
     num_hits = 0
     for at, block in enumerate(asked):
-        num_hits += block in held
-        held[block] = next_use[at]
+        num_hits += block in kept
+        kept[block] = next_use[at]
         heappush(furthest, (-next_use[at], block))
-        while len(held) > capacity:
+        while len(kept) > capacity:
             use, victim = heappop(furthest)
-            if held.get(victim) == -use:
-                del held[victim]
+            if kept.get(victim) == -use:
+                del kept[victim]
     return num_hits / len(asked)
-
-
-# ---------------------------------------------------------------------- generated loads
 
 
 def no_reuse(rng: random.Random, num_requests: int = 6000) -> list[Request]:
@@ -117,8 +83,10 @@ def no_reuse(rng: random.Random, num_requests: int = 6000) -> list[Request]:
 
 
 def heavy_reuse(rng: random.Random, num_requests: int = 6000, drift: int = 0) -> list[Request]:
-    """Popular prompts (3,000 of them, Zipf 1.0) with a question of up to five blocks behind each; with
-    ``drift``, after so many requests 50 of the most popular have given way to others."""
+    """3,000 prompts, Zipf 1.0, each followed by a question of up to five blocks.
+
+    drift: after so many requests 50 other prompts become the most popular.
+    """
     cumulative = list(accumulate(1 / (rank + 1) for rank in range(3000)))
     requests: list[Request] = []
     for number in range(num_requests):
@@ -135,8 +103,7 @@ def drifting(rng: random.Random, num_requests: int = 6000) -> list[Request]:
 
 
 def conversations(rng: random.Random, num_requests: int = 6000, think: float = 200.0) -> list[Request]:
-    """Turns of 2 to 11 new blocks; seven of ten are followed by another, after ``think`` requests on
-    average."""
+    """Turns of 2 to 11 new blocks; seven of ten are followed by another, after ``think`` requests or so."""
     waiting: list[tuple[float, int, list[int]]] = []
     first = 0
     requests: list[Request] = []
@@ -152,7 +119,7 @@ def conversations(rng: random.Random, num_requests: int = 6000, think: float = 2
 
 
 def quick_conversations(rng: random.Random, num_requests: int = 6000) -> list[Request]:
-    """The same with people who answer at once: only how long ago counts, and nothing can be learned."""
+    """The same with short pauses: only recency counts, and nothing can be learned."""
     return conversations(rng, num_requests, think=20.0)
 
 

@@ -15,8 +15,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from moonpool.bench.harness import child_main
 from moonpool.bench.harness.peers import PeerFailed, python_of
 from moonpool.runtime.service.tied_command import tied_command
@@ -41,6 +39,8 @@ class Child:
 
     def cpu_s(self) -> float:
         """Processor seconds of the process itself since its start."""
+        import psutil
+
         times = psutil.Process(self.pid).cpu_times()
         return float(times.user + times.system)
 

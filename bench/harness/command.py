@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import uvloop
 from click.core import ParameterSource
 from rich.console import Console
 
@@ -44,6 +45,15 @@ class Run:
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     machine: str = ""
     curves: list[Curve] = field(default_factory=list)
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's. A machine with a GPU may have nothing but torch: then the standard one."""
+    if find_spec("uvloop") is None:
+        return asyncio.new_event_loop()
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
 class _Command(click.Command):
@@ -137,7 +147,8 @@ def benchmark(
                             # What was measured is kept if a later part fails.
                             report.write(result(), json_path)
 
-            uvloop.run(measure())
+            with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+                runner.run(measure())
             finish(result(), json_path, plot_path)
 
         decorated: Callable[..., Any] = command
