@@ -1,6 +1,6 @@
-"""The attention kernels, for every dtype and head_dim of the launch table, and what else changes them."""
+"""Compilation cases of the attention kernels."""
 
-# Triton has no types to check.
+# Triton is untyped.
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moonpool.kernels.triton.launch import decode_choice, padded, prefill_choice
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What attention is compiled for."""
+    """Dtypes and shape that attention is compiled for."""
 
     q_dtype: torch.dtype
     pool_dtype: torch.dtype
@@ -38,8 +38,8 @@ class AttentionCase:
         return f"{kind} D{self.head_dim} G{self.group} B{self.block_size}{several}"
 
 
-def attended(arch: int) -> Iterator[AttentionCase]:
-    """Every dtype and head_dim of the launch table, then what else changes the code."""
+def attention_cases(arch: int) -> Iterator[AttentionCase]:
+    """Every dtype and head_dim of the launch table, then other parameters that change the code."""
     for head_dim in (64, 128, 256):
         for dtype in (torch.bfloat16, torch.float16):
             yield AttentionCase(dtype, dtype, head_dim)
@@ -53,26 +53,26 @@ def attended(arch: int) -> Iterator[AttentionCase]:
         yield AttentionCase(torch.bfloat16, FP8, 128, queries=queries)
 
 
-def decode_case(what: AttentionCase, arch: int, choice: Any = None) -> Case:
-    """``choice``: another than the table's."""
-    rows = padded(what.queries * what.group, 16)
-    choice = choice or decode_choice(what.head_dim, rows, what.q_dtype, what.pool_dtype, arch)
-    given = POINTERS[what.q_dtype]
+def decode_case(case: AttentionCase, arch: int, choice: Any = None) -> Case:
+    """``choice`` overrides the launch table."""
+    rows = padded(case.queries * case.group, 16)
+    choice = choice or decode_choice(case.head_dim, rows, case.q_dtype, case.pool_dtype, arch)
+    pointer = POINTERS[case.q_dtype]
     constants = triton_decode.decode_constants(
-        queries=what.queries,
-        group=what.group,
-        head_dim=what.head_dim,
-        block_size=what.block_size,
+        queries=case.queries,
+        group=case.group,
+        head_dim=case.head_dim,
+        block_size=case.block_size,
         batch=64,
         choice=choice,
     )
     return Case(
-        f"decode {what.name}",
+        f"decode {case.name}",
         triton_decode.decode_partition,
         {
-            "q": given,
-            "pool": POINTERS[what.pool_dtype],
-            "out": given,
+            "q": pointer,
+            "pool": POINTERS[case.pool_dtype],
+            "out": pointer,
             **dict.fromkeys(("table", "contexts", "positions"), "*i32"),
             **dict.fromkeys(("lse", "scratch", "scratch_lse"), "*fp32"),
         },
@@ -80,40 +80,40 @@ def decode_case(what: AttentionCase, arch: int, choice: Any = None) -> Case:
         constants
         | {
             "ROWS": rows,
-            "BLOCK_SIZE": what.block_size,
+            "BLOCK_SIZE": case.block_size,
             "CAPPED": False,
             "WRITE_LSE": False,
-            "FP8": fp8_mode(what.pool_dtype, arch),
+            "FP8": fp8_mode(case.pool_dtype, arch),
         },
         choice.num_warps,
         choice.num_stages,
-        multiplies_tiles=what.q_dtype != torch.float32,
+        multiplies_tiles=case.q_dtype != torch.float32,
         loads_nbytes=16,
         resident=choice.programs_per_multiprocessor,
     )
 
 
-def prefill_case(what: AttentionCase, arch: int, choice: Any = None) -> Case:
-    """``choice``: another than the table's."""
-    choice = choice or prefill_choice(what.head_dim, what.q_dtype, what.pool_dtype, arch)
-    given = POINTERS[what.q_dtype]
+def prefill_case(case: AttentionCase, arch: int, choice: Any = None) -> Case:
+    """``choice`` overrides the launch table."""
+    choice = choice or prefill_choice(case.head_dim, case.q_dtype, case.pool_dtype, arch)
+    pointer = POINTERS[case.q_dtype]
     constants = triton_prefill.prefill_constants(
-        group=what.group, head_dim=what.head_dim, block_size=what.block_size, batch=64, choice=choice
+        group=case.group, head_dim=case.head_dim, block_size=case.block_size, batch=64, choice=choice
     )
-    half = what.q_dtype != torch.float32
+    half = case.q_dtype != torch.float32
     return Case(
-        f"prefill {what.name}",
+        f"prefill {case.name}",
         triton_prefill.prefill_tile,
         {
-            "q": given,
-            "pool": POINTERS[what.pool_dtype],
-            "out": given,
+            "q": pointer,
+            "pool": POINTERS[case.pool_dtype],
+            "out": pointer,
             "lse": "*fp32",
             **dict.fromkeys(("table", "starts", "positions", "contexts"), "*i32"),
         },
         STRIDES | RULES | dict.fromkeys(("table_stride", "batch"), "i32"),
         constants
-        | {"CAPPED": False, "POSITIONS": False, "WRITE_LSE": False, "FP8": fp8_mode(what.pool_dtype, arch)},
+        | {"CAPPED": False, "POSITIONS": False, "WRITE_LSE": False, "FP8": fp8_mode(case.pool_dtype, arch)},
         choice.num_warps,
         choice.num_stages,
         multiplies_tiles=half,

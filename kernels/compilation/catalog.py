@@ -1,6 +1,6 @@
-"""Which kernels are compiled without a GPU, and for which shapes: all that are launched, each as it is."""
+"""The kernels that are compiled without a GPU, and their shapes: all kernels that are launched."""
 
-# Triton has no types to check.
+# Triton is untyped.
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moonpool.kernels.compilation.attention_cases import attended, decode_case, prefill_case
+from moonpool.kernels.compilation.attention_cases import attention_cases, decode_case, prefill_case
 from moonpool.kernels.compilation.kernel_case import POINTERS, STRIDES, Case
 from moonpool.kernels.reference import FP8
 from moonpool.kernels.triton import adapters as triton_adapters
@@ -22,14 +22,14 @@ from moonpool.kernels.triton.launch import decode_choice
 
 
 def merge_cases() -> Iterator[Case]:
-    shape = {"DIM": 128, "DIM_PADDED": 128, "PARTS": triton_merge.PARTS}
+    shape = {"DIM": 128, "DIM_PADDED": 128, "PARTS_PER_STEP": triton_merge.PARTS_PER_STEP}
     choice = decode_choice(128, 16, torch.bfloat16, torch.bfloat16, 80)
     constants = triton_decode.decode_constants(
         queries=1, group=4, head_dim=128, block_size=16, batch=64, choice=choice
     )
     yield Case(
         "merge split",
-        triton_merge.merge_split,
+        triton_merge.merge_partitions,
         {
             **dict.fromkeys(("scratch", "scratch_lse", "lse"), "*fp32"),
             **dict.fromkeys(("contexts", "positions"), "*i32"),
@@ -95,7 +95,7 @@ def kv_cases(dtype: torch.dtype, pool_dtype: torch.dtype) -> Iterator[Case]:
         {
             **{"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK_SIZE": 16, "NORM_Q": True, "NORM_K": True},
             **{"HALF": 64, "HALF_PADDED": 64, "REST_PADDED": 1, "FP8": pool_dtype == FP8},
-            "PER": triton_kv.HEADS_PER_PROGRAM,
+            "TILE": triton_kv.HEADS_PER_PROGRAM,
         },
         num_warps=4,
         loads_nbytes=16,
@@ -140,7 +140,7 @@ def expert_and_adapter_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def other_cases() -> Iterator[Case]:
-    """All that is not attention."""
+    """The cases of all kernels but attention."""
     yield from merge_cases()
     yield from row_cases(torch.bfloat16)
     yield from kv_cases(torch.bfloat16, torch.bfloat16)
@@ -149,8 +149,8 @@ def other_cases() -> Iterator[Case]:
 
 
 def all_cases(arch: int) -> Iterator[Case]:
-    for what in attended(arch):
-        yield decode_case(what, arch)
-        if what.queries == 1:
-            yield prefill_case(what, arch)
+    for case in attention_cases(arch):
+        yield decode_case(case, arch)
+        if case.queries == 1:
+            yield prefill_case(case, arch)
     yield from other_cases()

@@ -5,7 +5,7 @@ tensor cores, and the width of its loads. Run as ``python -m moonpool.kernels.co
 FILE`` writes the table. The exit code is 1 if a kernel has a fault.
 """
 
-# Triton has no types to check.
+# Triton is untyped.
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One kernel with the shapes it is compiled for without a GPU."""
+"""A kernel and the shapes that it is compiled for without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES = {"scale": "fp32", "v_scale": "fp32", "window": "i32", "soft_cap": "fp32"
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel with the shapes it is compiled for, and what must be true of it."""
+    """A kernel, the shapes that it is compiled for, and its required properties."""
 
     name: str
     kernel: Any

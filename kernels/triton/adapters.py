@@ -1,6 +1,6 @@
-"""Triton form of adding LoRA adapters, a different one for each row."""
+"""Triton form of LoRA adapters, one for each row."""
 
-# Triton has no types to check, and its code has compile-time constants in capitals.
+# Triton is untyped, and its compile-time constants are capitals.
 # mypy: disable-error-code="import-untyped,untyped-decorator,no-untyped-def"
 # ruff: noqa: N803
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moonpool.kernels.triton.launch import padded
 
-INS = 128  # inputs a step of the first product takes
-OUTS = 128  # outputs a program of the second has
+INS = 128  # inputs of a step of the first product
+OUTS = 128  # outputs of a program of the second
 
 
 @triton.jit

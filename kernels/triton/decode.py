@@ -1,7 +1,6 @@
-"""Triton form of attention of a few query tokens a sequence: the contexts in parts, side by side, then their
-merge."""
+"""Triton form of decode attention: partitions of the contexts in parallel, then their merge."""
 
-# Triton has no types to check, and its code has compile-time constants in capitals.
+# Triton is untyped, and its compile-time constants are capitals.
 # mypy: disable-error-code="import-untyped,untyped-decorator,no-untyped-def"
 # ruff: noqa: N803
 
@@ -22,71 +21,44 @@ from moonpool.kernels.triton.launch import (
     num_multiprocessors,
     padded,
 )
-from moonpool.kernels.triton.merge import PARTS, merge_split
+from moonpool.kernels.triton.merge import PARTS_PER_STEP, merge_partitions
 from moonpool.kernels.triton.partition import MIN_PARTITION_TOKENS, partition_contexts
 
 
-# What changes from step to step is not compiled in, so that nothing compiles while serving.
+# Values that change from step to step are not specialized, so that nothing compiles while serving.
 @triton.jit(do_not_specialize=["batch", "wanted", "window"])
 def decode_partition(
-    q,
-    pool,
-    table,
-    contexts,
-    positions,
-    out,
-    lse,
-    scratch,
-    scratch_lse,
-    layer_offset,
-    block_stride,
-    kv_stride,
-    head_stride,
-    table_stride,
-    batch,
-    wanted,
-    scale,
-    v_scale,
-    window,
-    soft_cap,
-    QUERIES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    FEWEST: tl.constexpr,
-    BATCH_PADDED: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
+    q, pool, table, contexts, positions, out, lse, scratch, scratch_lse, layer_offset, block_stride,
+    kv_stride, head_stride, table_stride, batch, wanted, scale, v_scale, window, soft_cap,
+    QUERIES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr,
+    BATCH_PADDED: tl.constexpr, POSITIONS: tl.constexpr, CAPPED: tl.constexpr, WRITE_LSE: tl.constexpr,
     FP8: tl.constexpr,
-):
-    """One part of one sequence's context, for all its queries and the query heads of one kv head.
+):  # fmt: skip
+    """One partition of one sequence's context, for all its queries and the query heads of one kv head.
 
     Grid: (num_kv_heads, batch + wanted). q, out: [batch, QUERIES, num_heads, DIM]; lse: float32 [batch,
-    QUERIES, num_heads]; positions: int32 [batch], of the first query, read only with POSITIONS. A sequence of
-    one part gets its result at once; parts of others go to scratch: float32 [programs, num_kv_heads,
-    QUERIES * GROUP, DIM], and scratch_lse: [programs, num_kv_heads, QUERIES * GROUP].
+    QUERIES, num_heads]; positions: int32 [batch], of the first query, read only with POSITIONS. The result of
+    a sequence with one partition goes to out; others go to scratch: float32 [programs, num_kv_heads, QUERIES
+    * GROUP, DIM], and scratch_lse: [programs, num_kv_heads, QUERIES * GROUP].
     """
     head, program = tl.program_id(0), tl.program_id(1)
-    first_tile, parts, part_ends, tiles_per_part = partition_contexts(
-        contexts, positions, batch, wanted, window, QUERIES, TILE, FEWEST, BATCH_PADDED, POSITIONS
+    first_tile, partitions, partition_ends, tiles_per_partition = partition_contexts(
+        contexts, positions, batch, wanted, window, QUERIES, TILE, MIN_TILES, BATCH_PADDED, POSITIONS
     )
-    sequence = tl.sum((part_ends <= program).to(tl.int32), 0)
+    sequence = tl.sum((partition_ends <= program).to(tl.int32), 0)
     if sequence >= batch:
         return
     mine = tl.arange(0, BATCH_PADDED) == sequence
-    num_parts = tl.sum(tl.where(mine, parts, 0), 0)
-    part = program - tl.sum(tl.where(mine, part_ends - parts, 0), 0)
+    num_partitions = tl.sum(tl.where(mine, partitions, 0), 0)
+    partition = program - tl.sum(tl.where(mine, partition_ends - partitions, 0), 0)
     context = tl.load(contexts + sequence)
     position = context - QUERIES
     if POSITIONS:
         position = tl.load(positions + sequence)
     first = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
-    begin = (tl.sum(tl.where(mine, first_tile, 0), 0) + part * tiles_per_part) * TILE
-    end = tl.minimum(begin + tiles_per_part * TILE, tl.minimum(context, position + QUERIES))
+    begin = (tl.sum(tl.where(mine, first_tile, 0), 0) + partition * tiles_per_partition) * TILE
+    end = tl.minimum(begin + tiles_per_partition * TILE, tl.minimum(context, position + QUERIES))
 
     num_heads = tl.num_programs(0) * GROUP
     row = tl.arange(0, ROWS)
@@ -104,21 +76,21 @@ def decode_partition(
     total = tl.zeros([ROWS], tl.float32)
     gathered = tl.zeros([ROWS, DIM_PADDED if FP8 == 0 else DIM_PADDED // 2], tl.float32)
     pairs = tl.arange(0, DIM_PADDED // 2)
-    odd = tl.zeros([ROWS, DIM_PADDED // 2], tl.float32)  # the odd columns, where the others are the even ones
-    # From scores as they come out of the product to powers of two.
+    odd = tl.zeros([ROWS, DIM_PADDED // 2], tl.float32)  # of float8; gathered has the even columns then
+    # Converts scores to exponents of two.
     unit = 1.4426950408889634 if CAPPED else scale * 1.4426950408889634
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         exists = (token >= first) & (token < end)
         if BLOCK_SIZE % TILE == 0:
-            # Tiles lie on a grid, so that one is of one block.
-            place = tl.load(table + start // BLOCK_SIZE).to(tl.int64) * block_stride
-            place += ((start % BLOCK_SIZE) + tl.arange(0, TILE)) * DIM
+            # Tiles are aligned, so that each lies in one block.
+            offset = tl.load(table + start // BLOCK_SIZE).to(tl.int64) * block_stride
+            offset += ((start % BLOCK_SIZE) + tl.arange(0, TILE)) * DIM
         else:
             block = tl.load(table + token // BLOCK_SIZE, mask=exists, other=0)
-            place = block.to(tl.int64) * block_stride + (token % BLOCK_SIZE) * DIM
+            offset = block.to(tl.int64) * block_stride + (token % BLOCK_SIZE) * DIM
         readable = exists[:, None] & (dims < DIM)[None, :]
-        stored = tl.load(pool + place[:, None] + dims[None, :], mask=readable, other=0)
+        stored = tl.load(pool + offset[:, None] + dims[None, :], mask=readable, other=0)
         k = widened(stored, q.dtype.element_ty, FP8)
         scores = tl.dot(query, tl.trans(k), input_precision="tf32x3")
         if CAPPED:
@@ -130,30 +102,30 @@ def decode_partition(
             seen = seen & (token[None, :] <= row_position[:, None]) & (token[None, :] >= row_first[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-        # A row that has seen nothing yet stays at zero instead of becoming NaN.
+        # A row that has seen no key stays at zero instead of becoming NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores * unit - base[:, None])
         factor = tl.exp2(top - base)
         total = total * factor + tl.sum(weights, 1)
         if FP8 == 0:
-            v = tl.load(pool + kv_stride + place[:, None] + dims[None, :], mask=readable, other=0)
+            v = tl.load(pool + kv_stride + offset[:, None] + dims[None, :], mask=readable, other=0)
             gathered = gathered * factor[:, None]
             gathered += tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
         else:
-            # Two bytes at a time: tensor cores take V by columns, and only pairs of bytes can be turned so.
+            # Two bytes at a time: tensor cores read V by columns, and only pairs of bytes can be transposed.
             words = (pool + kv_stride).to(tl.pointer_type(tl.uint16))
             there = exists[:, None] & (pairs < DIM // 2)[None, :]
-            both = tl.load(words + (place // 2)[:, None] + pairs[None, :], mask=there, other=0)
-            share = weights.to(tl.float16)
-            gathered = gathered * factor[:, None] + tl.dot(share, halves_of(both & 0xFF, FP8))
-            odd = odd * factor[:, None] + tl.dot(share, halves_of(both >> 8, FP8))
+            both = tl.load(words + (offset // 2)[:, None] + pairs[None, :], mask=there, other=0)
+            probabilities = weights.to(tl.float16)
+            gathered = gathered * factor[:, None] + tl.dot(probabilities, halves_of(both & 0xFF, FP8))
+            odd = odd * factor[:, None] + tl.dot(probabilities, halves_of(both >> 8, FP8))
         top = new_top
 
     if FP8 != 0:
         gathered = tl.interleave(gathered, odd)
     gathered = gathered * (v_scale / tl.where(total == 0, 1.0, total))[:, None]
     log = tl.where(total == 0, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
-    if num_parts == 1:
+    if num_partitions == 1:
         tl.store(out + at[:, None] * DIM + dims[None, :], gathered.to(out.dtype.element_ty), mask=valid)
         if WRITE_LSE:
             tl.store(lse + at, log, mask=row_there)
@@ -173,15 +145,15 @@ def decode_constants(
     choice: DecodeChoice,
     positions: bool = False,
 ) -> dict[str, Any]:
-    """What ``decode_partition`` and ``merge_split`` share."""
+    """Constants of both ``decode_partition`` and ``merge_partitions``."""
     return {
         "QUERIES": queries,
         "GROUP": group,
         "DIM": head_dim,
         "DIM_PADDED": padded(head_dim, 16),
         "TILE": choice.tile,
-        "FEWEST": max(1, MIN_PARTITION_TOKENS // choice.tile),
-        "BATCH_PADDED": padded(batch, 256),  # the same for all that are likely
+        "MIN_TILES": max(1, MIN_PARTITION_TOKENS // choice.tile),
+        "BATCH_PADDED": padded(batch, 256),  # one value for all usual batch sizes
         "POSITIONS": positions,
     }
 
@@ -203,8 +175,7 @@ def paged_decode_attention(
     lse: Tensor | None = None,
     num_programs: int | None = None,
 ) -> Tensor:
-    """As ``reference.paged_decode_attention``; ``num_programs`` overrides into how many parts the contexts of
-    the batch and its kv heads are cut."""
+    """As ``reference.paged_decode_attention``; ``num_programs`` overrides the number of partitions."""
     batch, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     queries = 1 if q.dim() == 3 else q.shape[1]
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
@@ -217,11 +188,11 @@ def paged_decode_attention(
     if num_programs is None:
         num_programs = choice.programs_per_multiprocessor * num_multiprocessors(q.device)
     longest = block_table.shape[1] * block_size
-    # As many parts as fill the device, unless the longest context there can be is too short to be cut.
+    # As many partitions as fill the device, unless no context is long enough to be split.
     wanted = -(-num_programs // num_kv_heads) if longest > max(MIN_PARTITION_TOKENS, choice.tile) else 1
     splits = wanted > 1
-    num_parts = batch + wanted
-    shape = (num_parts, num_kv_heads, queries * group) if splits else (1,)
+    num_partitions = batch + wanted
+    shape = (num_partitions, num_kv_heads, queries * group) if splits else (1,)
     scratch = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     scratch_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     constants = decode_constants(
@@ -234,53 +205,20 @@ def paged_decode_attention(
         positions=q_positions is not None,
     )
     strides = pool.stride()
-    given = context_lens if q_positions is None else q_positions
-    written = scratch_lse if lse is None else lse
-    decode_partition[(num_kv_heads, num_parts)](
-        q,
-        as_bytes(pool),
-        block_table,
-        context_lens,
-        given,
-        out,
-        written,
-        scratch,
-        scratch_lse,
-        layer * strides[1],
-        strides[0],
-        strides[2],
-        strides[3],
-        block_table.stride(0),
-        batch,
-        wanted,
-        scale * k_scale,
-        v_scale,
-        window,
-        soft_cap,
-        **constants,
-        ROWS=rows,
-        BLOCK_SIZE=block_size,
-        CAPPED=soft_cap > 0,
-        WRITE_LSE=lse is not None,
-        FP8=fp8_mode(pool.dtype, arch, not q.is_cuda),
-        num_warps=choice.num_warps,
+    positions = context_lens if q_positions is None else q_positions
+    lse_out = scratch_lse if lse is None else lse
+    decode_partition[(num_kv_heads, num_partitions)](
+        q, as_bytes(pool), block_table, context_lens, positions, out, lse_out, scratch, scratch_lse,
+        layer * strides[1], strides[0], strides[2], strides[3], block_table.stride(0), batch, wanted,
+        scale * k_scale, v_scale, window, soft_cap,
+        **constants, ROWS=rows, BLOCK_SIZE=block_size, CAPPED=soft_cap > 0, WRITE_LSE=lse is not None,
+        FP8=fp8_mode(pool.dtype, arch, not q.is_cuda), num_warps=choice.num_warps,
         num_stages=choice.num_stages,
-    )
+    )  # fmt: skip
     if splits:
-        merge_split[(batch, queries * num_heads)](
-            scratch,
-            scratch_lse,
-            context_lens,
-            given,
-            out,
-            written,
-            batch,
-            wanted,
-            window,
-            KV_HEADS=num_kv_heads,
-            **constants,
-            WRITE_LSE=lse is not None,
-            PARTS=PARTS,
+        merge_partitions[(batch, queries * num_heads)](
+            scratch, scratch_lse, context_lens, positions, out, lse_out, batch, wanted, window,
+            KV_HEADS=num_kv_heads, **constants, WRITE_LSE=lse is not None, PARTS_PER_STEP=PARTS_PER_STEP,
             num_warps=4,
-        )
+        )  # fmt: skip
     return out

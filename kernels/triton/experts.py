@@ -1,6 +1,6 @@
-"""Triton form of the matrix products of a mixture of experts."""
+"""Triton form of the matrix products of MoE experts."""
 
-# Triton has no types to check, and its code has compile-time constants in capitals.
+# Triton is untyped, and its compile-time constants are capitals.
 # mypy: disable-error-code="import-untyped,untyped-decorator,no-untyped-def"
 # ruff: noqa: N803
 
@@ -18,7 +18,7 @@ from moonpool.kernels.triton.launch import padded
 
 @dataclass(frozen=True, slots=True)
 class GroupedChoice:
-    """How a product is cut: rows, outputs and inputs of a tile."""
+    """Tile of a product: rows, outputs and inputs."""
 
     rows: int
     outs: int
@@ -28,7 +28,7 @@ class GroupedChoice:
 
     @classmethod
     def of(cls, rows_per_expert: int, dtype: torch.dtype) -> GroupedChoice:
-        """Few rows: the weights are what is read, so tiles are wide in outputs."""
+        """With few rows, reading the weights dominates, so tiles are narrow in rows."""
         ins = 32 if dtype is torch.float32 else 64
         if rows_per_expert <= 32:
             return cls(16, 64, ins, 4, 3)
@@ -37,22 +37,13 @@ class GroupedChoice:
 
 @triton.jit
 def grouped_tile(
-    x,
-    weights,
-    offsets,
-    out,
-    num_experts,
-    outs,
-    ins,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
-    INS: tl.constexpr,
-):
+    x, weights, offsets, out, num_experts, outs, ins,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
+):  # fmt: skip
     """Grid: (at least the tiles of ROWS rows of all experts, tiles of OUTS outputs).
 
     x: [m, ins]; weights: [num_experts, outs, ins]; offsets: int32 [num_experts + 1]; out: [m, outs]. A
-    program finds its expert by counting tiles, so that the grid need not know how rows are spread.
+    program finds its expert by counting tiles, so the grid does not depend on the distribution of rows.
     """
     tile = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
@@ -98,18 +89,11 @@ def grouped_matmul(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     out = x.new_zeros((m, outs))
     if m:
         choice = GroupedChoice.of(m // num_experts, x.dtype)
-        # Each expert has at most one tile that is not full.
+        # Each expert has at most one partial tile.
         num_tiles = m // choice.rows + num_experts
         grouped_tile[(num_tiles, triton.cdiv(outs, choice.outs))](
-            x.contiguous(),
-            weights,
-            offsets,
-            out,
-            num_experts,
-            outs,
-            ins,
-            **grouped_constants(num_experts, choice),
-            num_warps=choice.num_warps,
+            x.contiguous(), weights, offsets, out, num_experts, outs, ins,
+            **grouped_constants(num_experts, choice), num_warps=choice.num_warps,
             num_stages=choice.num_stages,
-        )
+        )  # fmt: skip
     return out

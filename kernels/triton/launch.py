@@ -1,8 +1,8 @@
-"""How the attention kernels are launched on a GPU: tiles, warps and stages, from a table.
+"""Launch parameters of the attention kernels on a GPU: tiles, warps and stages.
 
-``launch.json`` is the table; nothing is measured while serving. ``python -m moonpool.bench.kernels.tune``
-measures the
-candidates on a GPU and writes the table anew. ``triton_compile`` checks every row of it without one.
+The table is ``launch.json``; nothing is measured while serving. ``python -m moonpool.bench.kernels.tune``
+measures the candidates on a GPU and rewrites the table. ``moonpool.kernels.compilation`` checks every row
+without a GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 TABLE_PATH = Path(__file__).with_name("launch.json")
-# Multiprocessors of the GPU that shapes are chosen for where there is none (an H200).
+# Multiprocessors assumed without a GPU: those of an H200.
 ASSUMED_MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeChoice:
-    """tile: keys a step takes; programs_per_multiprocessor: as many as are resident at once."""
+    """tile: keys of a step; programs_per_multiprocessor: resident at once."""
 
     tile: int
     num_warps: int
@@ -32,7 +32,7 @@ class DecodeChoice:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChoice:
-    """rows: query rows of a program; tile: keys a step takes."""
+    """rows: query rows of a program; tile: keys of a step."""
 
     rows: int
     tile: int
@@ -41,7 +41,7 @@ class PrefillChoice:
 
 
 def kind_of(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> str:
-    """The dtypes, as far as a choice depends on them: ``wide`` (float32), ``half`` or ``fp8`` pages."""
+    """The dtypes as the table distinguishes them: ``wide`` (float32), ``half`` or ``fp8`` pools."""
     if q_dtype.itemsize == 4:
         return "wide"
     return "fp8" if pool_dtype.itemsize == 1 else "half"
@@ -49,8 +49,11 @@ def kind_of(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> str:
 
 @cache
 def table() -> dict[str, list[dict[str, Any]]]:
-    """``{"decode": rows, "prefill": rows}``; a row holds for ``arch`` and later, up to ``head_dim``, and for
-    decode up to ``rows`` (query tokens times heads that share a kv head)."""
+    """``{"decode": rows, "prefill": rows}``.
+
+    A row is valid from ``arch`` on, up to ``head_dim``, and for decode up to ``rows`` (query tokens times
+    heads that share a kv head).
+    """
     found: dict[str, list[dict[str, Any]]] = json.loads(TABLE_PATH.read_text())
     return found
 
@@ -64,7 +67,7 @@ def _row(of: str, kind: str, head_dim: int, arch: int, rows: int = 0) -> dict[st
         and row["head_dim"] >= head_dim
         and row.get("rows", rows) >= rows
     ]
-    # Of the newest architecture that is listed, the tightest fit.
+    # The tightest fit of the newest architecture.
     return min(fits, key=lambda row: (-row["arch"], row["head_dim"], row.get("rows", 0)))["choice"]  # type: ignore[no-any-return]
 
 
@@ -98,5 +101,5 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def padded(n: int, least: int = 1) -> int:
-    """The next power of two, which is what Triton's ranges come in."""
+    """The next power of two, as Triton's ranges require."""
     return max(least, 1 << (n - 1).bit_length())

@@ -1,6 +1,6 @@
-"""Triton form of merging attentions over parts of the keys."""
+"""Triton form of the merge of attentions over parts of the keys."""
 
-# Triton has no types to check, and its code has compile-time constants in capitals.
+# Triton is untyped, and its compile-time constants are capitals.
 # mypy: disable-error-code="import-untyped,untyped-decorator,no-untyped-def"
 # ruff: noqa: N803
 
@@ -14,13 +14,17 @@ from torch import Tensor
 from moonpool.kernels.triton.launch import padded
 from moonpool.kernels.triton.partition import partition_contexts
 
-PARTS = 32  # a step of a merge takes
+PARTS_PER_STEP = 32  # parts that a step of a merge reads
 
 
 @triton.jit
-def weighed(parts, lse, at, step, count, TILE: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """Rows at, at + step … of ``count`` parts, weighted by the share of the exponentials each saw, in a fixed
-    order. parts: […, DIM]; lse: natural, -inf where a part saw nothing. Returns the row and its lse."""
+def softmax_weighted(
+    parts, lse, at, step, count, TILE: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr
+):
+    """Sum rows at, at + step … of ``count`` parts, weighted by their sums of exponentials, in a fixed order.
+
+    parts: […, DIM]; lse: natural logarithm, -inf where a part saw no key. Returns the row and its lse.
+    """
     dims = tl.arange(0, DIM_PADDED)
     top = float("-inf")
     total = 0.0
@@ -44,44 +48,30 @@ def weighed(parts, lse, at, step, count, TILE: tl.constexpr, DIM: tl.constexpr, 
     return gathered, tl.where(total == 0, float("-inf"), top + tl.log2(total) * 0.6931471805599453)
 
 
-# What changes from step to step is not compiled in, so that nothing compiles while serving.
+# Values that change from step to step are not specialized, so that nothing compiles while serving.
 @triton.jit(do_not_specialize=["batch", "wanted", "window"])
-def merge_split(
-    scratch,
-    scratch_lse,
-    contexts,
-    positions,
-    out,
-    lse,
-    batch,
-    wanted,
-    window,
-    KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    FEWEST: tl.constexpr,
-    BATCH_PADDED: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """What ``decode_partition`` left in scratch, put together. Grid: (batch, QUERIES * num_heads)."""
+def merge_partitions(
+    scratch, scratch_lse, contexts, positions, out, lse, batch, wanted, window,
+    KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, BATCH_PADDED: tl.constexpr,
+    POSITIONS: tl.constexpr, WRITE_LSE: tl.constexpr, PARTS_PER_STEP: tl.constexpr,
+):  # fmt: skip
+    """Merge the partitions that ``decode_partition`` wrote to scratch. Grid: (batch, QUERIES * num_heads)."""
     sequence = tl.program_id(0)
-    _, parts, part_ends, _ = partition_contexts(
-        contexts, positions, batch, wanted, window, QUERIES, TILE, FEWEST, BATCH_PADDED, POSITIONS
+    _, partitions, partition_ends, _ = partition_contexts(
+        contexts, positions, batch, wanted, window, QUERIES, TILE, MIN_TILES, BATCH_PADDED, POSITIONS
     )
     mine = tl.arange(0, BATCH_PADDED) == sequence
-    num_parts = tl.sum(tl.where(mine, parts, 0), 0)
-    if num_parts == 1:
+    num_partitions = tl.sum(tl.where(mine, partitions, 0), 0)
+    if num_partitions == 1:
         return
-    first = tl.sum(tl.where(mine, part_ends - parts, 0), 0)
+    first = tl.sum(tl.where(mine, partition_ends - partitions, 0), 0)
     query, query_head = tl.program_id(1) // (KV_HEADS * GROUP), tl.program_id(1) % (KV_HEADS * GROUP)
     rows: tl.constexpr = QUERIES * GROUP
     at = (first * KV_HEADS + query_head // GROUP).to(tl.int64) * rows + query * GROUP + query_head % GROUP
-    row, log = weighed(scratch, scratch_lse, at, KV_HEADS * rows, num_parts, PARTS, DIM, DIM_PADDED)
+    row, log = softmax_weighted(
+        scratch, scratch_lse, at, KV_HEADS * rows, num_partitions, PARTS_PER_STEP, DIM, DIM_PADDED
+    )
     to = sequence.to(tl.int64) * (QUERIES * KV_HEADS * GROUP) + tl.program_id(1)
     dims = tl.arange(0, DIM_PADDED)
     tl.store(out + to * DIM + dims, row.to(out.dtype.element_ty), mask=dims < DIM)
@@ -91,19 +81,12 @@ def merge_split(
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def merge_states(
-    outs,
-    lses,
-    out,
-    lse,
-    num_rows,
-    num_parts,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    outs, lses, out, lse, num_rows, num_parts,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PARTS_PER_STEP: tl.constexpr,
+):  # fmt: skip
     """Grid: (num_rows,). outs: [num_parts, num_rows, DIM]; lses: [num_parts, num_rows]."""
     at = tl.program_id(0).to(tl.int64)
-    row, log = weighed(outs, lses, at, num_rows, num_parts, PARTS, DIM, DIM_PADDED)
+    row, log = softmax_weighted(outs, lses, at, num_rows, num_parts, PARTS_PER_STEP, DIM, DIM_PADDED)
     dims = tl.arange(0, DIM_PADDED)
     tl.store(out + at * DIM + dims, row.to(out.dtype.element_ty), mask=dims < DIM)
     tl.store(lse + at, log)
@@ -115,15 +98,7 @@ def merge_attention_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, head_dim = lse.numel(), outs.shape[-1]
     if num_rows:
         merge_states[(num_rows,)](
-            outs,
-            lses,
-            out,
-            lse,
-            num_rows,
-            outs.shape[0],
-            DIM=head_dim,
-            DIM_PADDED=padded(head_dim, 16),
-            PARTS=PARTS,
-            num_warps=4,
-        )
+            outs, lses, out, lse, num_rows, outs.shape[0],
+            DIM=head_dim, DIM_PADDED=padded(head_dim, 16), PARTS_PER_STEP=PARTS_PER_STEP, num_warps=4,
+        )  # fmt: skip
     return out, lse

@@ -1,6 +1,6 @@
-"""Triton form of causal attention of many new tokens over cached and new pages."""
+"""Triton form of prefill attention: many new tokens over cached and new blocks."""
 
-# Triton has no types to check, and its code has compile-time constants in capitals.
+# Triton is untyped, and its compile-time constants are capitals.
 # mypy: disable-error-code="import-untyped,untyped-decorator,no-untyped-def"
 # ruff: noqa: N803, N806
 
@@ -19,9 +19,9 @@ from moonpool.kernels.triton.launch import PrefillChoice, architecture, padded, 
 
 @triton.jit
 def sequence_of(tile, starts, batch, TOKENS: tl.constexpr, STEPS: tl.constexpr):
-    """Which sequence tile number ``tile`` belongs to: the last i with starts[i] // TOKENS + i <= tile.
+    """The sequence of tile number ``tile``: the last i with starts[i] // TOKENS + i <= tile.
 
-    So many tile numbers are enough for any lengths, and the host need not know them.
+    With this numbering the size of the grid does not depend on the lengths, which the host need not know.
     """
     low = tl.zeros([], tl.int32)
     high = batch - 1 + tl.zeros([], tl.int32)
@@ -35,36 +35,18 @@ def sequence_of(tile, starts, batch, TOKENS: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def attend_tiles(
-    query,
-    position,
-    top,
-    total,
-    gathered,
-    odd,
-    pool,
-    table_row,
-    first,
-    begin,
-    end,
-    context,
-    block_stride,
-    kv_stride,
-    scale,
-    window,
-    soft_cap,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    CAPPED: tl.constexpr,
-    FP8: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Takes key tiles begin … end - 1 into the online softmax. MASKED: some keys are unseen by some rows. Of
-    float8, ``gathered`` is the even columns and ``odd`` the others, as in ``decode_partition``."""
+    query, position, top, total, gathered, odd, pool, table_row, first, begin, end, context, block_stride,
+    kv_stride, scale, window, soft_cap,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    CAPPED: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add key tiles begin … end - 1 to the online softmax. MASKED: some rows do not see all keys.
+
+    With float8, ``gathered`` has the even columns and ``odd`` the odd ones, as in ``decode_partition``.
+    """
     dims = tl.arange(0, DIM_PADDED)
     pairs = tl.arange(0, DIM_PADDED // 2)
-    # From scores as they come out of the product to powers of two.
+    # Converts scores to exponents of two.
     unit = 1.4426950408889634 if CAPPED else scale * 1.4426950408889634
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
@@ -72,14 +54,14 @@ def attend_tiles(
         if not MASKED:
             exists = token >= 0
         if BLOCK_SIZE % TILE == 0:
-            # Tiles lie on a grid, so that one is of one block.
-            place = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64) * block_stride
-            place += ((start % BLOCK_SIZE) + tl.arange(0, TILE)) * DIM
+            # Tiles are aligned, so that each lies in one block.
+            offset = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64) * block_stride
+            offset += ((start % BLOCK_SIZE) + tl.arange(0, TILE)) * DIM
         else:
             block = tl.load(table_row + token // BLOCK_SIZE, mask=exists, other=0)
-            place = block.to(tl.int64) * block_stride + (token % BLOCK_SIZE) * DIM
+            offset = block.to(tl.int64) * block_stride + (token % BLOCK_SIZE) * DIM
         readable = exists[:, None] & (dims < DIM)[None, :]
-        stored = tl.load(pool + place[:, None] + dims[None, :], mask=readable, other=0)
+        stored = tl.load(pool + offset[:, None] + dims[None, :], mask=readable, other=0)
         k = widened(stored, query.dtype, FP8)
         scores = tl.dot(query, tl.trans(k), input_precision="tf32x3")
         if CAPPED:
@@ -90,58 +72,34 @@ def attend_tiles(
             seen = seen & ((window == 0) | (token[None, :] > position[:, None] - window))
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-        # A row that has seen nothing yet stays at zero instead of becoming NaN.
+        # A row that has seen no key stays at zero instead of becoming NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores * unit - base[:, None])
         factor = tl.exp2(top - base)
         total = total * factor + tl.sum(weights, 1)
         if FP8 == 0:
-            v = tl.load(pool + kv_stride + place[:, None] + dims[None, :], mask=readable, other=0)
+            v = tl.load(pool + kv_stride + offset[:, None] + dims[None, :], mask=readable, other=0)
             gathered = tl.dot(weights.to(v.dtype), v, gathered * factor[:, None], input_precision="tf32x3")
         else:
             words = (pool + kv_stride).to(tl.pointer_type(tl.uint16))
             there = exists[:, None] & (pairs < DIM // 2)[None, :]
-            both = tl.load(words + (place // 2)[:, None] + pairs[None, :], mask=there, other=0)
-            share = weights.to(tl.float16)
-            gathered = tl.dot(share, halves_of(both & 0xFF, FP8), gathered * factor[:, None])
-            odd = tl.dot(share, halves_of(both >> 8, FP8), odd * factor[:, None])
+            both = tl.load(words + (offset // 2)[:, None] + pairs[None, :], mask=there, other=0)
+            probabilities = weights.to(tl.float16)
+            gathered = tl.dot(probabilities, halves_of(both & 0xFF, FP8), gathered * factor[:, None])
+            odd = tl.dot(probabilities, halves_of(both >> 8, FP8), odd * factor[:, None])
         top = new_top
     return top, total, gathered, odd
 
 
-# What changes from step to step is not compiled in, so that nothing compiles while serving.
+# Values that change from step to step are not specialized, so that nothing compiles while serving.
 @triton.jit(do_not_specialize=["batch", "window"])
 def prefill_tile(
-    q,
-    pool,
-    table,
-    starts,
-    positions,
-    contexts,
-    out,
-    lse,
-    layer_offset,
-    block_stride,
-    kv_stride,
-    head_stride,
-    table_stride,
-    batch,
-    scale,
-    v_scale,
-    window,
-    soft_cap,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    CAPPED: tl.constexpr,
-    STEPS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
-    FP8: tl.constexpr,
-):
+    q, pool, table, starts, positions, contexts, out, lse, layer_offset, block_stride, kv_stride,
+    head_stride, table_stride, batch, scale, v_scale, window, soft_cap,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, STEPS: tl.constexpr,
+    POSITIONS: tl.constexpr, WRITE_LSE: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
     """ROWS // GROUP tokens of one sequence, with all query heads of one kv head.
 
     Grid: (num_tokens // (ROWS // GROUP) + batch, num_kv_heads). q, out: [num_tokens, num_heads, DIM]; lse:
@@ -175,7 +133,7 @@ def prefill_tile(
 
     end = tl.minimum(tl.minimum(first_position + TOKENS, before + num_new), context)
     first = tl.where(window > 0, tl.maximum(first_position - window + 1, 0), 0)
-    # Tiles that every row sees whole need no mask: all before the first query, unless there is a window.
+    # Tiles that every row sees completely need no mask: all before the first query, without a window.
     begin = first // TILE * TILE
     seen_by_all = tl.maximum(tl.minimum(first_position + 1, context), 0)
     plain_end = tl.where(window > 0, begin, seen_by_all // TILE * TILE)
@@ -212,7 +170,7 @@ def prefill_constants(
         "DIM_PADDED": padded(head_dim, 16),
         "BLOCK_SIZE": block_size,
         "TILE": choice.tile,
-        "STEPS": max(10, batch.bit_length()),  # of a binary search among them
+        "STEPS": max(10, batch.bit_length()),  # of the binary search in sequence_of
     }
 
 
@@ -247,30 +205,12 @@ def paged_prefill_attention(
     )
     strides = pool.stride()
     prefill_tile[(num_tokens // (constants["ROWS"] // group) + batch, num_kv_heads)](
-        q,
-        as_bytes(pool),
-        block_table,
-        cu_seqlens_q,
-        context_lens if q_positions is None else q_positions,
-        context_lens,
-        out,
-        context_lens if lse is None else lse,
-        layer * strides[1],
-        strides[0],
-        strides[2],
-        strides[3],
-        block_table.stride(0),
-        batch,
-        scale * k_scale,
-        v_scale,
-        window,
-        soft_cap,
-        **constants,
-        CAPPED=soft_cap > 0,
-        POSITIONS=q_positions is not None,
-        WRITE_LSE=lse is not None,
-        FP8=fp8_mode(pool.dtype, arch, not q.is_cuda),
-        num_warps=choice.num_warps,
+        q, as_bytes(pool), block_table, cu_seqlens_q,
+        context_lens if q_positions is None else q_positions, context_lens, out,
+        context_lens if lse is None else lse, layer * strides[1], strides[0], strides[2], strides[3],
+        block_table.stride(0), batch, scale * k_scale, v_scale, window, soft_cap,
+        **constants, CAPPED=soft_cap > 0, POSITIONS=q_positions is not None, WRITE_LSE=lse is not None,
+        FP8=fp8_mode(pool.dtype, arch, not q.is_cuda), num_warps=choice.num_warps,
         num_stages=choice.num_stages,
-    )
+    )  # fmt: skip
     return out

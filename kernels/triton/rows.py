@@ -1,6 +1,6 @@
-"""Triton forms of the operations on rows of activations."""
+"""Triton forms of operations on rows of activations."""
 
-# Triton has no types to check, and its code has compile-time constants in capitals.
+# Triton is untyped, and its compile-time constants are capitals.
 # mypy: disable-error-code="import-untyped,untyped-decorator,no-untyped-def"
 # ruff: noqa: N803
 
@@ -17,7 +17,7 @@ from moonpool.kernels.triton.launch import padded
 
 @triton.jit
 def norm_row(x, residual, weight, normed, total, hidden, eps, ADD: tl.constexpr, WIDTH: tl.constexpr):
-    """Grid: (n,). x, residual, normed, total: [n, hidden]; residual and total are touched only with ADD."""
+    """Grid: (n,). x, residual, normed, total: [n, hidden]; residual and total are used only with ADD."""
     offset = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, WIDTH)
     there = column < hidden
@@ -26,7 +26,7 @@ def norm_row(x, residual, weight, normed, total, hidden, eps, ADD: tl.constexpr,
         values += tl.load(residual + offset + column, mask=there, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + offset + column, rounded, mask=there)
-        values = rounded.to(tl.float32)  # as the next layer will see it
+        values = rounded.to(tl.float32)  # the value that the next layer gets
     scale = tl.rsqrt(tl.sum(values * values, 0) / hidden + eps)
     scaled = values * scale * tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
     tl.store(normed + offset + column, scaled.to(normed.dtype.element_ty), mask=there)
@@ -56,17 +56,9 @@ def rms_norm(
     if n:
         width = padded(hidden)
         norm_row[(n,)](
-            x,
-            x if residual is None else residual,
-            weight,
-            normed,
-            total,
-            hidden,
-            eps,
-            ADD=residual is not None,
-            WIDTH=width,
-            num_warps=max(1, min(16, width // 512)),
-        )
+            x, x if residual is None else residual, weight, normed, total, hidden, eps,
+            ADD=residual is not None, WIDTH=width, num_warps=max(1, min(16, width // 512)),
+        )  # fmt: skip
     return normed if residual is None else (normed, total)
 
 

@@ -1,9 +1,9 @@
-// Attention of one query token a sequence over its pages.
+// Attention of one query token of each sequence.
 //
-// A sequence goes in chunks of tokens: first all scores of a chunk, then their weights, then the weighted sum
-// of V. Both passes over the pages take a block's kv heads one after the other, as they lie in memory, and
-// ask for a few kilobytes ahead; the query heads that share a kv head go together, so that a page is read
-// once. A sequence's result does not depend on the batch.
+// A sequence is computed in chunks of tokens: all scores of a chunk, their weights, then the weighted sum of V.
+// Both passes read a block's kv heads in memory order and prefetch a few kilobytes ahead. The query heads that
+// share a kv head are computed together, so that K and V are read once. A sequence's result does not depend
+// on the batch.
 
 #include <algorithm>
 #include <vector>
@@ -15,28 +15,28 @@
 
 namespace {
 
-constexpr int64_t AHEAD_NBYTES = 4096;     // how far ahead memory is asked for
+constexpr int64_t PREFETCH_NBYTES = 4096;  // distance of the prefetch
 
 // Scratch of one sequence.
 struct Gathered {
     std::vector<float> scores;    // [heads, PITCH]
     std::vector<float> sums;      // [heads, dim]
-    std::vector<float> queries;   // [heads, dim], where they have to be widened
-    std::vector<float> room;      // [W, dim], for keys and values widened
+    std::vector<float> queries;   // [heads, dim], if converted to float32
+    std::vector<float> converted;      // [W, dim], keys and values as float32
     std::vector<Softmax> states;  // [heads]
 
     void begin(int64_t heads, int64_t dim) {
         scores.resize(heads * PITCH);
         sums.assign(heads * dim, 0.0f);
         queries.resize(heads * dim);
-        room.resize(W * dim);
+        converted.resize(W * dim);
         states.assign(heads, Softmax());
     }
 };
 
-// The pages of one layer of one sequence.
+// The blocks of one layer of one sequence.
 template <class T>
-struct Pages {
+struct Blocks {
     const Pool& pool;
     int64_t layer;
     const int32_t* table;
@@ -46,45 +46,45 @@ struct Pages {
         return block_k<T>(pool, table[block], layer, head) + kv * pool.kv_stride;
     }
 
-    // Calls f(kv head, run, tokens before it) for tokens first … end - 1: block after block, and in a block head
-    // after head. `then`: what will be walked next, or null; it is asked for towards the end.
+    // Calls f(kv head, run, tokens before it) for tokens first … end - 1, block by block, and head by head in a
+    // block. `then`: memory that is read afterwards, or null; its prefetch starts near the end.
     template <class F>
     MP_INLINE void walk(int64_t first, int64_t end, int64_t kv, const T* then, F f) const {
         const int64_t size = pool.block_size, heads = pool.num_kv_heads, last_block = (end - 1) / size;
-        const int64_t steps = 1 + AHEAD_NBYTES / (size * pool.head_dim * (int64_t)sizeof(T));
-        int64_t soon_block = first / size + steps / heads, soon_head = steps % heads;
+        const int64_t steps = 1 + PREFETCH_NBYTES / (size * pool.head_dim * (int64_t)sizeof(T));
+        int64_t prefetch_block = first / size + steps / heads, prefetch_head = steps % heads;
         for (int64_t token = first; token < end;) {
             const int64_t block = token / size, offset = token % size;
             const int64_t count = std::min(size - offset, end - token);
             for (int64_t head = 0; head < heads; head++) {
-                const T* soon = then ? then + soon_head * pool.head_stride : nullptr;
-                if (soon_block <= last_block) soon = at(soon_block, soon_head, kv);
-                if (++soon_head == heads) soon_head = 0, soon_block++;
-                f(head, Run<T>{at(block, head, kv) + offset * pool.head_dim, soon, count}, token - first);
+                const T* prefetch = then ? then + prefetch_head * pool.head_stride : nullptr;
+                if (prefetch_block <= last_block) prefetch = at(prefetch_block, prefetch_head, kv);
+                if (++prefetch_head == heads) prefetch_head = 0, prefetch_block++;
+                f(head, Run<T>{at(block, head, kv) + offset * pool.head_dim, prefetch, count}, token - first);
             }
             token += count;
         }
     }
 };
 
-// Keys first … end - 1, those a query sees.
+// The keys first … end - 1 that a query sees.
 struct Seen {
     int64_t first, end;
 
     Seen(int64_t position, int64_t context, const Rules& rules)
         : first(rules.window > 0 ? std::max<int64_t>(0, position + 1 - rules.window) : 0),
           end(std::min(context, position + 1)) {}
-    bool nothing() const { return end <= first; }
+    bool empty() const { return end <= first; }
 };
 
 template <class Q, class T>
-void attend(const Pages<T>& pages, const Q* q, Seen seen, int64_t heads, const Rules& rules, Gathered& gathered,
+void attend(const Blocks<T>& blocks, const Q* q, Seen seen, int64_t heads, const Rules& rules, Gathered& gathered,
             const T* then, Q* out, float* lse) {
-    const int64_t dim = pages.pool.head_dim, size = pages.pool.block_size;
-    const int64_t group = heads / pages.pool.num_kv_heads;
+    const int64_t dim = blocks.pool.head_dim, size = blocks.pool.block_size;
+    const int64_t group = heads / blocks.pool.num_kv_heads;
     const Score<Wide<T>> score = score_for<Wide<T>>(dim);
     gathered.begin(heads, dim);
-    float* room = gathered.room.data();
+    float* converted = gathered.converted.data();
     const Wide<T>* queries;
     if constexpr (std::is_same<Q, Wide<T>>::value) {
         queries = q;
@@ -98,8 +98,8 @@ void attend(const Pages<T>& pages, const Q* q, Seen seen, int64_t heads, const R
     float* sums = gathered.sums.data();
     for (int64_t first = seen.first, end; first < seen.end; first = end) {
         end = std::min(first / CHUNK * CHUNK + CHUNK, seen.end);
-        pages.walk(first, end, 0, pages.at(first / size, 0, 1), [&](int64_t head, Run<T> keys, int64_t at) {
-            for_wide(keys, dim, room, [&](Run<Wide<T>> some, int64_t before) {
+        blocks.walk(first, end, 0, blocks.at(first / size, 0, 1), [&](int64_t head, Run<T> keys, int64_t at) {
+            for_wide(keys, dim, converted, [&](Run<Wide<T>> some, int64_t before) {
                 score(queries + head * group * dim, group, dim, some, rules.scale,
                       scores + head * group * PITCH + at + before);
             });
@@ -115,16 +115,16 @@ void attend(const Pages<T>& pages, const Q* q, Seen seen, int64_t heads, const R
                 store_some(sums + head * dim + i, load_some(sums + head * dim + i, n) * factor, n);
             });
         }
-        const T* next = end < seen.end ? pages.at(end / size, 0, 0) : then;
-        pages.walk(first, end, 1, next, [&](int64_t head, Run<T> values, int64_t at) {
-            for_wide(values, dim, room, [&](Run<Wide<T>> some, int64_t before) {
+        const T* next = end < seen.end ? blocks.at(end / size, 0, 0) : then;
+        blocks.walk(first, end, 1, next, [&](int64_t head, Run<T> values, int64_t at) {
+            for_wide(values, dim, converted, [&](Run<Wide<T>> some, int64_t before) {
                 gather(scores + head * group * PITCH + at + before, group, some, dim, sums + head * group * dim);
             });
         });
     }
     for (int64_t head = 0; head < heads; head++) {
         const Softmax& state = gathered.states[head];
-        const float total = seen.nothing() ? 1.0f : state.total / rules.v_scale;
+        const float total = seen.empty() ? 1.0f : state.total / rules.v_scale;
         for_vectors(dim, [&](int64_t i, int n) {
             store_some(out + head * dim + i, load_some(sums + head * dim + i, n) / total, n);
         });
@@ -142,13 +142,13 @@ void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, con
     static thread_local Gathered gathered;
     const int64_t stride = heads * pool.head_dim;
     for (int64_t i = 0; i < batch; i++) {
-        const Pages<T> pages{pool, layer, tables + i * table_stride};
+        const Blocks<T> blocks{pool, layer, tables + i * table_stride};
         const T* then = nullptr;
-        if (i + 1 < batch && !seen_by(i + 1).nothing()) {
-            const Pages<T> next{pool, layer, pages.table + table_stride};
+        if (i + 1 < batch && !seen_by(i + 1).empty()) {
+            const Blocks<T> next{pool, layer, blocks.table + table_stride};
             then = next.at(seen_by(i + 1).first / pool.block_size, 0, 0);
         }
-        attend(pages, q + i * stride, seen_by(i), heads, rules, gathered, then, out + i * stride,
+        attend(blocks, q + i * stride, seen_by(i), heads, rules, gathered, then, out + i * stride,
                lse ? lse + i * heads : nullptr);
     }
 }
@@ -164,9 +164,4 @@ void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, con
                      Rules{scale, soft_cap, v_scale, window});                                                \
     }
 
-MP_DECODE(float, float, f32_f32)
-MP_DECODE(bf16, bf16, bf16_bf16)
-MP_DECODE(fp16, fp16, f16_f16)
-MP_DECODE(float, fp8, f32_f8)
-MP_DECODE(bf16, fp8, bf16_f8)
-MP_DECODE(fp16, fp8, f16_f8)
+MP_FOR_POOLS(MP_DECODE)

@@ -3,7 +3,7 @@
 
 #include "simd.h"
 
-// e^r for |r| <= ln 2 / 2 and the whole power of two that x = r + n ln 2 leaves.
+// e^r, with x = r + n ln 2, |r| <= ln 2 / 2 and an integer n.
 MP_INLINE vf exp_fraction(vf x, vi* n) {
     const vf shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer kept in the low bits
     const vf shifted = x * 1.44269504f + shift;
@@ -31,7 +31,7 @@ MP_INLINE vf exp(vf x) {
     vi n;
     const vf zero = splat(0.0f), near = x < -87.3f ? zero : x;
     const vf fraction = exp_fraction(x > 88.7f ? zero : near, &n);
-    // Two factors, as 2^128 itself is out of range where x is near 88.7.
+    // Two factors, because 2^128 is out of range for x near 88.7.
     const vi half = n >> 1;
     const vf result = fraction * (vf)((half + 127) << 23) * (vf)((n - half + 127) << 23);
     const vf risen = x > 88.7f ? splat(INF) : result;

@@ -1,5 +1,4 @@
-// The small steps of a mixture of experts: whom a token goes to, which rows are whose, and the sum of what
-// comes back. (Its products are in linear.cpp.)
+// Routing, grouping and weighted sum of MoE experts. linear.cpp has the matrix products.
 
 #include <algorithm>
 #include <vector>
@@ -9,8 +8,8 @@
 
 namespace {
 
-// The place of the largest of n values (a multiple of W), the first of equal ones; that of the first value that
-// is not below 0 where all others are NaN.
+// The index of the largest of n values (a multiple of W); the first of equal ones. With NaN among the values,
+// the index of the first that is not below 0.
 int64_t largest_at(const float* values, int64_t n) {
     vf best = load(values);
     for (int64_t i = W; i < n; i += W) best = vmax(load(values + i), best);
@@ -39,12 +38,12 @@ void route(const T* logits, float* weights, int32_t* ids, int64_t n, int64_t exp
         const float top = largest(best);
         vf sums = {};
         for (int64_t i = 0; i < padded; i += W) {
-            const vf share = exp_falling(load(values + i) - top);
-            sums += share;
-            store(values + i, share);
+            const vf weight = exp_falling(load(values + i) - top);
+            sums += weight;
+            store(values + i, weight);
         }
         const float total = sum(sums);
-        // What is chosen, or is no expert, is below 0.
+        // Chosen experts and the padding are below 0.
         std::fill(values + experts, values + padded, -1.0f);
         float chosen = 0.0f;
         for (int64_t j = 0; j < k; j++) {
@@ -64,12 +63,12 @@ void combine(const T* rows, const int64_t* order, const float* weights, T* out, 
              int64_t hidden) {
     static thread_local std::vector<int64_t> scratch;
     scratch.resize(n * k);
-    int64_t* places = scratch.data();
-    for (int64_t i = 0; i < n * k; i++) places[order[i]] = i;
-    for (int64_t token = 0; token < n; token++, places += k, weights += k, out += hidden)
+    int64_t* positions = scratch.data();
+    for (int64_t i = 0; i < n * k; i++) positions[order[i]] = i;
+    for (int64_t token = 0; token < n; token++, positions += k, weights += k, out += hidden)
         for_vectors(hidden, [&](int64_t i, int count) {
             vf sum = {};
-            for (int64_t j = 0; j < k; j++) sum += load_some(rows + places[j] * hidden + i, count) * weights[j];
+            for (int64_t j = 0; j < k; j++) sum += load_some(rows + positions[j] * hidden + i, count) * weights[j];
             store_some(out + i, sum, count);
         });
 }
@@ -99,6 +98,4 @@ MP_EXPORT void group_rows(const char* x, const int64_t* order, int64_t k, char* 
         combine(rows, order, weights, out, n, k, hidden);                                                  \
     }
 
-MP_EXPERTS(float, f32)
-MP_EXPERTS(bf16, bf16)
-MP_EXPERTS(fp16, f16)
+MP_FOR_DTYPES(MP_EXPERTS)

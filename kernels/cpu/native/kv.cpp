@@ -1,4 +1,4 @@
-// K and V on their way into the pool: norm, rotation and write in one pass over a token's heads.
+// Norm, rotation and write of K and V into the pool, in one pass over a token's heads.
 
 #include <cmath>
 
@@ -7,14 +7,14 @@
 
 namespace {
 
-// What rotation needs: rotary_dim / 2 angles a position, the rest of a head passes through.
+// Tables of rotary_dim / 2 angles a position; the rest of a head is not rotated.
 struct Rotary {
     const float* cos;
     const float* sin;
     int64_t half;
 };
 
-// One head of x, as float32 in `head`, normed by weight where there is one.
+// One head of x as float32, normalized if there is a weight.
 template <class T>
 MP_INLINE void take_head(const T* x, const T* weight, float eps, int64_t dim, float* head) {
     vf squares = {};
@@ -45,7 +45,7 @@ MP_INLINE void rotate_head(const float* head, const float* cos, const float* sin
     });
 }
 
-// One head as it is, or quantized.
+// One head, copied or quantized.
 template <class Q, class T>
 MP_INLINE void put_head(const Q* head, int64_t dim, float factor, T* to) {
     if constexpr (std::is_same<Q, T>::value) {
@@ -57,7 +57,7 @@ MP_INLINE void put_head(const Q* head, int64_t dim, float factor, T* to) {
     }
 }
 
-// What K and V are multiplied by on their way: the reciprocals of their scales.
+// Factors of K and V: the reciprocals of their scales.
 struct Factors {
     float k, v;
 };
@@ -117,9 +117,4 @@ void write_kv(const Q* k, const Q* v, const Pool& pool, int64_t layer, const int
         write_kv<Q, T>(k, v, *pool, layer, slots, n, Factors{k_factor, v_factor});                            \
     }
 
-MP_KV(float, float, f32_f32)
-MP_KV(bf16, bf16, bf16_bf16)
-MP_KV(fp16, fp16, f16_f16)
-MP_KV(float, fp8, f32_f8)
-MP_KV(bf16, fp8, bf16_f8)
-MP_KV(fp16, fp8, f16_f8)
+MP_FOR_POOLS(MP_KV)

@@ -1,4 +1,4 @@
-// Work across the lanes of vectors.
+// Operations across the lanes of vectors.
 #pragma once
 
 #include "simd.h"
@@ -36,7 +36,7 @@ MP_INLINE vf shuffle(vf a, vf b, vi at) {
 #endif
 }
 
-// Of every pair of lanes that differ in bit STEP: a's where the bit is clear, b's where it is set.
+// Lanes of a where bit STEP of the lane number is clear, lanes of b where it is set.
 template <int STEP>
 MP_INLINE vf blend(vf a, vf b) {
     vi at;
@@ -44,7 +44,7 @@ MP_INLINE vf blend(vf a, vf b) {
     return shuffle(a, b, at);
 }
 
-// Every lane changes places with the one that differs in bit STEP.
+// Swaps each two lanes that differ in bit STEP.
 template <int STEP>
 MP_INLINE vf swap(vf v) {
     vi at;

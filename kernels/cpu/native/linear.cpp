@@ -1,12 +1,11 @@
-// y = x W^T + bias, with W laid out in the order it is read.
+// y = x W^T + bias, with W packed in the order of its use.
 //
-// Outputs lie in lanes. W is cut into panels of 4 vectors of outputs; a panel holds, input after input, the
-// weights of its outputs, so that one pass streams it front to back. bf16 weights come in pairs of inputs
-// (one vector: W outputs x 2 inputs), which is what the bf16 dot product wants, and what widens to float32 by
-// a shift and a mask.
+// Outputs are in lanes. W is split into panels of 4 vectors of outputs; a panel has the weights of its outputs
+// input by input, so that one pass reads it sequentially. bf16 weights are in pairs of inputs (one vector: W
+// outputs x 2 inputs), the operand of the bf16 dot product; a shift and a mask convert them to float32.
 //
-// Every output is summed over the inputs in order, whatever the number of rows: a row's result does not
-// depend on its company, bit for bit.
+// Every output is summed over the inputs in order, so that a row's result does not depend on the other rows,
+// bit for bit.
 
 #include <algorithm>
 #include <vector>
@@ -16,8 +15,8 @@
 namespace {
 
 constexpr int PANEL = 4 * W;            // outputs in a panel
-constexpr int64_t CHUNK = 512;          // inputs of a panel that stay in the near caches while all rows pass
-constexpr int64_t ROWS_TO_WIDEN = 48;   // from so many rows on it pays to widen a chunk of bf16 once for all
+constexpr int64_t CHUNK = 512;          // inputs of a panel that stay in the L1/L2 caches for all rows
+constexpr int64_t ROWS_TO_WIDEN = 48;   // from this many rows on, a chunk of bf16 is converted once for all
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -53,7 +52,7 @@ MP_INLINE void accumulate_pairs(const float* x, int64_t ldx, const bf16* w, int6
 }
 
 #if defined(MP_BF16_DOT)
-// inputs: even. It never asks ahead: done in half the time, it would be held up more than helped.
+// inputs: even. No prefetch: measured to be slower here.
 template <int R, int C, bool AHEAD>
 MP_INLINE void accumulate_pairs(const bf16* x, int64_t ldx, const bf16* w, int64_t inputs, vf (&sums)[R][C],
                                 int64_t) {
@@ -73,7 +72,7 @@ MP_INLINE void accumulate_pairs(const bf16* x, int64_t ldx, const bf16* w, int64
 }
 #endif
 
-// A chunk of C vectors of bf16 pairs as float32 rows. `to` has room for an even number of inputs.
+// A chunk of C vectors of bf16 pairs as float32 rows. `to` has space for an even number of inputs.
 template <int C>
 void widen(const bf16* w, int64_t inputs, float* to) {
     for (int64_t k = 0; k < inputs; k += 2, to += 2 * C * W, w += 2 * C * W)
@@ -87,8 +86,8 @@ void widen(const bf16* w, int64_t inputs, float* to) {
 
 // ---------------------------------------------------------------- rows through panels
 
-// One pass of R rows over a chunk, asking for the chunk behind it with AHEAD. x: rows of stride ldx; sums: [R,
-// PANEL]. Not inlined: on its own the compiler keeps every sum in a register.
+// One pass of R rows over a chunk; AHEAD prefetches the next chunk. x: rows of stride ldx; sums: [R, PANEL].
+// Not inlined, because only then the compiler keeps every sum in a register.
 template <int R, int C, bool AHEAD, class X, class T>
 __attribute__((noinline)) void pass(const X* x, int64_t ldx, const T* w, int64_t inputs, bool begin,
                                     float* sums) {
@@ -103,12 +102,12 @@ __attribute__((noinline)) void pass(const X* x, int64_t ldx, const T* w, int64_t
     keep<R, C>(registers, sums, PANEL);
 }
 
-// All rows through one chunk. Where weights are widened, the first group of rows brings a chunk near, and while
-// the second one goes through it again, the next chunk is asked for. Elsewhere that was measured to lose.
+// All rows through one chunk. With converted weights the first group of rows loads a chunk into the caches, and
+// the second one prefetches the next chunk. In the other cases prefetching was measured to be slower.
 template <int C, class X, class T>
 void passes(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t inputs, bool begin, float* sums) {
     constexpr bool widens = std::is_same_v<X, float> && sizeof(T) == 2;
-    // Pairs of bf16 being widened take registers that the sums of a sixth row would need.
+    // The conversion of bf16 pairs uses the registers that the sums of a sixth row would need.
     constexpr int most = std::is_same_v<X, float> && std::is_same_v<T, bf16> ? std::min(ROWS, 5) : ROWS;
     int64_t group = 0;
     for_row_groups<most>(rows, [&](int64_t row, auto R) {
@@ -196,8 +195,8 @@ int64_t packed_size(int64_t inputs, int64_t outputs) {
     return round_up(inputs, std::is_same_v<T, bf16> ? 2 : 1) * round_up(outputs, W);
 }
 
-// Rows offsets[e] … offsets[e + 1] - 1 of x times the e-th of the packed weights, which lie one after the other.
-// Of m rows, those beyond the last expert's are zeros.
+// Rows offsets[e] … offsets[e + 1] - 1 of x times the e-th of the packed weights, which are contiguous. Of the m
+// rows of y, those beyond the last expert's are zeros.
 template <class X, class T>
 void grouped_linear(const X* x, const T* w, const int32_t* offsets, X* y, int64_t m, int64_t experts,
                     int64_t inputs, int64_t outputs) {
@@ -212,9 +211,9 @@ void grouped_linear(const X* x, const T* w, const int32_t* offsets, X* y, int64_
 
 // ---------------------------------------------------------------- packing
 
-// Calls f(place in the packed weight, output, input) for every weight, those of the padding included.
+// Calls f(index in the packed weight, output, input) for every weight and the padding.
 template <class T, class F>
-void for_places(int64_t inputs, int64_t outputs, F f) {
+void for_indices(int64_t inputs, int64_t outputs, F f) {
     constexpr int pair = std::is_same_v<T, bf16> ? 2 : 1;
     const int64_t stored = round_up(inputs, pair);
     for (int64_t first = 0; first < outputs; first += PANEL) {
@@ -227,15 +226,15 @@ void for_places(int64_t inputs, int64_t outputs, F f) {
 
 template <class T>
 void pack(const T* weight, T* packed, int64_t inputs, int64_t outputs) {
-    for_places<T>(inputs, outputs, [=](int64_t place, int64_t output, int64_t input) {
-        packed[place] = output < outputs && input < inputs ? weight[output * inputs + input] : T{};
+    for_indices<T>(inputs, outputs, [=](int64_t index, int64_t output, int64_t input) {
+        packed[index] = output < outputs && input < inputs ? weight[output * inputs + input] : T{};
     });
 }
 
 template <class T>
 void unpack(const T* packed, T* weight, int64_t inputs, int64_t outputs) {
-    for_places<T>(inputs, outputs, [=](int64_t place, int64_t output, int64_t input) {
-        if (output < outputs && input < inputs) weight[output * inputs + input] = packed[place];
+    for_indices<T>(inputs, outputs, [=](int64_t index, int64_t output, int64_t input) {
+        if (output < outputs && input < inputs) weight[output * inputs + input] = packed[index];
     });
 }
 
@@ -263,9 +262,7 @@ void unpack(const T* packed, T* weight, int64_t inputs, int64_t outputs) {
         grouped_linear(x, w, offsets, y, m, experts, inputs, outputs);                                      \
     }
 
-MP_PACK(float, f32)
-MP_PACK(bf16, bf16)
-MP_PACK(fp16, f16)
+MP_FOR_DTYPES(MP_PACK)
 MP_LINEAR(float, f32, float, f32)
 MP_LINEAR(float, f32, bf16, bf16)
 MP_LINEAR(float, f32, fp16, f16)

@@ -1,4 +1,4 @@
-// One attention over all keys, out of attentions over parts of them.
+// Merge of attentions over parts of the keys.
 
 #include <cmath>
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// outs: [parts, rows, dim]; lses: [parts, rows], -inf where a part saw no key: its row is not looked at.
+// outs: [parts, rows, dim]; lses: [parts, rows], -inf where a part saw no key; its row is ignored.
 template <class T>
 void merge(const T* outs, const float* lses, T* out, float* lse, int64_t parts, int64_t rows, int64_t dim) {
     std::vector<float> weights(parts);
@@ -41,6 +41,4 @@ void merge(const T* outs, const float* lses, T* out, float* lse, int64_t parts, 
         merge(outs, lses, out, lse, parts, rows, dim);                                                        \
     }
 
-MP_MERGE(float, f32)
-MP_MERGE(bf16, bf16)
-MP_MERGE(fp16, f16)
+MP_FOR_DTYPES(MP_MERGE)

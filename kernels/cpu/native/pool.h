@@ -1,23 +1,23 @@
-// The paged KV pool as the kernels see it: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim],
-// of which the last two dimensions are contiguous and the others have any stride.
+// The paged KV pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]. The last two dimensions
+// are contiguous, the others have any stride.
 #pragma once
 
 #include "simd.h"
 
-// Strides count elements. The same struct is written in library.py.
+// Strides are in elements. library.py has the same struct.
 struct Pool {
     void* data;
     int64_t num_kv_heads, block_size, head_dim;
     int64_t block_stride, layer_stride, kv_stride, head_stride;
 };
 
-// What both attentions are asked. v_scale: what the values read are multiplied by.
+// Parameters of both attentions. v_scale: factor of the values.
 struct Rules {
     float scale, soft_cap, v_scale;
     int64_t window;
 };
 
-// K of the first token of a block; V lies kv_stride further.
+// K of the first token of a block; V is at + kv_stride.
 template <class T>
 MP_INLINE T* block_k(const Pool& pool, int64_t block, int64_t layer, int64_t head) {
     return (T*)pool.data + block * pool.block_stride + layer * pool.layer_stride + head * pool.head_stride;
@@ -35,3 +35,8 @@ MP_INLINE void find_tokens(const Pool& pool, int64_t layer, int64_t head, const 
         for (; token < stop; token++, row += pool.head_dim) *rows++ = row;
     }
 }
+
+// Instantiates DEFINE(type of activations, type of the pool, suffix of the symbol) for every pair.
+#define MP_FOR_POOLS(DEFINE)                                                                       \
+    DEFINE(float, float, f32_f32) DEFINE(bf16, bf16, bf16_bf16) DEFINE(fp16, fp16, f16_f16)        \
+    DEFINE(float, fp8, f32_f8) DEFINE(bf16, fp8, bf16_f8) DEFINE(fp16, fp8, f16_f8)

@@ -1,9 +1,9 @@
-// Causal attention of many new tokens over cached and new pages.
+// Causal attention of many new tokens over cached and new blocks.
 //
-// For one kv head, query rows (tokens x the heads that share the kv head) go in blocks; keys come in tiles on
-// an absolute grid of 64 positions. A tile of K is transposed to float32 so that keys lie in lanes, one of V
-// widened, and both products are the few-rows-times-few-vectors loop of the linear layers. A row's result
-// does not depend on the other rows, nor on how a prompt was cut into chunks.
+// For one kv head, query rows (tokens x the heads that share the kv head) are computed in blocks, keys in tiles
+// aligned to 64 positions. A tile of K is transposed to float32 with keys in lanes, a tile of V is converted to
+// float32, and both products use the loop of tile.h. A row's result does not depend on the other rows, nor on
+// the chunks of a prompt.
 
 #include <algorithm>
 #include <vector>
@@ -88,7 +88,7 @@ void gather(Scratch& s, int64_t rows, int64_t dim) {
     for (; first < dim; first += W) gather_columns<1>(s, rows, first, dim);
 }
 
-// Keys of the tile at `tile` that the query at `position` does not see get -inf.
+// Sets the scores of keys that the query at `position` does not see to -inf.
 MP_INLINE void hide(float* scores, int64_t tile, int64_t position, int64_t context, int64_t window) {
     const int64_t end = std::clamp<int64_t>(std::min(position + 1, context) - tile, 0, TILE);
     const int64_t begin = window > 0 ? std::clamp<int64_t>(position + 1 - window - tile, 0, TILE) : 0;
@@ -107,7 +107,7 @@ struct Block {
     int64_t group;      // heads
     int64_t position;   // of the first token
     int64_t tokens;
-    int64_t context;    // keys there are
+    int64_t context;    // number of keys
 };
 
 template <class Q, class T>
@@ -146,7 +146,7 @@ void attend(Scratch& s, const Block<Q>& block, const Pool& pool, int64_t layer, 
         Q* out = block.out + token * block.stride + member * head_dim;
         const float* sums = s.sums.data() + row * dim;
         const Softmax& state = s.states[row];
-        // A query that sees nothing has gathered zeros.
+        // The sums of a query that sees no key are zero.
         const float total = state.total == 0.0f ? 1.0f : state.total / rules.v_scale;
         for_vectors(head_dim, [&](int64_t d, int n) { store_some(out + d, load_some(sums + d, n) / total, n); });
         if (block.lse) block.lse[token * block.num_heads + member] = log_sum(state);
@@ -160,7 +160,7 @@ void prefill(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, co
     static thread_local Scratch scratch;
     scratch.fit((pool.head_dim + W - 1) / W * W);
     const int64_t group = num_heads / pool.num_kv_heads, stride = num_heads * pool.head_dim;
-    // A kv head with more query heads than a block has rows goes in several parts.
+    // A kv head with more query heads than a block has rows is split.
     const int64_t part = std::min(group, BLOCK_ROWS), step = std::max<int64_t>(1, BLOCK_ROWS / part);
     for (int64_t i = 0; i < batch; i++) {
         const int64_t tokens = starts[i + 1] - starts[i];
@@ -196,9 +196,4 @@ void prefill(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, co
                       num_heads, Rules{scale, soft_cap, v_scale, window});                                    \
     }
 
-MP_PREFILL(float, float, f32_f32)
-MP_PREFILL(bf16, bf16, bf16_bf16)
-MP_PREFILL(fp16, fp16, f16_f16)
-MP_PREFILL(float, fp8, f32_f8)
-MP_PREFILL(bf16, fp8, bf16_f8)
-MP_PREFILL(fp16, fp8, f16_f8)
+MP_FOR_POOLS(MP_PREFILL)

@@ -18,7 +18,7 @@ void rms_norm(const T* x, const T* residual, const T* weight, T* normed, T* tota
             for_vectors(hidden, [&](int64_t i, int count) {
                 store_some(sums + i, load_some(x + i, count) + load_some(other + i, count), count);
             });
-            values = sums;  // rounded, as the next layer will see it
+            values = sums;  // rounded, as the next layer gets it
         }
         vf squares[4] = {};
         int64_t i = 0;
@@ -88,6 +88,4 @@ void argmax_rows(const T* x, int64_t* out, int64_t n, int64_t vocab) {
         argmax_rows(x, out, n, vocab);                                                                       \
     }
 
-MP_ROWS(float, f32)
-MP_ROWS(bf16, bf16)
-MP_ROWS(fp16, f16)
+MP_FOR_DTYPES(MP_ROWS)

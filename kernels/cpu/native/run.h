@@ -1,47 +1,46 @@
-// The unit in which the decode kernel goes through pages, and the rows of scores it fills.
+// The unit in which the decode kernel reads blocks, and the layout of its scores.
 #pragma once
 
 #include "pool.h"
 
 constexpr int64_t CHUNK = 256;             // tokens; a multiple of W
-constexpr int64_t PITCH = CHUNK + W;       // a row of scores, with room for one vector too many
+constexpr int64_t PITCH = CHUNK + W;       // row of scores, with space for one extra vector
 
-// K or V of `count` tokens of one kv head, one after the other in memory, and what will be read a little
-// later.
+// K or V of `count` tokens of one kv head, contiguous in memory, and the memory to prefetch meanwhile.
 template <class T>
 struct Run {
     const T* rows;
-    const T* soon;  // or null
+    const T* prefetch;  // or null
     int64_t count;
 };
 
-// What rows of T are computed from: float8 is widened first, once for all heads that share a row.
+// The type that rows of T are computed in: float8 is converted once for all heads that share a row.
 template <class T>
 using Wide = std::conditional_t<std::is_same<T, fp8>::value, float, T>;
 
-// Asks for n more values behind `soon`. Spread over the work: asked for all at once they would hold it up.
+// Prefetches n values and advances. The prefetch is spread over the work, as issuing all at once would stall.
 template <class T>
-MP_INLINE void ask(const T*& soon, int64_t n) {
-    if (!soon) return;
-    prefetch_row(soon, n);
-    soon += n;
+MP_INLINE void prefetch_more(const T*& prefetch, int64_t n) {
+    if (!prefetch) return;
+    prefetch_row(prefetch, n);
+    prefetch += n;
 }
 
-// Calls f(run of Wide<T>, tokens before it) for the whole run at once, or for W widened tokens after the other.
-// room: W * dim floats.
+// Calls f(run of Wide<T>, tokens before it): once for the whole run, or for each W converted tokens.
+// converted: W * dim floats.
 template <class T, class F>
-MP_INLINE void for_wide(Run<T> run, int64_t dim, float* room, F f) {
+MP_INLINE void for_wide(Run<T> run, int64_t dim, float* converted, F f) {
     if constexpr (std::is_same<T, fp8>::value) {
         for (int64_t first = 0; first < run.count; first += W) {
             const int64_t count = run.count - first < W ? run.count - first : W, values = count * dim;
             for (int64_t i = 0; i < values; i += 64) {
                 const int64_t some = values - i < 64 ? values - i : 64;
-                ask(run.soon, some);
+                prefetch_more(run.prefetch, some);
                 for_vectors(some, [&](int64_t j, int n) {
-                    store_some(room + i + j, load_some(run.rows + first * dim + i + j, n), n);
+                    store_some(converted + i + j, load_some(run.rows + first * dim + i + j, n), n);
                 });
             }
-            f(Run<float>{room, nullptr, count}, first);
+            f(Run<float>{converted, nullptr, count}, first);
         }
     } else {
         f(run, 0);

@@ -1,4 +1,4 @@
-// Scores of a run of keys for the query heads that share them.
+// Scores of a run of keys for the query heads that prefetch_size a kv head.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ MP_INLINE vf products_of(const bf16* q, const bf16* k, int64_t dim) {
 }
 #endif
 
-// One head and W keys, of which those behind the last repeat it.
+// One head and W keys; keys beyond `last` repeat it.
 template <int N, class T>
 MP_INLINE void score_head(const T* q, const T* k, int64_t last, int64_t dim, float scale, float* scores) {
     vf products[W];
@@ -69,19 +69,19 @@ MP_INLINE void score_two_heads(const T* q, const T* k, int64_t dim, float scale,
 // scores[g][i] = scale · q[g] · k[i]. Writes whole vectors.
 template <class T, int N>
 void score(const T* q, int64_t group, int64_t any_dim, Run<T> keys, float scale, float* scores) {
-    const int64_t dim = N > 0 ? N * W : any_dim, share = (W * dim + group - 1) / group;
+    const int64_t dim = N > 0 ? N * W : any_dim, prefetch_size = (W * dim + group - 1) / group;
     const T* k = keys.rows;
     for (int64_t first = 0; first < keys.count; first += W, k += W * dim) {
         const int64_t last = keys.count - first - 1;
         int64_t g = 0;
         if constexpr (N > 0) {
             for (; last >= W - 1 && g + 2 <= group; g += 2) {
-                ask(keys.soon, 2 * share);
+                prefetch_more(keys.prefetch, 2 * prefetch_size);
                 score_two_heads<N>(q + g * dim, k, dim, scale, scores + g * PITCH + first);
             }
         }
         for (; g < group; g++) {
-            ask(keys.soon, share);
+            prefetch_more(keys.prefetch, prefetch_size);
             score_head<N>(q + g * dim, k, last, dim, scale, scores + g * PITCH + first);
         }
     }

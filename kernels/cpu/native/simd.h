@@ -1,8 +1,7 @@
-// Vectors of the width of the machine this is compiled on, and the four storage types of the pool.
+// Vectors of the width of the target processor, and the four storage types of the pool.
 //
-// Everything is written with the compiler's own vector extension, so that one source serves AVX-512, AVX2,
-// SSE and NEON; intrinsics appear only where the extension has no word for an instruction. Arithmetic is
-// float32.
+// The code uses the compiler's vector extension, so that one source serves AVX-512, AVX2, SSE and NEON;
+// intrinsics appear only where the extension lacks an instruction. Arithmetic is float32.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +16,8 @@
 
 #define MP_INLINE inline __attribute__((always_inline))
 #define MP_EXPORT extern "C" __attribute__((visibility("default")))
+// Instantiates DEFINE(type, suffix of the symbol) for every dtype of activations.
+#define MP_FOR_DTYPES(DEFINE) DEFINE(float, f32) DEFINE(bf16, bf16) DEFINE(fp16, f16)
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define MP_AVX512 1
@@ -92,7 +93,7 @@ MP_INLINE float to_float(fp16 x) {
 
 MP_INLINE float to_float(fp8 x) {
     if ((x.bits & 0x7f) == 0x7f) return std::numeric_limits<float>::quiet_NaN();
-    const fp16 half{(uint16_t)((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)};  // its exponent counts from 15, not 7
+    const fp16 half{(uint16_t)((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)};  // exponent bias 15, not 7
     return to_float(half) * 256.0f;
 }
 
@@ -112,7 +113,7 @@ MP_INLINE void from_float(fp8* to, float x) {
         bits += 0x7ffff + (bits >> 20 & 1);  // to nearest, ties to even
         to->bits = sign | (uint8_t)((bits >> 20) - (120 << 3));
     } else {
-        const float shifted = magnitude + 0x1p14f;  // whose last bit is a subnormal's
+        const float shifted = magnitude + 0x1p14f;  // aligns the last bit of subnormals
         memcpy(&bits, &shifted, 4);
         to->bits = sign | (uint8_t)bits;
     }
@@ -216,7 +217,7 @@ MP_INLINE void store(fp16* p, vf v) {
 #endif
 }
 
-// Asks for n values ahead of their use.
+// Prefetches n values.
 template <class T>
 MP_INLINE void prefetch_row(const T* row, int64_t n) {
     for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + i);
@@ -249,7 +250,7 @@ MP_INLINE void store_n(float* p, vf v, int n) {
 }
 #endif
 
-// A row of n values, W at a time: f(offset, count) with count == W but for the last.
+// A row of n values, W at a time: f(offset, count) with count == W except for the last.
 template <class F>
 MP_INLINE void for_vectors(int64_t n, F f) {
     int64_t i = 0;

@@ -1,5 +1,4 @@
-// The one inner loop behind the linear layers and the attention of many queries: a few rows times a few
-// vectors.
+// The inner loop of the linear layers and of prefill attention: a few rows times a few vectors.
 #pragma once
 
 #include "simd.h"
@@ -10,9 +9,8 @@ constexpr int ROWS = 6;  // 6 x 4 sums and their operands fill 32 registers
 constexpr int ROWS = 2;  // 16 registers
 #endif
 
-// sums[r][c] += x[r][k] * w[k][c], k after k, so that a row's sum does not depend on the other rows.
-// x: rows of stride ldx; w: rows of stride ldw, W lanes to a vector c. AHEAD: meanwhile what lies `ahead` elements
-// behind w is asked for.
+// sums[r][c] += x[r][k] * w[k][c] in the order of k, so that a row's sum does not depend on the other rows.
+// x: rows of stride ldx; w: rows of stride ldw. AHEAD: prefetch the memory `ahead` elements behind w.
 template <int R, int C, bool AHEAD = false, class T>
 MP_INLINE void accumulate(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t inputs,
                           vf (&sums)[R][C], int64_t ahead = 0) {
@@ -28,8 +26,7 @@ MP_INLINE void accumulate(const float* x, int64_t ldx, const T* w, int64_t ldw, 
     }
 }
 
-// Registers in and out of memory around such a loop. sums: rows of stride ld; with begin they start from
-// zero.
+// Loads the registers of the loop, or zeros them with `begin`. sums: rows of stride ld.
 template <int R, int C>
 MP_INLINE void fetch(vf (&registers)[R][C], const float* sums, int64_t ld, bool begin) {
 #pragma GCC unroll 8
@@ -55,7 +52,7 @@ MP_INLINE void with_constant(int64_t n, F f) {
     f(std::integral_constant<int, MOST>());
 }
 
-// Splits rows into as few groups of at most MOST as there must be, of equal size: 8 go as 4 + 4, not as 6 + 2.
+// Splits rows into the fewest groups of at most MOST, of equal size: 8 rows are 4 + 4, not 6 + 2. Calls
 // f(first row, number of rows as a constant).
 template <int MOST = ROWS, class F>
 MP_INLINE void for_row_groups(int64_t rows, F f) {

@@ -1,10 +1,10 @@
-// The weighted sum of a run of values, for the query heads that share them.
+// Weighted sums of a run of values for the query heads that share a kv head.
 #pragma once
 
 #include "run.h"
 
-// sums[g] += weights[g] · v for G heads and C vectors of dimensions. Few sums are kept twice, for even and
-// for odd tokens, so that the adder need not wait for itself.
+// sums[g] += weights[g] · v for G heads and C vectors of dimensions. With few sums, even and odd tokens have
+// separate ones, which hides the latency of the additions.
 template <class T, int G, int C>
 MP_INLINE void gather_part(const float* weights, Run<T> values, int64_t dim, float* sums) {
     constexpr int COPIES = G * C <= 4 ? 2 : 1;
@@ -21,7 +21,7 @@ MP_INLINE void gather_part(const float* weights, Run<T> values, int64_t dim, flo
     for (; i + COPIES <= values.count; i += COPIES)
 #pragma GCC unroll 2
         for (int copy = 0; copy < COPIES; copy++, v += dim) {
-            ask(values.soon, dim);
+            prefetch_more(values.prefetch, dim);
             vf row[C];
 #pragma GCC unroll 8
             for (int c = 0; c < C; c++) row[c] = load(v + c * W);
@@ -43,15 +43,15 @@ MP_INLINE void gather_part(const float* weights, Run<T> values, int64_t dim, flo
         }
 }
 
-// C vectors of dimensions for all heads. Only the first call of a run asks for what comes soon.
+// C vectors of dimensions for all heads. Only the first call of a run prefetches.
 template <class T, int C>
 MP_INLINE void gather_columns(const float* weights, int64_t group, Run<T>& values, int64_t dim, float* sums) {
-    for (; group >= 4; group -= 4, weights += 4 * PITCH, sums += 4 * dim, values.soon = nullptr)
+    for (; group >= 4; group -= 4, weights += 4 * PITCH, sums += 4 * dim, values.prefetch = nullptr)
         gather_part<T, 4, C>(weights, values, dim, sums);
     if (group == 3) gather_part<T, 3, C>(weights, values, dim, sums);
     if (group == 2) gather_part<T, 2, C>(weights, values, dim, sums);
     if (group == 1) gather_part<T, 1, C>(weights, values, dim, sums);
-    values.soon = nullptr;
+    values.prefetch = nullptr;
     values.rows += C * W;
 }
 
