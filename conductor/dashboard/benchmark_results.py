@@ -1,4 +1,4 @@
-"""Files that ``moonpool bench … --json`` wrote, for people who look at them in the dashboard."""
+"""Result files of ``moonpool bench … --json``, for the dashboard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import orjson
 
 from moonpool.runtime.reports.schema import ReportInvalid, validate
 
-# More files, longer ones and more rows are not drawn: a page has to stay one.
+# Limits of what the page draws.
 MAX_FILES = 64
 MAX_NBYTES = 1 << 20
 MAX_ROWS = 2000
@@ -20,28 +20,29 @@ CHECKOUT = Path(__file__).resolve().parents[2] / "bench" / "results"
 
 
 class ResultUnknown(LookupError):
-    """There is no such file, or it is not a benchmark's; ``str(error)`` says which."""
+    """The file does not exist, or is not a benchmark result."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    version: tuple[int, int]  # of the file: when it was changed, how long it is
+    version: tuple[int, int]  # of the file: modification time, size
     report: dict[str, Any] | None
     problem: str
 
 
 class BenchResults:
-    """The ``*.json`` of one directory, newest first. Files are read when they are new or have changed; what
-    they say is checked before anybody sees it. Blocking: call it from a thread.
+    """The ``*.json`` of one directory, newest first. New and changed files are read and validated.
+
+    Blocking: call it from a thread.
     """
 
     def __init__(self, directory: str) -> None:
-        """``directory``: empty for the checkout's own, where there is one."""
+        """``directory``: empty for the one of the checkout."""
         self._directory = Path(directory) if directory else CHECKOUT
         self._known: dict[str, _Read] = {}
 
     def listed(self) -> list[dict[str, Any]]:
-        """Each file's name, date, and how many of its limits were reached; or what is wrong with it."""
+        """Name, date and reached limits of each file; or why it is not shown."""
         return [self._summary(name, read) for name, read in self._read_all().items()]
 
     def report(self, name: str) -> dict[str, Any]:
@@ -59,8 +60,8 @@ class BenchResults:
             try:
                 status = path.lstat()
             except OSError:
-                continue  # it went this moment
-            # A link could lead to anything the conductor may read.
+                continue  # it was removed meanwhile
+            # A link could point to any file that the conductor can read.
             if stat.S_ISREG(status.st_mode):
                 found.append((status.st_mtime_ns, status.st_size, path))
         found.sort(reverse=True)
@@ -70,7 +71,7 @@ class BenchResults:
             if read is None or read.version != (changed_ns, nbytes):
                 read = _Read((changed_ns, nbytes), *_parse(path, nbytes))
             reads[path.name] = read
-        self._known = reads  # as one step: several threads may be here
+        self._known = reads  # atomic: several threads may be here
         return reads
 
     def _summary(self, name: str, read: _Read) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class BenchResults:
 
 
 def _parse(path: Path, nbytes: int) -> tuple[dict[str, Any] | None, str]:
-    """The report in a file, or why there is none."""
+    """The report in a file, or why it is not shown."""
     if nbytes > MAX_NBYTES:
         return None, f"it is {nbytes} bytes long, and at most {MAX_NBYTES} are read"
     try:

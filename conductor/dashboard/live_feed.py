@@ -1,4 +1,4 @@
-"""What the dashboard draws, once a second to everybody who looks; nothing is computed while nobody does."""
+"""Snapshots for open dashboards, once a second; none are computed without viewers."""
 
 from __future__ import annotations
 

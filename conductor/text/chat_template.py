@@ -1,4 +1,4 @@
-"""A conversation becomes a prompt through the checkpoint's own template, rendered as transformers does."""
+"""The checkpoint's chat template, rendered as in transformers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplateError(MoonpoolError):
-    """The template refused the conversation; the text is the template's own."""
+    """The template rejected the conversation, with its own message."""
 
     code = "INVALID_ARGUMENT"
 
 
 class _Generation(Extension):
-    """``{% generation %} … {% endgeneration %}`` marks text for training and is only its body here."""
+    """``{% generation %} … {% endgeneration %}``, a mark for training, renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -36,12 +36,12 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. It comes with a checkpoint, so it runs in a sandbox."""
+    """One compiled template, in a sandbox because it comes with a checkpoint."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
-        """Raises ``ConfigError`` when ``source`` is not a template."""
+        """Raises ``ConfigError`` if ``source`` is not a template."""
         self._special_tokens = dict(special_tokens)
         self.fingerprint = fingerprint_of(source.encode(), json.dumps(self._special_tokens).encode())
         try:
@@ -60,7 +60,7 @@ class ChatTemplate:
         """The prompt's text, special tokens included.
 
         Raises:
-            ChatTemplateError: the template does not accept these messages.
+            ChatTemplateError: the template rejected the messages.
         """
         final = messages[-1].get("content") if messages else None
         if continue_final_message:
@@ -72,9 +72,9 @@ class ChatTemplate:
         try:
             text = self._template.render(names)
         except TemplateError as error:
-            raise ChatTemplateError(error.message or "the chat template refused the messages") from error
+            raise ChatTemplateError(error.message or "the chat template rejected the messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            # A template computes with what the caller sent: adding a list to a text fails like this.
+            # Templates compute with values of the caller: adding a list to a text fails like this.
             raise ChatTemplateError(f"the chat template cannot render the messages: {error}") from error
         return _cut_at_mark(text) if continue_final_message else text
 
@@ -85,9 +85,9 @@ def load_chat_template(
     special_tokens: Mapping[str, str],
     now: Callable[[], datetime] = datetime.now,
 ) -> ChatTemplate | None:
-    """The template of the checkpoint at ``path`` (``config``: tokenizer_config.json); None: it has none.
+    """The template of a checkpoint (``config``: tokenizer_config.json); None: it has none.
 
-    A file of its own wins over ``tokenizer_config.json``, as in transformers.
+    As in transformers, a file of its own takes precedence over ``tokenizer_config.json``.
     """
     file = path / "chat_template.jinja"
     if file.exists():
@@ -121,7 +121,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own escapes HTML characters, which a model should see as they are.
+    # jinja2's own filter escapes HTML characters.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -130,7 +130,7 @@ def _tojson(
 def _cut_at_mark(text: str) -> str:
     position = text.rfind(_CONTINUE_MARK.strip())
     if position < 0:
-        raise ChatTemplateError("the chat template leaves the final message out, so it cannot be continued")
+        raise ChatTemplateError("the chat template omits the final message, so it cannot be continued")
     kept = text[:position]
-    # Without its trailing space the mark was trimmed by the template, and so would the message have been.
+    # If the template trimmed the mark, it would have trimmed the message, too.
     return kept if text.startswith(_CONTINUE_MARK, position) else kept.rstrip()

@@ -1,9 +1,8 @@
-"""Token ids become text one at a time, in constant time a token, exactly as the tokenizer decodes them all.
+"""Incremental detokenization in constant time per token, equal to decoding all tokens at once.
 
-The pieces a ``Detokenizer`` returns, joined, equal ``tokenizer.decode`` of all its ids. What a tokenizer's
-decoder does is read from its own description. The two shapes nearly every checkpoint has (byte-level BPE, and
-SentencePiece with its ▁ and byte tokens) are followed by a table of pieces, anything else by decoding a short
-window again.
+The texts that a ``Detokenizer`` returns, joined, equal ``tokenizer.decode`` of all its ids. Tokenizers with
+one of the two common decoders (byte-level BPE, and SentencePiece with ▁ and byte tokens) use a table of token
+texts, all others decode a short window again.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from moonpool.conductor.text.vocabulary import (
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# A run of byte tokens is text or not as a whole, so it waits for its end. Longer runs than this (a script the
-# vocabulary does not know, without spaces) are let out character by character all the same.
+# A run of byte tokens is valid UTF-8 or not as a whole, so it waits for its end. Longer runs (a script
+# outside the vocabulary, without spaces) are decoded character by character.
 MAX_PENDING_BYTES = 64
 
-# How much of a prompt matters to the text after it: an unfinished character, and that a text has begun.
+# Prompt tokens that affect the text after it: an incomplete character, and that a text has begun.
 CONTEXT_TOKENS = 8
 
 
 class Detokenizer(Protocol):
-    """The text of one sequence. ``push`` holds back characters whose bytes have not all come."""
+    """The text of one sequence. ``push`` holds back incomplete characters."""
 
     def push(self, token_id: int) -> str: ...
 
     def settle(self) -> str:
-        """The complete characters still held back: what came so far is known to be a text (a prompt)."""
+        """The complete characters held back so far; called at the end of a prompt."""
         ...
 
     def flush(self) -> str:
-        """The rest, when no token follows; incomplete characters become U+FFFD."""
+        """The rest, at the end; incomplete characters become U+FFFD."""
         ...
 
 
@@ -69,7 +68,7 @@ class ByteLevelDetokenizer:
 
 
 class SentencePieceDetokenizer:
-    """▁ is a space; ``<0x..>`` tokens are bytes, and a run of them is text if all of it is valid UTF-8."""
+    """▁ is a space; ``<0x..>`` tokens are bytes, and a run of them is text if it is valid UTF-8."""
 
     __slots__ = ("_at_start", "_pieces", "_run", "_style")
 
@@ -117,7 +116,7 @@ class SentencePieceDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: decodes a few tokens before and after each new one and takes the difference."""
+    """For any other decoder: decodes a short window with and without each new token."""
 
     __slots__ = ("_core", "_ids", "_read", "_skip_special")
 
@@ -153,7 +152,7 @@ class WindowDetokenizer:
 
 
 class DetokenizerFactory:
-    """Makes detokenizers for one tokenizer, of the kind its decoder needs."""
+    """Makes detokenizers for one tokenizer, of the kind that its decoder needs."""
 
     def __init__(self, core: TokenizerCore) -> None:
         self._core = core
@@ -172,7 +171,7 @@ class DetokenizerFactory:
     def new(
         self, context: Sequence[int] | npt.NDArray[np.int32] = (), *, skip_special: bool = True
     ) -> Detokenizer:
-        """A detokenizer for what follows ``context`` (the prompt), whose own text it does not return."""
+        """A detokenizer for the tokens after ``context``, the prompt."""
         detokenizer = self._bare(skip_special)
         for token_id in context[-CONTEXT_TOKENS:]:
             detokenizer.push(int(token_id))
@@ -180,7 +179,7 @@ class DetokenizerFactory:
         return detokenizer
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token contributes to the text, special tokens by their name."""
+        """The bytes of one token; special tokens by their name."""
         if self._pieces is None:
             return self._core.decode([token_id], skip_special_tokens=False).encode()
         piece = self._pieces[0][token_id]
@@ -202,11 +201,11 @@ class DetokenizerFactory:
         )
 
     def _agrees(self) -> bool:
-        """Whether the table says what the tokenizer says, on tokens from all over the vocabulary."""
+        """Whether the table agrees with the tokenizer on a sample of the vocabulary."""
         size = self._core.get_vocab_size()
         spread = list(range(0, size, max(1, size // 512)))
-        # The beginning token by token too: byte tokens and special tokens are usually there. In short parts,
-        # because a long run of byte tokens is let out early on purpose.
+        # All of the first tokens, usually bytes and special tokens. In short parts, because long runs of byte
+        # tokens are decoded early on purpose.
         ids = spread + spread[::-1] + list(range(min(size, 300)))
         return all(self._same(ids[start : start + 32]) for start in range(0, len(ids), 32))
 

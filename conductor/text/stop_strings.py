@@ -1,4 +1,4 @@
-"""Stop strings, found across token borders; text that could still become one waits, and nothing else does."""
+"""Stop strings, found across token borders."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Reads a text in pieces and ends it just before the first stop string.
+    """Ends a text, given in pieces, before the first stop string.
 
-    The result does not depend on where the pieces are cut: the stop that is complete first wins, and of those
-    complete at the same character the longest. Text is held back only while it is the beginning of a stop.
+    The stop string that is complete first wins; of several that end at the same character, the longest. Text
+    is held back only while it may be the beginning of a stop string.
     """
 
     __slots__ = ("_held", "_longest", "_stops", "matched")
@@ -19,10 +19,10 @@ class StopStrings:
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self.matched: str | None = None  # the stop that ended the text
+        self.matched: str | None = None  # the stop string that ended the text
 
     def push(self, piece: str) -> str:
-        """The text that is safe to show now. Once ``matched`` is set there is no more."""
+        """The text that can be shown now. After ``matched`` is set there is no more."""
         if not self._stops:
             return piece
         text = self._held + piece
@@ -36,12 +36,12 @@ class StopStrings:
         return text[:keep]
 
     def skip(self, piece: str) -> str:
-        """Let ``piece`` through unread (tokens below ``min_tokens``), with what was held."""
+        """Pass ``piece`` unchecked (below ``min_tokens``), after the text held back."""
         text, self._held = self._held + piece, ""
         return text
 
     def flush(self) -> str:
-        """What was held back, when the text ended without a stop."""
+        """The text held back, at the end of a text without a stop string."""
         return self.skip("")
 
     def _first_complete(self, text: str) -> tuple[int, str] | None:
@@ -54,7 +54,7 @@ class StopStrings:
         return best and (best[1], best[2])
 
     def _possible_start(self, text: str) -> int:
-        """Where the longest tail begins that is the beginning of some stop; ``len(text)`` when none is."""
+        """Start of the longest tail that begins a stop string; ``len(text)``: there is none."""
         earliest = max(0, len(text) - self._longest + 1)
         best = len(text)
         for stop in self._stops:

@@ -1,4 +1,4 @@
-"""What single tokens stand for, read from how the checkpoint's tokenizer describes its decoder."""
+"""Texts of single tokens, from the tokenizer's description of its decoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as TokenizerCore
 
 
 class PieceTable:
-    """What each token stands for, worked out when first seen; shared by all sequences of one tokenizer."""
+    """The text or bytes of each token, computed at first use; shared by all sequences."""
 
     def __init__(
         self, core: TokenizerCore, skip_special: bool, convert: Callable[[str], Any], empty: Any
@@ -29,7 +29,7 @@ class PieceTable:
     def _look_up(self, token_id: int) -> Any:
         content = self._core.id_to_token(token_id)
         if content is None or content in self._skip:
-            # A model's vocabulary is often padded past its tokenizer's: those ids have no text.
+            # A model's vocabulary is often padded beyond its tokenizer's: those ids have no text.
             piece = self._empty
         else:
             piece = self._convert(content)
@@ -39,21 +39,21 @@ class PieceTable:
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceStyle:
-    """What a SentencePiece-like decoder does to the tokens of a sequence."""
+    """How a SentencePiece-like decoder treats tokens."""
 
-    space: str  # what stands for a space inside tokens
+    space: str  # the character for a space in tokens
     byte_fallback: bool  # tokens like <0xE4> are bytes
-    strip_first_space: bool  # one space at the beginning of the whole text goes away
-    first_token_bare: bool  # the first token loses its spaces (the Metaspace decoder)
+    strip_first_space: bool  # removes one space at the beginning of the text
+    first_token_bare: bool  # removes the spaces of the first token (Metaspace)
 
 
 def special_contents(core: TokenizerCore) -> frozenset[str]:
-    """The tokens that are no text, such as the end of a sequence."""
+    """Tokens that are not text, such as the end of a sequence."""
     return frozenset(token.content for token in core.get_added_tokens_decoder().values() if token.special)
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """GPT-2 writes each byte as a printable character; a token with any other character is plain text."""
+    """Bytes of a GPT-2 token: each is a printable character; other tokens are plain text."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:
@@ -61,7 +61,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def sentencepiece_piece(token: str, style: SentencePieceStyle) -> str | bytes:
-    """A byte token gives bytes, any other its text."""
+    """The bytes of a byte token, or the text of another one."""
     if style.byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -80,7 +80,7 @@ _BYTE_OF = _byte_of()
 
 
 def decoder_steps(core: TokenizerCore) -> list[dict[str, Any]]:
-    """The decoder of a tokenizer as its file describes it, a step an object; [] when it has none."""
+    """The steps of a tokenizer's decoder as its file describes them; [] without a decoder."""
     description = json.loads(core.to_str())["decoder"]
     if description is None:
         return []
@@ -88,7 +88,7 @@ def decoder_steps(core: TokenizerCore) -> list[dict[str, Any]]:
 
 
 def sentencepiece_style(steps: Sequence[dict[str, Any]]) -> SentencePieceStyle | None:
-    """The style those decoder steps amount to, or None when they are of another kind."""
+    """The style of these decoder steps; None: another kind of decoder."""
     if not steps:
         return None
     first, *rest = steps
