@@ -156,9 +156,19 @@ async def test_recent_requests_are_listed_with_what_the_api_spent(api: Any) -> N
     assert timeline["events"] == []
 
 
-def test_two_models_metrics_can_live_in_one_registry_each() -> None:
-    for name in ("a", "b"):
-        RequestMetrics(name, CollectorRegistry()).ttft.observe(1.0)
+def test_each_registry_has_the_metrics_of_its_own_model() -> None:
+    registries = {name: CollectorRegistry() for name in ("a", "b")}
+    for name, registry in registries.items():
+        RequestMetrics(name, registry).ttft.observe(1.0)
+    for name, registry in registries.items():
+        for prefix in ("moonpool_", "vllm:"):
+            counts = {
+                other: registry.get_sample_value(
+                    f"{prefix}time_to_first_token_seconds_count", {"model_name": other}
+                )
+                for other in registries
+            }
+            assert counts == {other: 1.0 if other == name else None for other in registries}
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,7 @@ async def test_closing_the_conductor_ends_what_is_in_flight(url: str) -> None:
         await cluster.conductor.close()
         with pytest.raises(ConductorClosed):
             await asked
-        assert cluster.nodes["d0"].cancelled == [("r", 0)]
+        # A token that was under way when the node was told is answered with the cancel once more.
+        assert set(cluster.nodes["d0"].cancelled) == {("r", 0)}
         with pytest.raises(ConductorClosed):
             await cluster.generate(request("late"))
