@@ -1,4 +1,4 @@
-"""A small client of a conductor's API, for our own commands; programs use any OpenAI client."""
+"""A small client of a conductor's API, for the command line. Programs use any OpenAI client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class Reply:
-    """A chat answer as it arrived. ``pieces_s``: when each piece of text came, seconds after asking."""
+    """A streamed answer. ``pieces_s``: arrival of each piece of text, in seconds after the request."""
 
     id: str = ""
     text: str = ""
@@ -30,7 +30,7 @@ class Reply:
 
 
 class Client:
-    """``async with Client(url)``. Every method raises ``ApiError``: no answer, or the API's own sentence."""
+    """``async with Client(url)``. Every method raises ``ApiError``: no answer, or an error of the API."""
 
     def __init__(self, url: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.url = url.rstrip("/")
@@ -57,15 +57,14 @@ class Client:
         return await self._get("/v1/about")
 
     async def index_blocks(self, node_id: str) -> bytes:
-        """What the conductor's mirror says a node holds: ``moonpool.kvstore.index.redis.changes``, empty
-        for an unknown node."""
+        """Return a node's blocks in the conductor's mirror, encoded as ``kvstore.index.redis.changes``."""
         return await self._read(f"/v1/index/{quote(node_id, safe='')}")
 
     async def timeline(self, request_id: str) -> dict[str, Any]:
         return await self._get(f"/v1/requests/{quote(request_id, safe='')}/timeline")
 
     async def live(self) -> AsyncGenerator[dict[str, Any], None]:
-        """What goes on, once a second, as the dashboard is told it; ends with the conductor."""
+        """Yield the dashboard's snapshot once a second, until the conductor ends."""
         url = f"{self.url}/v1/live"
         try:
             async with self._session.get(url) as response:
@@ -76,16 +75,16 @@ class Client:
             raise ApiError(url, 0, _no_answer(error)) from error
 
     async def model(self) -> dict[str, Any]:
-        """The one it serves."""
+        """Return the served model."""
         models: list[dict[str, Any]] = (await self._get("/v1/models"))["data"]
         return models[0]
 
     def chat(self, messages: Sequence[Message], reply: Reply, **parameters: Any) -> AsyncGenerator[str, None]:
-        """Stream an answer's text; ``reply`` is filled on the way. Closing the stream cancels the request."""
+        """Stream an answer's text and fill ``reply``. Closing the stream cancels the request."""
         return self._stream("/v1/chat/completions", {"messages": list(messages), **parameters}, reply)
 
     def complete(self, prompt: str, reply: Reply, **parameters: Any) -> AsyncGenerator[str, None]:
-        """``chat`` for a checkpoint without a chat template: stream how ``prompt`` goes on."""
+        """Stream the continuation of ``prompt``, for checkpoints without a chat template."""
         return self._stream("/v1/completions", {"prompt": prompt, **parameters}, reply)
 
     async def _stream(self, path: str, parameters: dict[str, Any], reply: Reply) -> AsyncGenerator[str, None]:
@@ -108,7 +107,7 @@ class Client:
         except aiohttp.ClientError as error:
             raise ApiError(url, 0, _no_answer(error)) from error
         if not reply.finish_reason:
-            raise ApiError(url, 0, "the stream ended before the answer did")
+            raise ApiError(url, 0, "the stream ended before the answer was complete")
 
     async def _get(self, path: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(await self._read(path))

@@ -92,7 +92,7 @@ class Outcome:
 
     @property
     def hit_ratio(self) -> float:
-        """Fraction of the prompt tokens whose KV was found in any tier."""
+        """Fraction of the prompt tokens that were cached, in any tier."""
         total = sum(self.hit_tokens.values())
         return 1 - self.hit_tokens["computed"] / total if total else 0.0
 

@@ -32,14 +32,13 @@ class MetricRow:
 
 
 def metrics() -> list[MetricRow]:
-    """Every metric that the code declares, by package and name."""
+    """Return every metric that the code declares, by package and name."""
     rows = {row for package in PACKAGES for file in (ROOT / package).rglob("*.py") for row in _declared(file)}
     return sorted(rows, key=lambda row: (row.package, row.name))
 
 
 def _declared(file: Path) -> Iterator[MetricRow]:
-    """What calls such as ``Counter("moonpool_…", "…", ["label"])`` in a file declare; those of ``of_model``
-    have the model's name as a label."""
+    """Find calls such as ``Counter("moonpool_…", "…", ["label"])``; ``of_model`` adds a label."""
     module = ast.parse(file.read_text(encoding="utf-8"))
     shared = {
         node.targets[0].id: node.value
@@ -126,7 +125,7 @@ def _commands(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple
         assert command is not None
         if isinstance(command, click.Group):
             yield from _commands(command, (*path, name))
-        elif not command.ignore_unknown_options:  # those are another command's
+        elif not command.ignore_unknown_options:  # a daemon has options of its own
             yield (*path, name), command
 
 
@@ -143,12 +142,12 @@ def pages() -> dict[Path, str]:
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Only say which pages are not as the code is.")
+@click.option("--check", is_flag=True, help="Only list the pages that differ from the code.")
 def main(check: bool) -> None:
     stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
     for path, text in stale.items():
         name = path.relative_to(ROOT)
-        click.echo(f"{name} is not as the code is: run `make docs`" if check else f"{name} is written")
+        click.echo(f"{name} is out of date: run `make docs`" if check else f"{name} is written")
         if not check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")

@@ -1,1 +1,1 @@
-"""The model that ships with Moonpool, and how it is trained."""
+"""The model that ships with Moonpool, and its training."""

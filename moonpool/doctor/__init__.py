@@ -1,1 +1,1 @@
-"""What is wrong in a cluster, from what its processes say of themselves: evidence, and pure checks of it."""
+"""Diagnosis of a machine and a cluster: evidence is gathered once, and pure checks judge it."""

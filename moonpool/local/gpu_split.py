@@ -1,4 +1,4 @@
-"""How the nodes of one cluster share this machine's GPUs."""
+"""The distribution of this machine's GPUs over the nodes of a local cluster."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from moonpool.runtime.config.options import Config
 
 
 def gpu_options(nodes: Sequence[Config], gpus: int) -> list[tuple[str, ...]]:
-    """What each prefill and decode node is told: its first GPU, and its share of its GPUs' memory.
+    """Return the options of each prefill and decode node: its first GPU and its fraction of GPU memory.
 
-    They go round the GPUs, each taking one for each rank of each replica, side by side; those of one GPU
-    share alike what ``engine.gpu_memory`` allows of it.
+    Nodes take consecutive GPUs, one for each rank of each replica. Nodes on the same GPU divide
+    ``engine.gpu_memory`` evenly.
     """
     if not gpus:
         return [()] * len(nodes)
@@ -21,14 +21,15 @@ def gpu_options(nodes: Sequence[Config], gpus: int) -> list[tuple[str, ...]]:
         parallel = config.engine.parallel
         first = taken[-1].stop if taken else 0
         count = parallel.ranks_per_host * parallel.dp
-        # Who does not fit where the others stop begins anew; who needs more than there are says so itself.
+        # A node that does not fit starts again at GPU 0; one that needs too many fails later.
         taken.append(range(first, first + count) if first + count <= gpus else range(count))
-    sharers = Counter(gpu for span in taken for gpu in span)
+    nodes_on_gpu = Counter(gpu for span in taken for gpu in span)
     options: list[tuple[str, ...]] = []
     for config, span in zip(nodes, taken, strict=True):
         device = config.model.device
-        # Cut off, not rounded: together they may not take more than is allowed.
-        share = int(config.engine.gpu_memory / max(sharers[gpu] for gpu in span) * 1000) / 1000
+        # Rounded down, so that the sum stays within the limit.
+        per_node = config.engine.gpu_memory / max(nodes_on_gpu[gpu] for gpu in span)
+        fraction = int(per_node * 1000) / 1000
         name = device if ":" in device else f"cuda:{span.start}"
-        options.append((f"model.device={name}", f"engine.gpu_memory={share:g}"))
+        options.append((f"model.device={name}", f"engine.gpu_memory={fraction:g}"))
     return options

@@ -1,4 +1,4 @@
-"""What can be known to fail before the first process is started, said in a sentence."""
+"""Checks before a local cluster starts its first process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REDIS_S = 5.0
 
 
 async def check_before_start(config: Config) -> None:
-    """Raises the ``MoonpoolError`` of the first thing that would keep a local cluster from starting."""
+    """Raise a ``MoonpoolError`` for the first problem that would keep a local cluster from starting."""
     check_model(config.model.directory)
     check_port(config.conductor.host, config.conductor.port)
     check_memory(config)
@@ -32,7 +32,7 @@ async def check_before_start(config: Config) -> None:
 
 
 def check_model(directory: Path) -> None:
-    """Raises ``ModelMissing``: no such directory, or not a checkpoint."""
+    """Raise ``ModelMissing`` if ``directory`` is not a checkpoint."""
     if not directory.is_dir():
         raise ModelMissing(directory, "is not a directory")
     for name in ("config.json", "tokenizer.json"):
@@ -47,7 +47,7 @@ def check_model(directory: Path) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ``PortInUse``. Port 0, a free one, is never in use."""
+    """Raise ``PortInUse``; port 0 is never in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,7 +60,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_memory(config: Config) -> None:
-    """Raises ``TooLittleMemory``: the pools of all nodes are more than what is free."""
+    """Raise ``TooLittleMemory`` if the pools of all nodes exceed the free memory."""
     lent = config.store.host.capacity_nbytes + config.store_node.object_nbytes
     pools = 0 if computes_on_gpus(config) else pools_nbytes(config)
     needed = pools + config.cluster.store * lent
@@ -70,7 +70,7 @@ def check_memory(config: Config) -> None:
 
 
 async def check_redis(url: str) -> None:
-    """Raises ``IndexUnreachable``."""
+    """Raise ``IndexUnreachable`` if the Redis at ``url`` does not answer."""
     try:
         client = connect(url)
         try:

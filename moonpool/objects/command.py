@@ -148,7 +148,7 @@ def get_command(target: _Target, name: str, path: str) -> None:
 @json_option
 @_on_target
 def ls_command(target: _Target, prefix: str, as_json: bool) -> None:
-    """List the objects whose names begin with PREFIX."""
+    """List the objects with names that begin with PREFIX."""
 
     async def work(client: StoreClient) -> None:
         objects = await client.ls(prefix)
