@@ -1,4 +1,4 @@
-"""The client of the store nodes: objects by name, moved straight from and to the caller's memory."""
+"""The client of the store nodes: objects by name, moved directly from and to the caller's memory."""
 
 from moonpool.kvstore.client.queries import ObjectStat
 from moonpool.kvstore.client.store import StoreClient, open_client

@@ -1,4 +1,4 @@
-"""Arrays, tensors and buffers as bytes that can be moved, and back."""
+"""Arrays, tensors and buffers as bytes, and back."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ArrayType:
 
 
 def type_of(value: Any) -> ArrayType:
-    """What ``value`` is: a numpy array, a tensor of a library that speaks DLPack, or any buffer.
+    """The type of a numpy array, a tensor of a library with DLPack, or any buffer.
 
-    Raises ``BadObject`` for what is neither, is not contiguous, or holds Python objects.
+    Raises ``BadObject``: it is none of these, not contiguous, or holds Python objects.
     """
     if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
         dtype = str(value.dtype).rpartition(".")[2]
@@ -32,9 +32,7 @@ def type_of(value: Any) -> ArrayType:
         return ArrayType(dtype, shape, int(np.prod(shape, dtype=np.int64)) * int(itemsize))
     array = _as_numpy(value)
     if array.dtype.hasobject or array.dtype.names is not None:
-        raise BadObject(
-            f"an array of {array.dtype} cannot be stored, only numbers can; its bytes: array.view('u1')"
-        )
+        raise BadObject(f"an array of {array.dtype} cannot be stored; store its bytes: array.view('u1')")
     if not array.flags.c_contiguous:
         raise BadObject("only contiguous arrays can be stored: np.ascontiguousarray(array) makes one")
     plain = array.dtype.isnative and array.dtype.kind in "biufc"
@@ -42,30 +40,29 @@ def type_of(value: Any) -> ArrayType:
 
 
 def as_buffer(value: Any) -> Any:
-    """``value`` as transfer can register it: an array, or something that speaks DLPack."""
+    """``value`` as the transfer can register it: an array, or an object with DLPack."""
     return value if hasattr(value, "__dlpack__") else _as_numpy(value)
 
 
 def check_fits(name: str, stored: ArrayType, out: Any) -> None:
-    """Raises ``BadObject`` unless ``out`` can take the object's bytes: as many, and of its dtype or plain
-    bytes."""
+    """Raises ``BadObject`` unless ``out`` has the object's size, and its dtype or plain bytes."""
     target = type_of(out)
     if target.nbytes != stored.nbytes:
         raise BadObject(
             f"{name!r} has {stored.nbytes} bytes ({stored.dtype}{list(stored.shape)}), "
-            f"what it should be read into {target.nbytes}"
+            f"the memory to read it into has {target.nbytes}"
         )
     if target.dtype not in (stored.dtype, "uint8") and stored.dtype != "uint8":
-        raise BadObject(f"{name!r} is of {stored.dtype}, what it should be read into of {target.dtype}")
+        raise BadObject(f"{name!r} is of {stored.dtype}, the memory to read it into of {target.dtype}")
 
 
 def view_as(name: str, stored: ArrayType, memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """The object over the bytes that were read. Raises ``BadObject``: numpy has no such dtype."""
+    """The object over the bytes read. Raises ``BadObject``: numpy has no such dtype."""
     return memory.view(_numpy_dtype(name, stored)).reshape(stored.shape)
 
 
 def check_known(name: str, stored: ArrayType) -> None:
-    """Raises ``BadObject`` when numpy has no such dtype."""
+    """Raises ``BadObject``: numpy has no such dtype."""
     _numpy_dtype(name, stored)
 
 
@@ -74,7 +71,7 @@ def _numpy_dtype(name: str, stored: ArrayType) -> np.dtype[Any]:
         return np.dtype(stored.dtype)
     except TypeError:
         raise BadObject(
-            f"{name!r} is of {stored.dtype}, which numpy has not: read it with get_into, for example "
+            f"{name!r} is of {stored.dtype}, which numpy does not have: read it with get_into, for example "
             f"into torch.empty({list(stored.shape)}, dtype=torch.{stored.dtype})"
         ) from None
 

@@ -1,4 +1,4 @@
-"""The client's connections to the store nodes there are."""
+"""The client's connections to the store nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moonpool.kvstore.client.errors import NoStoreNodes
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.transfer import TransferAgent
 
-# Nodes come and go seldom. One that is gone is noticed by its connection; only a new one waits for this.
+# A lost node is noticed by its connection; only a new one waits for this.
 _LOOK_EVERY_S = 5.0
 _LOOK_AGAIN_S = 0.2
 
@@ -38,10 +38,9 @@ class StoreNodes:
         self._looking = asyncio.Lock()
 
     async def current(self, *, doubted: bool = False) -> Mapping[str, RemoteStore]:
-        """``doubted``: something is not as it was; look again now, or use what was seen just now.
+        """``doubted``: something has changed; look up the nodes again, unless that was just done.
 
-        Raises:
-            NoStoreNodes, ApiError, IndexUnavailable: there is none, or nobody there to ask.
+        Raises ``NoStoreNodes``, ``ApiError``, ``IndexUnavailable``.
         """
         async with self._looking:
             if self._clock() - self._looked_s > (_LOOK_AGAIN_S if doubted else _LOOK_EVERY_S):

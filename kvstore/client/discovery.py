@@ -1,4 +1,4 @@
-"""Which store nodes there are, and in what order an object's are tried."""
+"""The store nodes of a cluster, and the order in which they are tried for an object."""
 
 from __future__ import annotations
 
@@ -13,37 +13,34 @@ from moonpool.kvstore.index.redis.kv_index import KVIndex
 
 @dataclass(frozen=True, slots=True)
 class NodeAddress:
-    """A store node in one life."""
+    """A store node in one epoch."""
 
     node_id: str
     epoch: int
     address: str  # host:port of its gRPC server
-    healthy: bool = field(default=True, compare=False)  # False: new objects go elsewhere if they can
+    healthy: bool = field(default=True, compare=False)  # False: new objects go elsewhere if possible
 
 
 class Directory(Protocol):
-    """Where a client learns of the store nodes."""
+    """A client's source of store nodes."""
 
     async def nodes(self) -> list[NodeAddress]:
-        """Those that serve now.
-
-        Raises ``ApiError`` or ``IndexUnavailable``: nobody there to ask.
-        """
+        """The nodes that serve now. Raises ``ApiError``, ``IndexUnavailable``."""
         ...
 
     async def aclose(self) -> None: ...
 
 
 class IndexDirectory:
-    """Asks the index in Redis: no conductor is needed."""
+    """Reads the index in Redis, without a conductor."""
 
     def __init__(self, url: str, namespace: str) -> None:
-        """Raises ``StoreError``: no such kind of URL."""
+        """Raises ``StoreError``: the URL has an unknown scheme."""
         self._redis = connect(url)
         self._index = KVIndex(self._redis, namespace)
 
     async def nodes(self) -> list[NodeAddress]:
-        # Unhealthy ones too: what they hold is nowhere else.
+        # Unhealthy ones too: their objects may be nowhere else.
         return [
             NodeAddress(record.node_id, record.epoch, record.rpc_address, record.state == "ready")
             for record in (await self._index.nodes()).values()
@@ -55,6 +52,6 @@ class IndexDirectory:
 
 
 def preference_order(key: bytes, node_ids: Iterable[str]) -> list[str]:
-    """The nodes in the order in which they are tried for an object, the same for every client (rendezvous
-    hashing): a node that comes or goes moves only the objects it is first for."""
+    """The nodes in the order in which every client tries them for an object (rendezvous hashing): a node that
+    joins or leaves moves only the objects for which it is first."""
     return sorted(node_ids, key=lambda node_id: blake2b(key + node_id.encode(), digest_size=8).digest())

@@ -1,4 +1,4 @@
-"""Objects on their way from one store node."""
+"""Objects read from one store node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
-# Where new arrays of one batch begin, in the memory they share.
+# Alignment of the new arrays of one batch in the memory they share.
 _ALIGNMENT = 64
 _NOTHING = np.empty(0, np.uint8)
 
@@ -56,12 +56,11 @@ class _Download:
 async def receive(
     node: RemoteStore, memory: LocalMemory, owner: bytes, requests: Sequence[GetRequest]
 ) -> list[Array | None]:
-    """Read every object that ``node`` has; None where it has none, or one that is damaged. Where there is an
-    ``out``, its bytes stand for it. New arrays of one call share their memory.
+    """Read every object that ``node`` has; None where it has none or a damaged one. With ``out``, its bytes
+    are returned. New arrays of one call share memory.
 
-    Raises:
-        BadObject: it does not fit ``out``, or numpy has no such dtype.
-        NodeUnavailable, RemoteError, TransferError: what was read into is undefined.
+    Raises ``BadObject``: it does not fit ``out``, or numpy has no such dtype. Raises ``NodeUnavailable``,
+    ``RemoteError``, ``TransferError``: the memory is undefined.
     """
     wanted = [store_pb2.OpenObject(key=request.key) for request in requests]
     opened, chunk_nbytes = await node.open(owner, wanted)
@@ -92,7 +91,7 @@ def _prepare(
     chunk_nbytes: int,
     buffers: list[BorrowedBuffer],
 ) -> list[_Download]:
-    """Memory for what is there. What has to be closed is added to ``buffers``."""
+    """Allocate or borrow memory for the objects found. Buffers to close are added to ``buffers``."""
     found = [(n, w, o) for n, (w, o) in enumerate(zip(requests, opened, strict=True)) if o.HasField("info")]
     starts: dict[int, int] = {}
     total = 0
@@ -127,7 +126,7 @@ def _type(opened: store_pb2.OpenedObject) -> ArrayType:
 
 
 async def _read_together(node: RemoteStore, batch: Sequence[_Download]) -> list[_Download]:
-    """All in one batch; returns those that are damaged."""
+    """Read all in one batch; returns those that are damaged."""
     if not batch:
         return []
     try:
@@ -135,13 +134,13 @@ async def _read_together(node: RemoteStore, batch: Sequence[_Download]) -> list[
     except ChecksumMismatch:
         if len(batch) == 1:
             return list(batch)
-        # One bad object spoils the whole batch: find out which.
+        # One bad object fails the whole batch: find out which.
         return [bad for each in batch for bad in await _read_together(node, [each])]
     return []
 
 
 async def _read_long(node: RemoteStore, owner: bytes, each: _Download) -> bool:
-    """Window by window. False: it is damaged, or went while it was read."""
+    """Read window by window. False: it is damaged, or was dropped meanwhile."""
     try:
         await node.read(owner, each.opened, 0, len(each.spans), each.spans.__getitem__)
     except (ChecksumMismatch, ObjectGone):
@@ -150,6 +149,6 @@ async def _read_long(node: RemoteStore, owner: bytes, each: _Download) -> bool:
 
 
 async def _report(node: RemoteStore, owner: bytes, request: GetRequest) -> None:
-    """Have the node look at its copy, so that a damaged one is not offered again."""
-    log.warning("the copy of %r on %s is damaged, or went while it was read", request.name, node.node_id)
+    """Make the node verify its copy, so that a damaged one is not offered again."""
+    log.warning("the copy of %r on %s is damaged, or was dropped meanwhile", request.name, node.node_id)
     await node.call("Check", store_pb2.CheckRequest(owner=owner, keys=request.key))

@@ -1,4 +1,4 @@
-"""What can go wrong between a program and the store nodes that keep its objects."""
+"""Errors of the client of the store nodes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class StoreClientError(StoreError):
 
 
 class BadUrl(StoreClientError):
-    """No store can be reached by such a URL. Nothing has been tried."""
+    """No store can be reached by such a URL. Nothing was tried."""
 
     code = "INVALID_ARGUMENT"
 
     def __init__(self, url: str) -> None:
         super().__init__(
-            f"{url!r} is no store: give the conductor's API (http://HOST:PORT) or the index's Redis "
+            f"{url!r} is not the URL of a store: use the conductor's API (http://HOST:PORT) or the Redis "
             "(redis://HOST:PORT, unix:///PATH)"
         )
 
@@ -36,19 +36,19 @@ class NoStoreNodes(StoreClientError):
 
 
 class NoNodeAnswered(StoreClientError):
-    """The index still names store nodes, and none of them answers: what they have cannot be known."""
+    """The index names store nodes, but none of them answers."""
 
     code = "UNAVAILABLE"
 
     def __init__(self, node_ids: Sequence[str]) -> None:
         super().__init__(
-            f"none of the store nodes answers ({', '.join(node_ids)}): whether the object is there cannot be "
-            "known; look whether they run, and start them again with `moonpool store-node`"
+            f"none of the store nodes answers ({', '.join(node_ids)}): check that they run, and start them "
+            "again with `moonpool store-node`"
         )
 
 
 class UnknownNode(StoreClientError):
-    """The store node somebody named is not there."""
+    """There is no store node of this name."""
 
     code = "NOT_FOUND"
 
@@ -57,25 +57,25 @@ class UnknownNode(StoreClientError):
 
 
 class BadObject(StoreClientError):
-    """This cannot be stored, or not be read into. Nothing has been moved."""
+    """The value cannot be stored, or not be read into. Nothing was moved."""
 
     code = "INVALID_ARGUMENT"
 
 
 class ObjectMissing(StoreClientError):
-    """No store node has the object. ``name``; ``unreachable``: nodes that could not be asked."""
+    """No store node has the object. ``unreachable``: nodes that did not answer."""
 
     code = "NOT_FOUND"
 
     def __init__(self, name: str, unreachable: Sequence[str] = ()) -> None:
-        hint = f"; {', '.join(unreachable)} could not be asked" if unreachable else ""
+        hint = f"; {', '.join(unreachable)} did not answer" if unreachable else ""
         super().__init__(f"there is no object {name!r} for this tenant{hint}")
         self.name = name
         self.unreachable = tuple(unreachable)
 
 
 class PutFailed(StoreClientError):
-    """The object is not stored, or not as often as asked. ``reasons``: what each node said."""
+    """The object is not stored, or on fewer nodes than requested. ``reasons``: the answer of each node."""
 
     code = "RESOURCE_EXHAUSTED"
 

@@ -1,4 +1,4 @@
-"""Objects got from the nodes: where each is looked for, and what is read from where."""
+"""Reads of objects: the nodes tried for each, and one request to each node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Getter:
-    """The getting half of ``StoreClient``."""
+    """The reads of ``StoreClient``."""
 
     def __init__(self, nodes: StoreNodes, memory: LocalMemory, tenant: Tenant) -> None:
         self._nodes = nodes
@@ -30,7 +30,6 @@ class Getter:
         self._tenant = tenant
 
     async def get(self, requests: Sequence[GetRequest], required: bool) -> list[Array | None]:
-        """See ``StoreClient.batch_get``."""
         received: list[Array | None] = []
         for first in range(0, len(requests), ROUND_OBJECTS):
             received += await self._get_round(requests[first : first + ROUND_OBJECTS], required)
@@ -40,7 +39,7 @@ class Getter:
         nodes = await self._nodes.current()
         received: list[Array | None] = [None] * len(requests)
         unreachable: set[str] = set()
-        # First the node where each most likely is; then, for what is not there, those that say they have it.
+        # First the most likely node for each; then, for missing ones, the nodes that say they have them.
         tried = [{preference_order(request.key, nodes)[0]} for request in requests]
         plan: dict[str, list[int]] = {}
         for number, (likely,) in enumerate(tried):
@@ -75,7 +74,8 @@ class Getter:
         received: list[Array | None],
         unreachable: set[str],
     ) -> list[int]:
-        """Read what each node of ``plan`` has of the requests it names. Returns the requests it had not."""
+        """Read from each node of ``plan`` the requests it lists. Returns the requests that it could not
+        serve."""
 
         async def read_from(node_id: str, numbers: Sequence[int]) -> list[Array | None]:
             wanted = [requests[number] for number in numbers]

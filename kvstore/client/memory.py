@@ -1,4 +1,4 @@
-"""The client's own memory as transfer sees it: registered for one call, or once for many."""
+"""The client's memory as the transfer uses it: registered for one call, or once for many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moonpool.transfer.native.arrays import address_of
 
 @dataclass(frozen=True, slots=True)
 class BorrowedBuffer:
-    """``nbytes`` bytes of a region from ``offset`` on. ``close`` when nothing moves any more; idempotent."""
+    """``nbytes`` bytes of a region from ``offset``. ``close`` it after the last transfer; idempotent."""
 
     region: Region
     offset: int
@@ -30,7 +30,7 @@ class BorrowedBuffer:
             self.region.close()
 
     def spans(self, chunk_nbytes: int) -> list[Span]:
-        """One for each chunk, the last one shorter."""
+        """One span for each chunk, the last one shorter."""
         end = self.offset + self.nbytes
         return [
             Span(self.region.id, at, min(chunk_nbytes, end - at))
@@ -45,7 +45,7 @@ class LocalMemory:
 
     @contextmanager
     def registered(self, buffer: Any) -> Iterator[None]:
-        """Inside the block, parts of ``buffer`` are borrowed as they are. Raises ``BadObject``."""
+        """Inside the block, parts of ``buffer`` are borrowed without registering. Raises ``BadObject``."""
         region = self._register(buffer, writable=True)
         self._kept.append(region)
         try:
@@ -55,8 +55,8 @@ class LocalMemory:
             region.close()
 
     def borrow(self, value: Any, *, writable: bool) -> BorrowedBuffer:
-        """The value's own bytes, at least one. Raises ``BadObject``: they are not contiguous, not in host
-        memory, or read-only where they are to be written."""
+        """The value's own bytes, at least one. Raises ``BadObject``: not contiguous, not in host memory, or
+        read-only although ``writable``."""
         if self._kept:
             memory = self._adopt(value, writable=writable).array
             address = address_of(memory)
@@ -67,24 +67,28 @@ class LocalMemory:
         return BorrowedBuffer(region, 0, region.nbytes, owned=True)
 
     def allocate(self, nbytes: int) -> BorrowedBuffer:
-        """New memory, present and in huge pages; it lives for as long as a view of its array does."""
+        """New memory, prefaulted and in huge pages; it lives as long as a view of its array."""
         return BorrowedBuffer(self._agent.allocate(nbytes, "get"), 0, nbytes, owned=True)
 
     def _register(self, value: Any, *, writable: bool) -> Region:
-        try:
+        with _usable():
             return self._agent.register(as_buffer(value), writable=writable)
-        except (ValueError, TypeError, BufferError, RuntimeError) as error:
-            raise BadObject(f"this memory cannot be used: {error}") from error
 
     def _adopt(self, value: Any, *, writable: bool) -> Any:
-        try:
+        with _usable():
             return adopt(as_buffer(value), writable)
-        except (ValueError, TypeError, BufferError, RuntimeError) as error:
-            raise BadObject(f"this memory cannot be used: {error}") from error
+
+
+@contextmanager
+def _usable() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, BufferError, RuntimeError) as error:
+        raise BadObject(f"this memory cannot be used: {error}") from error
 
 
 def part_of(buffer: BorrowedBuffer, offset: int, nbytes: int) -> BorrowedBuffer:
-    """Some bytes of a buffer, which stays the one to close."""
+    """A part of a buffer, which stays the one to close."""
     return BorrowedBuffer(buffer.region, buffer.offset + offset, nbytes, owned=False)
 
 

@@ -1,4 +1,4 @@
-"""Objects put on the nodes: which take them, who copies them, and what happens to earlier versions."""
+"""Puts of objects: the nodes that store them, the copies, and the removal of earlier versions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from moonpool.protos import store_pb2
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
 from moonpool.transfer import TransferError
 
-# One round of a batch: enough that the calls cost nothing beside the bytes, few enough that a round is done
-# well within its deadline and its regions are far from as many as an agent can have.
+# One round of a batch: enough to amortise the calls, few enough to end well within the deadline and with far
+# fewer regions than an agent can have.
 ROUND_OBJECTS = 512
 _ROUND_NBYTES = 256 << 20
 
 
 class Putter:
-    """The putting half of ``StoreClient``."""
+    """The puts of ``StoreClient``."""
 
     def __init__(
         self,
@@ -45,7 +45,6 @@ class Putter:
         self._last_version = 0
 
     async def put(self, values: Sequence[tuple[str, Any]], copies: int, preferred: str) -> None:
-        """See ``StoreClient.put``."""
         for round_of in _rounds(values):
             await self._put_round(round_of, copies, preferred)
 
@@ -85,8 +84,8 @@ class Putter:
     async def _place(
         self, nodes: Mapping[str, RemoteStore], batch: Sequence[Upload], preferred: str
     ) -> list[str]:
-        """Store each object on the first node in its order that takes it; returns which. Raises
-        ``PutFailed`` for the first that none takes, when the others are through."""
+        """Store each object on the first node in its order that accepts it; returns which. Raises
+        ``PutFailed`` for the first that no node accepts, after the others are stored."""
         orders = [iter(_order(each.info.key, nodes, preferred)) for each in batch]
         reasons: list[list[str]] = [[] for _ in batch]
         placed = [""] * len(batch)
@@ -146,7 +145,7 @@ class Putter:
         *,
         surplus: bool,
     ) -> list[str]:
-        """Have other nodes read it from the first holder until ``copies`` have it. Raises ``PutFailed``."""
+        """Make other nodes read it from the first holder until ``copies`` have it. Raises ``PutFailed``."""
         have, reasons = list(holders), []
         source = await nodes[have[0]].kv_address()
         request = store_pb2.CopyRequest(
@@ -168,8 +167,8 @@ class Putter:
     async def _forget_older(
         self, nodes: Mapping[str, RemoteStore], infos: Sequence[store_pb2.ObjectInfo]
     ) -> None:
-        """Earlier versions may be on any node; where one cannot be asked, it is offered there no more than
-        until it is put again."""
+        """Remove earlier versions from every node. A node that does not answer keeps its version until the
+        next put."""
         keys = block_keys.pack(info.key for info in infos)
         before = min(info.version for info in infos)
         request = store_pb2.RemoveRequest(owner=self._tenant.owner, keys=keys, before_version=before)
@@ -177,13 +176,13 @@ class Putter:
 
 
 def _order(key: bytes, nodes: Mapping[str, RemoteStore], preferred: str = "") -> list[str]:
-    # Stable: among the healthy, and among those that come after them, the object's own order.
+    # Stable: the object's own order among healthy nodes and among the others.
     order = sorted(preference_order(key, nodes), key=lambda node_id: not nodes[node_id].healthy)
     return [preferred, *(each for each in order if each != preferred)] if preferred else order
 
 
 def _rounds(values: Sequence[tuple[str, Any]]) -> Iterable[list[tuple[str, Any]]]:
-    """Runs of values that are moved together."""
+    """Batches of values that are moved together."""
     batch: list[tuple[str, Any]] = []
     nbytes = 0
     for name, value in values:

@@ -1,4 +1,4 @@
-"""One question to many store nodes, and what their answers say together."""
+"""Questions to all store nodes, and their combined answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ObjectStat:
-    """An object as a store node describes it. ``nodes``: who has a copy of this version."""
+    """An object as store nodes describe it. ``nodes``: those with a copy of this version."""
 
     name: str
     dtype: str
@@ -32,10 +32,10 @@ class ObjectStat:
 async def query_all(
     nodes: Mapping[str, RemoteStore], method: str, request: Any, unreachable: set[str] | None = None
 ) -> dict[str, Any]:
-    """The answers by node; without those that did not answer, which are added to ``unreachable``, and those
-    that keep no objects.
+    """Return the answers by node, without nodes that keep no objects and those that did not answer, which are
+    added to ``unreachable``.
 
-    Raises ``RemoteError``; ``NoNodeAnswered`` where there are nodes and all are unreachable.
+    Raises ``RemoteError``; ``NoNodeAnswered``: there are nodes and none answered.
     """
     silent: set[str] = set() if unreachable is None else unreachable
 
@@ -59,7 +59,7 @@ async def query_all(
 async def find_all(
     nodes: Mapping[str, RemoteStore], owner: bytes, keys: Sequence[bytes], unreachable: set[str] | None = None
 ) -> dict[bytes, ObjectStat]:
-    """Of those of ``keys`` that some node has: the latest version, and who has it."""
+    """Of those of ``keys`` that some node has: the latest version and its nodes."""
     request = store_pb2.FindRequest(owner=owner, keys=block_keys.pack(keys))
     replies = await query_all(nodes, "Find", request, unreachable)
     return latest((node_id, info) for node_id, reply in replies.items() for info in reply.found)
@@ -81,7 +81,7 @@ async def list_all(nodes: Mapping[str, RemoteStore], owner: bytes) -> dict[bytes
 
 
 def latest(found: Iterable[tuple[str, store_pb2.ObjectInfo]]) -> dict[bytes, ObjectStat]:
-    """One entry for each key: its latest version, and who has that."""
+    """For each key the latest version and the nodes that have it."""
     by_key: dict[bytes, list[tuple[str, store_pb2.ObjectInfo]]] = {}
     for node_id, info in found:
         by_key.setdefault(info.key, []).append((node_id, info))

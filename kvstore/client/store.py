@@ -1,4 +1,4 @@
-"""Any array, tensor or buffer, kept by the cluster's store nodes under a name."""
+"""Arrays, tensors and buffers stored by name on the cluster's store nodes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Array = npt.NDArray[Any]
 async def open_client(
     directory: Directory, where: str, *, tenant: Tenant, deadline_s: float, transfer: TransferOptions
 ) -> AsyncIterator[StoreClient]:
-    """A client of the nodes that ``directory`` names, around the block. ``where``: what to call the cluster
-    in messages. See ``moonpool.connect``."""
+    """A client of the nodes in ``directory``. ``where``: the cluster's name in messages. See
+    ``moonpool.connect``."""
     options = replace(transfer, deadline_s=deadline_s)
     name = f"client-{os.getpid()}-{next(_numbers)}"
     async with await TransferAgent.start(options, agent_id=name, epoch=time.time_ns()) as agent:
@@ -49,11 +49,11 @@ async def open_client(
 
 
 class StoreClient:
-    """Made by ``open_client``. Values are numpy arrays, tensors in host memory of any library that speaks
-    DLPack, or buffers; they are moved from and to their own memory, without a copy. One event loop.
+    """Made by ``open_client``. Values are numpy arrays, tensors in host memory of any library with DLPack, or
+    buffers; they are moved without a copy. One event loop.
 
-    Every method raises ``NoStoreNodes``, ``NoNodeAnswered``, ``ApiError`` or ``IndexUnavailable`` where there
-    is nobody to ask. A node that does not answer is left out where others do. The last put of a name counts.
+    Every method raises ``NoStoreNodes``, ``NoNodeAnswered``, ``ApiError``, ``IndexUnavailable``. A node that
+    does not answer is skipped where others do. The last put of a name counts.
     """
 
     def __init__(self, nodes: StoreNodes, agent: TransferAgent, tenant: Tenant) -> None:
@@ -64,33 +64,28 @@ class StoreClient:
         self._nodes = nodes
 
     def registered(self, buffer: Any) -> AbstractContextManager[None]:
-        """``with store.registered(buffer)``: memory that many calls use is made known to the transfer once;
-        arrays that are parts of it cost less to put and get into. Not needed for anything else."""
+        """``with store.registered(buffer)``: register memory once for many calls; puts and gets of its parts
+        cost less."""
         return self._memory.registered(buffer)
 
     # ------------------------------------------------------------------ put
 
     async def put(self, name: str, value: Any, *, copies: int = 1, node: str = "") -> None:
-        """Store ``value`` under ``name``, in place of what was there. ``copies``: on as many nodes. ``node``:
-        the one that is to have the first copy, if it has room.
+        """Store ``value`` under ``name`` and replace the former value, on ``copies`` nodes. ``node``: the
+        preferred node of the first copy.
 
-        Raises:
-            BadObject: it cannot be stored.
-            UnknownNode: there is no store node of that name.
-            PutFailed: no node took it (then the old value is still there), or fewer than ``copies`` have it.
+        Raises ``BadObject``: it cannot be stored; ``UnknownNode``: there is no such node; ``PutFailed``: no
+        node accepted it (the old value is still there), or fewer than ``copies`` have it.
         """
         await self.batch_put({name: value}, copies=copies, node=node)
 
     async def batch_put(self, values: Mapping[str, Any], *, copies: int = 1, node: str = "") -> None:
-        """``put`` of many: far cheaper than one by one. After an error some are stored and some are not."""
+        """``put`` of many: much cheaper than one by one. After an error some are stored and some are not."""
         await self._putter.put(list(values.items()), copies, node)
 
     async def replicate(self, name: str, copies: int) -> tuple[str, ...]:
-        """Have ``copies`` nodes keep a hot object. The new copies go before anything else where room is
-        needed and nobody has read them for a while. Returns the nodes that have it.
-
-        Raises ``ObjectMissing``, ``PutFailed``.
-        """
+        """Make ``copies`` nodes keep a hot object. Unused surplus copies are dropped first when room is
+        needed. Returns the nodes that have it. Raises ``ObjectMissing``, ``PutFailed``."""
         stat = await self.stat_existing(name)
         nodes = await self._nodes.current(doubted=copies > len(stat.nodes))
         info = store_pb2.ObjectInfo(key=self.tenant.key(name), version=stat.version, name=name)
@@ -99,25 +94,24 @@ class StoreClient:
     # ------------------------------------------------------------------ get
 
     async def get(self, name: str, *, required: bool = False) -> Array | None:
-        """The object as a new array of its dtype and shape; None where there is none.
+        """Return the object as a new array of its dtype and shape; None: there is none.
 
-        Raises:
-            ObjectMissing: there is none, and it is ``required``.
-            BadObject: numpy has no such dtype: use ``get_into``.
+        Raises ``ObjectMissing``: there is none, and it is ``required``; ``BadObject``: numpy has no such
+        dtype, use ``get_into``.
         """
         return (await self.batch_get([name], required=required))[0]
 
     async def batch_get(self, names: Sequence[str], *, required: bool = False) -> list[Array | None]:
-        """``get`` of many, in the order of ``names``: far cheaper than one by one. The arrays share memory,
-        which goes with the last of them."""
+        """``get`` of many, in the order of ``names``: much cheaper than one by one. The arrays share memory,
+        which is freed with the last of them."""
         requests = [GetRequest(name, self.tenant.key(name)) for name in names]
         return await self._getter.get(requests, required)
 
     async def get_into(self, name: str, out: Any, *, required: bool = False) -> bool:
-        """Read the object into memory of the caller's, of as many bytes. False: there is none, and ``out`` is
-        as it was, unless a damaged copy was found.
+        """Read the object into the caller's memory of equal size. False: there is none, and ``out`` is
+        unchanged unless a damaged copy was found.
 
-        Raises ``ObjectMissing`` as ``get``; ``BadObject``: ``out`` cannot take it.
+        Raises ``ObjectMissing`` as ``get``; ``BadObject``: it does not fit ``out``.
         """
         return (await self.batch_get_into({name: out}, required=required))[0]
 
@@ -126,10 +120,10 @@ class StoreClient:
         requests = [GetRequest(name, self.tenant.key(name), out) for name, out in outs.items()]
         return [each is not None for each in await self._getter.get(requests, required)]
 
-    # ------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------ queries
 
     async def exists(self, name: str) -> bool:
-        """Whether some node has it. Keeps nothing from being evicted, and counts as no use."""
+        """Whether some node has it. Neither pins nor counts as a use."""
         return (await self.batch_exists([name]))[0]
 
     async def batch_exists(self, names: Sequence[str]) -> list[bool]:
@@ -137,12 +131,13 @@ class StoreClient:
         return [self.tenant.key(name) in found for name in names]
 
     async def stat(self, name: str) -> ObjectStat | None:
-        """What is stored under a name, without reading it; None: nothing."""
+        """Describe an object without reading it; None: there is none."""
         key = self.tenant.key(name)
         return (await self._stats([key])).get(key)
 
     async def stat_existing(self, name: str) -> ObjectStat:
-        """``stat`` of what should be there. Raises ``ObjectMissing``, with the nodes that did not answer."""
+        """``stat`` of an object that must exist. Raises ``ObjectMissing``, with the nodes that did not
+        answer."""
         key = self.tenant.key(name)
         unreachable: set[str] = set()
         found = (await self._stats([key], unreachable)).get(key)
@@ -156,18 +151,18 @@ class StoreClient:
         return await find_all(await self._nodes.current(), self.tenant.owner, keys, unreachable)
 
     async def ls(self, prefix: str = "") -> list[ObjectStat]:
-        """This tenant's objects whose names begin with ``prefix``, by name."""
+        """This tenant's objects with names that begin with ``prefix``, by name."""
         stats = await list_all(await self.nodes(), self.tenant.owner)
         return sorted((s for s in stats.values() if s.name.startswith(prefix)), key=lambda s: s.name)
 
     # ------------------------------------------------------------------ remove
 
     async def remove(self, name: str) -> bool:
-        """Drop every copy. False: there was none. Who reads one now reads it to the end."""
+        """Drop every copy. False: there was none. Current readers are not affected."""
         return await self.batch_remove([name]) > 0
 
     async def batch_remove(self, names: Sequence[str]) -> int:
-        """Returns how many of the objects were there."""
+        """Returns how many of the objects existed."""
         keys = [self.tenant.key(name) for name in names]
         found = await self._stats(keys)
         nodes = await self._nodes.current()
@@ -182,6 +177,6 @@ class StoreClient:
         return await self._nodes.current(doubted=True)
 
     async def usage(self) -> dict[str, store_pb2.UsageReply]:
-        """What each node keeps, by its id."""
+        """The content of each node, by its id."""
         request = store_pb2.UsageRequest(owner=self.tenant.owner)
         return await query_all(await self.nodes(), "Usage", request)

@@ -1,4 +1,4 @@
-"""Objects on their way to one store node: reserve, write, commit, until all of each is there."""
+"""Objects written to one store node: reserve, write, commit, until each is complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moonpool.transfer import Span, checksum
 
 log = logging.getLogger(__name__)
 
-# Checksums of more than this are computed on a thread.
+# Checksums of more bytes than this are computed on a thread.
 _INLINE_NBYTES = 1 << 20
 
 
@@ -35,10 +35,10 @@ class _Sent:
 
 
 async def send(node: RemoteStore, owner: bytes, batch: Sequence[Upload]) -> list[str]:
-    """Store every object on ``node``; returns for each why it was refused, "" where it is there now.
+    """Store every object on ``node``; returns the reason of each refusal, "" where it is stored.
 
-    Raises:
-        NodeUnavailable, RemoteError, TransferError: some may be there all the same; none is there in part.
+    Raises ``NodeUnavailable``, ``RemoteError``, ``TransferError``: some may be stored; none is stored in
+    part.
     """
     steps, chunk_nbytes = await node.begin(owner, [each.info for each in batch])
     reasons = [""] * len(batch)
@@ -70,7 +70,7 @@ async def send(node: RemoteStore, owner: bytes, batch: Sequence[Upload]) -> list
 async def _write(
     node: RemoteStore, puts: Sequence[tuple[_Sent, store_pb2.PutStep]], chunk_nbytes: int
 ) -> list[store_pb2.WrittenChunks]:
-    """Write what is reserved for each put; returns what to commit."""
+    """Write the reserved chunks of each put; returns the commits."""
     spans: list[Span] = []
     chunks: list[tuple[int, int]] = []
     owners: list[int] = []
@@ -78,10 +78,10 @@ async def _write(
     for sent, step in puts:
         buffer = sent.upload.buffer
         assert buffer is not None, "an empty object has no chunks"
-        places = list(zip(step.chunks.region, step.chunks.offset, strict=True))
-        spans += buffer.spans(chunk_nbytes)[sent.first : sent.first + len(places)]
-        chunks += places
-        owners += [step.put_id] * len(places)
+        starts = list(zip(step.chunks.region, step.chunks.offset, strict=True))
+        spans += buffer.spans(chunk_nbytes)[sent.first : sent.first + len(starts)]
+        chunks += starts
+        owners += [step.put_id] * len(starts)
         buffers[buffer.region.id] = buffer.region.buffer
 
     def hash_all() -> list[int]:
@@ -100,4 +100,4 @@ async def _abort(node: RemoteStore, put_ids: Sequence[int]) -> None:
     try:
         await node.call("Abort", store_pb2.AbortRequest(put_id=put_ids))
     except MoonpoolError as error:
-        log.info("puts were not taken back and will lapse: %s", error)
+        log.info("puts were not aborted and will expire: %s", error)

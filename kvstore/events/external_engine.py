@@ -1,4 +1,4 @@
-"""An engine that is not ours in our index: its events become entries of a node."""
+"""An external engine in our index: its events become entries of a node."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ _TIERS = {"GPU": Tier.POOL, "CPU": Tier.HOST, "STORAGE": Tier.SSD}
 
 
 class ExternalNode:
-    """The engine's hashes are its own; its events carry the tokens, so our keys are computed from these.
-
-    An engine whose blocks are a whole multiple of ours in size is found by our smaller blocks.
-    """
+    """The engine's hashes are its own; its events contain the tokens, from which our keys are computed. The
+    engine's block size may be a multiple of ours."""
 
     def __init__(
         self,
@@ -45,8 +43,8 @@ class ExternalNode:
         block_size: int,
         root_of: Callable[[str], bytes],
     ) -> None:
-        """``block_size``: tokens of our blocks. ``root_of``: where the chains of an adapter ("": none) begin,
-        see ``kvstore.keys.root_key``."""
+        """``block_size``: tokens of our blocks. ``root_of``: the root key of an adapter's chains ("": none),
+        see ``blocks.keys.root_key``."""
         self.record = record
         self.publisher = IndexPublisher(index, lambda: self.record, options, self._held)
         self._block_size = block_size
@@ -55,10 +53,10 @@ class ExternalNode:
         self._tiers: dict[Hash, set[Tier]] = {}
 
     async def follow(self, batches: AsyncIterable[EventBatch | Lost]) -> None:
-        """Until ``batches`` ends. Start ``publisher`` before, close it afterwards."""
+        """Apply ``batches`` until they end. Start ``publisher`` before, close it afterwards."""
         async for batch in batches:
             if isinstance(batch, Lost):
-                # What it removed meanwhile is not known: better no hits than stale ones.
+                # Removals may be missing: better no hits than stale ones.
                 self._clear()
                 continue
             for event in batch.events:
@@ -99,7 +97,7 @@ class ExternalNode:
                 self.publisher.stored(key, min(tiers))
 
     def _tokens(self, event: BlockStored, number: int) -> tuple[str, npt.NDArray[np.int32]]:
-        """The tokens of one of the event's blocks, and why they do not tell which block it is, if so."""
+        """The reason why the tokens do not identify a block of the event ("": they do), and the tokens."""
         size, extra_keys = event.block_size, event.extra_keys or ()
         part = np.asarray(event.token_ids[number * size : (number + 1) * size], dtype=np.int32)
         extra = extra_keys[number] if number < len(extra_keys) else None
@@ -108,7 +106,7 @@ class ExternalNode:
         return "size" if len(part) < size or size % self._block_size else "", part
 
     def _parent_key(self, event: BlockStored) -> bytes | None:
-        """The key the event's blocks go on from; None, counted, where it cannot be known."""
+        """The key before the event's blocks; None, counted: unknown."""
         reason = "orphan"
         if event.group_idx or event.kv_cache_spec_kind not in (None, "full_attention"):
             reason = "group"

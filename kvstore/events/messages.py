@@ -1,10 +1,10 @@
-"""KV events as bytes: MessagePack in any of the three shapes in which engines publish them.
+"""KV events as bytes: MessagePack in any of the three shapes that engines publish.
 
     batch as array, events as arrays    [ts, [["BlockStored", hashes, parent, …], …], rank]
     batch as array, events as maps      [ts, [{"type": "BlockStored", "block_hashes": …}, …], rank]
     all maps                            {"ts": …, "events": [{"type": …}, …], "data_parallel_rank": …}
 
-Fields that are not known here (newer engines have more) are passed over.
+Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import msgspec
 
 from moonpool.kvstore.errors import StoreError
 
-Hash = int | bytes  # what the engine calls a block; engines differ
+Hash = int | bytes  # of a block, by the engine
 
 
 class EventCorrupt(StoreError):
-    """A payload is no batch of KV events; ``str(error)`` says what is wrong."""
+    """A payload is not a batch of KV events; ``str(error)`` tells why."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """``block_hashes[i]`` holds ``token_ids[i * block_size : (i + 1) * block_size]``, each after the one
-    before it, the first after ``parent_block_hash`` (None: it begins a sequence)."""
+    """``block_hashes[i]`` holds ``token_ids[i * block_size : (i + 1) * block_size]`` after the block before
+    it, the first after ``parent_block_hash`` (None: it begins a sequence)."""
 
     block_hashes: Sequence[Hash]
     parent_block_hash: Hash | None
     token_ids: Sequence[int]
     block_size: int
-    medium: str | None = None  # "GPU", "CPU", "STORAGE"; None: the engine has but one
+    medium: str | None = None  # "GPU", "CPU", "STORAGE"; None: the engine has one
     lora_id: int | None = None
     lora_name: str | None = None
-    extra_keys: Sequence[Any] | None = None  # what else, by block, is in its hash: adapter, images, salt
+    extra_keys: Sequence[Any] | None = None  # other inputs of each block's hash: adapter, images, salt
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -82,19 +82,19 @@ _unpack = msgspec.msgpack.Decoder().decode
 
 
 def decode(payload: bytes) -> EventBatch:
-    """A batch in any of the shapes. Raises ``EventCorrupt``; a kind of event not known here is left out."""
+    """Decode a batch in any of the shapes. Raises ``EventCorrupt``; unknown kinds of events are ignored."""
     try:
         body = _unpack(payload)
     except msgspec.DecodeError as error:
-        raise EventCorrupt(f"a batch of KV events is no MessagePack: {error}") from error
+        raise EventCorrupt(f"a batch of KV events is not MessagePack: {error}") from error
     if isinstance(body, dict):
         ts, events, rank = body.get("ts"), body.get("events"), body.get("data_parallel_rank")
     elif isinstance(body, list) and len(body) >= 2:
         ts, events, rank = body[0], body[1], body[2] if len(body) > 2 else None
     else:
-        raise EventCorrupt(f"a batch of KV events is an array or a map, got {str(body)[:80]}")
+        raise EventCorrupt(f"a batch of KV events must be an array or a map, got {str(body)[:80]}")
     if not isinstance(ts, int | float) or not isinstance(events, list):
-        raise EventCorrupt(f"a batch of KV events has a time and events, got {str(body)[:80]}")
+        raise EventCorrupt(f"a batch of KV events must have a time and events, got {str(body)[:80]}")
     found = [event for item in events if (event := _event(item)) is not None]
     return EventBatch(float(ts), found, rank if isinstance(rank, int) else None)
 
@@ -107,7 +107,7 @@ def _event(item: Any) -> KvEvent | None:
         kind = item["type"]
         values = {name: item[name] for name in _FIELDS.get(kind, ()) if name in item}
     else:
-        raise EventCorrupt(f"a KV event begins with its name or has a type, got {str(item)[:80]}")
+        raise EventCorrupt(f"a KV event must begin with its name or have a type, got {str(item)[:80]}")
     if kind not in _TYPES:
         return None
     try:
@@ -123,17 +123,17 @@ def _check(event: KvEvent) -> None:
         return
     hashes = event.block_hashes
     if not isinstance(hashes, list) or not all(isinstance(name, int | bytes) for name in hashes):
-        raise EventCorrupt(f"block_hashes are integers or bytes, got {str(hashes)[:80]}")
+        raise EventCorrupt(f"block_hashes must be integers or bytes, got {str(hashes)[:80]}")
     if isinstance(event, BlockStored):
         size, tokens = event.block_size, event.token_ids
         if not isinstance(size, int) or size <= 0 or not isinstance(tokens, list):
-            raise EventCorrupt(f"a BlockStored has token_ids and a block_size, got {size!r}")
+            raise EventCorrupt(f"a BlockStored must have token_ids and a block_size, got {size!r}")
         if not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in tokens):
-            raise EventCorrupt("token_ids are integers from 0 to 2^31 - 1")
+            raise EventCorrupt("token_ids must be integers from 0 to 2^31 - 1")
 
 
 def encode(batch: EventBatch) -> bytes:
-    """In the shape of today's vLLM: an array batch of map events."""
+    """Encode in the shape of current vLLM: an array batch of map events."""
     return _pack([batch.ts, [_as_map(event) for event in batch.events], batch.data_parallel_rank])
 
 

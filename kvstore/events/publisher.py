@@ -1,4 +1,4 @@
-"""Our blocks as KV events, for routers and tools that know vLLM's."""
+"""Our blocks as KV events, for routers and tools of vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 _MEDIA = {Tier.POOL: "GPU", Tier.HOST: "CPU", Tier.SSD: "STORAGE"}
 _END = (-1).to_bytes(8, "big", signed=True)
-# Tokens of blocks named but not stored yet; more than any pool's worth of prompts under way.
+# Described blocks that are not stored yet; more than the running prompts of any pool.
 _MAX_DESCRIBED = 1 << 16
 
 
@@ -39,11 +39,10 @@ _Block = tuple[BlockKey | None, bytes]  # the key before it, and its tokens as i
 
 
 class EventPublisher:
-    """A listener of ``IndexPublisher`` that sends what it hears, gathered for ``events.interval_s``.
+    """A listener of ``IndexPublisher`` that sends changes every ``events.interval_s``.
 
-    ``block_hashes`` are our keys (16 bytes). A block's tokens must be told by ``describe`` before it is
-    stored; one whose tokens are not known is not announced, for nobody could find it. Never waits for
-    subscribers: those too slow miss batches, and ask the replay socket.
+    ``block_hashes`` are our keys (16 bytes). Call ``describe`` with a block's tokens before it is stored;
+    blocks without tokens are not announced. Slow subscribers miss batches and use the replay socket.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class EventPublisher:
         rank: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``rank``: of several replicas, which."""
+        """``rank``: the number of this replica."""
         self.endpoint = self.replay_endpoint = ""  # as bound
         self._options = options
         self._block_size = block_size
@@ -77,7 +76,7 @@ class EventPublisher:
             self._router = self._context.socket(zmq.ROUTER)
             self.replay_endpoint = self._bind(self._router, self._options.replay_endpoint)
             self._tasks.append(asyncio.create_task(self._replay_forever()))
-        # Whoever followed a former life on this address must forget it.
+        # Subscribers of a former process on this address must forget its blocks.
         self._pending.append(AllBlocksCleared())
 
     def _bind(self, socket: zmq.asyncio.Socket, endpoint: str) -> str:
@@ -97,7 +96,7 @@ class EventPublisher:
             self._context.destroy(linger=0)
 
     def describe(self, keys: Sequence[BlockKey], token_ids: npt.NDArray[np.int32], first: int = 0) -> None:
-        """``keys`` are a chain's from its start; ``token_ids`` all its tokens. Those from ``first`` on may be
+        """``keys``: a chain from its start; ``token_ids``: all its tokens. Blocks from ``first`` on may be
         stored soon."""
         size = self._block_size
         for number in range(first, min(len(keys), len(token_ids) // size)):
@@ -115,16 +114,16 @@ class EventPublisher:
         if block is None or before == medium:
             return
         self._announced[key] = (medium, block)
-        self._say_stored(key, block, medium)
+        self._announce_stored(key, block, medium)
         if before:
-            self._say_removed(key, before)
+            self._announce_removed(key, before)
 
     def removed(self, key: BlockKey) -> None:
         medium, _ = self._announced.pop(key, ("", None))
         if medium:
-            self._say_removed(key, medium)
+            self._announce_removed(key, medium)
 
-    def _say_stored(self, key: BlockKey, block: _Block, medium: str) -> None:
+    def _announce_stored(self, key: BlockKey, block: _Block, medium: str) -> None:
         parent, tokens = block[0], np.frombuffer(block[1], np.int32).tolist()
         last = self._pending[-1] if self._pending else None
         if isinstance(last, BlockStored) and last.medium == medium and parent == last.block_hashes[-1]:
@@ -135,7 +134,7 @@ class EventPublisher:
         else:
             self._pending.append(BlockStored([key], parent, tokens, self._block_size, medium))
 
-    def _say_removed(self, key: BlockKey, medium: str) -> None:
+    def _announce_removed(self, key: BlockKey, medium: str) -> None:
         last = self._pending[-1] if self._pending else None
         if isinstance(last, BlockRemoved) and last.medium == medium:
             self._pending[-1] = BlockRemoved([*last.block_hashes, key], medium)
@@ -161,7 +160,7 @@ class EventPublisher:
         while True:
             frames = await self._router.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
-                _log.warning("a replay request of %d frames makes no sense", len(frames))
+                _log.warning("ignored a replay request of %d frames; it has 3", len(frames))
                 continue
             client, _, start = frames
             for seq, payload in list(self._sent):

@@ -1,4 +1,4 @@
-"""KV events of one engine as they come over ZeroMQ, with what was missed asked for again."""
+"""The KV events of one engine over ZeroMQ, with replay of missed batches."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _END = -1
 
 
 class EndpointInvalid(StoreError):
-    """ZeroMQ cannot connect to this address; ``str(error)`` names it."""
+    """ZeroMQ cannot use this address; ``str(error)`` names it."""
 
 
 class Lost:
-    """Events are missing for good: nothing that was known of the engine can be relied on any more."""
+    """Events are missing for good: discard everything known of the engine."""
 
 
 LOST = Lost()
 
 
 class EventSource:
-    """Subscribes to an engine's PUB socket; where it has a replay socket, asks there for what was missed."""
+    """Subscribes to an engine's PUB socket, and replays missed batches if it has a replay socket."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class EventSource:
         self._context = zmq.asyncio.Context()
         self._replay_endpoint = replay_endpoint
         self._replay_timeout_s = replay_timeout_s
-        self._last: int | None = None  # number of the batch given out last
+        self._last: int | None = None  # number of the last batch
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.RCVHWM, max_queued)
         self._socket.subscribe(topic)
@@ -64,14 +64,14 @@ class EventSource:
         self._context.destroy(linger=0)
 
     async def batches(self) -> AsyncIterator[EventBatch | Lost]:
-        """For ever. ``LOST`` comes before the first batch after a hole, and when the engine began anew."""
+        """Run forever. ``LOST`` comes before the first batch after a gap, and when the engine restarts."""
         for batch in await self._catch_up(0):
             yield batch
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) < 3 or len(frames[-2]) != 8:
                 metrics.corrupt_batches.inc()
-                _log.warning("a message of %d frames is no KV event", len(frames))
+                _log.warning("ignored a message of %d frames: not a KV event", len(frames))
                 continue
             seq = int.from_bytes(frames[-2], "big")
             async for each in self._in_order(seq, frames[-1]):
@@ -82,7 +82,7 @@ class EventSource:
         if last is not None and seq <= last:
             if seq > 0:
                 return  # known from the replay
-            _log.warning("the engine began anew: its numbers are at %d after %d", seq, last)
+            _log.warning("the engine restarted: its numbers are at %d after %d", seq, last)
             self._last = None
             yield LOST
         elif (last is None and seq > 0) or (last is not None and seq > last + 1):
@@ -94,14 +94,14 @@ class EventSource:
             if (self._last if self._last is not None else first - 1) + 1 < seq:
                 metrics.lost_batches.inc(seq - (first if self._last is None else self._last + 1))
                 if last is not None:
-                    _log.warning("events up to %d are missing and nobody has them", seq - 1)
+                    _log.warning("events up to %d are missing and cannot be replayed", seq - 1)
                     yield LOST
         if (one := self._decoded(payload)) is not None:
             yield one
         self._last = seq
 
     async def _catch_up(self, first: int) -> list[EventBatch]:
-        """What the engine still has from number ``first`` on, as far as it has no holes."""
+        """The batches the engine still has from number ``first``, up to a gap."""
         if not self._replay_endpoint:
             return []
         found: list[EventBatch] = []

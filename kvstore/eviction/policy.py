@@ -31,7 +31,7 @@ class EvictionPolicy(Protocol):
         """The block was evicted or removed."""
 
     def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
-        """Return the key to evict, or whose chain to evict from; None: no block can be evicted.
+        """Return the key to evict, or to evict a descendant of; None: no block can be evicted.
 
         ``can_go`` is false for blocks that are pinned or have pinned descendants. The key stays until
         ``removed``.

@@ -1,4 +1,4 @@
-"""The default policy: evict the block whose slot is worth least, as learned from past uses."""
+"""The default policy: evict the block with the least valuable slot, as learned from past uses."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Prefix:
             if entry[2] in self._leaves:
                 heappush(self._heap, entry)
         if found is None:
-            # Blocks whose descendants are all pinned, or added without their chain, are in no group.
+            # Blocks above pinned ones, or added without their chain, are in no group.
             found = next(filter(can_go, self._parents), None)
         return found
 

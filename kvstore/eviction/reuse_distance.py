@@ -50,7 +50,7 @@ class ReuseDistance:
         self._now = 0
         # Uses by the smallest capacity that hits them, each counting for as many as are not watched.
         self._reached = [0] * (len(CAPACITIES) + 1)
-        self._sampled = 0  # likewise, all of them
+        self._sampled = 0  # all uses, counted in the same way
 
     def use(self, chain: Sequence[BlockKey]) -> None:
         """A request uses these blocks at once; the last counts as used first, because caches evict leaves
@@ -69,7 +69,7 @@ class ReuseDistance:
         """For each cache size the share of all uses it would have hit; empty before the first use."""
         if not self.num_uses:
             return []
-        # The sample may miss or overcount hot blocks, whose distances are short.
+        # The sample may miss or overcount hot blocks; their distances are short.
         by_chance = self.num_uses - self._sampled
         hits = accumulate(self._reached[:-1], initial=by_chance)
         next(hits)

@@ -53,7 +53,7 @@ class TenantQuotas:
         return {tenant: held.usage for tenant, held in list(self._tenants.items())}
 
     def claim(self, tenant: str, limit_nbytes: int, chain: Sequence[BlockKey], tiers: Sequence[Tier]) -> None:
-        """A request of ``tenant`` uses ``chain``, whose first blocks are in these tiers. The latest limit
+        """A request of ``tenant`` uses ``chain``; its first blocks are in these tiers. The latest limit
         counts; 0: no limit."""
         if not tenant or not chain:
             return

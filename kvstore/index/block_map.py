@@ -1,9 +1,8 @@
-"""Which nodes hold which block, for finding the longest prefix on every node in a few microseconds.
+"""The nodes that hold each block, for finding the longest prefix on every node in microseconds.
 
-A dict maps each key to its ``Holders``: an int with a few bits for each node, that it holds the block, and in
-which slower tier. A node's own keys are kept as the packed runs they came in (16 bytes a block): that is the
-reverse index which makes dropping a node cost what it owned. What is asked of it is in
-``moonpool.kvstore.index.lookup``.
+A dict maps each key to its ``Holders``: an int with a few bits for each node, for holding the block and for
+the slower tiers. A node's own keys are kept as the packed runs they arrived in (16 bytes a block): this
+reverse index makes dropping a node cost what it owned. Queries are in ``index.lookup``.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ _RUN_KEYS = 1024
 
 
 class BlockMap(Lookup):
-    """All methods run on one thread. A dropped node is invisible at once; ``sweep`` then clears its bits,
-    and its slot is used again only after that."""
+    """All methods run on one thread. A dropped node is invisible at once; ``sweep`` clears its bits later,
+    and only then is its slot reused."""
 
     def __init__(self) -> None:
         self._holders: dict[bytes, Holders] = {}
@@ -28,18 +27,18 @@ class BlockMap(Lookup):
         super().__init__(self._holders, self._table, self._by_node)
         self._slots: dict[int, NodeSlot] = {}  # by flag
         self._free_flags: list[int] = []
-        self._dead: list[NodeSlot] = []  # to be swept altogether
-        self._settling: list[NodeSlot] = []  # their ``previous`` is to be swept of what was not renewed
+        self._dead: list[NodeSlot] = []  # to be swept entirely
+        self._settling: list[NodeSlot] = []  # ``previous`` is to be swept of what was not renewed
 
     def join(self, node_id: str) -> None:
-        """A node, or a new life of one: it holds nothing."""
+        """Add a node, or a new epoch of one, without blocks."""
         self.leave(node_id)
         flag = self._free_flags.pop() if self._free_flags else 1 << MASK_WIDTH * len(self._slots)
         self._slots[flag] = self._by_node[node_id] = NodeSlot(node_id, flag)
         self._table.join(flag, node_id)
 
     def leave(self, node_id: str) -> None:
-        """Its entries are gone in one step, seen from ``longest_prefix``."""
+        """Remove a node's entries in one step, as seen from ``longest_prefix``."""
         slot = self._by_node.pop(node_id, None)
         if slot is not None:
             slot.runs += slot.previous
@@ -50,7 +49,7 @@ class BlockMap(Lookup):
             self._table.leave(slot.flag)
 
     def begin(self, node_id: str) -> None:
-        """The node is about to say everything it holds. What was known stays until ``complete``."""
+        """The node is about to publish all its blocks again. Its former ones stay until ``complete``."""
         slot = self._by_node[node_id]
         slot.previous += slot.runs
         slot.runs, slot.run_keys = [], 0
@@ -59,23 +58,23 @@ class BlockMap(Lookup):
             self._settling.remove(slot)
 
     def complete(self, node_id: str) -> None:
-        """It has said everything since ``begin``: ``sweep`` removes what it did not name."""
+        """It has published all its blocks since ``begin``: ``sweep`` removes the others."""
         slot = self._by_node[node_id]
         if slot.renewed is not None and slot not in self._settling:
             self._settling.append(slot)
 
     def is_settled(self, node_id: str) -> bool:
-        """Whether what is known of the node is what it said: it is not about to say everything anew."""
+        """Whether the node is not publishing all its blocks again."""
         return self._by_node[node_id].renewed is None
 
     def store(self, node_id: str, packed: bytes, tier: Tier) -> None:
-        """The node holds these keys, its fastest copy in ``tier``."""
+        """The node holds these keys, the fastest copy in ``tier``."""
         slot = self._by_node[node_id]
         holders, flag, bits = self._holders, slot.flag, slot.bits
         want = flag | (flag << tier if tier else 0)
         self._table.tiered = self._table.tiered or tier > 0
         alone = self._table.of(want)
-        joined: dict[Holders, Holders] = {}  # who held a block before, and who does now
+        joined: dict[Holders, Holders] = {}  # before and after this node joined
         keys = split(packed)
         fresh = 0
         for key in keys:
@@ -123,13 +122,13 @@ class BlockMap(Lookup):
             holders[key] = after
 
     def _repack(self, slot: NodeSlot) -> None:
-        """Drop from the runs what is held no more, or named twice."""
+        """Drop removed and repeated keys from the runs."""
         live = list({key for run in slot.runs for key in split(run) if self._mask(key) & slot.flag})
         slot.runs = [b"".join(live[at : at + _RUN_KEYS]) for at in range(0, len(live), _RUN_KEYS)]
         slot.run_keys = len(live)
 
     def sweep(self, max_keys: int = 4096) -> bool:
-        """Do about ``max_keys`` keys of the cleaning that is due. True: there is more."""
+        """Clean up about ``max_keys`` keys. True: more is due."""
         budget = max_keys
         while self._dead and budget > 0:
             slot = self._dead[-1]
@@ -161,14 +160,14 @@ class BlockMap(Lookup):
 
     @property
     def num_blocks(self) -> int:
-        """Different keys, those of dropped nodes included until they are swept."""
+        """Different keys, including those of dropped nodes that are not swept yet."""
         return len(self._holders)
 
     def num_held(self, node_id: str) -> int:
         return self._by_node[node_id].num_held
 
     def part_of(self, node_id: str, part: int, num_parts: int) -> dict[bytes, Tier]:
-        """Those of a node's blocks whose key's last byte is ``part`` modulo ``num_parts``."""
+        """The node's blocks with a last key byte of ``part`` modulo ``num_parts``."""
         slot = self._by_node[node_id]
         found = {}
         for run in slot.runs + slot.previous:
@@ -178,12 +177,12 @@ class BlockMap(Lookup):
         return found
 
     def held_by(self, node_id: str) -> set[bytes]:
-        """Every key of a node: the long way, for checks."""
+        """Every key of a node; slow, for checks."""
         flag = self._by_node[node_id].flag
         return {key for key, holders in self._holders.items() if holders.mask & flag}
 
     def check_integrity(self) -> None:
-        """Every bit belongs to a slot, is in its reverse index, and is counted."""
+        """Assert that every bit belongs to a slot, is in its reverse index, and is counted."""
         known = 0
         for flag, slot in self._slots.items():
             assert flag == slot.flag

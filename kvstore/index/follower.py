@@ -1,7 +1,7 @@
-"""Keeps a copy of the index equal to Redis: reads every node's log once, then follows the stream.
+"""Keeps a copy of the index equal to Redis: read every node's log once, then follow the stream.
 
-A hole in the stream's numbers, another instance of the index, or a history that differs from the one seen
-makes it read everything again; what was known meanwhile stays in use and is replaced node by node.
+A gap in the stream, another instance of the index or a different history makes it read everything again; the
+former state stays in use and is replaced node by node.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from moonpool.kvstore.index.redis.kv_index import Event, KVIndex, StreamPosition
 
 _log = logging.getLogger(__name__)
 
-# Work done in one go before the loop's other tasks get their turn.
+# Longest turn before other tasks of the loop run.
 _SLICE_S = 0.002
 
 
 class LeaseWatch:
-    """A node's heartbeat may be late because the node is gone, or because Redis (or we) stood still or was
-    away. Only who has watched Redis answer for one whole lease, without a break, may drop a silent node.
-    """
+    """Decides when an expired lease may be believed. A heartbeat can also be late because Redis or this
+    process stood still: only after a whole lease without a break in Redis's answers may a silent node be
+    dropped."""
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
@@ -35,8 +35,7 @@ class LeaseWatch:
         self._since = None
 
     def answered(self, asked_s: float, now_s: float) -> bool:
-        """Redis has answered at ``now_s`` what was asked at ``asked_s``. True: lapsed leases may be
-        believed."""
+        """Redis answered at ``now_s`` a question of ``asked_s``. True: expired leases may be believed."""
         most_s = self._ttl_s / 2
         if self._since is None or asked_s - self._last_s > most_s or now_s - asked_s > most_s:
             self._since = now_s
@@ -45,7 +44,7 @@ class LeaseWatch:
 
 
 class MirrorBehind(Exception):
-    """The stream cannot be followed from where the copy stands. ``connect`` reads everything again."""
+    """The stream cannot be followed from the copy's position. ``connect`` reads everything again."""
 
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(message)
@@ -53,7 +52,7 @@ class MirrorBehind(Exception):
 
 
 class Follower:
-    """``connect`` and then ``follow``, from one task; either raises ``IndexUnavailable``."""
+    """``connect`` and then ``follow``, from one task; both raise ``IndexUnavailable``."""
 
     def __init__(
         self,
@@ -68,15 +67,15 @@ class Follower:
         self.seq = 0  # of the newest event applied
         self.lag_s = 0.0
         self.advanced = asyncio.Event()  # set whenever something was applied
-        self.suspects: set[str] = set()  # nodes to be read again at the next tick
+        self.suspects: set[str] = set()  # nodes to read again at the next tick
         self._index = index
         self._copy = copy
         self._ttl_s = lease_ttl_s
         self._clock = clock
         self._tick_s = min(tick_s, lease_ttl_s / 6)
         self._leases = LeaseWatch(lease_ttl_s)
-        self._last: Event | None = None  # the newest event applied, to recognise the history by
-        self._cause = "start"  # why everything must be read; empty: it need not
+        self._last: Event | None = None  # the newest event applied, to recognise the history
+        self._cause = "start"  # why everything must be read; empty: not needed
         self._behind: tuple[int, float] | None = None  # a number not reached yet, and when it was seen
         self._next_tick = 0.0
 
@@ -86,7 +85,7 @@ class Follower:
         self._cause = cause or self._cause
 
     async def connect(self) -> None:
-        """Stand where the stream can be followed from."""
+        """Reach a position from which the stream can be followed."""
         tip = await self._index.watch()
         cause = self._cause or await self._resume_obstacle(tip)
         if cause:
@@ -97,38 +96,38 @@ class Follower:
         self.advanced.set()
 
     async def _resume_obstacle(self, tip: StreamPosition) -> str:
-        """Empty when the stream goes on from the event last applied; else the cause to read everything."""
+        """The cause to read everything; empty: the stream continues from the last applied event."""
         if tip.instance != self.instance:
             return "instance"
-        # After a fail-over the tail may be lost and its numbers given out again: compare the event itself.
+        # After a fail-over the tail may be lost and its numbers reused: compare the event itself.
         if tip.seq < self.seq or (self._last is not None and await self._index.event(self.seq) != self._last):
             return "history"
         return ""
 
     async def _read_all(self, tip: StreamPosition, keep_missing: bool) -> None:
-        """Replace what is known, node by node. Changes made meanwhile are in the logs, in the stream, or in
-        both; applying them twice is harmless."""
+        """Replace the state node by node. Concurrent changes are in the logs, the stream or both; applying
+        them twice is harmless."""
         copy, found = self._copy, set()
         for node_id in await self._index.node_ids():
             if await self._read_node(node_id):
                 found.add(node_id)
         for node_id in copy.nodes.keys() - found:
             if keep_missing:
-                # A Redis that lost its data says nothing about the nodes. They are about to register again.
+                # Redis lost its data, not the nodes: they are about to register again.
                 copy.missing.setdefault(node_id, self._clock() + 2 * self._ttl_s)
             else:
                 copy.leave(node_id, "left")
         self.instance, self.seq, self._last = tip.instance, tip.seq, None
 
     async def _read_node(self, node_id: str) -> bool:
-        """Replay one node's log. False: it is gone."""
+        """Replay one node's log. False: the node is gone."""
         position, epoch = 0, -1
         while True:
             page = await self._index.read_log(node_id, position)
             if page is None:
                 return False
             if page.epoch != epoch or page.base > position > 0:
-                # The first page, or the log has been cut or begun anew under our hands.
+                # The first page, or the log was trimmed or restarted meanwhile.
                 self._copy.join(page.record)
                 epoch, position = page.epoch, page.base
             for batch in page.batches:
@@ -141,7 +140,7 @@ class Follower:
                 return True
 
     async def follow(self) -> None:
-        """For ever. Raises ``MirrorBehind``."""
+        """Run forever. Raises ``MirrorBehind``."""
         while True:
             if self._clock() >= self._next_tick:
                 await self._tick()
@@ -165,7 +164,7 @@ class Follower:
                 self.advanced.set()
 
     async def _tick(self) -> None:
-        """A few times a second: is it still the same index, how far behind are we, whose lease has ended?"""
+        """A few times a second: check the instance, the lag and the leases."""
         copy, asked_s = self._copy, self._clock()
         tip = await self._index.watch()
         now_s = self._clock()

@@ -1,4 +1,4 @@
-"""Who holds a block: an int with a few bits for each node, one object for all blocks of the same nodes."""
+"""The holders of a block: an int with a few bits for each node, one object for equal sets of nodes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 from moonpool.kvstore.blocks.tier import Tier
 
-# Bits of a node in a mask: the lowest says that it holds the block, the others that its copy is in that tier.
+# Bits of a node in a mask: the lowest for holding the block, the others for a copy in that slower tier.
 MASK_WIDTH = len(Tier)
 
-# Equal masks share one Holders while fewer than this many different ones have been seen.
+# Equal masks share one Holders up to this many different ones.
 _MAX_SHARED_HOLDERS = 1 << 16
 
 
 class Holders:
-    """Who holds a block. Immutable but for what is remembered of it: the living nodes' names."""
+    """The nodes that hold a block. Immutable, except for the cached names of living nodes."""
 
     __slots__ = ("generation", "mask", "names")
 
@@ -25,11 +25,11 @@ class Holders:
 
 
 class HoldersTable:
-    """The ``Holders`` of each mask, and whose nodes its flags are."""
+    """The ``Holders`` of each mask, and the node of each flag."""
 
     def __init__(self) -> None:
         self.alive = 0  # flags of the nodes that are there
-        self.generation = 0  # counts who comes and goes
+        self.generation = 0  # counts joins and leaves
         self.tiered = False  # whether any block was ever in a slower tier
         self._by_mask: dict[int, Holders] = {}
         self._node_ids: dict[int, str] = {}  # by flag
@@ -45,7 +45,7 @@ class HoldersTable:
         del self._node_ids[flag]
 
     def of(self, mask: int) -> Holders:
-        """One and the same for equal masks (while there are not too many)."""
+        """Return one and the same object for equal masks, up to a limit."""
         by_mask = self._by_mask
         if len(by_mask) > _MAX_SHARED_HOLDERS:
             by_mask.clear()
@@ -55,7 +55,7 @@ class HoldersTable:
         return found
 
     def names(self, holders: Holders) -> tuple[str, ...]:
-        """The living nodes among them, remembered."""
+        """The living nodes among them, cached."""
         if holders.generation != self.generation:
             names = []
             rest = holders.mask & self.alive
@@ -71,21 +71,21 @@ class HoldersTable:
 class NodeSlot:
     node_id: str
     flag: int  # "holds it"
-    runs: list[bytes] = field(default_factory=list)  # packed keys, as stored; some may be gone again
+    runs: list[bytes] = field(default_factory=list)  # packed keys as stored; some may be removed
     run_keys: int = 0  # keys in runs
     num_held: int = 0  # keys with this slot's bit
-    # While everything the node holds is published anew: what was known before, and what has been said since.
+    # While the node publishes all its blocks again: the former runs, and the keys published since.
     previous: list[bytes] = field(default_factory=list)
     renewed: set[bytes] | None = None
 
     @property
     def bits(self) -> int:
-        """All of the node's bits."""
+        """All bits of the node."""
         return self.flag * ((1 << MASK_WIDTH) - 1)
 
 
 def tier_in(mask: int, flag: int) -> Tier | None:
-    """The tier that a mask names for the node of ``flag``; None: it does not hold the block."""
+    """The tier that a mask names for the node of ``flag``; None: the node does not hold the block."""
     if not mask & flag:
         return None
     its = mask // flag

@@ -1,4 +1,4 @@
-"""Questions to the map from blocks to nodes, answered in microseconds."""
+"""Queries of the map from blocks to nodes, answered in microseconds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SLOW = sum(1 << tier for tier in Tier if tier)
 
 
 class Lookup:
-    """Reads what ``BlockMap`` keeps. Nodes keep their chains prefix-closed (a block is held only with all
-    blocks before it), so the longest prefix is found by binary search."""
+    """Reads the data of ``BlockMap``. A node holds a block only with its predecessors, so the longest prefix
+    is found by binary search."""
 
     def __init__(
         self, holders: Mapping[bytes, Holders], table: HoldersTable, by_node: Mapping[str, NodeSlot]
@@ -23,12 +23,12 @@ class Lookup:
         self._by_node = by_node
 
     def longest_prefix(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """How many of a chain's leading blocks each node holds; nodes that hold none are left out."""
+        """How many of a chain's leading blocks each node holds, in any tier; without nodes that hold none."""
         get = self._holders.get
         first = get(keys[0]) if keys else None
         if first is None:
             return {}
-        # Mostly the same nodes hold all that is held of a chain: then nothing but identity is compared.
+        # Usually the same nodes hold the whole chain: then only identity is compared.
         low, high = 0, len(keys)
         while (middle := (low + high) >> 1) != low:
             here = get(keys[middle])
@@ -44,13 +44,13 @@ class Lookup:
         return dict.fromkeys(names, high)
 
     def prefix_map(self, keys: Sequence[bytes], among: int = -1) -> PrefixMap:
-        """The same for many nodes, of those in the mask ``among``."""
+        """``longest_prefix`` for many nodes; ``among``: a mask of node flags."""
         return PrefixMap(self.prefix_masks(keys, among), MASK_WIDTH, self.slot_of, self.node_ids)
 
     def prefix_masks(self, keys: Sequence[bytes], among: int = -1) -> list[tuple[int, int]]:
         """(flags of nodes, how many of a chain's leading blocks they hold), longest first.
 
-        O(log n) look-ups for each different length found.
+        O(log n) look-ups for each different length.
         """
         get = self._holders.get
         first = get(keys[0]) if keys else None
@@ -58,7 +58,7 @@ class Lookup:
         groups: list[tuple[int, int]] = []
         high = len(keys)
         while wanted:
-            # Some wanted node holds the first block: find the last block that any of them holds.
+            # Find the last block that any wanted node holds.
             low, here, seen = 0, wanted, None
             while (middle := (low + high) >> 1) != low:
                 holders = get(keys[middle])
@@ -84,10 +84,10 @@ class Lookup:
     def slow_blocks(
         self, keys: Sequence[bytes], prefixes: Mapping[str, int]
     ) -> Mapping[str, tuple[int, int]]:
-        """Of the leading blocks ``prefixes`` says each node holds, those in host memory and those on SSD.
+        """Of each node's prefix: the number of blocks in host memory and on SSD; without nodes that have
+        neither.
 
-        Nodes move the ends of their chains to slower tiers first, so the bounds between the tiers are found
-        by binary search. Nodes with all of it in the pool are left out.
+        Nodes demote the ends of chains first, so the bounds between tiers are found by binary search.
         """
         if not self._table.tiered:
             return {}
@@ -114,11 +114,11 @@ class Lookup:
         return length - low
 
     def slot_of(self, node_id: str) -> int:
-        """The node's place in masks, for as long as it lives; -1: unknown."""
+        """The node's index in masks while it lives; -1: unknown."""
         return self.flag_of(node_id).bit_length() // MASK_WIDTH if node_id in self._by_node else -1
 
     def flag_of(self, node_id: str) -> int:
-        """The bit that stands for the node in masks; 0: unknown."""
+        """The node's bit in masks; 0: unknown."""
         slot = self._by_node.get(node_id)
         return 0 if slot is None else slot.flag
 

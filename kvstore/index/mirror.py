@@ -1,8 +1,6 @@
-"""A copy of the index in this process, kept up to date by the stream of changes.
+"""A copy of the index in this process, updated by the stream of changes; it stays in use while Redis is lost.
 
-While Redis is lost it keeps what it has. How it is read and followed is in
-``moonpool.kvstore.index.follower``, how it is
-checked in ``moonpool.kvstore.index.mirror_check``.
+``index.follower`` reads and follows it, ``index.mirror_check`` compares it with Redis.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ class IndexMirror:
         tick_s: float = 0.5,
         check_interval_s: float = 10.0,
     ) -> None:
-        """``lease_ttl_s``: the nodes' own; how long Redis must have been watched before a silent node is
-        dropped. ``tick_s``: how often the stream's end and the leases are looked at. ``check_interval_s``:
-        how often a part of the copy is compared with Redis.
+        """``lease_ttl_s``: the nodes' lease; how long Redis must answer before a silent node is dropped.
+        ``tick_s``: interval of looking at the stream's end and the leases. ``check_interval_s``: interval of
+        comparing a part of the copy with Redis.
 
-        ``on_joined`` is called for every new life of a node, ``on_updated`` for every later record of one,
-        ``on_left`` with the record and why; a node that comes back with a new epoch leaves first. All run on
-        the loop, after the mirror has changed. ``on_status`` gets a sentence whenever the mirror loses the
-        index, falls behind it, is found to differ from it, and when it is in step again.
+        ``on_joined`` is called for every new epoch of a node, ``on_updated`` for every later record,
+        ``on_left`` with the record and the reason; a node that returns in a new epoch leaves first. All run
+        on the loop, after the mirror has changed. ``on_status`` gets a sentence when the mirror loses the
+        index, falls behind, differs, or is in step again.
         """
         self.connected = False
         self._index = index
@@ -77,11 +75,11 @@ class IndexMirror:
         return self._copy.nodes
 
     def held_by(self, node_id: str) -> dict[bytes, Tier]:
-        """Everything the node holds; nothing for an unknown node. Takes a microsecond a block."""
+        """All blocks of the node; empty for an unknown node. Takes a microsecond a block."""
         return self._copy.blocks.part_of(node_id, 0, 1) if node_id in self.nodes else {}
 
     def num_blocks_of(self, node_id: str) -> int:
-        """Blocks the node holds; 0 for an unknown node."""
+        """Number of blocks of the node; 0 for an unknown node."""
         return self._copy.blocks.num_held(node_id) if node_id in self.nodes else 0
 
     @property
@@ -90,11 +88,11 @@ class IndexMirror:
 
     @property
     def lag_s(self) -> float:
-        """Seconds the mirror was behind the stream when last looked (a few times a second)."""
+        """Seconds the mirror was behind the stream at the last look, a few times a second."""
         return self._follower.lag_s
 
     async def start(self) -> None:
-        """Read the index and follow it from now on. Raises ``IndexUnavailable``; nothing runs then."""
+        """Read the index and follow it. Raises ``IndexUnavailable``: nothing runs then."""
         await self._follower.connect()
         self._set_connected(True)
         self._tasks = [asyncio.create_task(each) for each in (self._run(), self._sweep(), self._compare())]
@@ -117,9 +115,7 @@ class IndexMirror:
 
     async def check(self) -> int:
         """Compare everything with Redis now. Returns how many blocks differed; their nodes are read again.
-
-        Raises ``IndexUnavailable``.
-        """
+        Raises ``IndexUnavailable``."""
         return await self._check.compare(0, 1)
 
     async def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""A mirror compared with Redis, without stopping either."""
+"""Comparison of a mirror with Redis, without stopping either."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from moonpool.kvstore.index.redis.kv_index import KVIndex, LogPage
 
 _log = logging.getLogger(__name__)
 
-# A round looks at one block of so many, of every node: a lost batch or node shows in the first round, a
+# A round compares one block in this many, of every node: a lost batch or node shows in the first round, a
 # single wrong block within all of them.
 NUM_PARTS = 64
 
 
 class MirrorCheck:
-    """Reads nodes' logs as they are at some entry of the stream, waits until the copy is there too, and
-    compares what has not changed meanwhile. Nodes that differ become the follower's suspects: it reads them
-    again.
-    """
+    """Read nodes' logs as of some event, wait until the copy has applied it, and compare the blocks that did
+    not change meanwhile. The follower reads nodes that differ again."""
 
     def __init__(self, index: KVIndex, copy: MirrorState, follower: Follower) -> None:
         self._index = index
@@ -32,7 +30,7 @@ class MirrorCheck:
         self._turn = 0
 
     async def compare_next(self) -> int:
-        """One round: the next part of every node's blocks."""
+        """Compare the next part of every node's blocks."""
         self._turn += 1
         return await self.compare(self._turn % NUM_PARTS, NUM_PARTS)
 
@@ -62,7 +60,7 @@ class MirrorCheck:
         listed = set(await self._index.node_ids())
         if not await self._reached(tip.seq, tip.instance):
             return set()
-        # Asked again: what came or went between the two questions is no difference.
+        # Read again: nodes that joined or left in between do not differ.
         again = set(await self._index.node_ids())
         known = copy.nodes.keys() - copy.missing.keys()
         return (listed & again) - copy.nodes.keys() | (known - listed - again)
@@ -78,7 +76,7 @@ class MirrorCheck:
                 return 0
             record = copy.nodes.get(node_id)
             if record is None or record.epoch != page.epoch or not copy.is_watched(node_id, changed):
-                return 0  # it left, or said everything anew, meanwhile
+                return 0  # it left or registered again meanwhile
             known = copy.blocks.part_of(node_id, part, num_parts)
         finally:
             copy.unwatch(node_id)
@@ -87,7 +85,7 @@ class MirrorCheck:
     async def _read(
         self, node_id: str, part: int, num_parts: int
     ) -> tuple[dict[bytes, Tier], LogPage | None]:
-        """What the log says of this part, and its last page: with nothing on it, as of ``page.seq``."""
+        """The log's blocks of this part, and its last page: empty, as of ``page.seq``."""
         held: dict[bytes, Tier] = {}
         position, epoch = 0, -1
         while True:
@@ -110,7 +108,7 @@ class MirrorCheck:
             await asyncio.sleep(0)
 
     async def _reached(self, seq: int, instance: str) -> bool:
-        """Wait until the copy has applied this entry. False: the index is another one now."""
+        """Wait until the copy has applied this event. False: the index has another instance now."""
         follower = self._follower
         while follower.instance == instance and follower.seq < seq:
             follower.advanced.clear()

@@ -1,4 +1,4 @@
-"""What the index says, in memory: the nodes and who holds which block. Knows nothing of Redis."""
+"""The content of the index in memory: the nodes and the holders of each block. Knows nothing of Redis."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ _log = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
-    """Hears of the nodes, on the loop, after the copy has changed."""
+    """Informed of nodes, on the loop, after the state has changed."""
 
     def joined(self, record: NodeRecord) -> None:
-        """A new life of a node."""
+        """A node joined, in a new epoch."""
 
     def updated(self, record: NodeRecord) -> None:
-        """A later record of it."""
+        """A later record of the node."""
 
     def left(self, record: NodeRecord, reason: str) -> None:
-        """A node that comes back with a new epoch leaves first."""
+        """A node left; one that returns in a new epoch leaves first."""
 
 
 class MirrorState:
-    """Applies what was read, in order. Applying an entry twice is harmless."""
+    """Applies events in order. Applying one twice is harmless."""
 
     def __init__(self, listener: Listener, on_dirty: Callable[[], None]) -> None:
-        """``on_dirty`` is called when ``blocks.sweep`` has something to do."""
+        """``on_dirty`` is called when ``blocks.sweep`` has work."""
         self.nodes: dict[str, NodeRecord] = {}
         self.blocks = BlockMap()
-        # Nodes that a new instance of the index does not know (yet): until when they are kept.
+        # Nodes that a new instance of the index does not know yet: until when they are kept.
         self.missing: dict[str, float] = {}
         self._listener = listener
         self._on_dirty = on_dirty
         self._watched: dict[str, set[bytes]] = {}
 
     def apply(self, event: Event) -> None:
-        """An entry of the stream; one that cannot be read is skipped, and counted."""
+        """Apply an event of the stream; a corrupt one is skipped and counted."""
         try:
             self._apply(event)
         except (ChangesCorrupt, RecordCorrupt) as error:
@@ -57,7 +57,7 @@ class MirrorState:
         if event.kind == b"J":
             self.join(NodeRecord.from_json(event.data))
         elif known is None or known.epoch != event.epoch:
-            return  # of a life that is over, or (just after everything was read) not begun yet
+            return  # of another epoch
         elif event.kind == b"B":
             self.change(node_id, event.data)
         elif event.kind == b"H":
@@ -69,8 +69,8 @@ class MirrorState:
             self.leave(node_id, event.data.decode())
 
     def change(self, node_id: str, changes: bytes) -> None:
-        """A batch of ``moonpool.kvstore.index.redis.changes``. Raises ``ChangesCorrupt``, having applied
-        what came before."""
+        """Apply a batch of ``index.redis.changes``. Raises ``ChangesCorrupt`` after applying the groups
+        before."""
         watched = self._watched.get(node_id)
         for op, packed in decode(changes):
             if op == REMOVED:
@@ -81,12 +81,12 @@ class MirrorState:
                 watched.update(split(packed))
 
     def complete(self, node_id: str) -> None:
-        """The node has said all it holds since it joined anew."""
+        """The node has published all its blocks since it joined."""
         self.blocks.complete(node_id)
         self._on_dirty()
 
     def join(self, record: NodeRecord) -> None:
-        """A node registered: for the first time, in a new life, or anew in the same one (its blocks
+        """A node registered: for the first time, in a new epoch, or again in the same one (its blocks
         follow)."""
         node_id = record.node_id
         known = self.nodes.get(node_id)
@@ -114,11 +114,11 @@ class MirrorState:
         self._listener.left(record, reason)
 
     def watch(self, node_id: str) -> set[bytes]:
-        """The keys of a node that change from now on, until ``unwatch``."""
+        """The node's keys that change from now on, until ``unwatch``."""
         return self._watched.setdefault(node_id, set())
 
     def is_watched(self, node_id: str, changed: set[bytes]) -> bool:
-        """Whether ``changed`` still is what ``watch`` gave: a node that joins anew is watched no more."""
+        """Whether ``changed`` is still current: joining again ends a watch."""
         return self._watched.get(node_id) is changed
 
     def unwatch(self, node_id: str) -> None:

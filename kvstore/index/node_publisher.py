@@ -1,4 +1,4 @@
-"""A node's voice in the index: its lease, its load, and the blocks it holds."""
+"""A node's entries in the index: its lease, its record, and its blocks."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from moonpool.runtime.config.options import IndexOptions
 _log = logging.getLogger(__name__)
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
-# Blocks in one call: enough that the call's own cost vanishes, few enough that Redis is never held up.
+# Blocks in one call: enough to amortise the call, few enough not to block Redis.
 BATCH_BLOCKS = 1024
 _TIDY_BATCHES = 16
 
 
 class Listener(Protocol):
-    """Hears what a node says it holds, whether Redis is there or not."""
+    """Informed of a node's blocks, with Redis or without."""
 
     def stored(self, key: BlockKey, tier: Tier) -> None:
-        """The block is held, its fastest copy now in ``tier``."""
+        """The node holds the block, the fastest copy in ``tier``."""
 
     def removed(self, key: BlockKey) -> None:
-        """The block is held in no tier any more."""
+        """No tier holds the block any more."""
 
 
 class IndexPublisher:
     """``stored`` and ``removed`` return at once and never fail; a task on the loop publishes.
 
-    While Redis is lost nothing is gathered: when it is back, the node registers again and publishes all it
-    holds.
+    While Redis is lost nothing is collected: afterwards the node registers again and publishes all its
+    blocks.
     """
 
     def __init__(
@@ -52,23 +52,21 @@ class IndexPublisher:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``record_fn`` gives the node's record with its load as it is now (same node_id and epoch for ever);
-        ``held_fn`` gives every block it holds now, with its fastest tier, in any order."""
+        """``record_fn`` returns the node's current record (node_id and epoch never change); ``held_fn``
+        returns every block with its fastest tier."""
         self.connected = False
         self.listeners: list[Listener] = []
-        self.superseded = False  # another process runs under our node id with a newer epoch: silent for good
+        self.superseded = False  # another process has our node id in a newer epoch: publish nothing more
         self._index = index
         self._record_fn = record_fn
         self._held_fn = held_fn
         self._ttl_s = options.lease_ttl_s
         self._interval_s = options.publish_interval_s
         self._clock = clock
-        self._held: dict[BlockKey, Tier] = {}  # what the index says, or will once ``_pending`` is published
+        self._held: dict[BlockKey, Tier] = {}  # as in the index once ``_pending`` is published
         self._pending: dict[BlockKey, Tier | None] = {}  # None: removed
-        self._gathering = (
-            False  # changes go to ``_pending``: set from just before we register until Redis is lost
-        )
-        self._complete = False  # all that was held when we registered is published
+        self._collecting = False  # changes go to ``_pending``: from registering until Redis is lost
+        self._complete = False  # every block held at registration is published
         self._log_base = 0  # position of the oldest batch of our log
         self._log_blocks = 0  # changes in our log
         self._next_heartbeat = 0.0
@@ -77,7 +75,7 @@ class IndexPublisher:
         self._task: asyncio.Task[None] | None = None
 
     def stored(self, key: BlockKey, tier: Tier = Tier.POOL) -> None:
-        """The block is held, its fastest copy now in ``tier``."""
+        """The node holds the block, the fastest copy in ``tier``."""
         if self._held.get(key) is not tier:
             self._held[key] = tier
             self._change(key, tier)
@@ -85,40 +83,38 @@ class IndexPublisher:
                 listener.stored(key, tier)
 
     def removed(self, key: BlockKey) -> None:
-        """The block is held in no tier any more."""
+        """No tier holds the block any more."""
         if self._held.pop(key, None) is not None:
             self._change(key, None)
             for listener in self.listeners:
                 listener.removed(key)
 
     def retract(self, keys: Iterable[BlockKey]) -> int:
-        """Somebody was told that this node holds these blocks. Publishes the removal of those it does not
-        hold, whatever the index says of them; only their owner can do that without a race. Returns how many.
-        """
+        """Publish the removal of those keys that this node does not hold, whatever the index says: another
+        node was told of them. Only the owner can do that without a race. Returns how many."""
         stale = [key for key in keys if key not in self._held]
         for key in stale:
             self._change(key, None)
         return len(stale)
 
     def announce(self) -> None:
-        """Publish the node's record now, not at the next heartbeat: its state has changed."""
+        """Publish the node's record now, not at the next heartbeat."""
         self._idle.clear()
         self._next_heartbeat = 0.0
         self._wake.set()
 
     def _change(self, key: BlockKey, tier: Tier | None) -> None:
         self._idle.clear()
-        if self._gathering:
+        if self._collecting:
             self._pending[key] = tier
             self._wake.set()
 
     async def flush(self) -> None:
-        """Wait until everything said so far is in Redis (however long Redis stays away)."""
+        """Wait until everything so far is in Redis, however long Redis is lost."""
         await self._idle.wait()
 
     async def start(self) -> None:
-        """Register. Returns after the first attempt: ``connected`` says whether Redis was there; if it was
-        not, attempts go on."""
+        """Register. Returns after the first attempt: ``connected`` tells its outcome; attempts go on."""
         try:
             await self._register()
         except (IndexUnavailable, EpochSuperseded) as error:
@@ -150,7 +146,7 @@ class IndexPublisher:
                 await self._publish_forever()
             except (IndexUnavailable, NodeUnknown, EpochSuperseded) as error:
                 self._lost(error)
-                # NodeUnknown: we were dropped, or Redis has lost its data. It answers: no need to wait.
+                # NodeUnknown: Redis answers, but dropped this node or lost its data: do not wait.
                 if not isinstance(error, NodeUnknown):
                     await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
                     attempt += 1
@@ -162,7 +158,7 @@ class IndexPublisher:
     async def _register(self) -> None:
         self._held = dict(self._held_fn())
         self._pending = dict(self._held)
-        self._gathering = True
+        self._collecting = True
         self._complete = not self._held
         self._idle.clear()
         base = await self._index.register(self._record_fn(), self._ttl_s, complete=self._complete)
@@ -173,7 +169,7 @@ class IndexPublisher:
         self._set_connected(True)
 
     def _lost(self, error: Exception) -> None:
-        self._gathering = False
+        self._collecting = False
         self._pending = {}
         self._idle.clear()
         self.superseded = isinstance(error, EpochSuperseded)
@@ -196,7 +192,7 @@ class IndexPublisher:
             await self._pause()
 
     async def _pause(self) -> None:
-        """Until there is something to say; then a little longer, so that one call says much."""
+        """Wait for a change, then a little longer, so that one call carries many."""
         try:
             async with asyncio.timeout(max(self._next_heartbeat - self._clock(), 0.0)):
                 await self._wake.wait()
@@ -211,7 +207,7 @@ class IndexPublisher:
             self._next_heartbeat = self._clock() + self._ttl_s / 3
 
     async def _publish_pending(self) -> None:
-        # What is said from here on goes out after this, so a key's changes stay in order.
+        # Later changes are published after these, so a key's changes stay in order.
         pending, self._pending = self._pending, {}
         record = self._record_fn()
         left = len(pending)
@@ -230,8 +226,8 @@ class IndexPublisher:
             await self._heartbeat_if_due()
 
     async def _tidy_log(self) -> None:
-        """Keep our log in Redis within half again of what it has to say: repeat what still holds of its
-        oldest batches at its end, and drop them."""
+        """Keep our log in Redis within 1.5 times its live entries: append those of its oldest batches that
+        are still true, and drop these batches."""
         record = self._record_fn()
         while self._log_blocks > 1.5 * len(self._held) + 8 * BATCH_BLOCKS:
             page = await self._index.read_log(record.node_id, self._log_base, _TIDY_BATCHES)

@@ -1,4 +1,4 @@
-"""Who holds how much of one chain, without naming everybody: for clusters of many nodes."""
+"""The prefix lengths of one chain on many nodes, without naming every node."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy.typing as npt
 
 
 class PrefixMap(Mapping[str, int]):
-    """Node id to number of leading blocks, like a dict, over (mask, length) groups.
+    """Node id to number of leading blocks, as a mapping over (mask, length) groups.
 
-    Looking up one node and spreading lengths over an array cost next to nothing however many nodes hold the
-    chain; iterating costs what a dict would. It shows the moment at which it was made, as long as no node
-    leaves and its slot is not used again.
+    Looking up one node or spreading lengths over an array is cheap however many nodes hold the chain;
+    iterating costs as much as a dict. Valid until a node leaves and its slot is reused.
     """
 
     def __init__(
@@ -23,7 +22,7 @@ class PrefixMap(Mapping[str, int]):
         slot_of: Callable[[str], int],
         names: Callable[[int], Sequence[str]],
     ) -> None:
-        """``groups``: masks that share no node, longest first; ``width``: bits a node has in a mask."""
+        """``groups``: disjoint masks, longest first; ``width``: bits of a node in a mask."""
         self._groups = groups
         self._width = width
         self._slot_of = slot_of
@@ -65,7 +64,7 @@ class PrefixMap(Mapping[str, int]):
             nbytes = (mask.bit_length() + 7) // 8
             bits = np.frombuffer(mask.to_bytes(nbytes, "little"), np.uint8)
             held = np.unpackbits(bits, bitorder="little")[:: self._width]
-            # Whoever lies beyond the mask's end, or in no slot, finds the zero behind it.
+            # Slots beyond the mask's end, and -1, find the zero appended here.
             held = np.append(held, np.uint8(0))
             where = np.minimum(slots, len(held) - 1)
             lengths[held[where] != 0] = length
@@ -73,7 +72,7 @@ class PrefixMap(Mapping[str, int]):
 
 
 class SlowBlocks(Mapping[str, tuple[int, int]]):
-    """Node id to (blocks in host memory, blocks on SSD) of its prefix, worked out when asked for."""
+    """Node id to (blocks in host memory, blocks on SSD) of its prefix, computed on access."""
 
     def __init__(self, slow_of: Callable[[str], tuple[int, int] | None], prefixes: Mapping[str, int]) -> None:
         self._slow_of = slow_of
@@ -93,7 +92,7 @@ class SlowBlocks(Mapping[str, tuple[int, int]]):
 
 
 def _lowest(mask: int, count: int) -> int:
-    """The lowest ``count`` bits that are set, or all."""
+    """The lowest ``count`` set bits, or all."""
     if mask.bit_count() <= count:
         return mask
     lowest = 0

@@ -1,4 +1,4 @@
-"""The index compared with what nodes really hold, and with mirrors of it."""
+"""Comparison of the index with the blocks that nodes really hold, and with mirrors of it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _CALL_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What ``subject`` (the index, or a mirror) says of a node against what is true of it."""
+    """What ``subject`` (the index or a mirror) says of a node, compared with the truth."""
 
     subject: str
-    missing: Held = field(default_factory=dict)  # held, and not named
-    wrong: Held = field(default_factory=dict)  # in another tier than is named: the right one
-    stale: frozenset[BlockKey] = frozenset()  # named, and not held
+    missing: Held = field(default_factory=dict)  # held, not in the index
+    wrong: Held = field(default_factory=dict)  # with the right tier
+    stale: frozenset[BlockKey] = frozenset()  # in the index, not held
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.wrong or self.stale)
 
     def and_still(self, later: Difference) -> Difference:
-        """What differed both times: blocks come and go between two questions."""
+        """The differences found both times: blocks change between two questions."""
         return Difference(
             self.subject,
             {key: tier for key, tier in later.missing.items() if key in self.missing},
@@ -45,17 +45,17 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class NodeFinding:
-    """One node: what the index and each mirror say of it against what it says itself. ``unasked`` says why it
-    was not asked; mirrors are compared with the index then."""
+    """One node: the index and each mirror compared with the node's own answer. ``unasked``: why the node was
+    not asked; mirrors are then compared with the index."""
 
     record: NodeRecord
-    num_blocks: int  # that the index names
+    num_blocks: int  # in the index
     differences: Sequence[Difference]
     unasked: str = ""
 
 
 async def ask_node(record: NodeRecord) -> Held:
-    """What a node says it holds. Raises ``NodeUnavailable``, ``RemoteError``."""
+    """The blocks a node says it holds. Raises ``NodeUnavailable``, ``RemoteError``."""
     held: Held = {}
     async with rpc.channel(record.rpc_address) as channel:
         with rpc.node_errors(record.node_id):
@@ -70,10 +70,8 @@ async def ask_node(record: NodeRecord) -> Held:
 async def verify(
     index: KVIndex, mirrors: Mapping[str, AskMirror], *, ask: AskNode = ask_node, settle_s: float = 1.0
 ) -> list[NodeFinding]:
-    """Compare everything twice, ``settle_s`` apart: what differs both times is wrong and not on its way.
-
-    Raises ``IndexUnavailable``, and what the mirrors raise.
-    """
+    """Compare everything twice, ``settle_s`` apart: what differs both times is wrong. Raises
+    ``IndexUnavailable`` and the mirrors' errors."""
     first = {finding.record.node_id: finding for finding in await _compare(index, mirrors, ask)}
     if not any(any(finding.differences) for finding in first.values()):
         return list(first.values())
@@ -92,10 +90,8 @@ async def verify(
 
 
 async def repair(index: KVIndex, findings: Sequence[NodeFinding]) -> int:
-    """Publish what is true. Returns how many entries were put right; mirrors follow by the stream.
-
-    Raises ``IndexUnavailable``, ``NodeUnknown``, ``EpochSuperseded``: the node has left or restarted.
-    """
+    """Publish what is true. Returns how many entries were corrected; mirrors follow by the stream. Raises
+    ``IndexUnavailable``, ``NodeUnknown``, ``EpochSuperseded`` (the node left or restarted)."""
     count = 0
     for finding in findings:
         for difference in finding.differences:
@@ -117,7 +113,7 @@ async def _compare(index: KVIndex, mirrors: Mapping[str, AskMirror], ask: AskNod
         true = said
         differences = []
         if record.role == EXTERNAL_ROLE:
-            unasked = "it is not ours"
+            unasked = "it is an external engine"
         else:
             try:
                 true = await ask(record)

@@ -18,13 +18,13 @@ _MAP_NBYTES = 1 << 30  # address space, not disk: some 200 bytes an object
 
 
 class Catalogue:
-    """``remember`` and ``forget`` return at once; a thread writes, many changes in one transaction.
+    """``remember`` and ``forget`` return at once; a thread writes many changes in one transaction.
 
-    A disk that fails or stalls costs what was said since: those objects are gone after a restart.
+    If the disk fails or stalls, the objects put since are lost after a restart.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens or makes ``path``. One that cannot be read is set aside under another name."""
+        """Open or create ``path``. One that cannot be read is set aside under another name."""
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._env, self.objects = _open(path)
@@ -41,7 +41,7 @@ class Catalogue:
         self._write_soon()
 
     async def flush(self) -> None:
-        """Until all that was said so far is on disk, or could not be written."""
+        """Wait until all changes so far are on disk or have failed."""
         while self._writing is not None:
             await asyncio.shield(self._writing)
 

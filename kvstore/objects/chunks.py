@@ -1,4 +1,5 @@
-"""How an object is cut: chunks of equal size in short chains, so that parts of it can be kept and moved."""
+"""The division of an object into chunks of equal size, in short chains, so that parts of it can be kept and
+moved."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from struct import Struct
 from moonpool.kvstore.blocks.keys import KEY_NBYTES, BlockKey
 from moonpool.protos import store_pb2
 
-# Chunks of one chain. A tier never evicts a chain to make room for its own end, so an object larger than the
-# host tier must be of several; within one, a lookup or an eviction walks at most so many.
+# Chunks of one chain. A tier does not evict a chain to make room for its own end, so an object larger than
+# the host tier needs several. It also bounds what a lookup or an eviction walks through.
 RUN_CHUNKS = 64
 
 _CHUNK = Struct("<16sQQ")
@@ -43,16 +44,16 @@ class ChunkPlan:
         return -(-self.nbytes // self.chunk_nbytes)
 
     def nbytes_of(self, chunk: int) -> int:
-        """Of the object's bytes in a chunk: all but the last one are full."""
+        """Bytes of the object in a chunk; only the last one may be partial."""
         return min(self.chunk_nbytes, self.nbytes - chunk * self.chunk_nbytes)
 
     def key_of(self, chunk: int) -> BlockKey:
-        """Unlike any other object's and any other version's."""
+        """A key that no other object or version has."""
         data = _CHUNK.pack(self.key, self.version, chunk)
         return BlockKey(blake2b(data, digest_size=KEY_NBYTES, person=b"moonpool-chunk").digest())
 
     def run_of(self, chunk: int) -> ChainRun:
-        """The part that ``chunk`` is in."""
+        """The run that contains ``chunk``."""
         first = chunk - chunk % RUN_CHUNKS
         last = min(first + RUN_CHUNKS, self.num_chunks)
         return ChainRun(first, [self.key_of(each) for each in range(first, last)])

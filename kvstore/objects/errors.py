@@ -1,4 +1,4 @@
-"""What a store node refuses, as its callers see it."""
+"""Errors of a store node."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from moonpool.kvstore.errors import StoreError
 
 
 class NodeStopping(StoreError):
-    """The node finishes what it has and takes nothing new."""
+    """The node drains and takes no new work."""
 
     code = "UNAVAILABLE"
 
     def __init__(self, node_id: str) -> None:
-        super().__init__(f"store node {node_id} is draining and takes nothing new")
+        super().__init__(f"store node {node_id} is draining and takes no new work")
 
 
 class ObjectsOff(StoreError):
-    """This node lends no memory for objects."""
+    """This node has no memory for objects."""
 
     code = "FAILED_PRECONDITION"
 
@@ -30,31 +30,31 @@ class StoreFull(StoreError):
 
     def __init__(self, node_id: str, nbytes: int, capacity_nbytes: int) -> None:
         super().__init__(
-            f"store node {node_id} has no room for an object of {nbytes} bytes: it keeps at most "
-            f"{capacity_nbytes} bytes of objects, and what is being read or written now cannot make room; "
-            "raise store_node.object_nbytes"
+            f"store node {node_id} has no room for an object of {nbytes} bytes: its capacity is "
+            f"{capacity_nbytes} bytes, and objects being read or written now are not evicted; raise "
+            "store_node.object_nbytes"
         )
 
 
 class OverQuota(StoreError):
-    """A tenant's puts would take more than one tenant may have here, even in place of all it has."""
+    """A tenant's puts exceed its quota, even if all its objects were dropped."""
 
     code = "RESOURCE_EXHAUSTED"
 
     def __init__(self, nbytes: int, limit_nbytes: int) -> None:
         super().__init__(
-            f"these objects take {nbytes} bytes of the store node, and one tenant's may take {limit_nbytes} "
-            "at most: put less at a time, or raise store_node.tenant_nbytes"
+            f"these objects take {nbytes} bytes, and a tenant may take at most {limit_nbytes} of a store "
+            "node: put less at a time, or raise store_node.tenant_nbytes"
         )
 
 
 class PutUnknown(StoreError):
-    """No put of this id is under way: it was finished, aborted, or not continued in time."""
+    """No put has this id: it was finished, aborted, or not continued in time."""
 
     code = "NOT_FOUND"
 
     def __init__(self, put_id: int) -> None:
-        super().__init__(f"put {put_id} is not under way: it was not continued in time; put again")
+        super().__init__(f"no put has the id {put_id}: it ended or was not continued in time; put again")
 
 
 class PutBroken(StoreError):
@@ -64,18 +64,18 @@ class PutBroken(StoreError):
 
 
 class BadRequest(StoreError):
-    """A field of a request makes no sense; ``str(error)`` says which."""
+    """A field of a request is invalid; ``str(error)`` names it."""
 
     code = "INVALID_ARGUMENT"
 
 
 class OtherLayout(StoreError):
-    """The KV blocks offered have another shape than those this node keeps."""
+    """The offered KV blocks have another layout than the node's."""
 
     code = "FAILED_PRECONDITION"
 
     def __init__(self, node_id: str, theirs: str, ours: str) -> None:
         super().__init__(
-            f"store node {node_id} keeps KV blocks of layout {ours}, not {theirs}: "
-            "restart it to keep those of another model, dtype or block size"
+            f"store node {node_id} has KV blocks of layout {ours}, not {theirs}: "
+            "restart it to use another model, dtype or block size"
         )

@@ -1,15 +1,15 @@
-"""What a store node's /metrics say besides its tiers' own."""
+"""Prometheus metrics of objects on a store node."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter
 
-PUTS = Counter("moonpool_store_puts", "Objects put, by how it ended: done, expired or failed", ["end"])
-LOOKUPS = Counter("moonpool_store_lookups", "Objects asked for, by whether they were here", ["result"])
+PUTS = Counter("moonpool_store_puts", "Puts of objects by outcome: done, expired or failed", ["end"])
+LOOKUPS = Counter("moonpool_store_lookups", "Lookups of objects by result", ["result"])
 EVICTED_OBJECTS = Counter(
     "moonpool_store_evicted_objects",
-    "Objects dropped, by why: room (a part had to make room, or was damaged on disk), surplus (an extra copy "
-    "nobody read lately), quota (its tenant has too much) or damaged (as a reader found)",
+    "Objects dropped by reason: room (a chunk was evicted or damaged on disk), surplus (an unused copy), "
+    "quota (of its tenant) or damaged (found by a reader)",
     ["reason"],
 )
 COPIED_BYTES = Counter("moonpool_store_copied_bytes", "Bytes read from other nodes to keep a copy", ["shelf"])

@@ -1,4 +1,4 @@
-"""How much of a store node each tenant's objects may take, and which of its own go when it is too much."""
+"""Limits on each tenant's objects on a store node, and the choice of its objects that exceed the limit."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from moonpool.kvstore.objects.errors import OverQuota
 
 
 class ObjectQuotas:
-    """Bookkeeping only: the shelf says what comes, is used and goes, and drops what it is told."""
+    """Bookkeeping only: the shelf reports changes, and drops what it is told."""
 
     def __init__(self, limit_nbytes: int) -> None:
-        """``limit_nbytes``: for each owner; 0: no bound."""
+        """``limit_nbytes``: for each owner; 0: no limit."""
         self.limit_nbytes = limit_nbytes
-        self._held: dict[bytes, OrderedDict[bytes, int]] = {}  # by owner: bytes by key, longest unused first
+        self._held: dict[bytes, OrderedDict[bytes, int]] = {}  # by owner; least recently used first
 
     def nbytes(self, owner: bytes) -> int:
         return sum(self._held.get(owner, {}).values())
 
     def shown(self, owner: bytes, key: bytes, nbytes: int) -> None:
-        """The owner has this object now, which takes so many bytes here."""
+        """The owner has this object, which takes ``nbytes`` here."""
         self._held.setdefault(owner, OrderedDict())[key] = nbytes
 
     def used(self, owner: bytes, key: bytes) -> None:
@@ -32,10 +32,10 @@ class ObjectQuotas:
             del self._held[owner]
 
     def victims(self, owner: bytes, key: bytes, nbytes: int, under_way_nbytes: int) -> list[bytes]:
-        """What of its own the owner must give up, longest unused first, to put ``nbytes`` under ``key`` in
-        place of what is there, while its other puts bring ``under_way_nbytes``.
+        """The owner's objects to drop, least recently used first, before ``nbytes`` are put under ``key``
+        while its other puts bring ``under_way_nbytes``.
 
-        Raises ``OverQuota``: it is too much even for all that it has.
+        Raises ``OverQuota``: dropping all of them is not enough.
         """
         if not self.limit_nbytes:
             return []

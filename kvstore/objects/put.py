@@ -1,4 +1,4 @@
-"""One object on its way in: room is reserved window by window, nobody sees it before its last byte."""
+"""A put of one object: room is reserved window by window, and the object is visible after its last byte."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _WINDOW_CHUNKS = 4 * RUN_CHUNKS
 
 
 def window_chunks(store: TieredStore) -> int:
-    """Most chunks reserved or leased at a time. Large enough that a window is worth its round trip, small
-    enough that one put or get does not take all of memory, nor empty it for what may never come."""
+    """Most chunks reserved or leased at a time: enough to amortise a round trip, few enough that one put or
+    get does not take all memory."""
     return max(min(_WINDOW_CHUNKS, store.host.capacity // 4), 1)
 
 
 class Put:
-    """After ``reserve`` the caller fills ``places``, then calls ``commit``; and so on until ``complete``.
+    """After ``reserve`` the caller fills ``offsets``, then calls ``commit``, and so on until ``complete``.
 
-    ``abort`` at any time gives back what is reserved.
+    ``abort`` gives back what is reserved.
     """
 
     def __init__(self, store: TieredStore, record: store_pb2.StoredObject, ttl_s: float) -> None:
-        """``record.tail_checksum`` is filled in when the last chunk is committed. ``ttl_s``: how long each
-        window may take."""
+        """``record.tail_checksum`` is set when the last chunk is committed. ``ttl_s``: how long each window
+        may take."""
         self.record = record
         self.ttl_s = ttl_s
-        self.expires_s = 0.0  # kept by the shelf
+        self.expires_s = 0.0  # set by the shelf
         self._store = store
         self._window = window_chunks(store)
         self._cut = ChunkPlan.of(record.info, record.chunk_nbytes)
@@ -40,19 +40,17 @@ class Put:
 
     @property
     def complete(self) -> bool:
-        """Every chunk is committed."""
+        """Whether every chunk is committed."""
         return not self._reserved and self._next == self._cut.num_chunks
 
     @property
     def offsets(self) -> list[int]:
-        """Where in the store's memory the reserved chunks are to be written, in bytes, in order."""
+        """Offsets in the store's memory of the reserved chunks, in bytes, in order."""
         return [offset for reservation in self._reserved for offset in reservation.offsets]
 
     def reserve(self) -> bool:
-        """Reserve the next window, or as much of it as there is room for. False: there is none.
-
-        Raises ``PutBroken``: somebody else writes the same version.
-        """
+        """Reserve the next window, or as much as there is room for. False: there is none. Raises
+        ``PutBroken``: the same version is being written by another put."""
         cut, self._first = self._cut, self._next
         end = min(self._next + self._window, cut.num_chunks)
         while self._next < end:
@@ -62,7 +60,7 @@ class Put:
             reservation = self._store.reserve(wanted, parent=run.keys[at - 1] if at else None)
             if reservation.num_held:
                 reservation.abort()
-                raise PutBroken("another put of this very version is under way, or has just ended")
+                raise PutBroken("another put of this version is running, or has just ended")
             num_slots = len(reservation.slots)
             if num_slots == 0:
                 reservation.abort()
@@ -74,10 +72,8 @@ class Put:
         return self._next > self._first
 
     def commit(self, checksums: Sequence[int]) -> None:
-        """The reserved chunks hold their bytes, whose xxh3-64 these are.
-
-        Raises ``BadRequest`` when there are not as many as chunks reserved; nothing has changed then.
-        """
+        """The reserved chunks hold their bytes, with these xxh3-64. Raises ``BadRequest``: there are not as
+        many as chunks reserved; nothing has changed."""
         if len(checksums) != self._next - self._first:
             raise BadRequest(f"{self._next - self._first} chunks were reserved, {len(checksums)} committed")
         values = list(checksums)
@@ -92,7 +88,7 @@ class Put:
             at += num_slots
 
     def _fill_tail(self, known: int) -> int:
-        """Zero what is left of the last chunk's slot; returns the checksum of the whole slot."""
+        """Zero the rest of the last chunk's slot; returns the checksum of the whole slot."""
         slot = self._reserved[-1].spans[-1]
         nbytes = self._cut.nbytes_of(self._cut.num_chunks - 1)
         if nbytes == slot.nbytes:
@@ -101,7 +97,7 @@ class Put:
         return checksum(slot.data)
 
     def abort(self) -> ChunkPlan:
-        """Give back what is reserved. Returns the cut whose chunks the caller removes."""
+        """Give back what is reserved. Returns the plan of the chunks that the caller removes."""
         reserved, self._reserved = self._reserved, []
         for reservation in reserved:
             reservation.abort()

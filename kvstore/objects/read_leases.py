@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Opened:
-    """Chunks of an object, pinned: where each lies, and the checksum of its own bytes."""
+    """Pinned chunks of an object: their offsets, and the checksums of their own bytes."""
 
     record: store_pb2.StoredObject
     offsets: list[int] = field(default_factory=list)  # into the store's memory

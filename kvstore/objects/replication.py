@@ -1,4 +1,4 @@
-"""An object read from another store node and kept here, window by window."""
+"""Copies of objects from other store nodes, window by window."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ async def copy_object(
     surplus: bool,
     ttl_s: float,
 ) -> int:
-    """Keep a copy of ``wanted`` in ``objects``, whose memory is ``region``. Returns the bytes read: 0
-    when it was here. ``ttl_s``: longest that reading one window takes.
+    """Copy ``wanted`` into ``objects`` in ``region``. Returns the bytes read: 0 if it was here.
+    ``ttl_s``: longest that reading one window takes.
 
-    Raises:
-        PutBroken: the source has not got it, or cuts its objects otherwise.
-        StoreFull, NodeUnavailable, RemoteError, TransferError: as the name says. Nothing of it is here.
+    Raises ``PutBroken``: the source does not have it, or has another chunk size. Raises ``StoreFull``,
+    ``NodeUnavailable``, ``RemoteError``, ``TransferError``. Nothing of it is here then.
     """
     (opened,), chunk_nbytes = await source.open(owner, [wanted])
     unread = [opened]
@@ -35,8 +34,8 @@ async def copy_object(
             raise PutBroken(f"store node {source.node_id} has no such object")
         if chunk_nbytes != objects.chunk_nbytes:
             raise PutBroken(
-                f"store node {source.node_id} cuts objects into chunks of {chunk_nbytes} bytes, this one of "
-                f"{objects.chunk_nbytes}: give all the same store_node.chunk_nbytes"
+                f"store node {source.node_id} has chunks of {chunk_nbytes} bytes, this one of "
+                f"{objects.chunk_nbytes}: use the same store_node.chunk_nbytes everywhere"
             )
         info = store_pb2.ObjectInfo()
         info.CopyFrom(opened.info)
@@ -44,15 +43,15 @@ async def copy_object(
         cut = ChunkPlan.of(info, chunk_nbytes)
         put_id, put = await objects.begin(owner, info, ttl_s)
         first = nbytes = 0
-        while places := put.offsets:
-            here = [Span(region.id, offset, cut.nbytes_of(first + i)) for i, offset in enumerate(places)]
+        while offsets := put.offsets:
+            here = [Span(region.id, offset, cut.nbytes_of(first + i)) for i, offset in enumerate(offsets)]
             if not unread:
                 unread = [await source.reopen(owner, info, first)]
-            place = dict(enumerate(here, first)).__getitem__
-            checksums = await source.read(owner, unread.pop(), first, first + len(places), place)
+            span_of = dict(enumerate(here, first)).__getitem__
+            checksums = await source.read(owner, unread.pop(), first, first + len(offsets), span_of)
             await objects.commit(put_id, checksums)
             nbytes += sum(span.nbytes for span in here)
-            first += len(places)
+            first += len(offsets)
         return nbytes
     except BaseException:
         objects.abort(put_id)

@@ -1,4 +1,4 @@
-"""The objects of a store node: how they come in, how they are read, how they go."""
+"""The objects of a store node: puts, reads and removal."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ from moonpool.protos import store_pb2
 
 log = logging.getLogger(__name__)
 
-# A copy made because an object was hot is no longer needed when nobody has read it here for so long.
+# A surplus copy not read for this long may be dropped.
 _UNUSED_S = 10.0
 # Longest that closing waits for the disk.
 _FLUSH_S = 60.0
 
 
 class ObjectShelf:
-    """Objects over a ``TieredStore`` of chunks. Everything on one event loop.
-
-    An object is visible, in ``table``, from the moment its last chunk is committed. Whoever names one must
-    name its owner too.
-    """
+    """Objects over a ``TieredStore`` of chunks, on one event loop. An object is visible in ``table`` once its
+    last chunk is committed. Every call that names one names its owner."""
 
     def __init__(
         self,
@@ -43,9 +40,8 @@ class ObjectShelf:
         clock: Callable[[], float],
         rng: Random,
     ) -> None:
-        """``store``: not started; its ``on_change`` must call ``table.chunk_changed``. ``tenant_nbytes``:
-        most that one owner's objects take; 0: no bound. ``rng``: makes the ids of leases and puts, which must
-        not be guessed."""
+        """``store``: not started; its ``on_change`` calls ``table.chunk_changed``. ``tenant_nbytes``: limit
+        of one owner's objects; 0: none. ``rng``: makes the ids of puts, which must not be guessed."""
         self.chunk_nbytes = chunk_nbytes
         self._quotas = ObjectQuotas(tenant_nbytes)
         self.table = ObjectTable(store, chunk_nbytes, catalogue, self._quotas)
@@ -59,16 +55,16 @@ class ObjectShelf:
 
     @property
     def num_users(self) -> int:
-        """Puts and reads under way."""
+        """Puts and reads in progress."""
         return len(self._puts) + self._store.stats.num_leases
 
     async def start(self) -> None:
-        """Take up what the disk holds."""
+        """Load the objects on disk."""
         await self._store.start()
         await self.table.adopt()
 
     async def close(self) -> None:
-        """Take back what is under way, and give the disk the time to take what only memory holds."""
+        """Abort puts, and write to disk what is only in memory."""
         for put_id in list(self._puts):
             self.abort(put_id)
         await self.table.settle()
@@ -77,7 +73,7 @@ class ObjectShelf:
         await self.table.close()
 
     def sweep(self) -> None:
-        """Take back puts and leases whose time is over. Call it now and then."""
+        """End puts and leases that have expired. Call it regularly."""
         now_s = self._clock()
         for put_id in [each for each, put in self._puts.items() if put.expires_s <= now_s]:
             log.warning("a put of %r was not continued in time", self._puts[put_id].record.info.name)
@@ -88,8 +84,8 @@ class ObjectShelf:
     async def begin(self, owner: bytes, info: store_pb2.ObjectInfo, ttl_s: float) -> tuple[int, Put]:
         """Reserve the first chunks; returns the put and its id.
 
-        The id is 0 when there is nothing to write: the object is empty, or this version or a later one is
-        here. An owner that would have too much loses what it has not used for longest.
+        The id is 0 if there is nothing to write: the object is empty, or this or a later version is here. An
+        owner over its quota loses its least recently used objects.
 
         Raises ``StoreFull``, ``OverQuota``, ``BadRequest``; nothing is reserved then.
         """
@@ -102,7 +98,7 @@ class ObjectShelf:
             return 0, put
         capacity = max(tier.capacity_blocks for tier in self._store.stats.tiers)
         if self.table.cut(record).num_chunks > capacity:
-            # Or it would drive everything else out before it turned out not to fit.
+            # Otherwise it would evict everything else before it turned out not to fit.
             raise StoreFull(self._node_id, info.nbytes, capacity * self.chunk_nbytes)
         await self._keep_quota(record)
         try:
@@ -117,8 +113,7 @@ class ObjectShelf:
     async def commit(self, put_id: int, checksums: Sequence[int]) -> Put:
         """The reserved chunks are written. Reserves the next ones, or shows the object when it is complete.
 
-        Raises ``PutUnknown``, ``BadRequest``, ``StoreFull``, ``PutBroken``; after the last two nothing of
-        the put is left.
+        Raises ``PutUnknown``, ``BadRequest``; ``StoreFull``, ``PutBroken``: nothing of the put is left.
         """
         put = self._puts.get(put_id)
         if put is None:
@@ -130,8 +125,8 @@ class ObjectShelf:
                 return put
             if not self.table.is_whole(put.record):
                 raise PutBroken(
-                    f"{put.record.info.nbytes} bytes were written, but their room was needed for others "
-                    "before the last one came: put less at a time, or raise store_node.object_nbytes"
+                    f"the {put.record.info.nbytes} bytes were evicted before the last of them was written: "
+                    "put less at a time, or raise store_node.object_nbytes"
                 )
             del self._puts[put_id]
             self._finish(put)
@@ -141,7 +136,7 @@ class ObjectShelf:
         return put
 
     def abort(self, put_id: int) -> None:
-        """Take a put back. One that is not under way is no error."""
+        """Take a put back. An unknown one is no error."""
         put = self._puts.pop(put_id, None)
         if put is not None:
             self.table.discard(put.abort())
@@ -155,20 +150,20 @@ class ObjectShelf:
         put.expires_s = self._clock() + put.ttl_s
 
     async def _keep_quota(self, record: store_pb2.StoredObject) -> None:
-        """Where the owner would have too much, others of its own go."""
+        """Drop other objects of an owner that would exceed its quota."""
         owner, wanted_nbytes = record.owner, self.table.taken_nbytes(record)
         under_way = [put.record for put in self._puts.values() if put.record.owner == owner]
         victims = self._quotas.victims(
             owner, record.info.key, wanted_nbytes, sum(map(self.table.taken_nbytes, under_way))
         )
         if victims and record.info.surplus:
-            # An extra copy is not worth what it would drive out.
+            # A surplus copy is not worth other objects.
             raise OverQuota(self._quotas.nbytes(owner) + wanted_nbytes, self._quotas.limit_nbytes)
         metrics.EVICTED_OBJECTS.labels("quota").inc(len(victims))
         await self.remove(owner, victims)
 
     async def _drop_surplus(self, num_wanted: int) -> None:
-        """Where room is needed, extra copies go that nobody has read lately, before anything is evicted."""
+        """If room is needed, drop unused surplus copies before anything is evicted."""
         short = num_wanted - self._store.host.num_free
         if short <= 0:
             return
@@ -182,14 +177,14 @@ class ObjectShelf:
 
     def _finish(self, put: Put) -> None:
         if self._superseded(put.record):
-            self.table.discard(put.abort())  # a later version came while this one was written
+            self.table.discard(put.abort())  # a later version was put meanwhile
             return
         self.table.show(put.record)
         self.leases.touch(put.record)
         metrics.PUTS.labels("done").inc()
 
     def _superseded(self, record: store_pb2.StoredObject) -> bool:
-        """Whether this version or a later one is here. Raises ``BadRequest`` when it is another owner's."""
+        """Whether this version or a later one is here. Raises ``BadRequest``: another owner has the key."""
         held = self.table.get(record.info.key)
         if held is None:
             return False
@@ -199,7 +194,7 @@ class ObjectShelf:
 
     async def remove(self, owner: bytes, keys: Iterable[bytes], before_version: int = 0) -> int:
         """Drop the owner's objects among ``keys`` (versions before ``before_version``; 0: any). Returns how
-        many went. Those who read them now read them to the end."""
+        many. Current readers are not affected."""
         num_removed = 0
         for key in keys:
             record = self.table.find(owner, key)
@@ -207,11 +202,11 @@ class ObjectShelf:
                 self.table.drop(record)
                 num_removed += 1
         if num_removed:
-            # What was removed must not be back after a crash.
+            # Removed objects must not return after a crash.
             await self.table.settle()
         return num_removed
 
     def check_integrity(self) -> None:
-        """Assert everything this class promises, when nothing is under way."""
+        """Assert every invariant; only while no put is running."""
         self._store.check_integrity()
         self.table.check_integrity(nothing_else=not self._puts)

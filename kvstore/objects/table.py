@@ -1,4 +1,4 @@
-"""Which objects there are, whose, and which chunks are theirs."""
+"""The objects of a store node, their owners and their chunks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ log = logging.getLogger(__name__)
 
 
 class ObjectTable:
-    """An object is in it from ``show`` until ``drop``, or until one of its chunks is gone from every tier;
-    then the others go too. The catalogue, where there is one, is told."""
+    """An object is here from ``show`` until ``drop``, or until a chunk of it is gone from every tier; then
+    its other chunks are removed. The catalogue follows."""
 
     def __init__(
         self, store: TieredStore, chunk_nbytes: int, catalogue: Catalogue | None, quotas: ObjectQuotas
     ) -> None:
-        """``store``'s ``on_change`` must call ``chunk_changed``. ``quotas`` hears what comes and goes."""
+        """``store``'s ``on_change`` calls ``chunk_changed``. ``quotas`` follows the objects."""
         self._quotas = quotas
         self._store = store
         self._chunk_nbytes = chunk_nbytes
         self._catalogue = catalogue
         self._objects: dict[bytes, store_pb2.StoredObject] = {}
         self._object_of: dict[BlockKey, bytes] = {}  # by chunk
-        self._runs: dict[bytes, list[ChainRun]] = {}  # of each object: making keys costs more than using them
+        self._runs: dict[bytes, list[ChainRun]] = {}  # of each object; cached, because making keys is slow
         self._removals: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class ObjectTable:
         return self._objects.get(key)
 
     def find(self, owner: bytes, key: bytes) -> store_pb2.StoredObject | None:
-        """The object, to its owner. Pins nothing and counts as no use."""
+        """The owner's object. Neither pins nor counts as a use."""
         record = self._objects.get(key)
         return record if record is not None and record.owner == owner else None
 
@@ -53,11 +53,11 @@ class ObjectTable:
         return ChunkPlan.of(record.info, self._chunk_nbytes)
 
     def taken_nbytes(self, record: store_pb2.StoredObject) -> int:
-        """What it takes of the store: whole chunks."""
+        """Bytes it takes in the store: whole chunks."""
         return self.cut(record).num_chunks * self._chunk_nbytes
 
     def run_of(self, record: store_pb2.StoredObject, chunk: int) -> ChainRun:
-        """The part of an object in the table that ``chunk`` is in."""
+        """The run that contains ``chunk`` of an object in the table."""
         return self._runs[record.info.key][chunk // RUN_CHUNKS]
 
     def is_whole(self, record: store_pb2.StoredObject) -> bool:
@@ -66,7 +66,7 @@ class ObjectTable:
         return all(len(self._store.match(run.keys)) == len(run.keys) for run in runs)
 
     async def adopt(self) -> None:
-        """Take up what the catalogue names and the disk has every chunk of. Other chunks are dropped."""
+        """Load the catalogue's objects of which the disk has every chunk. Other chunks are dropped."""
         if self._catalogue is None:
             return
         for record in self._catalogue.objects.values():
@@ -77,14 +77,14 @@ class ObjectTable:
         orphans = [key for key, _ in self._store.blocks() if key not in self._object_of]
         await self._store.remove(orphans)
         log.info(
-            "%d of %d objects are back; %d chunks that belong to none were dropped",
+            "%d of %d objects were loaded; %d chunks of no object were dropped",
             len(self._objects),
             len(self._catalogue.objects),
             len(orphans),
         )
 
     def show(self, record: store_pb2.StoredObject) -> None:
-        """Every chunk is there: from now on the object is, in place of the version before it."""
+        """Make a complete object visible, in place of its former version."""
         before = self._objects.get(record.info.key)
         if before is not None:
             self._forget(before)
@@ -93,17 +93,17 @@ class ObjectTable:
             self._catalogue.remember(record)
 
     def drop(self, record: store_pb2.StoredObject) -> None:
-        """It is not found any more. Those who read it now read it to the end."""
+        """Hide an object. Current readers are not affected."""
         self._forget(record)
         if self._catalogue is not None:
             self._catalogue.forget(record.info.key)
 
     def used(self, record: store_pb2.StoredObject) -> None:
-        """Somebody reads an object of the table."""
+        """The object is read."""
         self._quotas.used(record.owner, record.info.key)
 
     def discard(self, cut: ChunkPlan) -> None:
-        """Remove the chunks of what nobody finds. Returns at once; see ``settle``."""
+        """Remove chunks that are not visible. Returns at once; see ``settle``."""
 
         async def discard() -> None:
             for run in cut.runs():
@@ -116,18 +116,18 @@ class ObjectTable:
     def chunk_changed(self, key: BlockKey, tier: Tier | None) -> None:
         """The store's ``on_change``."""
         if tier is None and (object_key := self._object_of.get(key)) is not None:
-            # The store is in the middle of something: what is left of the object goes after that.
+            # Called within a change of the store: drop the rest of the object after it.
             asyncio.get_running_loop().call_soon(self._lost, object_key, key)
 
     async def settle(self) -> None:
-        """Until what was dropped is gone from the disk too, and the catalogue says so."""
+        """Wait until dropped objects are gone from disk and catalogue."""
         if self._removals:
             await asyncio.gather(*self._removals)
         if self._catalogue is not None:
             await self._catalogue.flush()
 
     async def close(self) -> None:
-        """After ``settle``; the store is closed by its owner."""
+        """After ``settle``; the owner closes the store."""
         if self._catalogue is not None:
             await self._catalogue.close()
 
@@ -149,14 +149,14 @@ class ObjectTable:
         self.discard(self.cut(record))
 
     def _lost(self, key: bytes, chunk: BlockKey) -> None:
-        """A chunk of an object is gone from every tier: it was evicted, or found damaged."""
+        """A chunk is gone from every tier: evicted, or found damaged."""
         record = self._objects.get(key)
         if record is not None and self._object_of.get(chunk) == key and not self._store.match([chunk]):
             metrics.EVICTED_OBJECTS.labels("room").inc()
             self.drop(record)
 
     def check_integrity(self, *, nothing_else: bool) -> None:
-        """Every object is whole; with ``nothing_else`` the store holds no other chunk. Costs time
+        """Assert that every object is whole; with ``nothing_else`` the store holds no other chunk. Costs time
         proportional to the tier."""
         assert all(map(self.is_whole, self._objects.values())), "an object lacks chunks"
         if nothing_else and not self._removals:

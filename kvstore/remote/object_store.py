@@ -1,4 +1,4 @@
-"""The objects of a store node, read and written from another process."""
+"""The client of one store node's objects, in another process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moonpool.transfer import AgentDescriptor, Peer, Span, TransferAgent
 
 log = logging.getLogger(__name__)
 
-# Leases that were read are given back with the next call that opens some, or after this time: a call of its
-# own for each read costs both sides as much as a small read.
+# Leases end with the next call that opens some, or after this time: a separate call costs both sides as much
+# as a small read.
 _CLOSE_AFTER_S = 0.02
 
 
 class SourceBusy(StoreError):
-    """The node has the object, and no memory free now to read it from."""
+    """The node has the object, and no free memory to read it from."""
 
     code = "RESOURCE_EXHAUSTED"
 
@@ -31,7 +31,7 @@ class SourceBusy(StoreError):
 
 
 class ObjectGone(StoreError):
-    """The object went away while it was being read, or another version took its place."""
+    """The object was dropped or replaced while it was being read."""
 
     code = "NOT_FOUND"
 
@@ -40,28 +40,25 @@ class ObjectGone(StoreError):
 
 
 class RemoteStore:
-    """One store node. ``async with RemoteStore(...)``, or ``close`` it.
-
-    Calls raise ``NodeUnavailable`` and ``RemoteError``, those that move bytes ``TransferError`` too.
-    """
+    """One store node. Use ``async with``, or ``close``. Calls raise ``NodeUnavailable`` and ``RemoteError``;
+    those that move bytes also ``TransferError``."""
 
     def __init__(self, node_id: str, address: str, agent: TransferAgent, *, deadline_s: float) -> None:
-        """``address``: host:port of its gRPC server. ``deadline_s``: longest that a call or a batch of
-        transfers may take."""
+        """``address``: host:port of its gRPC server. ``deadline_s``: of a call or a batch of transfers."""
         self.node_id = node_id
         self.address = address
-        self.healthy = True  # as the index had it last
+        self.healthy = True  # by the index
         self._agent = agent
         self._deadline_s = deadline_s
         self._channel = rpc.channel(address)
         self._stub = store_pb2_grpc.StoreStub(self._channel)
         self._node = node_pb2_grpc.NodeStub(self._channel)
         self._kv: node_pb2.KvAddress | None = None
-        self._done: list[int] = []  # leases to give back
+        self._done: list[int] = []  # leases to end
         self._closing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Give back the leases that are left, if the node answers soon, and end the connection."""
+        """End the remaining leases, if the node answers soon, and the connection."""
         closing = self._closing
         if closing is not None:
             await asyncio.wait((closing,), timeout=1.0)
@@ -77,16 +74,16 @@ class RemoteStore:
         await self.close()
 
     async def call(self, method: str, request: Any) -> Any:
-        """One call of ``protos.Store``."""
+        """Call a method of ``protos.Store``."""
         with rpc.node_errors(self.node_id):
             return await getattr(self._stub, method)(request, timeout=self._deadline_s)
 
     def verify(self) -> Any:
-        """The stream of ``VerifyProgress``; iterate it inside ``rpc.node_errors``. It may take minutes."""
+        """The stream of ``VerifyProgress``; iterate it inside ``rpc.calling``. It may take minutes."""
         return self._stub.Verify(store_pb2.VerifyRequest())
 
     async def kv_address(self) -> node_pb2.KvAddress:
-        """Where its memory can be read, as it was when first asked, or after ``forget_peer``."""
+        """The address of its memory, cached until ``forget_peer``."""
         if self._kv is None:
             with rpc.node_errors(self.node_id):
                 status = await self._node.Status(node_pb2.StatusRequest(), timeout=self._deadline_s)
@@ -98,16 +95,14 @@ class RemoteStore:
         return await self._agent.connect(AgentDescriptor.unpack((await self.kv_address()).agent))
 
     def forget_peer(self) -> None:
-        """The node may have been started again: ask anew where its memory is."""
+        """The node may have restarted: ask for its address again."""
         self._kv = None
 
     async def open(
         self, owner: bytes, wanted: Sequence[store_pb2.OpenObject]
     ) -> tuple[list[store_pb2.OpenedObject], int]:
-        """Pin the first chunks of each object. Returns what was pinned, and how long a chunk is.
-
-        Everything opened must be handed to ``release``; what is not, lapses.
-        """
+        """Pin the first chunks of each object. Returns them and the chunk size. Pass everything opened to
+        ``release``; otherwise it expires."""
         done, self._done = self._done, []
         request = store_pb2.OpenRequest(
             owner=owner, objects=wanted, ttl_s=2 * self._deadline_s, close_lease_id=done
@@ -116,7 +111,7 @@ class RemoteStore:
         return list(reply.objects), reply.chunk_nbytes
 
     def release(self, opened: Sequence[store_pb2.OpenedObject]) -> None:
-        """The chunks have been read. Returns at once; the node hears of it with the next call, or soon."""
+        """The chunks have been read. Returns at once; the node is told with the next call, or soon."""
         self._done += [lease_id for each in opened for lease_id in each.lease_id]
         if self._done and self._closing is None:
             self._closing = asyncio.create_task(self._close_leases())
@@ -128,20 +123,23 @@ class RemoteStore:
             if done:
                 await self.call("Close", store_pb2.CloseRequest(lease_id=done))
         except (NodeUnavailable, RemoteError) as error:
-            log.info("a lease was not given back and will lapse: %s", error)
+            log.info("a lease was not ended and will expire: %s", error)
         finally:
             self._closing = None
 
     async def read(
-        self, owner: bytes, opened: store_pb2.OpenedObject, first: int, end: int, place: Callable[[int], Span]
+        self,
+        owner: bytes,
+        opened: store_pb2.OpenedObject,
+        first: int,
+        end: int,
+        span_of: Callable[[int], Span],
     ) -> list[int]:
-        """Read chunks ``first … end - 1`` into ``place(chunk)``, spans of ours; returns their checksums.
-        ``opened`` starts at ``first``; what it lacks is opened while the part before is read. It is let go
-        of in any case.
+        """Read chunks ``first … end - 1`` into ``span_of(chunk)``, our spans; returns their checksums.
+        ``opened`` starts at ``first`` and is released; the next window is opened while one is read.
 
-        Raises:
-            SourceBusy, ObjectGone: of the node. TransferError: ChecksumMismatch among others.
-        After an error the bytes of the spans are undefined.
+        Raises ``SourceBusy``, ``ObjectGone``, ``TransferError`` (also ``ChecksumMismatch``). The spans are
+        undefined then.
         """
         info, at = opened.info, first
         following: asyncio.Task[store_pb2.OpenedObject] | None = None
@@ -153,7 +151,7 @@ class RemoteStore:
                     raise SourceBusy(self.node_id, info.name)
                 if at + count < end:
                     following = asyncio.create_task(self.reopen(owner, info, at + count))
-                await self.fetch([place(chunk) for chunk in range(at, at + count)], [opened])
+                await self.fetch([span_of(chunk) for chunk in range(at, at + count)], [opened])
                 checksums += opened.chunks.checksum[:count]
                 at += count
                 if following is None:
@@ -166,8 +164,8 @@ class RemoteStore:
                 following.cancel()
 
     async def fetch(self, ours: Sequence[Span], opened: Sequence[store_pb2.OpenedObject]) -> None:
-        """Read opened chunks, one object's after the other's, into our spans, in one batch. What an object
-        has beyond ``ours`` is left. Raises as ``read``."""
+        """Read opened chunks, one object after the other, into our spans in one batch. Chunks beyond ``ours``
+        are ignored. Raises as ``read``."""
         regions = [region for each in opened for region in each.chunks.region]
         offsets = [offset for each in opened for offset in each.chunks.offset]
         checksums = [value for each in opened for value in each.chunks.checksum][: len(ours)]
@@ -179,7 +177,7 @@ class RemoteStore:
         await peer.read(ours, theirs, deadline_s=self._deadline_s, checksums=checksums)
 
     async def reopen(self, owner: bytes, info: store_pb2.ObjectInfo, first: int) -> store_pb2.OpenedObject:
-        """``open`` the same version of one object again, from chunk ``first`` on. Raises ``ObjectGone``."""
+        """Open the same version of an object from chunk ``first``. Raises ``ObjectGone``."""
         wanted = store_pb2.OpenObject(key=info.key, version=info.version, first_chunk=first)
         (opened,), _ = await self.open(owner, [wanted])
         if not opened.HasField("info"):
@@ -189,7 +187,7 @@ class RemoteStore:
     async def begin(
         self, owner: bytes, objects: Sequence[store_pb2.ObjectInfo]
     ) -> tuple[list[store_pb2.PutStep], int]:
-        """Reserve room for the first chunks of each. Returns the steps, and how long a chunk is."""
+        """Reserve room for the first chunks of each. Returns the steps and the chunk size."""
         request = store_pb2.BeginRequest(owner=owner, objects=objects, ttl_s=2 * self._deadline_s)
         reply: store_pb2.PutReply = await self.call("Begin", request)
         return list(reply.steps), reply.chunk_nbytes

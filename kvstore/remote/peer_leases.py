@@ -1,4 +1,4 @@
-"""Blocks of another node, held there for as long as we read them."""
+"""Leases on blocks of other nodes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 
 
 class RemoteLeases:
-    """Leases at other nodes, and the one channel to each of them. Close it with the node it serves."""
+    """Leases at other nodes, and one channel to each of them. Close it with its node."""
 
     def __init__(self, deadline_s: float) -> None:
-        """``deadline_s``: longest a call may take; what is held there lapses after twice as long."""
+        """``deadline_s``: of a call; leases expire after twice as long."""
         self._deadline_s = deadline_s
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._releases: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """End every connection. Leases not yet given back lapse."""
+        """End every connection. Remaining leases expire."""
         for release in self._releases:
             release.cancel()
         channels, self._channels = self._channels, {}
@@ -36,7 +36,7 @@ class RemoteLeases:
             await channel.close(None)
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """The one channel to a node's gRPC server; it reconnects by itself."""
+        """The channel to a node's gRPC server; it reconnects by itself."""
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = rpc.channel(address)
@@ -46,11 +46,8 @@ class RemoteLeases:
     async def hold(
         self, source: node_pb2.KvAddress, wanted: Sequence[BlockKey]
     ) -> AsyncIterator[node_pb2.BlockSpans]:
-        """The longest prefix of ``wanted`` that ``source`` holds, kept there inside the block.
-
-        Raises:
-            NodeUnavailable, RemoteError: nothing is held there, or what is lapses.
-        """
+        """Keep the longest prefix of ``wanted`` that ``source`` has pinned there inside the block. Raises
+        ``NodeUnavailable``, ``RemoteError``."""
         stub = node_pb2_grpc.NodeStub(self.channel(source.rpc_address))
         request = node_pb2.LeaseRequest(keys=block_keys.pack(wanted), ttl_s=2 * self._deadline_s)
         with rpc.node_errors(source.node_id):
@@ -59,7 +56,7 @@ class RemoteLeases:
             yield reply.blocks
         finally:
             if reply.lease_id:
-                # Nobody waits for it: a release that is lost ends with the lease.
+                # In the background: if it is lost, the lease expires.
                 release = asyncio.create_task(self._release(stub, source.node_id, reply.lease_id))
                 self._releases.add(release)
                 release.add_done_callback(self._releases.discard)
@@ -69,4 +66,4 @@ class RemoteLeases:
             with rpc.node_errors(node_id):
                 await stub.Release(node_pb2.ReleaseRequest(lease_id=lease_id), timeout=self._deadline_s)
         except (NodeUnavailable, RemoteError) as error:
-            log.info("a lease was not given back and will lapse: %s", error)
+            log.info("a lease was not ended and will expire: %s", error)

@@ -1,10 +1,10 @@
-"""A rank reading its part of blocks from the ranks of another node."""
+"""A rank's reads of its shard of blocks from the ranks of another node."""
 
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -29,14 +29,7 @@ class RankRead:
     deadline_s: float
 
     def pack(self) -> dict[str, object]:
-        return {
-            "agent": b64encode(self.agent).decode(),
-            "region": self.region,
-            "source_begins": self.source_begins,
-            "target_begins": self.target_begins,
-            "runs": self.runs,
-            "deadline_s": self.deadline_s,
-        }
+        return {**asdict(self), "agent": b64encode(self.agent).decode()}
 
     @classmethod
     def unpack(cls, words: dict[str, object]) -> RankRead:
@@ -45,7 +38,7 @@ class RankRead:
         return cls(**{**words, "agent": b64decode(agent)})  # type: ignore[arg-type]
 
     def spans(self, local: int) -> tuple[Spans, Spans]:
-        """(into region ``local``, from the source's), run by run of each block in turn."""
+        """(spans of region ``local``, spans of the source), run by run of each block."""
         runs = np.array(self.runs, np.int64).reshape(-1, 3)
         nbytes = np.tile(runs[:, 2], len(self.source_begins)).astype(np.uint64)
 
@@ -59,26 +52,26 @@ class RankRead:
 
 @lru_cache(maxsize=1024)
 def _descriptor(packed: bytes) -> AgentDescriptor:
-    """Each is read from again and again."""
+    """Cached, because the same sources are read again and again."""
     return AgentDescriptor.unpack(packed)
 
 
 class RankReader(Protocol):
     async def read(self, request: RankRead) -> str:
-        """Returns the transport. Raises TransferError; the target blocks' bytes are undefined then, and after
-        a cancellation once the read has ended."""
+        """Returns the transport. Raises ``TransferError``: the target blocks are undefined, as after a
+        cancellation."""
         ...
 
 
 class AgentReader:
-    """Reads with an agent of this process, into one of its regions."""
+    """Reads with an agent of this process into one of its regions."""
 
     def __init__(self, agent: TransferAgent, region: Region) -> None:
         self._agent = agent
         self._region = region
 
     async def read(self, request: RankRead, joint: JointRead | None = None) -> str:
-        """``joint``: of several reads that are asked for together."""
+        """``joint``: of several reads that fill blocks together."""
         peer = await self._agent.connect(_descriptor(request.agent))
         local, remote = request.spans(self._region.id)
         return (await peer.read(local, remote, deadline_s=request.deadline_s, joint=joint)).transport
@@ -86,5 +79,5 @@ class AgentReader:
     def joint(
         self, begins: Sequence[int], block_nbytes: int, checksums: Sequence[int], num_reads: int
     ) -> JointRead:
-        """For reads that together fill whole blocks of the region, which begin at these bytes."""
+        """For reads that together fill whole blocks of the region at these offsets."""
         return JointRead(self._region, begins, block_nbytes, checksums, num_reads)

@@ -1,4 +1,4 @@
-"""Blocks between two nodes whose ranks hold them in parts: every rank reads what it needs where that lies."""
+"""Blocks between two nodes with ranks that shard them: each rank reads its bytes from the source's ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moonpool.transfer import ChecksumMismatch, JointRead, TransferReport
 
 @dataclass(frozen=True, slots=True)
 class RankTarget:
-    """A rank of this node: what it holds, and who reads for it."""
+    """A rank of this node: its shard, and its reader."""
 
     shard: BlockShard
     reader: RankReader
 
 
 class ShardedReader:
-    """``layout``: of whole blocks; ``hash_blocks``: the checksums of blocks here, as they are now."""
+    """``layout``: of whole blocks; ``hash_blocks``: the checksums of blocks here."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class ShardedReader:
         deadline_s: float,
         checksums: Sequence[int] = (),
     ) -> TransferReport:
-        """Fill this node's ``block_ids`` with the blocks of ``source`` named as whole ones by region and
-        offset; those of the first ones are compared with ``checksums``.
+        """Fill this node's ``block_ids`` with the blocks of ``source`` at these regions and offsets, as of
+        whole blocks; verify the first ones by ``checksums``.
 
-        Raises TransferError, when nothing reads any more; the blocks' bytes are undefined then.
+        Raises ``TransferError`` after every read has ended; the blocks are undefined then.
         """
         began_s = time.monotonic()
         reads = self._reads(source, regions, offsets, block_ids, deadline_s)
         alone = self._targets[0].reader if len(self._targets) == 1 else None
         joint: JointRead | None = None
         if isinstance(alone, AgentReader) and len(checksums) == len(block_ids):
-            # Whole blocks can be verified while they are copied, though no one read brings a whole one.
+            # Whole blocks can be verified while several reads copy them.
             nbytes = self._layout.block_nbytes
             joint = alone.joint([block * nbytes for block in block_ids], nbytes, checksums, len(reads))
             calls = [alone.read(read, joint) for _, read in reads]
@@ -68,7 +68,7 @@ class ShardedReader:
         return TransferReport(nbytes, time.monotonic() - began_s, "+".join(sorted(set(transports))))
 
     async def _verify(self, block_ids: Sequence[int], checksums: Sequence[int]) -> None:
-        """What came in parts is known as a whole only now. Raises ChecksumMismatch."""
+        """Verify blocks that several reads filled. Raises ``ChecksumMismatch``."""
         found = await self._hash_blocks(block_ids[: len(checksums)])
         for i, (expected, value) in enumerate(zip(checksums, found, strict=True)):
             if value != expected:
@@ -82,7 +82,7 @@ class ShardedReader:
         block_ids: Sequence[int],
         deadline_s: float,
     ) -> list[tuple[RankTarget, RankRead]]:
-        """One for each (target, source rank) that have bytes in common."""
+        """One read for each (target, source rank) with common bytes."""
         layout = self._layout
         pool = source.ranks[0].region if source.ranks else None
         in_parts = [i for i, region in enumerate(regions) if region == pool]
@@ -93,14 +93,14 @@ class ShardedReader:
         reads: list[tuple[RankTarget, RankRead]] = []
 
         def add(which: list[int], agents: list[bytes], owned: list[int], shards: list[BlockShard]) -> None:
-            whole = layout.block_nbytes  # asked for once, not once a block
-            for place, target in enumerate(self._targets):
+            whole = layout.block_nbytes  # once, not for every block
+            for rank, target in enumerate(self._targets):
                 own = target.shard.block_nbytes(layout)
                 into = [block_ids[i] * own for i in which]
-                for overlap in overlaps(layout, shards, target.shard, place):
+                for overlap in overlaps(layout, shards, target.shard, rank):
                     size = shards[overlap.source].block_nbytes(layout)
                     runs = [(run.source, run.target, run.nbytes) for run in overlap.runs]
-                    # The pool's are named as if they were whole; all others are.
+                    # Offsets into the pool are those of whole blocks.
                     begins = [offsets[i] * size // whole for i in which]
                     agent, region = agents[overlap.source], owned[overlap.source]
                     reads.append((target, RankRead(agent, region, begins, into, runs, deadline_s)))
@@ -118,7 +118,7 @@ class ShardedReader:
 
 
 async def _all_of(calls: Sequence[Coroutine[Any, Any, str]]) -> list[str]:
-    """Run them together; when one fails, or the wait is cancelled, all have ended before that is told."""
+    """Run calls together. If one fails or the wait is cancelled, raise after all have ended."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

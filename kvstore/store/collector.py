@@ -1,4 +1,4 @@
-"""What a store's tiers hold, for Prometheus."""
+"""Prometheus metrics of the tiers of a process's stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BY_TIER = ("shelf", "tier")
 
 
 class _StoresCollector(Collector):
-    """Reads the stores' own counts at each scrape, so that a put pays nothing for them."""
+    """Reads the stores' counts at each scrape, so that a put costs nothing."""
 
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
@@ -25,18 +25,16 @@ class _StoresCollector(Collector):
         blocks = GaugeMetricFamily("moonpool_store_blocks", "Blocks a tier holds", labels=_BY_TIER)
         nbytes = GaugeMetricFamily("moonpool_store_bytes", "Bytes of a tier's blocks", labels=_BY_TIER)
         room = GaugeMetricFamily("moonpool_store_room_blocks", "Blocks a tier has room for", labels=_BY_TIER)
-        pinned = GaugeMetricFamily(
-            "moonpool_store_pinned_blocks", "Blocks of a tier that somebody reads", labels=_BY_TIER
-        )
+        pinned = GaugeMetricFamily("moonpool_store_pinned_blocks", "Pinned blocks of a tier", labels=_BY_TIER)
         rate = GaugeMetricFamily(
-            "moonpool_store_load_bytes_per_second", "What loads from a tier gave lately", labels=_BY_TIER
+            "moonpool_store_load_bytes_per_second", "Recent load bandwidth of a tier", labels=_BY_TIER
         )
         queues = GaugeMetricFamily(
             "moonpool_store_queue_blocks",
-            "Blocks on their way: to disk, of those out of host memory, from disk to host memory",
+            "Blocks in transit: write (to disk), demoting (those evicted from memory), promote (from disk)",
             labels=["shelf", "queue"],
         )
-        leases = GaugeMetricFamily("moonpool_store_leases", "Leases that are held", labels=["shelf"])
+        leases = GaugeMetricFamily("moonpool_store_leases", "Leases in effect", labels=["shelf"])
         for shelf, store in self._stores():
             stats = store.stats
             rates = {"host": stats.host_load_nbytes_per_s, "ssd": stats.ssd_load_nbytes_per_s}
@@ -55,8 +53,8 @@ class _StoresCollector(Collector):
 
 
 def observe_stores(stores: Stores) -> Collector:
-    """Export what the tiers of a process's stores hold, whichever there are at the time, each with the name
-    of its shelf, "kv" or "objects"; until what is returned is unregistered."""
+    """Export the tiers of the current stores by shelf ("kv" or "objects"), until the collector is
+    unregistered."""
     collector = _StoresCollector(stores)
     REGISTRY.register(collector)
     return collector

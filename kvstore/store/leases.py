@@ -1,4 +1,4 @@
-"""Blocks held in memory for somebody who reads them, until he says so or his time is up."""
+"""Blocks kept in memory for a reader until it releases them or its lease expires."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """``blocks`` are the first of the chain that was asked for. Nothing is held where ``id`` is 0."""
+    """``blocks`` are the first of the requested chain. Nothing is pinned where ``id`` is 0."""
 
     id: int
     expires_s: float
     blocks: list[Pinned]
-    pool_blocks: list[int] = field(default_factory=list, repr=False)  # held, more than ``blocks`` names
+    pool_blocks: list[int] = field(default_factory=list, repr=False)  # pinned, more than ``blocks`` names
     host_slots: list[int] = field(default_factory=list, repr=False)
 
 
 class LeaseTable:
-    """Who may read what for how long. ``sweep`` must be called now and then: a dead reader never releases."""
+    """Leases by id. Call ``sweep`` regularly: a dead reader never releases."""
 
     def __init__(
         self, release: Callable[[Lease], None], *, longest_s: float, clock: Callable[[], float]
     ) -> None:
-        self._let_go = release
+        self._release = release
         self._longest_s = longest_s
         self._clock = clock
         self._leases: dict[int, Lease] = {}
-        # Who is not told an id must not guess it: it ends somebody's lease.
+        # Ids must not be guessed: they end leases.
         self._rng = SystemRandom()
 
     def __len__(self) -> int:
@@ -48,20 +48,20 @@ class LeaseTable:
     def grant(
         self, blocks: list[Pinned], pool_blocks: list[int], host_slots: list[int], ttl_s: float
     ) -> Lease:
-        """Take over what is pinned already, for ``ttl_s`` at most."""
+        """Take over blocks that are pinned already, for ``ttl_s`` at most."""
         lease_id = self._rng.getrandbits(63) | 1
         expires_s = self._clock() + min(ttl_s, self._longest_s)
         lease = self._leases[lease_id] = Lease(lease_id, expires_s, blocks, pool_blocks, host_slots)
         return lease
 
     def release(self, lease_id: int) -> None:
-        """Let the blocks of a lease go. Releasing twice, or after it lapsed, does nothing."""
+        """End a lease. Idempotent."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
-            self._let_go(lease)
+            self._release(lease)
 
     def sweep(self) -> int:
-        """Release what has lapsed; returns how many leases."""
+        """End the leases that have expired; returns how many."""
         now_s = self._clock()
         lapsed = [lease.id for lease in self._leases.values() if lease.expires_s <= now_s]
         for lease_id in lapsed:

@@ -1,4 +1,4 @@
-"""Blocks read out of the tiers: copied to where they are wanted, or kept where they are for somebody."""
+"""Blocks read out of the tiers: copied to a caller's memory, or pinned for a lease."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from moonpool.kvstore.tiers.copier import Bandwidth, Copier
 from moonpool.kvstore.tiers.promotion import Promoter, UnplacedBlock
 from moonpool.kvstore.tiers.protocols import Bytes
 
+Unplaced = dict[BlockKey, UnplacedBlock]
+
 
 class Reader:
-    """Reads; what lies on disk goes to host memory on the way."""
+    """The methods of ``TieredStore`` that read; blocks on disk are read into host memory first."""
 
     def __init__(
         self, residency: Residency, copier: Copier, block_nbytes: int, clock: Callable[[], float]
@@ -26,21 +28,14 @@ class Reader:
         self.host_bandwidth, self.disk_bandwidth = Bandwidth(), Bandwidth()
         self.promoter: Promoter | None = None
         if residency.disk is not None:
-            self.promoter = Promoter(
-                residency.host,
-                residency.disk,
-                residency.is_held,
-                residency.announce,
-                self.disk_bandwidth,
-                clock,
-            )
+            self.promoter = Promoter(residency, residency.disk, self.disk_bandwidth, clock)
         self._residency = residency
+        self._host, self._pool = residency.host, residency.pool
         self._copier = copier
         self._block_nbytes = block_nbytes
         self._clock = clock
 
     async def get(self, keys: Sequence[BlockKey], spans: Sequence[Bytes]) -> list[Tier]:
-        """``TieredStore.get``"""
         await self._residency.demoter.arrived(keys)
         tiers = self._residency.match(keys)
         async with self._promoted(keys, tiers) as unplaced:
@@ -49,15 +44,14 @@ class Reader:
         try:
             bad = await self._copy(keys, pinned, unplaced, spans)
         finally:
-            self._unpin(pinned)
+            self._release(*_slots(pinned))
         seconds = self._clock() - began_s
         self.host_bandwidth.observe(len(pinned) * self._block_nbytes, seconds)
         metrics.SECONDS.labels("host", "load").observe(seconds)
         if bad is not None:
-            tier = pinned[bad].tier
-            if tier is Tier.HOST:
+            if pinned[bad].tier is Tier.HOST:
                 self._residency.drop_corrupt(keys[bad])
-            raise BlockCorrupt(bad, len(keys), tier.name.lower())
+            raise BlockCorrupt(bad, len(keys), pinned[bad].tier.name.lower())
         if len(pinned) < len(keys):
             for tier in tiers[len(pinned) :]:
                 metrics.STALE_BLOCKS.labels(tier.name.lower()).inc()
@@ -65,17 +59,13 @@ class Reader:
         return tiers
 
     async def _copy(
-        self,
-        keys: Sequence[BlockKey],
-        pinned: Sequence[Pinned],
-        unplaced: dict[BlockKey, UnplacedBlock],
-        spans: Sequence[Bytes],
+        self, keys: Sequence[BlockKey], pinned: Sequence[Pinned], unplaced: Unplaced, spans: Sequence[Bytes]
     ) -> int | None:
-        """Copy pinned blocks to the first of ``spans``; the first that is not what was put, or None."""
-        pool, host = self._residency.pool, self._residency.host
+        """Copy pinned blocks to the first of ``spans``; returns the first that is corrupt, or None."""
+        pool = self._pool
         num_device = 0
         if pool is not None and not pool.in_main_memory:
-            # What the pool holds of a chain is a prefix of it.
+            # The pool has a prefix of each chain.
             num_device = sum(block.tier is Tier.POOL for block in pinned)
             slots = [block.slot for block in pinned[:num_device]]
             if num_device:
@@ -86,33 +76,34 @@ class Reader:
                 assert pool is not None
                 sources.append(pool.bytes_of(block.slot))
             else:
-                sources.append(host.bytes_of(block.slot) if block.tier is Tier.HOST else unplaced[key].bytes)
+                on_host = block.tier is Tier.HOST
+                sources.append(self._host.bytes_of(block.slot) if on_host else unplaced[key].bytes)
         checksums = [block.checksum for block in await self._hashed(pinned[num_device:])]
         bad = await self._copier.copy(sources, spans[num_device : len(pinned)], checksums)
         return None if bad is None else num_device + bad
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> int:
-        """``TieredStore.prefetch``"""
         await self._residency.demoter.arrived(keys)
         before = self._residency.match(keys)
         async with self._promoted(keys, before, ahead=True):
             after = self._residency.match(keys)
-            came = sum(was is Tier.SSD and now is Tier.HOST for was, now in zip(before, after, strict=False))
-            metrics.PREFETCHED_BLOCKS.inc(came)
+            pairs = zip(before, after, strict=False)
+            metrics.PREFETCHED_BLOCKS.inc(sum(pair == (Tier.SSD, Tier.HOST) for pair in pairs))
             return after.index(Tier.SSD) if Tier.SSD in after else len(after)
 
     async def pin(self, keys: Sequence[BlockKey]) -> tuple[list[Pinned], list[int], list[int]]:
-        """Pin the longest prefix that is in memory or can be brought there: the blocks, and what of the pool
-        and of host memory is held for them."""
+        """Pin the longest prefix that is in memory or can be read into it.
+
+        Returns the blocks, and the pool blocks and host slots that are pinned for them.
+        """
         await self._residency.demoter.arrived(keys)
         async with self._promoted(keys, self._residency.match(keys)):
             pinned = self._pin_prefix(keys, {})
-        in_pool = [block.slot for block in pinned if block.tier is Tier.POOL]
-        slots = [block.slot for block in pinned if block.tier is Tier.HOST]
+        in_pool, slots = _slots(pinned)
         if slots:
-            # Also what is held before the first: after an unpinned block nothing may be pinned.
-            above = self._residency.host.lineage(keys[len(in_pool)])[1:]
-            self._residency.host.pin(above)
+            # Also the predecessors of the first: an unpinned block has no pinned descendants.
+            above = self._host.lineage(keys[len(in_pool)])[1:]
+            self._host.pin(above)
             slots += above
         try:
             return await self._hashed(pinned), in_pool, slots
@@ -127,34 +118,32 @@ class Reader:
     @asynccontextmanager
     async def _promoted(
         self, keys: Sequence[BlockKey], tiers: Sequence[Tier], *, ahead: bool = False
-    ) -> AsyncIterator[dict[BlockKey, UnplacedBlock]]:
-        """Inside, what lay on disk of ``keys`` is in host memory; what found no place there is given."""
+    ) -> AsyncIterator[Unplaced]:
+        """Inside, the blocks on disk are in host memory, except those yielded, which found no room."""
         if self.promoter is None or Tier.SSD not in tiers:
             yield {}
             return
         on_disk = [key for key, tier in zip(keys, tiers, strict=False) if tier is Tier.SSD]
-        # The rest of the chain may not make room for it.
-        host = self._residency.host
+        # Pinned, so that the rest of the chain is not evicted to make room.
         slots = [slot for key in keys[: len(tiers)] if (slot := self._residency.slot_of(key)) is not None]
-        host.pin(slots)
+        self._host.pin(slots)
         try:
             yield await self.promoter.promote(on_disk, ahead=ahead)
         finally:
-            host.unpin(slots)
+            self._host.unpin(slots)
             self._residency.make_headroom()
 
-    def _pin_prefix(self, keys: Sequence[BlockKey], unplaced: dict[BlockKey, UnplacedBlock]) -> list[Pinned]:
-        """Pin the longest prefix of ``keys`` that is in memory. Blocks of the pool are still to be hashed."""
+    def _pin_prefix(self, keys: Sequence[BlockKey], unplaced: Unplaced) -> list[Pinned]:
+        """Pin the longest prefix of ``keys`` that is in memory. The pool's blocks are still to be hashed."""
         pinned: list[Pinned] = []
-        pool, host = self._residency.pool, self._residency.host
         for key in keys:
-            block = None if pool is None else pool.block_of(key)
-            if pool is not None and block is not None:
-                pool.acquire((block,))
+            block = None if self._pool is None else self._pool.block_of(key)
+            if self._pool is not None and block is not None:
+                self._pool.acquire((block,))
                 pinned.append(Pinned(Tier.POOL, block, 0))
             elif (slot := self._residency.slot_of(key)) is not None:
-                host.pin((slot,))
-                pinned.append(Pinned(Tier.HOST, slot, host.checksum_of(slot)))
+                self._host.pin((slot,))
+                pinned.append(Pinned(Tier.HOST, slot, self._host.checksum_of(slot)))
             elif key in unplaced:
                 pinned.append(Pinned(Tier.SSD, -1, unplaced[key].checksum))
             else:
@@ -162,22 +151,24 @@ class Reader:
         return pinned
 
     async def _hashed(self, pinned: Sequence[Pinned]) -> list[Pinned]:
-        """The same, with the checksums of the pool's."""
-        in_pool = [block.slot for block in pinned if block.tier is Tier.POOL]
+        """Add the checksums of the pool's blocks."""
+        in_pool, _ = _slots(pinned)
         if not in_pool:
             return list(pinned)
-        assert self._residency.pool is not None
-        found = dict(zip(in_pool, await self._residency.pool.checksums(in_pool), strict=True))
+        assert self._pool is not None
+        found = dict(zip(in_pool, await self._pool.checksums(in_pool), strict=True))
         return [
             replace(block, checksum=found[block.slot]) if block.tier is Tier.POOL else block
             for block in pinned
         ]
 
-    def _unpin(self, pinned: Sequence[Pinned]) -> None:
-        in_pool = [block.slot for block in pinned if block.tier is Tier.POOL]
-        self._release(in_pool, [block.slot for block in pinned if block.tier is Tier.HOST])
-
     def _release(self, in_pool: Sequence[int], slots: Sequence[int]) -> None:
-        self._residency.host.unpin(slots)
-        if self._residency.pool is not None and in_pool:
-            self._residency.pool.release(in_pool)
+        self._host.unpin(slots)
+        if self._pool is not None and in_pool:
+            self._pool.release(in_pool)
+
+
+def _slots(pinned: Sequence[Pinned]) -> tuple[list[int], list[int]]:
+    """The blocks of the pool and the slots of host memory."""
+    in_pool = [block.slot for block in pinned if block.tier is Tier.POOL]
+    return in_pool, [block.slot for block in pinned if block.tier is Tier.HOST]

@@ -1,4 +1,4 @@
-"""Room in host memory for a run of blocks that are still to be filled."""
+"""Reserved host memory for a run of blocks that are still to be filled."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moonpool.kvstore.tiers.protocols import Bytes
 
 
 class Reservation:
-    """``slots[i]`` waits for ``keys[num_held + i]``; the first ``num_held`` keys are held already. There may
-    be fewer slots than keys: the rest found no room, or ``parent`` is not held.
+    """``slots[i]`` is for ``keys[num_held + i]``; the first ``num_held`` keys are held already. There are
+    fewer slots than keys where there is no room, and none if ``parent`` is not held.
 
-    Fill ``spans``, then ``commit``: only then does anybody find the blocks. Left by ``with`` without that, or
-    after ``abort``, nothing has happened. It may stay open for as long as it takes; its slots do.
+    Fill ``spans``, then ``commit``: only then are the blocks visible. After ``abort``, or leaving ``with``
+    without a commit, nothing has happened. It may stay open for any time, and keeps its slots meanwhile.
     """
 
     def __init__(self, residency: Residency, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
@@ -29,7 +29,7 @@ class Reservation:
         self._host = residency.host
         self._keys = keys
         self._before = keys[self.num_held - 1] if self.num_held else parent
-        self._above: list[int] = []  # pinned, so that the chain is not eaten to make room for its end
+        self._above: list[int] = []  # pinned, so that the chain is not evicted to make room for its own end
         self._open = True
         if self._before is None or residency.is_held(self._before):
             self._take()
@@ -53,12 +53,12 @@ class Reservation:
 
     @property
     def offsets(self) -> list[int]:
-        """Where in the store's memory the slots begin, in bytes."""
+        """Offsets of the slots in the store's memory, in bytes."""
         return [self._host.offset_of(slot) for slot in self.slots]
 
     def commit(self, checksums: Sequence[int] | None = None) -> int:
-        """The slots are filled; ``checksums`` (xxh3-64) spare computing them. Returns how many of the first
-        ``keys`` are held now: none where the block before them has gone meanwhile."""
+        """The slots are filled; ``checksums``: xxh3-64, None: computed here. Returns how many of the first
+        ``keys`` are held now: none if the block before them was dropped meanwhile."""
         assert self._open, "a reservation is committed once"
         before = self._before
         if before is not None and not self._residency.is_held(before):
@@ -76,7 +76,7 @@ class Reservation:
         return self.num_held + len(keys)
 
     def abort(self) -> None:
-        """Give the slots back; idempotent, and nothing after ``commit``."""
+        """Give the slots back. Idempotent; no effect after ``commit``."""
         if self._open:
             self._open = False
             for slot in self.slots:

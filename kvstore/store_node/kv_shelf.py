@@ -1,4 +1,4 @@
-"""The KV blocks of a store node: copies read from other nodes, which others read from here."""
+"""The KV blocks of a store node: copies read from other nodes, and leased to them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import OpaqueLayout
@@ -26,19 +25,8 @@ log = logging.getLogger(__name__)
 StoreMaker = Callable[[OpaqueLayout], Awaitable[TieredStore]]
 
 
-@dataclass(frozen=True, slots=True)
-class Replicated:
-    """How many of the first blocks of a chain are held now, and what was read for it."""
-
-    num_blocks: int
-    num_read: int
-    nbytes: int
-    seconds: float
-
-
 class KvShelf:
-    """Blocks of one shape. Which one is learned from the first node blocks are read from, or from what is on
-    the SSD. Everything on one event loop."""
+    """Blocks of one layout: that of the first node they are read from, or of the SSD. One event loop."""
 
     def __init__(
         self,
@@ -50,7 +38,7 @@ class KvShelf:
         *,
         deadline_s: float,
     ) -> None:
-        """``make_store`` opens the store of a shape over ``region``'s memory; it is started here."""
+        """``make_store`` opens the store of a layout over ``region``'s memory; it is started here."""
         self.layout: OpaqueLayout | None = None
         self.store: TieredStore | None = None
         self._node_id = node_id
@@ -62,11 +50,8 @@ class KvShelf:
         self._opening = asyncio.Lock()
 
     async def open_layout(self, layout: OpaqueLayout) -> TieredStore:
-        """Keep blocks of this shape from now on.
-
-        Raises:
-            OtherLayout: blocks of another shape are held. Nothing has changed.
-        """
+        """Use this layout from now on. Raises ``OtherLayout``: there are blocks of another; nothing has
+        changed."""
         async with self._opening:
             if self.store is None or self.layout != layout:
                 await self._change(layout)
@@ -85,7 +70,7 @@ class KvShelf:
         log.info("keeps KV blocks of layout %s, %d bytes each", layout.fingerprint.hex(), layout.block_nbytes)
 
     async def close(self, flush_s: float) -> None:
-        """Give the disk up to ``flush_s`` to take what only memory holds; then end."""
+        """Write to disk what is only in memory, in at most ``flush_s``, and end."""
         if self.store is not None:
             await self.store.flush(flush_s)
             await self.store.close()
@@ -98,7 +83,7 @@ class KvShelf:
         return iter(()) if self.store is None else iter(self.store.blocks())
 
     async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> tuple[int, node_pb2.BlockSpans]:
-        """Pin the longest prefix that can be read from memory; the id is 0 when there is none."""
+        """Pin the longest prefix that can be read from memory; the id is 0 if there is none."""
         if self.store is None:
             return 0, node_pb2.BlockSpans()
         self.store.use(keys)
@@ -111,23 +96,20 @@ class KvShelf:
         )
 
     def release(self, lease_id: int) -> None:
-        """Unknown ones are no error."""
+        """End a lease. An unknown one is no error."""
         if self.store is not None:
             self.store.release(lease_id)
 
     async def replicate(
         self, source: node_pb2.KvAddress, keys: Sequence[BlockKey], *, surplus: bool = False
-    ) -> Replicated:
-        """Read what is missing here of a chain from ``source``, straight into the slots it stays in. Whole
-        they lie here however ranks there hold them.
+    ) -> node_pb2.ReplicateReply:
+        """Read the missing blocks of a chain from ``source``, straight into their slots, as whole blocks
+        however ranks there shard them. Fewer are read if the source has fewer or there is less room.
 
-        The source may hold less than expected, and there may be less room: then less is read. ``surplus``:
-        what is read is the first to go once nobody asks for it.
+        ``surplus``: the blocks read are evicted first once they are unused.
 
-        Raises:
-            OtherLayout: blocks of another shape are held here.
-            LayoutError: what its ranks hold makes no whole blocks.
-            NodeUnavailable, RemoteError, TransferError: nothing more is held than before.
+        Raises ``OtherLayout``: blocks of another layout are here; ``LayoutError``: the ranks' shards make no
+        whole blocks; ``NodeUnavailable``, ``RemoteError``, ``TransferError``: no block was added.
         """
         started_s = time.monotonic()
         store = await self.open_layout(OpaqueLayout(source.block_nbytes, source.layout_fingerprint))
@@ -146,12 +128,17 @@ class KvShelf:
                         store.host.surplus.mark([key for key in copies if key in store.host])
         nbytes = num_read * source.block_nbytes
         metrics.COPIED_BYTES.labels("kv").inc(nbytes)
-        return Replicated(len(store.match(keys)), num_read, nbytes, time.monotonic() - started_s)
+        return node_pb2.ReplicateReply(
+            num_blocks=len(store.match(keys)),
+            num_read=num_read,
+            nbytes=nbytes,
+            seconds=time.monotonic() - started_s,
+        )
 
     async def _read(
         self, source: node_pb2.KvAddress, blocks: node_pb2.BlockSpans, offsets: Sequence[int], first: int
     ) -> int:
-        """Fill our slots at ``offsets`` with ``blocks[first:]``; returns how many there were room for."""
+        """Fill our slots at ``offsets`` with ``blocks[first:]``; returns how many there was room for."""
         if not offsets:
             return 0
         nbytes, end = source.block_nbytes, first + len(offsets)
@@ -165,20 +152,20 @@ class KvShelf:
         peer = await self._agent.connect(AgentDescriptor.unpack(source.agent))
         await peer.read(
             [Span(self._region.id, offset, nbytes) for offset in offsets],
-            [Span(*place, nbytes) for place in zip(regions, begins, strict=True)],
+            [Span(*start, nbytes) for start in zip(regions, begins, strict=True)],
             deadline_s=self._deadline_s,
             checksums=promised,
         )
         return len(offsets)
 
     def _reader(self, source: node_pb2.KvAddress) -> ShardedReader:
-        """Of blocks whose parts the ranks of ``source`` hold. Raises LayoutError."""
+        """A reader of blocks that ranks of ``source`` have in shards. Raises ``LayoutError``."""
         layout = SplitLayout.of(source.block_nbytes, [shard_of(rank) for rank in source.ranks])
         target = RankTarget(BlockShard.whole(layout), AgentReader(self._agent, self._region))
         return ShardedReader(layout, [target], self._hash)
 
     async def _hash(self, slots: Sequence[int]) -> list[int]:
-        """The checksums of what lies in slots that nobody finds yet."""
+        """The checksums of slots that are not visible yet."""
         assert self.layout is not None
         memory, nbytes = self._region.array, self.layout.block_nbytes
 

@@ -1,4 +1,4 @@
-"""A store node's life: memory that peers can read, an entry in the index, two gRPC services."""
+"""The life of a store node: memory that peers can read, an entry in the index, two gRPC services."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ from moonpool.transfer import Region, TransferAgent
 
 log = logging.getLogger(__name__)
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
 SWEEP_INTERVAL_S = 0.5
-# How long a node that is told to stop waits for those who read from it or write to it now.
+# Longest that a node that is told to stop waits for its readers and writers.
 _DRAIN_S = 5.0
 
 
 class StoreNode(node_pb2_grpc.NodeServicer):
-    """Start it with ``await run(context)``, which returns when it was told to stop. Everything happens on one
-    loop."""
+    """``await run(context)`` starts it and returns when it was told to stop. One event loop."""
 
     role = "store"
 
@@ -69,10 +70,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     # ------------------------------------------------------------------ life
 
     async def run(self, context: ServiceContext) -> None:
-        """Start, announce, serve until told to stop, leave the index.
-
-        Raises whatever keeps the node from starting.
-        """
+        """Start, announce, serve until told to stop, leave the index. Raises what prevents the start."""
         async with AsyncExitStack() as stack:
             await self._start(stack)
             context.ready(node_id=self.node_id, rpc_address=self._rpc_address, metrics_url=self._metrics_url)
@@ -84,7 +82,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             await self._drain()
 
     async def _start(self, stack: AsyncExitStack) -> None:
-        """Everything started is ended by ``stack``, the last first."""
+        """``stack`` ends everything started here, in reverse order."""
         config = self.config
         self._health = HealthMonitor(config.health, disk=config.store.ssd.path)
         stack.callback(self._health.close)
@@ -174,11 +172,11 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         await self._publisher.start()
 
     async def _drain(self) -> None:
-        """Until those who read from here or write here now are done."""
+        """Wait for current readers and writers."""
         assert self._publisher is not None
         self._publisher.announce()
         deadline_s = self._clock() + min(_DRAIN_S, self.config.node.drain_s)
-        # Polled: an event would have to be kept right by every lease of a life, for its last seconds.
+        # Polled: an event would cost every lease of the node's life, for its last seconds.
         while self._num_users() and self._clock() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -202,7 +200,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     # ------------------------------------------------------------------ the node in the index
 
     def record(self) -> NodeRecord:
-        """What the index says of this node, as it is now."""
+        """The node's current record in the index."""
         num_blocks = num_held = 0
         if self._kv.store is not None:
             num_blocks, num_held = self._kv.store.host.capacity, len(self._kv.store.host)
@@ -229,7 +227,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
 
     def _kv_changed(self, key: BlockKey, tier: Tier | None) -> None:
         if self._publisher is None:
-            return  # still starting: all that is held is published then
+            return  # still starting: everything is published then
         if tier is None:
             self._publisher.removed(key)
         else:
@@ -245,9 +243,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
 
     # ------------------------------------------------------------------ service Node
 
-    async def Status(
-        self, request: node_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.NodeStatus:
+    async def Status(self, request: node_pb2.StatusRequest, context: Context) -> node_pb2.NodeStatus:
         return node_pb2.NodeStatus(
             node_id=self.node_id,
             epoch=self.epoch,
@@ -266,56 +262,44 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             kv=self._kv_address(),
         )
 
-    async def Drain(
-        self, request: node_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.DrainReply:
+    async def Drain(self, request: node_pb2.DrainRequest, context: Context) -> node_pb2.DrainReply:
         self._draining.set()
         return node_pb2.DrainReply()
 
-    async def Lease(
-        self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.LeaseReply:
+    async def Lease(self, request: node_pb2.LeaseRequest, context: Context) -> node_pb2.LeaseReply:
         keys = block_keys.unpack(request.keys)
         lease_id, blocks = await self._kv.lease(keys, request.ttl_s)
         if self._publisher is not None:
-            # Whoever asks was told by the index that they are here.
+            # The index told the caller that they are here.
             self._publisher.retract(keys[len(blocks.offset) :])
         return node_pb2.LeaseReply(lease_id=lease_id, epoch=self.epoch, blocks=blocks)
 
-    async def Release(
-        self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.ReleaseReply:
+    async def Release(self, request: node_pb2.ReleaseRequest, context: Context) -> node_pb2.ReleaseReply:
         self._kv.release(request.lease_id)
         return node_pb2.ReleaseReply()
 
     async def ListBlocks(
-        self, request: node_pb2.ListBlocksRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: node_pb2.ListBlocksRequest, context: Context
     ) -> AsyncIterator[node_pb2.BlockListing]:
         for changes in batches(list(self._kv.blocks()), BATCH_BLOCKS):
             yield node_pb2.BlockListing(epoch=self.epoch, changes=changes)
 
     async def Replicate(
-        self, request: node_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: node_pb2.ReplicateRequest, context: Context
     ) -> node_pb2.ReplicateReply:
         self._check_takes_work()
         layout = self._kv.layout
         keys = block_keys.unpack(request.keys)
         done = await self._kv.replicate(request.source, keys, surplus=request.surplus)
         if self._kv.layout != layout and self._publisher is not None:
-            # Conductors must know how to read from here before they are told what is here.
+            # Conductors must know how to read from here before they see its blocks.
             self._publisher.announce()
-        return node_pb2.ReplicateReply(
-            num_blocks=done.num_blocks, num_read=done.num_read, nbytes=done.nbytes, seconds=done.seconds
-        )
+        return done
 
-    async def Evict(
-        self, request: node_pb2.EvictRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.EvictReply:
-        # There is no pool here whose room would be wanted for something else.
+    async def Evict(self, request: node_pb2.EvictRequest, context: Context) -> node_pb2.EvictReply:
+        # There is no pool here.
         return node_pb2.EvictReply()
 
-    async def Cancel(
-        self, request: node_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.CancelReply:
-        # Requests do not run here, so there is nothing of them to stop.
+    async def Cancel(self, request: node_pb2.CancelRequest, context: Context) -> node_pb2.CancelReply:
+        # No requests run here.
         return node_pb2.CancelReply()

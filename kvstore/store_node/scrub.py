@@ -1,4 +1,4 @@
-"""Every checksum of a store node's shelves, one after the other, with word of how far it is."""
+"""Verification of all blocks on a store node, with progress."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ class Shelf:
 
 
 async def verify(shelves: Sequence[Shelf]) -> AsyncIterator[store_pb2.VerifyProgress]:
-    """Messages while it goes on, at most ten a second, and one for each damaged block; the last one is final.
-
-    Damaged copies are dropped. Closing the iterator stops it.
-    """
+    """Yield progress, at most ten messages a second, one message for each damaged block, and a final one.
+    Damaged copies are dropped. Closing the iterator stops it."""
     progress: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
     num_damaged = before_done = before_total = 0
     for shelf in shelves:

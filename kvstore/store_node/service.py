@@ -1,4 +1,4 @@
-"""``protos.Store``: the objects of a store node, as clients ask for them."""
+"""The service ``protos.Store``: the objects of a store node."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StoreService(store_pb2_grpc.StoreServicer):
-    """Checks what comes in, and says where bytes lie; the rest is ``ObjectShelf``."""
+    """Checks requests and returns offsets; ``ObjectShelf`` does the rest."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         check_takes_work: Callable[[], None],
         shelves: Callable[[], Sequence[Shelf]],
     ) -> None:
-        """``objects`` and the ``region`` of their memory; None: this node keeps none."""
+        """``objects`` and the ``region`` of their memory; None: this node has none."""
         self._node_id = node_id
         self._shelf = objects
         self._region = region
@@ -89,10 +89,10 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     def _step(self, put_id: int, put: Put) -> store_pb2.PutStep:
         assert self._region is not None
-        places = put.offsets
-        if not places:
+        offsets = put.offsets
+        if not offsets:
             return store_pb2.PutStep(put_id=put_id, done=True)
-        chunks = node_pb2.BlockSpans(region=[self._region.id] * len(places), offset=places)
+        chunks = node_pb2.BlockSpans(region=[self._region.id] * len(offsets), offset=offsets)
         return store_pb2.PutStep(put_id=put_id, chunks=chunks)
 
     async def Abort(self, request: store_pb2.AbortRequest, context: Context) -> store_pb2.AbortReply:

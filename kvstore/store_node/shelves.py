@@ -1,4 +1,4 @@
-"""The tiers of a store node's two shelves, made from its options."""
+"""The stores of a store node's two shelves, made from its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moonpool.kvstore.tiers.ssd import SsdTier
 from moonpool.runtime.config.options import Config, StoreOptions
 from moonpool.transfer import Region
 
-# Chunks of objects are blocks of this kind; another order of bytes in them needs another name.
+# The fingerprint of objects' chunks: change it with the order of bytes in them.
 _CHUNK_FORMAT = b"moonpool-chunk-1".ljust(16, b"\0")
 
 
@@ -29,12 +29,12 @@ class ShelfFactory:
         return cls(config, Path(path) / node_id if path else None)
 
     async def kv(self, layout: OpaqueLayout, region: Region, on_change: OnChange) -> TieredStore:
-        """Of KV blocks of one shape. Each shape has a folder, so that none is read as another."""
+        """The store of KV blocks of one layout, with a folder of its own."""
         options = self.config.store
         return await _make(layout, options, region, on_change, self._folder(kv_folder(layout)))
 
     async def objects(self, region: Region, on_change: OnChange) -> TieredStore:
-        """Of the chunks of objects: what was used last stays longest, and everything goes to disk at once."""
+        """The store of objects' chunks: LRU, and everything goes to disk at once."""
         own = self.config.store_node
         options = self.config.store
         options = replace(
@@ -51,12 +51,12 @@ class ShelfFactory:
 
     @property
     def catalogue(self) -> Path | None:
-        """Where the names of the objects on disk are kept."""
+        """The folder of the catalogue of objects on disk."""
         own = self.config.store_node
         return self._folder(f"catalogue-{own.chunk_nbytes}") if own.object_ssd_nbytes else None
 
     def stored_layout(self) -> OpaqueLayout | None:
-        """The shape of the KV blocks on disk; of several, the one written last. None: there are none."""
+        """The layout of the KV blocks on disk; of several, the last written. None: there are none."""
         if self.directory is None:
             return None
         found = [

@@ -1,4 +1,4 @@
-"""Blocks copied in memory, each checked against its checksum; large batches on a thread."""
+"""Copies in memory, each verified by its checksum; large batches on a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moonpool.kvstore.tiers.protocols import Bytes
 
 Result = TypeVar("Result")
 
-# Up to here the copy takes about half a millisecond, and a thread that is woken on a busy machine more.
+# Up to this size the copy takes about half a millisecond; waking a thread on a busy machine takes longer.
 _INLINE_NBYTES = 4 << 20
 # How much one observation moves the estimate.
 _GAIN = 0.2
@@ -27,15 +27,15 @@ class Copier:
     async def copy(
         self, sources: Sequence[Bytes], destinations: Sequence[Bytes], checksums: Sequence[int]
     ) -> int | None:
-        """Copy each source; returns the first whose bytes do not match their checksum, or None.
+        """Copy each source; returns the first that does not match its checksum, or None.
 
-        Those before it are complete and verified. Cancelled, it first lets the copy end: nothing is written
-        to ``destinations`` after it has returned or raised.
+        Those before it are complete and verified. A cancelled call first lets the copy end: nothing is
+        written to ``destinations`` after it has returned or raised.
         """
         return await self._run(sources, lambda: _copy(sources, destinations, checksums))
 
     async def copy_and_hash(self, sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> list[int]:
-        """Copy each source; returns the checksums of what was copied. Cancelled, as ``copy``."""
+        """Copy each source; returns the checksums of the copies. Cancelled as ``copy``."""
         return await self._run(sources, lambda: _copy_and_hash(sources, destinations))
 
     async def _run(self, sources: Sequence[Bytes], work: Callable[[], Result]) -> Result:
@@ -44,7 +44,7 @@ class Copier:
         return await self.run(work)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """On a thread. Cancelled, it first lets it end."""
+        """Run on a thread. A cancelled call first lets it end."""
         copying = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
             return await asyncio.shield(copying)
@@ -53,7 +53,7 @@ class Copier:
             raise
 
     async def close(self) -> None:
-        """When what runs has ended. The loop goes on meanwhile: some of it may need the loop to end."""
+        """Wait for running copies without blocking the loop, which some of them need."""
         await asyncio.to_thread(self._threads.shutdown)
 
 
@@ -61,7 +61,7 @@ def _copy(sources: Sequence[Bytes], destinations: Sequence[Bytes], checksums: Se
     for i, source in enumerate(sources):
         destination = destinations[i]
         np.copyto(destination, source)
-        # Of the copy, which is in the cache: it tells a source gone bad and a copy gone wrong alike.
+        # Of the copy, which is in the cache: this detects a bad source and a bad copy alike.
         if xxh3_64_intdigest(destination.data) != checksums[i]:
             return i
     return None
@@ -76,7 +76,7 @@ def _copy_and_hash(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> l
 
 
 class Bandwidth:
-    """``nbytes_per_s`` is 0 until something was observed."""
+    """A moving average; ``nbytes_per_s`` is 0 before the first observation."""
 
     def __init__(self) -> None:
         self.nbytes_per_s = 0.0

@@ -17,7 +17,7 @@ from moonpool.kvstore.tiers.protocols import Bytes
 
 
 class HostTier(ChainCache[BlockKey]):
-    """A ``ChainCache`` whose slot ``i`` is ``memory[i * block_nbytes : (i + 1) * block_nbytes]``.
+    """A ``ChainCache`` with slot ``i`` at ``memory[i * block_nbytes : (i + 1) * block_nbytes]``.
 
     Everything runs on one thread. ``match`` pins nothing; a reader pins a slot before it awaits anything.
     Blocks are immutable: a slot's bytes change only after its block is gone and unpinned.
@@ -63,7 +63,7 @@ class HostTier(ChainCache[BlockKey]):
         return xxh3_64_intdigest(self._memory[slot].data) == self.checksum_of(slot)
 
     def fill(self, slot: int, key: BlockKey, parent: BlockKey | None, checksum: int) -> int:
-        """``commit`` a reserved slot, whose bytes have this checksum. Returns the slot with the block."""
+        """``commit`` a reserved slot that has been filled. Returns the slot with the block."""
         carrier = self.commit(slot, key, parent)
         if carrier == slot:
             self._checksums[slot] = checksum

@@ -7,14 +7,16 @@ from functools import cache
 from prometheus_client import Counter, Histogram
 
 HIT_BLOCKS = Counter(
-    "moonpool_store_hit_blocks_total", "Blocks of requests' chains that were held, by fastest tier.", ["tier"]
+    "moonpool_store_hit_blocks_total",
+    "Blocks of requests' chains that were found.",
+    ["tier"],
 )
 MISSED_BLOCKS = Counter(
-    "moonpool_store_missed_blocks_total", "Blocks of requests' chains that were not held."
+    "moonpool_store_missed_blocks_total", "Blocks of requests' chains that were not found."
 )
 STALE_BLOCKS = Counter(
     "moonpool_store_stale_blocks_total",
-    "Blocks that were said to be held and could not be had: computed instead.",
+    "Blocks that were found and then could not be read: computed instead.",
     ["tier"],
 )
 CORRUPT_BLOCKS = Counter(
@@ -22,25 +24,24 @@ CORRUPT_BLOCKS = Counter(
 )
 EVICTED_BLOCKS = Counter(
     "moonpool_store_evicted_blocks_total",
-    "Copies that left a tier: held below or above it too, to be written, dropped (nowhere to go), surplus (a "
-    "copy for busy times that nobody used lately), orphaned (a block before it is gone), removed; quota: its "
-    "tenant has too many.",
+    "Copies that left a tier. below, above: another tier has the block; written: it goes to disk; dropped: "
+    "it is lost; surplus: an unused extra copy; orphaned: its predecessor is gone; removed; quota.",
     ["tier", "reason"],
 )
 REFUSED_BLOCKS = Counter(
-    "moonpool_store_refused_blocks_total", "Blocks host memory did not take: all pinned, or worth less."
+    "moonpool_store_refused_blocks_total",
+    "Blocks host memory refused: all are pinned or worth more.",
 )
 WRITTEN_BLOCKS = Counter("moonpool_store_written_blocks_total", "Blocks written to disk.")
 DROPPED_WRITES = Counter(
     "moonpool_store_dropped_writes_total",
-    "Blocks that were to be written to disk and were not: the queue was full, the block or one before it was "
-    "gone, or the disk did not take it.",
+    "Blocks not written to disk: the queue was full, the disk stalled or refused, or a predecessor was gone.",
     ["reason"],
 )
-PROMOTED_BLOCKS = Counter("moonpool_store_promoted_blocks_total", "Blocks brought from disk to host memory.")
+PROMOTED_BLOCKS = Counter("moonpool_store_promoted_blocks_total", "Blocks read from disk into host memory.")
 PREFETCHED_BLOCKS = Counter(
     "moonpool_store_prefetched_blocks_total",
-    "Of those, brought ahead of their use: for prompts that wait for room in the pool.",
+    "Promoted blocks read ahead of their use: for prompts that wait for room in the pool.",
 )
 SECONDS = Histogram(
     "moonpool_store_seconds",
@@ -52,12 +53,12 @@ SECONDS = Histogram(
 
 @cache
 def evicted_blocks(tier: str, reason: str) -> Counter:
-    """``EVICTED_BLOCKS`` of these labels. To find them anew is a tenth of what an eviction costs."""
+    """``EVICTED_BLOCKS`` of these labels; cached, because the lookup is a tenth of an eviction's cost."""
     return EVICTED_BLOCKS.labels(tier, reason)
 
 
 def evicted_totals() -> dict[str, dict[str, int]]:
-    """``EVICTED_BLOCKS`` by tier and reason: what a node says of it to others."""
+    """``EVICTED_BLOCKS`` by tier and reason, for the node's record."""
     found: dict[str, dict[str, int]] = {}
     for sample in next(iter(EVICTED_BLOCKS.collect())).samples:
         if sample.name.endswith("_total"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -17,30 +18,32 @@ from moonpool.kvstore.tiers.protocols import Bytes, DiskTier
 
 @dataclass(frozen=True, slots=True)
 class UnplacedBlock:
-    """A block that was read from disk and found no place in host memory."""
+    """A block that was read from disk and for which host memory had no room."""
 
     bytes: Bytes
     checksum: int
 
 
+class Residency(Protocol):
+    """The tiers that blocks are promoted in: ``store.residency.Residency``."""
+
+    host: HostTier
+
+    def is_held(self, key: BlockKey) -> bool: ...
+
+    def announce(self, key: BlockKey) -> None: ...
+
+
 class Promoter:
-    """Reads each block once, however many ask for it meanwhile."""
+    """Read each block once, however many requests need it meanwhile."""
 
     def __init__(
-        self,
-        host: HostTier,
-        disk: DiskTier,
-        is_held: Callable[[BlockKey], bool],
-        on_kept: Callable[[BlockKey], None],
-        rate: Bandwidth,
-        clock: Callable[[], float],
+        self, residency: Residency, disk: DiskTier, bandwidth: Bandwidth, clock: Callable[[], float]
     ) -> None:
-        """``on_kept(key)``: host memory holds the block now, too."""
-        self._host = host
+        self._residency = residency
+        self._host = residency.host
         self._disk = disk
-        self._is_held = is_held
-        self._on_kept = on_kept
-        self._rate = rate
+        self._bandwidth = bandwidth
         self._clock = clock
         self._promoting: dict[BlockKey, asyncio.Task[dict[BlockKey, UnplacedBlock]]] = {}
 
@@ -50,10 +53,10 @@ class Promoter:
     async def promote(
         self, keys: Sequence[BlockKey], *, ahead: bool = False
     ) -> dict[BlockKey, UnplacedBlock]:
-        """Bring blocks to host memory, a run of one chain; ``ahead`` of a use that is certain.
+        """Read a run of one chain into host memory; ``ahead`` of a use that is certain.
 
-        Those that found no place there come back in arrays of their own. Those that could not be read are in
-        neither. Cancelled, the read goes on for whoever asks next.
+        Returns the blocks for which there was no room. Blocks that could not be read are in neither. After a
+        cancellation the read goes on for other requests.
         """
         mine = [key for key in keys if key not in self._promoting and key not in self._host]
         if mine:
@@ -96,17 +99,16 @@ class Promoter:
         finally:
             for i, slot in enumerate(slots):
                 parent = parents[i]
-                reachable = parent is None or self._is_held(parent)
                 if slot is None:
                     if filled[i]:
                         unplaced[keys[i]] = UnplacedBlock(destinations[i], checksums[i])
-                elif filled[i] and reachable:
+                elif filled[i] and (parent is None or self._residency.is_held(parent)):
                     host.fill(slot, keys[i], parent, checksums[i])
-                    self._on_kept(keys[i])
+                    self._residency.announce(keys[i])
                 else:
                     host.abandon(slot)
         seconds = self._clock() - began_s
-        self._rate.observe(sum(filled) * nbytes, seconds)
+        self._bandwidth.observe(sum(filled) * nbytes, seconds)
         metrics.SECONDS.labels("ssd", "load").observe(seconds)
         metrics.PROMOTED_BLOCKS.inc(sum(filled))
         return unplaced

@@ -1,4 +1,4 @@
-"""What the store asks of the tiers it does not own: the engine's pool above it, the disk below."""
+"""The tiers that the store does not own: the engine's pool above it, the disk below."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class PoolTier(Protocol):
-    """The engine's pool. What it holds of a chain is a prefix of it; it makes room by itself and tells the
-    store by ``TieredStore.demote``.
+    """The engine's pool. It has a prefix of each chain, makes room by itself and calls
+    ``TieredStore.demote``.
 
-    in_main_memory: whether ``bytes_of`` has anything to show. needs_loop: the event loop moves its bytes, so
-    that whoever waits for ``copy_out`` must be another thread.
+    in_main_memory: whether ``bytes_of`` works. needs_loop: the event loop moves its bytes, so ``copy_out``
+    must be awaited on another thread.
     """
 
     @property
@@ -37,26 +37,25 @@ class PoolTier(Protocol):
     def block_of(self, key: BlockKey) -> int | None: ...
 
     def parent_of(self, key: BlockKey) -> BlockKey | None:
-        """The key before a held one in its chain; None for the first."""
+        """The key before a block in its chain; None for the first."""
 
     def lineage(self, key: BlockKey) -> list[int]:
-        """The blocks of a held key's chain up to it, the first one first: what to acquire with it."""
+        """The blocks of a key's chain up to it, the first one first: acquire them with it."""
 
     def bytes_of(self, block: int) -> Bytes:
-        """uint8 [block_nbytes], to be read while the block is acquired, or before the next await. Only where
-        the pool is in main memory."""
+        """uint8 [block_nbytes], valid while the block is acquired or until the next await."""
 
     def copy_out(self, blocks: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
-        """Copy blocks to main memory, on any thread; xxh3-64 of what arrived there.
+        """Copy blocks to main memory, on any thread; returns xxh3-64 of the copies.
 
-        Raises MoonpoolError where they cannot be reached; the destinations' bytes are undefined then.
+        Raises ``MoonpoolError``: the pool cannot be reached; the destinations are undefined.
         """
 
     async def checksums(self, blocks: Sequence[int]) -> list[int]:
-        """xxh3-64 of the bytes of acquired blocks. Raises as ``copy_out``."""
+        """xxh3-64 of acquired blocks. Raises as ``copy_out``."""
 
     def known_checksum(self, block: int) -> int | None:
-        """Its checksum where it was computed before."""
+        """The checksum if it was computed before."""
 
     def acquire(self, blocks: Sequence[int]) -> None: ...
 
@@ -64,11 +63,11 @@ class PoolTier(Protocol):
 
 
 class DiskTier(Protocol):
-    """Blocks on disk, closed by itself: it holds the blocks before each one it holds. Only what is ``async``
-    touches the disk, never on the caller's thread and never for longer than its own deadline."""
+    """Blocks on disk; each one's predecessors are there too. Only ``async`` methods use the disk, never on
+    the caller's thread and never longer than its deadline."""
 
     on_dropped: Callable[[Sequence[BlockKey], str], None] | None
-    """Called with blocks that went by themselves, and why: evicted, corrupt, unreadable."""
+    """Called with blocks that the tier drops by itself, and why: evicted, corrupt, unreadable."""
 
     def __contains__(self, key: object) -> bool: ...
 
@@ -90,16 +89,16 @@ class DiskTier(Protocol):
         parents: Sequence[BlockKey | None],
         checksums: Sequence[int | None],
     ) -> list[bool]:
-        """Which of the blocks are held, durably, when this returns. Parents come before their children, or
-        are being put. ``checksums``: None where one is not known."""
+        """Return which blocks are held, durably. Parents come before their children, or are being put.
+        ``checksums``: None where not known."""
 
     async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Buffer]) -> list[bool]:
-        """Which destinations were filled, verified. The others are unchanged, and are not written later."""
+        """Return which destinations were filled, verified. The others are unchanged and not written later."""
 
     async def verify(self, keys: Sequence[BlockKey]) -> list[bool]: ...
 
     async def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Drop blocks with what follows them; returns all that went."""
+        """Drop blocks and their descendants; returns all that were dropped."""
 
     @property
     def is_stalled(self) -> bool: ...

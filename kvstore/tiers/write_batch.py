@@ -18,7 +18,7 @@ from moonpool.kvstore.tiers.protocols import Bytes, DiskTier, PoolTier
 
 @dataclass(frozen=True, slots=True)
 class EvictedBlock:
-    """A block evicted from host memory whose slot stays pinned until the block is on disk."""
+    """A block evicted from host memory. Its slot stays pinned until the block is on disk."""
 
     parent: BlockKey | None
     slot: int

@@ -55,7 +55,7 @@ class WriteQueue:
         self._queue: dict[BlockKey, None] = {}
         self._writing: set[BlockKey] = set()
         self._required: dict[BlockKey, list[int]] = {}  # host slots pinned for each
-        self._unwritten: dict[BlockKey, None] = {}  # required blocks whose write failed: tried again
+        self._unwritten: dict[BlockKey, None] = {}  # required blocks after a failed write: tried again
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()

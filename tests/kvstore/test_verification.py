@@ -108,4 +108,4 @@ async def test_nodes_that_do_not_answer_or_are_not_ours_are_said_to_be_unasked(i
 
     gone, vllm = await verify(index, {}, ask=ask, settle_s=0.01)
     assert "nobody listens" in gone.unasked
-    assert "not ours" in vllm.unasked
+    assert "external engine" in vllm.unasked

@@ -1,8 +1,7 @@
 """A batch of index changes as bytes: groups of ``op u8 | count u32 | count keys of 16 bytes``.
 
-``op`` is the tier the keys are now stored in, or ``REMOVED``. A batch names each key once, so the order of
-its groups has no meaning; batches are applied in the order they were published, and applying one twice is
-harmless.
+``op`` is the tier of the keys, or ``REMOVED``. A batch names each key once, so the order of its groups has no
+meaning; batches are applied in order, and applying one twice is harmless.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _OPS = frozenset([*map(int, Tier), REMOVED])
 
 
 def encode(stored: Mapping[BlockKey, Tier], removed: Iterable[BlockKey]) -> bytes:
-    """The batch that says ``stored[key]`` is the tier of each key, and the ``removed`` ones are gone."""
+    """Encode the tier of each stored key, and the removed keys."""
     groups: dict[int, list[BlockKey]] = {}
     for key, tier in stored.items():
         groups.setdefault(int(tier), []).append(key)
@@ -35,15 +34,14 @@ def encode(stored: Mapping[BlockKey, Tier], removed: Iterable[BlockKey]) -> byte
 
 
 def batches(held: Iterable[tuple[BlockKey, Tier]], num_keys: int) -> Iterator[bytes]:
-    """All that is held, ``num_keys`` blocks to an encoded batch."""
+    """Encode all blocks, ``num_keys`` to a batch."""
     rest = iter(held)
     while batch := dict(islice(rest, num_keys)):
         yield encode(batch, ())
 
 
 def decode(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """``(op, packed keys)`` of each group. Raises ``ChangesCorrupt`` at the first byte that makes no
-    sense."""
+    """Yield ``(op, packed keys)`` of each group. Raises ``ChangesCorrupt`` at the first invalid byte."""
     at = 0
     while at < len(data):
         if at + _GROUP.size > len(data):
@@ -64,7 +62,7 @@ def split(packed: bytes) -> list[bytes]:
 
 
 def pick(packed: bytes, part: int, num_parts: int) -> list[bytes]:
-    """The keys of a packed run whose last byte is ``part`` modulo ``num_parts``."""
+    """The keys of a packed run with a last byte of ``part`` modulo ``num_parts``."""
     last = np.frombuffer(packed, np.uint8)[KEY_NBYTES - 1 :: KEY_NBYTES]
-    places: list[int] = (np.flatnonzero(last % num_parts == part) * KEY_NBYTES).tolist()
-    return [packed[at : at + KEY_NBYTES] for at in places]
+    offsets: list[int] = (np.flatnonzero(last % num_parts == part) * KEY_NBYTES).tolist()
+    return [packed[at : at + KEY_NBYTES] for at in offsets]

@@ -18,12 +18,12 @@ _DEFAULT_SENTINEL_PORT = 26379
 
 
 def connect(url: str) -> Any:
-    """A client for ``redis://``, ``rediss://`` or ``unix://``; ``redis+cluster://host:port,host:port`` for a
-    Redis Cluster, of which any server named tells the others, and ``redis+sentinel://host:port,host:port/service``
-    for a server watched by Sentinel. ``rediss+…``: over TLS. A password is that of the data's servers.
+    """Return a client for ``redis://``, ``rediss://`` or ``unix://``; ``redis+cluster://host:port,host:port``
+    for a Redis Cluster; ``redis+sentinel://host:port,host:port/service`` for a server watched by Sentinel.
+    ``rediss+…``: over TLS. A password is for the data servers.
 
-    Connects with the first command. Close it with ``await client.aclose()``. It does not retry: the index's
-    callers do, and they must know that a connection was lost.
+    It connects with the first command and does not retry: callers do. Close it with ``await
+    client.aclose()``.
     """
     # redis-py retries three times on its own, with sleeps, unless told not to.
     options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_connect_timeout": 2.0}
@@ -49,7 +49,7 @@ def _sentinel(url: str, options: dict[str, Any]) -> Any:
     service = urlsplit(url).path.strip("/")
     if not service:
         raise StoreError(
-            f"a redis+sentinel:// URL ends in the service's name, as in host:26379/mymaster: {url!r}"
+            f"a redis+sentinel:// URL must end in the service's name (host:26379/mymaster), got {url!r}"
         )
     sentinels = [(host, port or _DEFAULT_SENTINEL_PORT) for host, port in _hosts(url)]
     sentinel: Any = Sentinel(sentinels, socket_connect_timeout=2.0)  # type: ignore[no-untyped-call]
@@ -62,10 +62,10 @@ def _hosts(url: str) -> list[tuple[str, int | None]]:
 
 
 def _access(url: str) -> dict[str, Any]:
-    """Name, password, TLS and what else the query asks for, as redis-py takes them."""
+    """Name, password, TLS and options of the query, as redis-py takes them."""
     parts = urlsplit(url)
     scheme = parts.scheme.partition("+")[0]
-    # All but the hosts and the service is as in the URL of one server.
+    # Without hosts and service it is the URL of one server.
     access: dict[str, Any] = dict(
         parse_url(urlunsplit((scheme, parts.netloc.split(",")[0], "", parts.query, "")))
     )

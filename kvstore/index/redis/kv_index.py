@@ -1,8 +1,8 @@
-"""The global index in Redis: which node, in which life, holds which blocks.
+"""The global index in Redis: the blocks of each node and epoch.
 
-The log of a node is replayed to know what it holds; the stream tells mirrors what changes. Both are written
-in one step. Every entry belongs to a node and its epoch: when the lease lapses or a new epoch registers, all
-of them go at once with the node's log.
+Replaying a node's log gives the blocks it holds; the stream tells mirrors what changes. Both are written in
+one step. Every entry belongs to a node and its epoch: when the lease expires or a new epoch registers, they
+are dropped at once with the node's log.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """Where the stream stands. Another ``instance`` is another history: nothing known of the old one
-    holds."""
+    """The end of the stream. Another ``instance`` is another history: discard the former state."""
 
     instance: str
     seq: int
-    lapsed: tuple[str, ...]  # nodes whose lease has ended and which nobody has dropped yet
+    lapsed: tuple[str, ...]  # nodes with an expired lease that are not dropped yet
 
 
 @dataclass(frozen=True, slots=True)
 class LogPage:
-    """Some batches of a node's log. ``base + len(all batches)`` only grows; a base beyond the position asked
-    for means that batches were dropped before they were read: start over."""
+    """Batches of a node's log. ``base + len(all batches)`` only grows; a base beyond the requested position
+    means that batches were dropped unread: start over."""
 
     epoch: int
     record: NodeRecord
@@ -58,9 +57,8 @@ class LogPage:
 
 
 class KVIndex:
-    """Every method raises ``IndexUnavailable`` when Redis does not answer within ``timeout_s``; the call may
-    then have had its effect, or not. Repeating any of them is harmless.
-    """
+    """Every method raises ``IndexUnavailable`` if Redis does not answer within ``timeout_s``; the call may
+    have taken effect. Repeating any call is harmless."""
 
     def __init__(
         self,
@@ -70,8 +68,8 @@ class KVIndex:
         history_nbytes: int = 32 << 20,
         timeout_s: float = 3.0,
     ) -> None:
-        """``redis``: a ``redis.asyncio`` Redis or RedisCluster that does not decode responses. It is not
-        closed. ``history_nbytes``: how much of the stream is kept for mirrors that fall behind."""
+        """``redis``: a ``redis.asyncio`` Redis or RedisCluster without decoded responses; not closed here.
+        ``history_nbytes``: how much of the stream is kept for mirrors that fall behind."""
         if not namespace or set(namespace) & set("{}"):
             raise StoreError(f"index namespace must be non-empty and without braces, got {namespace!r}")
         self.namespace = namespace
@@ -83,15 +81,14 @@ class KVIndex:
         self._marks, self._leases = f"{tag}:marks", f"{tag}:leases"
         self._node_prefix, self._log_prefix = f"{tag}:node:", f"{tag}:log:"
 
-    # ------------------------------------------------------------------ what a node writes
+    # ------------------------------------------------------------------ writes of a node
 
     async def register(self, record: NodeRecord, ttl_s: float, *, complete: bool = True) -> int:
-        """Begin a life of a node, or begin the current one anew: the index holds none of its blocks
-        afterwards.
+        """Begin an epoch of a node, or the current one again: the index has none of its blocks afterwards.
 
-        ``complete=False`` says that blocks it held before follow; mirrors keep what they knew of this epoch
-        until ``publish(..., complete=True)``. Returns the position its log starts at. Raises
-        ``EpochSuperseded`` when a newer epoch is registered; nothing has changed then.
+        ``complete=False``: blocks it held before follow; mirrors keep what they knew of this epoch until
+        ``publish(..., complete=True)``. Returns the start position of its log. Raises ``EpochSuperseded``: a
+        newer epoch is registered; nothing has changed.
         """
         node_id, epoch = record.node_id, record.epoch
         keys = [*self._own(node_id), self._leases, self._events, self._meta, self._marks]
@@ -115,8 +112,8 @@ class KVIndex:
         *,
         complete: bool = False,
     ) -> None:
-        """Say in one step that these blocks are held, in these tiers, and those are not. A key in both
-        counts as removed. Also how others repair a node's entries after a stale hit.
+        """Publish in one step the blocks a node holds and those it does not. A key in both counts as removed.
+        Others repair a node's entries with it after a stale hit.
 
         Raises ``NodeUnknown``, ``EpochSuperseded``; nothing has changed then.
         """
@@ -136,7 +133,7 @@ class KVIndex:
         complete: bool = False,
     ) -> None:
         """``publish`` of encoded changes. ``quiet`` replaces the ``trim`` oldest batches of the log in the
-        same step, without telling the mirrors, provided that the log still starts at ``base``."""
+        same step, without telling mirrors, if the log still starts at ``base``."""
         keys = [*self._own(node_id), self._events, self._meta, self._marks]
         args = [node_id, epoch, changes, quiet, base, trim, self._history, int(complete)]
         self._checked(await self.run("publish", scripts.publish, keys, args), node_id, epoch)
@@ -148,13 +145,13 @@ class KVIndex:
     async def drop(
         self, node_id: str, epoch: int, *, reason: str = "lapsed", only_lapsed: bool = True
     ) -> bool:
-        """Drop a node, if ``only_lapsed`` only one whose lease has ended. False: nothing was dropped."""
+        """Drop a node, if ``only_lapsed`` only after its lease has ended. False: nothing was dropped."""
         keys = [*self._own(node_id), self._leases, self._events, self._meta, self._marks]
         args = [node_id, epoch, reason, int(only_lapsed), self._history]
         reply = await self.run("drop", scripts.drop, keys, args)
         return bool(reply[0] == b"OK")
 
-    # ------------------------------------------------------------------ what a mirror reads
+    # ------------------------------------------------------------------ reads of a mirror
 
     async def watch(self) -> StreamPosition:
         keys = [self._meta, self._leases, self._events, self._marks]
@@ -165,7 +162,7 @@ class KVIndex:
         return [name.decode() for name in await self._do("ZRANGE", self._leases, 0, -1)]
 
     async def nodes(self) -> dict[str, NodeRecord]:
-        """Every registered node's record, lapsed ones included until they are dropped."""
+        """Every registered node's record, including expired ones until they are dropped."""
         found: dict[str, NodeRecord] = {}
         for node_id in await self.node_ids():
             record = await self._do("HGET", self._node_prefix + node_id, "record")
@@ -174,7 +171,7 @@ class KVIndex:
         return found
 
     async def read_log(self, node_id: str, position: int = 0, count: int = 64) -> LogPage | None:
-        """Up to ``count`` batches of a node's log from an absolute position on; None: no such node."""
+        """Up to ``count`` batches of a node's log from an absolute position; None: no such node."""
         keys = [*self._own(node_id), self._meta]
         reply = await self.run("read_log", scripts.read, keys, [position, count])
         if not reply:
@@ -185,8 +182,8 @@ class KVIndex:
         )
 
     async def read_events(self, after: int, count: int, block_s: float = 0.0) -> list[Event]:
-        """Events with a higher number, in order, waiting up to ``block_s`` for the first. The first one's
-        number says whether some are missing."""
+        """Events after a number, in order, waiting up to ``block_s`` for the first. Its number shows whether
+        some are missing."""
         args: list[object] = ["XREAD", "COUNT", count]
         if block_s > 0:
             args += ["BLOCK", _ms(block_s)]
@@ -198,7 +195,7 @@ class KVIndex:
         return _event(reply[0]) if reply else None
 
     async def snapshot(self) -> dict[str, dict[BlockKey, Tier]]:
-        """What each node holds, by replaying every log: the long way, for checks."""
+        """The blocks of every node, by replaying every log; slow, for checks."""
         held: dict[str, dict[BlockKey, Tier]] = {}
         for node_id in await self.node_ids():
             page = await self.read_log(node_id, 0, 1 << 30)
@@ -206,7 +203,7 @@ class KVIndex:
                 held[node_id] = replay(page.batches)
         return held
 
-    # ------------------------------------------------------------------ plumbing
+    # ------------------------------------------------------------------ calls
 
     def _own(self, node_id: str) -> tuple[str, str]:
         return self._node_prefix + node_id, self._log_prefix + node_id
@@ -220,7 +217,7 @@ class KVIndex:
         return reply
 
     async def run(self, name: str, script: scripts.Script, keys: list[str], args: Sequence[object]) -> Any:
-        """One of our scripts, on keys of this namespace. ``name`` is for messages."""
+        """Run a script on keys of this namespace. ``name`` is for messages."""
         try:
             return await self._do("EVALSHA", script.sha, len(keys), *keys, *args, name=name)
         except IndexUnavailable as error:
@@ -243,13 +240,13 @@ class KVIndex:
 
 
 def _raise_if_cancelled(task: asyncio.Task[Any], cancels: int) -> None:
-    """redis-py swallows a cancellation that comes while it connects: the task would go on for ever."""
+    """redis-py swallows a cancellation while it connects: raise it here."""
     if task.cancelling() > cancels:
         raise asyncio.CancelledError
 
 
 def replay(batches: Iterable[bytes]) -> dict[BlockKey, Tier]:
-    """What a node holds after these batches of changes, in order."""
+    """The blocks a node holds after these batches of changes."""
     held: dict[BlockKey, Tier] = {}
     for batch in batches:
         for op, packed in decode(batch):
@@ -266,8 +263,8 @@ def _ms(seconds: float) -> int:
 
 
 def _entries(reply: Any) -> list[Any]:
-    """The entries of the one stream in an XREAD reply: None, ``[[name, entries]]``, or in RESP3
-    ``{name: [entries]}``."""
+    """The entries of the stream in an XREAD reply: None, ``[[name, entries]]``, or ``{name: [entries]}``
+    (RESP3)."""
     if not reply:
         return []
     if isinstance(reply, Mapping):

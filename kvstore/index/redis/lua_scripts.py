@@ -1,14 +1,14 @@
-"""The index's Lua, one script for each change that must happen in one step.
+"""The index's Lua scripts, one for each change that must happen in one step.
 
-Keys of a namespace share one hash tag, so that every script runs on one shard of a Redis Cluster, and every
-key a script touches is declared. No FUNCTION: Redis 6.2 has none.
+The keys of a namespace share one hash tag, so that a script runs on one shard of a Redis Cluster, and every
+key a script uses is declared. No FUNCTION: Redis 6.2 has none.
 
     {ns}:meta     hash   instance (random, made with the namespace), seq (last event), nbytes (of all events)
     {ns}:events   stream of changes; ids are seq-0 without holes, so that a reader sees a gap
     {ns}:marks    list   "seq:nbytes" every 64 events, to trim the stream by bytes
     {ns}:leases   sorted set   node id by the millisecond its lease ends, on Redis's clock
-    {ns}:node:ID  hash   epoch, record (JSON), complete (1: all it holds is published), base (log trimmed)
-    {ns}:log:ID   list   its batches of changes (kvstore.changes), oldest first: replayed, what it holds
+    {ns}:node:ID  hash   epoch, record (JSON), complete (1: all its blocks are published), base (log trimmed)
+    {ns}:log:ID   list   its batches of changes (index.redis.changes), oldest first
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ end
 local function newer(a, b)
   return #a > #b or (#a == #b and a > b)
 end
--- What to answer a caller whose epoch of the node is not the current one; nil: it is.
+-- The refusal of an epoch that is not current; nil: it is current.
 local function refusal(node, epoch)
   local current = redis.call('HGET', node, 'epoch')
   if current == epoch then return nil end
@@ -132,8 +132,7 @@ return {'OK', emit(KEYS[4], KEYS[5], KEYS[6], ARGV[5], 'L', ARGV[1], current, AR
 """)
 
 # KEYS meta leases events marks | ARGV instance
-# Makes the namespace if there is none; says where the stream stands and whose
-# lease has lapsed.
+# Makes the namespace if there is none; returns the end of the stream and the nodes with an expired lease.
 watch = Script("""
 open(KEYS[1], KEYS[3], KEYS[4], ARGV[1])
 local seq = tonumber(redis.call('HGET', KEYS[1], 'seq') or '0')

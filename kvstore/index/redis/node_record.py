@@ -1,4 +1,4 @@
-"""What a node says of itself in the index."""
+"""A node's record in the index."""
 
 from __future__ import annotations
 
@@ -13,42 +13,39 @@ import orjson
 from moonpool.kvstore.errors import StoreError
 from moonpool.runtime.replicas.identity import Replica
 
-# Of an engine that is not ours and is followed by its KV events.
+# The role of an external engine that is followed by its KV events.
 EXTERNAL_ROLE = "external"
 # Roles that requests are placed on.
 ROLES = ("prefill", "decode")
 
 
 class RecordCorrupt(StoreError):
-    """A node's record in the index cannot be read; ``str(error)`` says which field is wrong."""
+    """A node's record cannot be read; ``str(error)`` names the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """How busy a node is; carried by every heartbeat."""
+    """The load of a node, in every heartbeat."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_queued_tokens: int = 0  # prompt tokens still to compute
     num_blocks: int = 0
     free_blocks: int = 0  # free, or cached and evictable
-    cached_blocks: int = 0  # of those, the ones that hold something
+    cached_blocks: int = 0  # of those, the cached ones
 
 
 @dataclass(frozen=True, slots=True)
 class TierFill:
-    """How full a tier below the pool is."""
+    """The fill of a tier below the pool."""
 
-    num_blocks: int = 0  # there is room for
+    num_blocks: int = 0  # capacity
     num_held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """One node, or one replica of a node, in one life (``epoch``), which grows from each life to the next.
-
-    A replica holds blocks and takes requests as any node does; ``replica`` says whose it is.
-    """
+    """A node, or a replica of a node, in one epoch; epochs grow. ``replica`` names a replica's node."""
 
     node_id: str
     epoch: int
@@ -57,21 +54,21 @@ class NodeRecord:
     pid: int = 0
     rpc_address: str = ""
     metrics_url: str = ""
-    state: str = "ready"  # "starting", "ready", "unhealthy" (to be used last), "draining"
+    state: str = "ready"  # "starting", "ready", "unhealthy" (used last), "draining"
     reasons: tuple[str, ...] = ()  # why it is unhealthy, in sentences
-    unix_s: float = 0.0  # when this was written, by the clock of the node's host; 0: an older version
+    unix_s: float = 0.0  # when written, by its host's clock; 0: an older version
     model: str = ""
     layout: str = ""  # KVLayout.fingerprint, hex
     kv_address: bytes = b""  # protos.KvAddress, serialized
     load: NodeLoad = NodeLoad()
     tiers: dict[str, TierFill] = field(default_factory=dict)  # below the pool: "host", "ssd"
     profile: dict[str, float] = field(default_factory=dict)  # protos.Profile's coefficients by name
-    links: dict[str, float] = field(default_factory=dict)  # bytes/s it reached lately, by node_id
-    replica: Replica | None = None  # None: it is the whole node
-    extra: dict[str, Any] = field(default_factory=dict)  # fields a newer version wrote; kept as they are
+    links: dict[str, float] = field(default_factory=dict)  # recent bytes/s by node_id
+    replica: Replica | None = None  # None: the whole node
+    extra: dict[str, Any] = field(default_factory=dict)  # fields of a newer version, kept as they are
 
     def to_json(self) -> bytes:
-        """The record as Redis keeps it. ``epoch`` goes as text: JSON readers lose 64-bit integers."""
+        """The record as stored in Redis. ``epoch`` is text, because JSON readers lose 64-bit integers."""
         body = {**self.extra, **asdict(self), "epoch": str(self.epoch)}
         del body["extra"]
         body["kv_address"] = b64encode(self.kv_address).decode()

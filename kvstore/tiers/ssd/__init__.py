@@ -1,4 +1,4 @@
-"""Blocks on disk: payloads in segment files read and written around the page cache, their index in LMDB."""
+"""Blocks on disk: payloads in segment files read and written around the page cache, an index in LMDB."""
 
 from moonpool.kvstore.tiers.ssd.slot_map import SsdTierStats
 from moonpool.kvstore.tiers.ssd.storage import SsdTier

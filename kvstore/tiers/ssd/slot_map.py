@@ -1,4 +1,4 @@
-"""Which block lies in which slot, and what the index on disk still says otherwise. No I/O; one thread."""
+"""The blocks in the slots of the disk, and the records on disk that are out of date. No I/O; one thread."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from moonpool.kvstore.tiers.ssd.jobs.write import NewBlock, WriteJob
 
 log = logging.getLogger(__name__)
 
-# Slots kept free, as a part of all, and at most: with as many as a batch writes, the records of what was
-# evicted go in the same transaction that brings the new ones, instead of in one before.
+# Slots kept free, as a part of all, and at most. With as many as a batch writes, the records of evicted
+# blocks are deleted in the transaction that adds the new ones, not in one before it.
 _SPARE = 16
 _MAX_SPARE = 64
-# Errors that do not speak against the place on the disk.
+# Errors that are not the fault of the slot.
 _NOT_THE_SLOT = (errno.ENOSPC, errno.EDQUOT, errno.ENODATA)
 
 OnDropped = Callable[[Sequence[BlockKey], str], None]
@@ -32,40 +32,40 @@ OnDropped = Callable[[Sequence[BlockKey], str], None]
 
 @dataclass(slots=True)
 class SsdTierStats:
-    """Totals since the tier was opened, but for the first group, which is how things stand."""
+    """Counts of an SSD tier: totals since it was opened, except for the first group, which is current."""
 
-    num_blocks: int = 0  # slots that are on the disk; more are made as long as it has room
+    num_blocks: int = 0  # slots on the disk; it grows while there is room
     num_held: int = 0
     num_pinned: int = 0
     is_stalled: bool = False
-    is_direct: bool = True  # False: through the page cache, for want of O_DIRECT
+    is_direct: bool = True  # False: through the page cache, without O_DIRECT
 
-    num_adopted: int = 0  # blocks found when it was opened,
-    num_orphans: int = 0  # and those dropped then: what comes before them in their chain is missing,
-    num_lost: int = 0  # or their place, or their record, is not there as it was
+    num_adopted: int = 0  # blocks found when it was opened
+    num_orphans: int = 0  # blocks dropped then without their predecessors
+    num_lost: int = 0  # blocks dropped then without a valid record or slot
     open_s: float = 0.0
 
     num_hits: int = 0
     num_misses: int = 0
     num_stored: int = 0
     num_evictions: int = 0
-    num_refusals: int = 0  # blocks not taken: everything is pinned
-    num_bypassed: int = 0  # blocks not taken: the policy keeps what it has
-    num_unparented: int = 0  # blocks not taken: what comes before them is not here
-    num_corrupt: int = 0  # blocks dropped: their bytes are not what was stored
+    num_refusals: int = 0  # blocks refused: every block is pinned
+    num_bypassed: int = 0  # blocks the policy did not admit
+    num_unparented: int = 0  # blocks refused: their predecessor is not here
+    num_corrupt: int = 0  # blocks dropped: their checksum did not match
     num_read_errors: int = 0
     num_write_errors: int = 0
     num_no_space: int = 0  # segments that found no room on the disk
     num_stalls: int = 0
-    num_given_up: int = 0  # blocks whose I/O was not waited for, or not begun, because the disk stalled
+    num_given_up: int = 0  # blocks with I/O abandoned or not begun because the disk stalled
     read_nbytes: int = 0
     written_nbytes: int = 0
-    read_s: float = 0.0  # callers' time in ``get``
-    write_s: float = 0.0  # and in ``put``
+    read_s: float = 0.0  # callers' time in ``get`` and ``put``
+    write_s: float = 0.0
 
 
 class SlotMap:
-    """A block is held once it is durable. Of every chain it holds anything of, it holds the first blocks."""
+    """A block is held once it is durable. Of each chain it holds a prefix."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class SlotMap:
         self._checksums = array("Q")
         self._sequences = array("Q")  # of the record of what a slot holds
         self._sequence = found.next_sequence
-        # Slots whose record on disk names a block that is not held there: it goes before they are written.
+        # Slots with an out-of-date record on disk: it is deleted before they are written.
         self._stale: dict[int, StaleRecord] = {}
         self.grow()
         self.cache.adopt((block.key, block.parent, block.slot) for block in found.blocks)
@@ -99,7 +99,7 @@ class SlotMap:
             self._sequences[block.slot] = block.sequence
 
     def grow(self) -> None:
-        """Take the segments' new slots into use."""
+        """Use the segments' new slots."""
         more = self._segments.num_slots - self.cache.capacity
         self.cache.grow(more)
         self._checksums.frombytes(bytes(8 * more))
@@ -114,18 +114,18 @@ class SlotMap:
         sources: Sequence[Bytes],
         parents: Sequence[BlockKey | None],
         checksums: Sequence[int | None],
-        coming: Container[BlockKey],
+        writing: Container[BlockKey],
     ) -> list[NewBlock]:
-        """Slots for those that are not held, making room by eviction; nobody finds them until ``stored``.
-        ``coming``: blocks reserved before and not stored yet."""
+        """Reserve slots for blocks that are not held, evicting to make room; they are not visible until
+        ``stored``. ``writing``: blocks reserved before and not stored yet."""
         cache, taken = self.cache, dict[BlockKey, NewBlock]()
         above = self._held_above(parents) if len(keys) > cache.num_free else []
-        # The chains that these blocks continue must not be eaten from their ends to make room for them.
+        # Pinned, so that the chains are not evicted to make room for their own ends.
         cache.pin(above)
         for key, source, parent, checksum in zip(keys, sources, parents, checksums, strict=True):
             if key in cache or key in taken:
                 continue
-            if parent is not None and not (parent in cache or parent in taken or parent in coming):
+            if parent is not None and not (parent in cache or parent in taken or parent in writing):
                 self.counts.num_unparented += 1
                 continue
             slot = cache.reserve(key, parent)
@@ -136,7 +136,7 @@ class SlotMap:
         return list(taken.values())
 
     def _held_above(self, parents: Iterable[BlockKey | None]) -> list[int]:
-        """Slots of these blocks and of all before them in their chains, each once."""
+        """Slots of these blocks and of all their predecessors, each once."""
         slots: dict[int, None] = {}
         for parent in parents:
             here = parent
@@ -146,14 +146,19 @@ class SlotMap:
         return list(slots)
 
     def stored(self, writing: WriteJob) -> None:
-        """The end of a write: what is durable is held, the other slots are free again."""
+        """A write has ended: durable blocks are held, the other slots are free."""
         if writing.is_invalidated:
             self.forgotten(writing.stale)
         if writing.is_committed:
             self.forgotten(writing.also_gone)
         if writing.error is not None:
             self.counts.num_write_errors += 1
-            log.error("%d blocks were not stored in %s: %s", len(writing.blocks), self._where, writing.error)
+            log.error(
+                "%d blocks were not stored in %s: %s",
+                len(writing.blocks),
+                self._segments.directory,
+                writing.error,
+            )
         for block in writing.blocks:
             if block.error is not None:
                 self._write_failed(block)
@@ -165,7 +170,7 @@ class SlotMap:
                 self.counts.written_nbytes += self._segments.shape.block_nbytes
                 continue
             if block.is_written:
-                # Its record is on disk, or may be: after an error nobody knows.
+                # Its record is on disk, or may be after an error.
                 self._stale[block.slot] = StaleRecord(block.key, block.slot, block.sequence)
             elif block.error is None and writing.error is None:
                 self.counts.num_given_up += 1
@@ -178,7 +183,7 @@ class SlotMap:
         self._retire(block.slot, block.error)
 
     def wanted(self, keys: Sequence[BlockKey], into: Sequence[Bytes | None]) -> list[WantedBlock | None]:
-        """What to read for each key; None: it is not held. Pins the slots; ``read`` releases them."""
+        """What to read for each key; None: it is not held. Pins the slots; ``read`` unpins them."""
         found: list[WantedBlock | None] = []
         for key, destination in zip(keys, into, strict=True):
             slot = self.cache.slot_of(key)
@@ -190,7 +195,7 @@ class SlotMap:
         return found
 
     def read(self, blocks: Sequence[WantedBlock]) -> bool:
-        """The end of a read. Returns whether blocks were dropped because they cannot be used."""
+        """A read has ended. Returns whether bad blocks were dropped."""
         self.cache.unpin(block.slot for block in blocks)
         self.counts.num_given_up += sum(not block.outcome for block in blocks)
         num_before = len(self.cache)
@@ -203,12 +208,8 @@ class SlotMap:
         path, offset = self._segments.where(block.slot)
         if block.error is None:
             self.counts.num_corrupt += 1
-            log.error(
-                "%s at %d: the bytes of block %s are not those that were stored",
-                path,
-                offset,
-                block.key.hex(),
-            )
+            message = "%s at %d: the bytes of block %s are not those that were stored"
+            log.error(message, path, offset, block.key.hex())
         else:
             self.counts.num_read_errors += 1
             log.error("%s at %d: block %s cannot be read: %s", path, offset, block.key.hex(), block.error)
@@ -218,7 +219,7 @@ class SlotMap:
             self.on_dropped(gone, "corrupt" if block.error is None else "unreadable")
 
     def remove(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        """Hold these and what follows them no more. Returns what went, the last of a chain first."""
+        """Drop blocks and their descendants. Returns the removed keys, the last of a chain first."""
         gone: list[BlockKey] = []
         for key in keys:
             if key in self.cache:
@@ -239,26 +240,22 @@ class SlotMap:
             self.cache.retire(slot)
 
     def stale(self, slots: Collection[int] = ()) -> tuple[list[StaleRecord], list[StaleRecord]]:
-        """Records on disk that say what does not hold: those of ``slots``, and all others."""
+        """Records on disk that are out of date: those of ``slots``, and all others."""
         theirs = [self._stale[slot] for slot in slots if slot in self._stale]
         others = [record for slot, record in self._stale.items() if slot not in slots]
         return theirs, others
 
     def forgotten(self, records: Iterable[StaleRecord]) -> None:
-        """These records are gone from the disk."""
+        """These records are deleted from the disk."""
         for record in records:
             if self._stale.get(record.slot) == record:
                 del self._stale[record.slot]
 
-    @property
-    def _where(self) -> str:
-        return str(self._segments.directory)
-
     def check_integrity(self) -> None:
-        """Assert everything this class promises; costs time proportional to the tier."""
+        """Assert every invariant; costs time proportional to the tier."""
         self.cache.check_integrity()
         assert len(self._checksums) == self.cache.capacity == self._segments.num_slots
         for key in self.cache.keys():  # noqa: SIM118 - it is no dict
             parent = self.cache.parent_of(key)
-            assert parent is None or parent in self.cache, "a block without the one before it"
-            assert self.cache.slot_of(key) not in self._stale, "a held block whose record is to go"
+            assert parent is None or parent in self.cache, "a block without its predecessor"
+            assert self.cache.slot_of(key) not in self._stale, "a held block with a stale record"

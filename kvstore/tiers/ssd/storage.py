@@ -30,7 +30,7 @@ from moonpool.kvstore.tiers.ssd.writer import BlockWriter
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# Segment files are kept open: a large tier has larger ones, not thousands.
+# Segment files stay open: a large tier has larger ones, not thousands.
 _MIN_SEGMENT_NBYTES = 256 << 20
 _MAX_SEGMENTS = 64
 
@@ -42,9 +42,8 @@ _was_enabled = False
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Python's garbage collector rests, in this process: each time so many objects have been made it would
-    look through all there are, which is two fifths of what it costs to make a hundred thousand records. What
-    the collector was before, it is again when the last of those inside has left."""
+    """Pause Python's garbage collector: it costs two fifths of the time to make a hundred thousand records.
+    Its former state returns when the last block inside ends."""
     global _num_inside, _was_enabled
     with _lock:
         if _num_inside == 0:
@@ -61,10 +60,10 @@ def gc_paused() -> Iterator[None]:
 
 
 class SsdTier:
-    """Blocks in slots on disk. Everything is called on one event loop; only ``async`` methods touch the disk.
+    """Blocks in slots on disk. Everything is called on one event loop; only ``async`` methods use the disk.
 
-    Of every chain it holds anything of, it holds the first blocks, also after a crash. Trouble with the disk
-    is counted and logged and makes a miss, never an error: a caller does without the block, or computes it.
+    Of each chain it has a prefix, also after a crash. Disk errors are counted and logged and make a miss,
+    never an exception.
     """
 
     def __init__(
@@ -95,19 +94,18 @@ class SsdTier:
         on_dropped: OnDropped | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> SsdTier:
-        """Open or make the tier in ``directory``; what it held before is held again.
+        """Open or create the tier in ``directory``; blocks it had before are held again.
 
-        ``on_dropped(keys, reason)`` hears of blocks that go by themselves: "evicted", "corrupt" or
-        "unreadable". ``on_mismatch``: what to do with blocks of another layout or version.
-        ``io_deadline_s``: the disk has stalled when one call takes longer. ``saved_s``: what hits are worth
-        to the policy.
+        ``on_dropped(keys, reason)`` is called for blocks that are "evicted", "corrupt" or "unreadable".
+        ``on_mismatch``: what to do with blocks of another layout or version. ``io_deadline_s``: the disk
+        stalls when one call takes longer. ``saved_s``: what hits are worth to the policy.
 
-        Raises:
-            SsdDirectoryInUse, SsdFormatMismatch, SsdUnusable, LayoutError, StoreError (an unknown policy):
-                nothing is open. A damaged index is no error: it is set aside and the tier starts empty.
+        Raises ``SsdDirectoryInUse``, ``SsdFormatMismatch``, ``SsdUnusable``, ``LayoutError``, ``StoreError``
+        (an unknown policy): nothing is open. A damaged index is no error: it is set aside and the tier starts
+        empty.
         """
         started_s = clock()
-        make_policy(policy, 1)  # an unknown name is refused before anything is touched
+        make_policy(policy, 1)  # refuse an unknown name before anything is touched
         segment = segment_nbytes or max(_MIN_SEGMENT_NBYTES, -(-capacity_nbytes // _MAX_SEGMENTS))
         wanted = TierFormat(layout.fingerprint.hex(), layout.block_nbytes, segment)
         with gc_paused():
@@ -125,13 +123,13 @@ class SsdTier:
         await self.close()
 
     async def close(self) -> None:
-        """Let end what is under way, and give the directory free. What is held stays on disk."""
+        """Finish the I/O under way and unlock the directory. The blocks stay on disk."""
         await self._clean()
         await self._disk.close()
 
     @property
     def on_dropped(self) -> OnDropped | None:
-        """Hears of blocks that go by themselves."""
+        """Called for blocks that the tier drops by itself."""
         return self._slot_map.on_dropped
 
     @on_dropped.setter
@@ -145,15 +143,15 @@ class SsdTier:
         return len(self._cache)
 
     def keys(self) -> list[BlockKey]:
-        """Every block held, each after the one before it in its chain."""
+        """Every block, each after its predecessor."""
         return list(self._cache.keys())
 
     def parent_of(self, key: BlockKey) -> BlockKey | None:
-        """The key before a held block in its chain; None: it is the first."""
+        """The key before a block in its chain; None for the first."""
         return self._cache.parent_of(key)
 
     def checksum_of(self, key: BlockKey) -> int:
-        """xxh3-64 of a held block's bytes as they were put."""
+        """xxh3-64 of a block's bytes as they were put."""
         slot = self._cache.slot_of(key)
         assert slot is not None
         return self._slot_map.checksum_of(slot)
@@ -181,14 +179,15 @@ class SsdTier:
         )
 
     def use(self, keys: Sequence[BlockKey]) -> int:
-        """A request uses this chain: what is held of it stays longer. Returns how many blocks are held."""
+        """A request uses this chain. Returns how many of its first blocks are here."""
         return self._cache.use(keys)
 
     async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Buffer | Bytes]) -> list[bool]:
         """Read blocks, each into ``destinations[i]`` (``block_nbytes``, writable), verified.
 
-        False is a miss: not held, corrupt or unreadable (then it and what follows it is dropped), or the disk
-        stalls. Its destination is as it was and is never written later, also after a cancellation.
+        False is a miss: the block is not held, is corrupt or unreadable (then it and its descendants are
+        dropped), or the disk stalls. Its destination is unchanged and not written later, also after a
+        cancellation.
         """
         started_s = self._clock()
         hits = await self._read(keys, [self._bytes(destination) for destination in destinations])
@@ -200,7 +199,7 @@ class SsdTier:
         return hits
 
     async def verify(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Read blocks and check them, as ``get`` does, without giving their bytes to anybody."""
+        """Read and verify blocks without delivering their bytes."""
         return await self._read(keys, [None] * len(keys))
 
     async def _read(self, keys: Sequence[BlockKey], into: Sequence[Bytes | None]) -> list[bool]:
@@ -212,7 +211,7 @@ class SsdTier:
 
     def _read_ended(self, blocks: Sequence[WantedBlock]) -> None:
         if self._slot_map.read(blocks):
-            # Else they would be found again, as bad as they are, when the tier is opened next.
+            # Otherwise the bad blocks would be found when the tier is opened again.
             task = asyncio.get_running_loop().create_task(self._clean())
             self._cleaning.add(task)
             task.add_done_callback(self._cleaning.discard)
@@ -225,14 +224,12 @@ class SsdTier:
         parents: Sequence[BlockKey | None],
         checksums: Sequence[int | None] | None = None,
     ) -> list[bool]:
-        """Store blocks, in one batch. True for each that is held, and durable, when this returns.
+        """Store blocks in one batch. True for each that is held and durable when this returns.
 
         ``sources[i]`` (``block_nbytes``) must not change meanwhile. ``parents[i]`` is the key before it in
-        its chain, held here, being put, or earlier in the batch, or None: a block without it is not taken.
-        ``checksums`` (xxh3-64) spare computing them; None: not known. Not taken are blocks as well that the
-        policy thinks not worth a place, or for which there is none: all pinned, disk full, a write error, a
-        stalled disk. Waits while as many bytes are on their way as may be. A put that is cancelled may or may
-        not have happened.
+        its chain, held, being put or earlier in the batch, or None: without its parent a block is refused.
+        ``checksums``: xxh3-64; None: computed here. Blocks are also refused by the policy, by a tier full of
+        pins, a full disk, a write error or a stalled disk. A cancelled put may or may not have happened.
         """
         started_s = self._clock()
         num_new = sum(key not in self._cache for key in keys)
@@ -245,14 +242,14 @@ class SsdTier:
         return [key in self._cache for key in keys]
 
     async def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Drop blocks and what follows them; durable when it returns (or, while the disk stalls, when it
-        answers again). Returns the keys that went, the last of a chain first."""
+        """Drop blocks and their descendants; durable when it returns or, if the disk stalls, when it answers
+        again. Returns the removed keys, the last of a chain first."""
         gone = self._slot_map.remove(keys)
         await self._clean()
         return gone
 
     async def _clean(self) -> bool:
-        """Delete from the index on disk what is held no more."""
+        """Delete the records of blocks that are not held any more."""
         _, stale = self._slot_map.stale()
         if not stale or self._disk.is_stalled:
             return not stale

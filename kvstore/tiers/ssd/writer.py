@@ -1,4 +1,4 @@
-"""Blocks that are being put on the disk, and the segments made for them."""
+"""Blocks being put on the disk, and the segments made for them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moonpool.kvstore.tiers.ssd.slot_map import SlotMap
 
 log = logging.getLogger(__name__)
 
-# A disk that had no room for another segment is asked again after this long, not at every block.
+# After a disk had no room for another segment, ask it again this much later, not at every block.
 _ROOM_RETRY_S = 30.0
 
 
 class BlockWriter:
-    """Many puts may be under way at once. A block that several bring is written once; one that continues
-    what another brings is stored after that."""
+    """Many puts may run at once. A block in several of them is written once; one that continues another put's
+    block is stored after it."""
 
     def __init__(self, slot_map: SlotMap, disk: Disk, clock: Callable[[], float]) -> None:
         self._slot_map = slot_map
@@ -39,7 +39,7 @@ class BlockWriter:
         parents: Sequence[BlockKey | None],
         checksums: Sequence[int | None],
     ) -> None:
-        """Returns when what the slot_map takes of them is stored, has failed, or was given up."""
+        """Return when the admitted blocks are stored, have failed, or were given up."""
         num_new = sum(key not in self._slot_map.cache for key in keys)
         await self._grow(num_new)
         while others := [self._being_written[key] for key in keys if key in self._being_written]:
@@ -62,7 +62,7 @@ class BlockWriter:
         await writing.batch.wait()
 
     async def _grow(self, num_blocks: int) -> None:
-        """Make segments until so many blocks find room without evicting others, or there are no more."""
+        """Make segments until this many blocks need no eviction, or there are no more."""
         segments = self._disk.segments
         async with self._growing:
             while (

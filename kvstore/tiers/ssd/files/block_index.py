@@ -1,7 +1,7 @@
-"""The index on disk: LMDB, from block key to record, and how many segments there are.
+"""The index on disk: LMDB, from block key to record, and the number of segments.
 
-One thread at a time. It is read whole when a tier is opened, in a process of its own (``scan``), and only
-written after that.
+One thread at a time. When a tier is opened it is read whole, in a child process (``scan``); after that it is
+only written.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moonpool.kvstore.tiers.ssd.files import index_scan
 from moonpool.kvstore.tiers.ssd.files.record import BlockRecord, StaleRecord, encode, sequence_of
 
 _SEGMENTS = b"segments"
-# Address space, and file, for each block: LMDB writes changed pages anew before it frees the old ones.
+# Per block, of address space and file: LMDB writes a changed page before it frees the old one.
 _ENTRY_NBYTES = 512
 _SLACK_NBYTES = 2 << 20
 _MAP_SLACK_NBYTES = 64 << 20
 
 
 class IndexWriteFailed(StoreError):
-    """A change of the index is not on disk, or only perhaps where the disk failed in its midst."""
+    """A change of the index is not on disk, or only possibly if the disk failed while syncing."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"the index {path} could not be written: {reason}")
@@ -43,7 +43,7 @@ class IndexDamaged(StoreError):
 
 class BlockIndex:
     def __init__(self, directory: Path, max_blocks: int) -> None:
-        """Make or open ``directory``. An existing one is read by ``scan`` first."""
+        """Create or open ``directory``. Read an existing one by ``scan`` first."""
         self._directory = directory
         self._max_blocks = max_blocks
         self._env: lmdb.Environment | None = None
@@ -60,7 +60,7 @@ class BlockIndex:
                     str(self._directory),
                     map_size=self._max_blocks * 2 * _ENTRY_NBYTES + _MAP_SLACK_NBYTES,
                     max_dbs=0,
-                    lock=False,  # the tier's own lock keeps others away, and one thread writes
+                    lock=False,  # the tier has its own lock, and one thread writes
                     readahead=False,
                 )
             except (lmdb.Error, OSError) as error:
@@ -68,7 +68,7 @@ class BlockIndex:
         return self._env
 
     def _reserve(self, env: lmdb.Environment) -> None:
-        """Take the file's place on the disk, so that blocks can still be dropped when it is full."""
+        """Allocate the file's space, so that blocks can be dropped when the disk is full."""
         nbytes = self._max_blocks * _ENTRY_NBYTES // 2 + _SLACK_NBYTES
         fd = os.open(self.path, os.O_RDWR)
         try:
@@ -87,10 +87,9 @@ class BlockIndex:
         stored: Iterable[BlockRecord] = (),
         num_segments: int | None = None,
     ) -> None:
-        """One durable transaction. ``gone``: where there is a later record of the block, that is left.
+        """Make one durable transaction. ``gone``: a later record of the block is left.
 
-        Raises:
-            IndexWriteFailed: nothing of it is there, or, after a failed sync, perhaps all.
+        Raises ``IndexWriteFailed``: nothing is applied or, after a failed sync, possibly all.
         """
         env = self._opened()
         try:
@@ -104,12 +103,12 @@ class BlockIndex:
                 if num_segments is not None:
                     transaction.put(_SEGMENTS, struct.pack("<Q", num_segments))
         except lmdb.Error as error:
-            # After some errors LMDB takes nothing more until it is opened anew.
+            # After some errors LMDB refuses writes until it is opened again.
             self.close()
             raise IndexWriteFailed(self.path, str(error)) from error
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Delete whatever is under these keys, durably. Raises ``IndexWriteFailed``."""
+        """Delete these keys durably. Raises ``IndexWriteFailed``."""
         try:
             with self._opened().begin(write=True) as transaction:
                 for key in keys:
@@ -125,13 +124,10 @@ class BlockIndex:
 
 
 def scan(directory: Path) -> tuple[int, list[tuple[bytes, bytes]]]:
-    """(number of segments, [(key, encoded record), …]) of the index in ``directory``.
+    """Return (number of segments, [(key, encoded record), …]) of the index in ``directory``.
 
-    LMDB maps its file: a damaged one ends the process that reads it (SIGBUS, SIGSEGV, an assertion). So a
-    child reads it, every page of it, and this process opens it only when that went well.
-
-    Raises:
-        IndexDamaged: it did not.
+    LMDB maps its file, and a damaged one kills the process that reads it (SIGBUS, SIGSEGV, an assertion). So
+    a child reads every page first. Raises ``IndexDamaged``: the child failed.
     """
     command = [sys.executable, "-P", str(Path(index_scan.__file__)), str(directory)]
     child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)

@@ -1,10 +1,8 @@
-"""The directory of an SSD tier: who works on it, what was written there, and setting aside what is no use.
+"""The directory of an SSD tier.
 
-lock               held by the one process that works here
-tier.json          the shape of what is here (``TierFormat``), written before anything else
-index/             LMDB: which block lies in which slot
-segment-00000.kv   slots of block bytes
-set-aside-0/       what could not be used, for a person to look at; never read again
+lock locked by the process that uses the directory tier.json the format of the blocks (``TierFormat``),
+written first index/ LMDB: the block in each slot segment-00000.kv slots of block bytes set-aside-0/ files
+that could not be used, kept for inspection; never read again
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from moonpool.kvstore.errors import SsdDirectoryInUse, SsdFormatMismatch, SsdUnu
 
 FORMAT_VERSION = 1
 CHECKSUM = "xxh3-64"
-# What O_DIRECT asks of offsets, lengths and memory on every disk there is.
+# The alignment that O_DIRECT needs on every disk.
 PAGE_NBYTES = 4096
 
 _FORMAT_FILE = "tier.json"
@@ -29,7 +27,7 @@ _OURS = (_FORMAT_FILE, "index")
 
 @dataclass(frozen=True, slots=True)
 class TierFormat:
-    """What must be equal for the bytes here to mean the same."""
+    """What must be equal for the bytes here to be usable."""
 
     fingerprint: str  # of the layout, hex
     block_nbytes: int
@@ -48,10 +46,10 @@ class TierFormat:
 
 
 class DirectoryLock:
-    """Held by one tier at a time; the kernel gives it back when the process ends, however it ends."""
+    """An exclusive lock; the kernel releases it when the process ends."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ``SsdDirectoryInUse``, or ``SsdUnusable`` when the directory cannot be made."""
+        """Raises ``SsdDirectoryInUse``; ``SsdUnusable``: the directory cannot be created."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -71,10 +69,9 @@ class DirectoryLock:
 
 
 def settle_format(directory: Path, wanted: TierFormat) -> TierFormat:
-    """The format of what is here: ``wanted``, written down, in a directory that holds nothing yet.
+    """Return the format of the directory; an empty one gets ``wanted``.
 
-    Raises:
-        SsdFormatMismatch: what is here is not of that format.
+    Raises ``SsdFormatMismatch``: the directory has another format.
     """
     path = directory / _FORMAT_FILE
     if not path.exists():
@@ -99,7 +96,7 @@ def settle_format(directory: Path, wanted: TierFormat) -> TierFormat:
 
 
 def set_aside(directory: Path, *names: str) -> Path:
-    """Move what is here (all of it, or only ``names``) into a folder beside it. Returns the folder."""
+    """Move the tier's files (all, or only ``names``) into a new folder beside them. Returns the folder."""
     number = 0
     while (aside := directory / f"set-aside-{number}").exists():
         number += 1
@@ -113,7 +110,7 @@ def set_aside(directory: Path, *names: str) -> Path:
 
 
 def _write_durably(path: Path, text: str) -> None:
-    """The whole text, or no file."""
+    """Write the whole text, or no file."""
     draft = path.with_suffix(".new")
     with draft.open("w") as file:
         file.write(text)
@@ -124,7 +121,7 @@ def _write_durably(path: Path, text: str) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Names made or changed in the directory survive a power loss."""
+    """Make new and changed names in the directory survive a power loss."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""What the index on disk says of one block."""
+"""The record of a block in the index on disk, and the recovery of records after a restart."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _LENGTHS = (_HEAD.size + _CRC.size, _HEAD.size + KEY_NBYTES + _CRC.size)
 
 
 class BlockRecord(NamedTuple):
-    """``sequence`` orders records by when they were written: a block comes after the one before it in its
-    chain."""
+    """``sequence`` orders records by write: a block comes after its predecessor."""
 
     sequence: int
     key: BlockKey
@@ -28,8 +27,7 @@ class BlockRecord(NamedTuple):
 
 
 class StaleRecord(NamedTuple):
-    """A record on disk that does not hold any more. ``sequence`` tells it from a later one of the same block,
-    perhaps in the same slot."""
+    """A record on disk that is out of date. ``sequence`` distinguishes it from a later one of the block."""
 
     key: BlockKey
     slot: int
@@ -37,13 +35,13 @@ class StaleRecord(NamedTuple):
 
 
 def encode(record: BlockRecord) -> bytes:
-    """The value under ``record.key``, with a checksum of its own."""
+    """Return the value under ``record.key``, with its own checksum."""
     body = _HEAD.pack(record.sequence, record.slot, record.checksum) + (record.parent or b"")
     return body + _CRC.pack(crc32(body, crc32(record.key)))
 
 
 def decode(key: bytes, value: bytes) -> BlockRecord | None:
-    """None: these bytes are not a record of this key."""
+    """None: the bytes are not a record of this key."""
     if len(value) not in _LENGTHS or len(key) != KEY_NBYTES:
         return None
     body = value[: -_CRC.size]
@@ -63,7 +61,7 @@ def sequence_of(value: bytes) -> int:
 @dataclass(slots=True)
 class RecoveredIndex:
     blocks: list[BlockRecord] = field(default_factory=list)  # oldest first, each after its parent
-    dropped: list[bytes] = field(default_factory=list)  # keys of entries that are no use
+    dropped: list[bytes] = field(default_factory=list)  # keys of unusable entries
     num_orphans: int = 0
     num_lost: int = 0
     next_sequence: int = 0
@@ -72,10 +70,10 @@ class RecoveredIndex:
 def recover(
     entries: Iterable[tuple[bytes, bytes]], whole_slots: Sequence[int], slots_per_segment: int, max_slots: int
 ) -> RecoveredIndex:
-    """Sort out ``entries`` (key, encoded record). ``whole_slots``: slots that each segment's file has.
+    """Choose the usable ``entries`` (key, encoded record). ``whole_slots``: slots in each segment's file.
 
-    Lost: damaged records, slots that are not there, and slots claimed twice (neither claim is believed).
-    Orphans: blocks without every block before them in their chain; nobody could reach them.
+    Lost: damaged records, missing slots, and slots claimed twice (neither claim is used). Orphans: blocks
+    without every predecessor, which cannot be reached.
     """
     result = RecoveredIndex()
     records = []
@@ -86,7 +84,7 @@ def recover(
         else:
             records.append(record)
     claims = Counter(record.slot for record in records)
-    # A block is written after those before it in its chain, so that one pass in this order finds its parent.
+    # A block is written after its predecessor, so one pass in this order finds it.
     records.sort()
     held: set[BlockKey] = set()
     for record in records:

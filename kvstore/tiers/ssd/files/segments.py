@@ -12,15 +12,15 @@ from moonpool.kvstore.tiers.ssd.files.directory import TierFormat, sync_director
 
 log = logging.getLogger(__name__)
 
-# Of one call to the disk: neighbouring small blocks go in one, large blocks in several. A larger one gains
-# nothing, threads share a batch less evenly, and what is copied or checked for it leaves the core's cache.
+# Size of one call to the disk: small neighbouring blocks share one, large blocks take several. Larger calls
+# are not faster, spread a batch less evenly over threads, and exceed the CPU cache.
 CALL_NBYTES = 2 << 20
 
 
 class Segments:
     """Slot ``i`` is ``slot_nbytes`` at some offset of file ``i // slots_per_segment``.
 
-    ``read``, ``write`` and ``sync`` may be called from any thread; ``OSError`` says what the disk said.
+    ``read``, ``write`` and ``sync`` may be called from any thread and raise the disk's ``OSError``.
     """
 
     def __init__(self, directory: Path, shape: TierFormat, max_slots: int) -> None:
@@ -40,21 +40,21 @@ class Segments:
 
     @property
     def num_slots(self) -> int:
-        """In the segments there are."""
+        """Slots in the existing segments."""
         return min(self.num_segments * self.shape.slots_per_segment, self.max_slots)
 
     def path_of(self, segment: int) -> Path:
         return self.directory / f"segment-{segment:05}.kv"
 
     def where(self, slot: int) -> tuple[Path, int]:
-        """File and offset of a slot, for a person."""
+        """File and offset of a slot, for messages."""
         segment, at = divmod(slot, self.shape.slots_per_segment)
         return self.path_of(segment), at * self.shape.slot_nbytes
 
     def adopt(self, num_segments: int) -> list[int]:
-        """Open the segments that were made before. Returns, for each, how many whole slots its file held.
+        """Open existing segments. Returns the number of whole slots in each file.
 
-        Raises OSError when one cannot be opened or made as long as it was; open ones stay open.
+        Raises ``OSError``: one cannot be opened or extended; those open stay open.
         """
         whole = []
         for segment in range(min(num_segments, self.max_segments)):
@@ -67,10 +67,7 @@ class Segments:
         return whole
 
     def grow(self) -> None:
-        """Make the next segment, its place on the disk taken at once.
-
-        OSError (ENOSPC above all): there is none more than before.
-        """
+        """Make the next segment and allocate its space. ``OSError`` (often ENOSPC): nothing has changed."""
         path = self.path_of(self.num_segments)
         existed = path.exists()
         try:
@@ -83,7 +80,7 @@ class Segments:
         self._fds.append(fd)
 
     def undo_grow(self) -> None:
-        """Close the last segment, which nothing says exists; nothing is in it."""
+        """Close the last segment, which is empty and not recorded."""
         os.close(self._fds.pop())
 
     def _open(self, segment: int) -> int:
@@ -110,10 +107,9 @@ class Segments:
             os.close(self._fds.pop())
 
     def read(self, slot: int, buffer: memoryview, at: int = 0) -> None:
-        """Fill ``buffer`` (whole pages, page-aligned) from byte ``at`` of ``slot`` on, and from the slots
-        after it in its segment.
+        """Fill ``buffer`` (whole pages, page-aligned) from byte ``at`` of ``slot``, and the slots after it.
 
-        OSError: the disk's own, or ENODATA where the file ends before the slot does.
+        ``OSError``: the disk's, or ENODATA where the file ends before the slot.
         """
         fd, offset = self._place(slot)
         done = 0
@@ -124,15 +120,14 @@ class Segments:
             done += got
 
     def write(self, slot: int, buffer: memoryview, at: int = 0) -> None:
-        """Write ``buffer`` (whole pages, page-aligned) from byte ``at`` of ``slot`` on, and to the slots
-        after it in its segment."""
+        """Write ``buffer`` (whole pages, page-aligned) to byte ``at`` of ``slot`` and the slots after it."""
         fd, offset = self._place(slot)
         done = 0
         while done < len(buffer):
             done += os.pwritev(fd, [buffer[done:]], offset + at + done)
 
     def sync(self, slots: Iterable[int]) -> None:
-        """What was written to these slots survives a power loss."""
+        """Make writes to these slots survive a power loss."""
         per_segment = self.shape.slots_per_segment
         for segment in {slot // per_segment for slot in slots}:
             os.fdatasync(self._fds[segment])

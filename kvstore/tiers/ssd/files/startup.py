@@ -1,4 +1,4 @@
-"""Taking a directory into use: lock, format, index, segments, and what of it can be used again."""
+"""Opening a directory: lock, format, index, segments, and the blocks that can be used again."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ class OpenDirectory:
 def open_directory(
     directory: Path, wanted: TierFormat, capacity_nbytes: int, on_mismatch: Literal["refuse", "set-aside"]
 ) -> OpenDirectory:
-    """Blocks the thread for as long as the disk needs.
+    """Open or create a tier's directory. Blocks the thread while the disk works.
 
-    Raises:
-        SsdDirectoryInUse, SsdFormatMismatch, SsdUnusable, LayoutError: nothing is open.
+    Raises ``SsdDirectoryInUse``, ``SsdFormatMismatch``, ``SsdUnusable``, ``LayoutError``: nothing is open.
     """
     max_slots = capacity_nbytes // wanted.slot_nbytes
     if max_slots == 0:
@@ -65,7 +64,7 @@ def _open(directory: Path, lock: DirectoryLock, segments: Segments) -> OpenDirec
         whole_slots = segments.adopt(num_segments)
         found = recover(entries, whole_slots, segments.shape.slots_per_segment, segments.max_slots)
         for segment, whole in enumerate(whole_slots):
-            _tell_if_short(segments, segment, whole, entries_found=bool(entries))
+            _warn_if_short(segments, segment, whole, entries_found=bool(entries))
         index = BlockIndex(directory / "index", segments.max_slots)
         # Before anything is written to the slots of these.
         if found.dropped:
@@ -78,15 +77,13 @@ def _open(directory: Path, lock: DirectoryLock, segments: Segments) -> OpenDirec
             index.close()
         raise
     if found.dropped:
-        message = (
-            "%s: dropped %d blocks that have lost their place or record, and %d without those before them"
-        )
+        message = "%s: dropped %d blocks without a valid record or slot, and %d without predecessors"
         log.warning(message, directory, found.num_lost, found.num_orphans)
     return OpenDirectory(lock, segments, index, found)
 
 
 def _read_index(directory: Path) -> tuple[int, list[tuple[bytes, bytes]]]:
-    """Number of segments and entries; none of either where there is no index, or none that can be read."""
+    """Number of segments and entries; none without a readable index."""
     path = directory / "index"
     if not (path / "data.mdb").exists():
         if any(directory.glob("segment-*.kv")):
@@ -102,7 +99,7 @@ def _read_index(directory: Path) -> tuple[int, list[tuple[bytes, bytes]]]:
         return 0, []
 
 
-def _tell_if_short(segments: Segments, segment: int, whole: int, *, entries_found: bool) -> None:
+def _warn_if_short(segments: Segments, segment: int, whole: int, *, entries_found: bool) -> None:
     expected = min(
         segments.shape.slots_per_segment, segments.max_slots - segment * segments.shape.slots_per_segment
     )

@@ -1,12 +1,11 @@
-"""A batch of block I/O on its way through threads, and what its caller may rely on when it gives up."""
+"""A batch of block I/O on threads, and the guarantees of a caller that gives up."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from moonpool.kvstore.tiers.ssd.jobs.threads import Worker
 
@@ -14,11 +13,11 @@ Block = TypeVar("Block")
 
 
 class Batch:
-    """Some jobs on threads, one answer on the event loop.
+    """Jobs on threads with one answer on the event loop.
 
-    The caller waits for ``wait()``. It may give up, and so may the tier (``abandon``): from then on no thread
-    touches the caller's memory, however long the disk takes. ``on_done`` is called on the loop when every
-    job has ended, also of a batch given up: only then are its slots free of I/O.
+    The caller awaits ``wait()``. The caller and the tier may give up (``abandon``): from then on no thread
+    touches the caller's memory, however long the disk takes. ``on_done`` is called on the loop once every job
+    has ended, also of an abandoned batch: only then are its slots free of I/O.
     """
 
     def __init__(self, on_done: Callable[[], None]) -> None:
@@ -31,12 +30,12 @@ class Batch:
         self.abandoned = False
 
     async def wait(self) -> bool:
-        """Whether every job has ended; False when the batch was given up. A cancelled caller gives it up."""
+        """Whether every job has ended; False: the batch was abandoned. A cancelled caller abandons it."""
         try:
             await asyncio.shield(self._answered)
         except asyncio.CancelledError:
             self.abandon()
-            # A copy that has begun is let end: microseconds, never the disk.
+            # Let a copy that has begun end: it takes microseconds.
             await self._answered
             raise
         return not self.abandoned
@@ -49,8 +48,8 @@ class Batch:
             self._answer()
 
     def begin_touching(self) -> bool:
-        """Before every access of a thread to the caller's memory, which ``end_touching`` ends. False: it was
-        given up, and must not be touched."""
+        """Call before every access of a thread to the caller's memory, and ``end_touching`` after it. False:
+        the batch was abandoned, do not touch."""
         with self._lock:
             if self.abandoned:
                 return False
@@ -65,13 +64,18 @@ class Batch:
             self._loop.call_soon_threadsafe(self._answer)
 
     def add_jobs(self, count: int) -> None:
-        """Before they are given to threads: by the owner, or by a job that has not ended."""
+        """Call before jobs are given to threads: by the owner, or by a job that has not ended."""
         with self._lock:
             self._num_pending += count
 
-    def job(self, about: str, work: Callable[[], None]) -> BatchJob:
-        """One of this batch's jobs, for a thread."""
-        return BatchJob(self, about, work)
+    def job(self, about: str, work: Callable[[], None]) -> ThreadTask[str]:
+        """One call to the disk, for a thread."""
+
+        def call(_: list[str], worker: Worker) -> None:
+            with worker.calling():
+                work()
+
+        return ThreadTask(self, iter([[about]]), call, lambda run: run[0])
 
     def job_ended(self) -> None:
         with self._lock:
@@ -81,7 +85,7 @@ class Batch:
             self._loop.call_soon_threadsafe(self._finish)
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call this as well when every job has ended."""
+        """Also call this once every job has ended."""
         self._on_done.append(call)
 
     def _finish(self) -> None:
@@ -94,23 +98,9 @@ class Batch:
             self._answered.set_result(None)
 
 
-@dataclass(slots=True)
-class BatchJob:
-    batch: Batch
-    about: str
-    work: Callable[[], None]
-
-    def run(self, worker: Worker) -> None:
-        try:
-            with worker.calling():
-                self.work()
-        finally:
-            self.batch.job_ended()
-
-
 class ThreadTask(Generic[Block]):
-    """One thread's part of a batch: it takes the next run of blocks as long as there is one, so that a batch
-    wakes each thread once."""
+    """One thread's part of a batch: it takes the next run of blocks while there is one, so that a batch wakes
+    each thread once."""
 
     def __init__(
         self,
@@ -119,7 +109,7 @@ class ThreadTask(Generic[Block]):
         work: Callable[[list[Block], Worker], None],
         name: Callable[[list[Block]], str],
     ) -> None:
-        """``shared``: a list's iterator, the same for all threads. ``name``: a run, for the log."""
+        """``shared``: a list's iterator, common to all threads. ``name``: describes a run, for the log."""
         self._batch = batch
         self._shared = shared
         self._work = work
@@ -139,16 +129,22 @@ class ThreadTask(Generic[Block]):
             self._batch.job_ended()
 
 
-def runs(slots: Sequence[int], slots_per_segment: int, max_slots: int) -> Iterator[list[int]]:
-    """Positions in ``slots``, grouped so that each group is one I/O: neighbours in one segment, in order,
-    ``max_slots`` at most."""
-    group: list[int] = []
-    for position in sorted(range(len(slots)), key=slots.__getitem__):
-        if group:
-            slot, before = slots[position], slots[group[-1]]
-            if slot != before + 1 or not slot % slots_per_segment or len(group) == max_slots:
-                yield group
-                group = []
-        group.append(position)
-    if group:
-        yield group
+class _InSlot(Protocol):
+    @property
+    def slot(self) -> int: ...
+
+
+Placed = TypeVar("Placed", bound=_InSlot)
+
+
+def runs(blocks: Sequence[Placed], slots_per_segment: int, max_slots: int) -> list[list[Placed]]:
+    """Group blocks so that each group is one I/O: neighbours in one segment, ``max_slots`` at most."""
+    groups: list[list[Placed]] = []
+    for block in sorted(blocks, key=lambda block: block.slot):
+        last = groups[-1] if groups else []
+        follows = last and block.slot == last[-1].slot + 1 and block.slot % slots_per_segment
+        if follows and len(last) < max_slots:
+            last.append(block)
+        else:
+            groups.append([block])
+    return groups

@@ -1,4 +1,4 @@
-"""The disk under a tier: its threads, what is on its way, and whether it still answers."""
+"""The disk of a tier: its threads, the batches under way, and whether it answers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class Disk:
-    """Everything here returns when the disk has answered, or when one of its calls has taken longer than
-    ``deadline_s``: then all under way is given up, and nothing is begun until that call comes back.
-    """
+    """Every method returns when the disk has answered, or when one of its calls has taken longer than
+    ``deadline_s``: then all batches are abandoned, and none begins until that call returns."""
 
     def __init__(
         self, opened: OpenDirectory, *, depth: int, deadline_s: float, clock: Callable[[], float]
@@ -43,10 +42,9 @@ class Disk:
         self._watcher: asyncio.TimerHandle | None = None
 
     async def read(self, wanted: Sequence[WantedBlock], on_done: Callable[[], None]) -> None:
-        """Read and verify; outcomes are in ``wanted``, and none where it was given up or not begun.
+        """Read and verify. Outcomes are in ``wanted``; none where the read was abandoned or not begun.
 
-        ``on_done`` is called, once, when no thread works on it any more: before this returns, unless it was
-        given up.
+        ``on_done`` is called once, when no thread works on it any more: before this returns unless abandoned.
         """
         if self.is_stalled:
             on_done()
@@ -64,9 +62,9 @@ class Disk:
         also_gone: Sequence[StaleRecord],
         on_done: Callable[[WriteJob], None],
     ) -> WriteJob:
-        """Begin to write; wait for the ``batch`` of what is returned: then the blocks are stored or failed,
-        or given up. ``after``: what is under way and has to be stored before. ``on_done`` is called, once,
-        when no thread works on it any more."""
+        """Begin to write; await the ``batch`` of the returned job: then each block is stored, failed or
+        abandoned. ``after``: jobs that must be stored first. ``on_done`` is called once, when no thread works
+        on it any more."""
         writing = WriteJob(blocks, stale, also_gone, self.segments, self._index, self._max_run, on_done)
         self._watch_over(writing.batch)
         writing.begin(self._data, self._commits, after)
@@ -83,8 +81,8 @@ class Disk:
         return await waiting.wait()
 
     async def forget(self, gone: Sequence[StaleRecord], on_done: Callable[[], None]) -> bool:
-        """Delete records, durably. False: given up, or failed, which is logged. ``on_done`` is called when
-        they are gone."""
+        """Delete records durably. False: abandoned, or failed, which is logged. ``on_done`` is called after
+        success."""
 
         def work() -> None:
             try:
@@ -98,7 +96,7 @@ class Disk:
         return await self._commit(batch, work) and bool(done)
 
     async def grow(self, on_done: Callable[[OSError | IndexWriteFailed | None], None]) -> None:
-        """Make one more segment. ``on_done`` is told why not, or None."""
+        """Make one more segment. ``on_done`` gets the error, or None."""
 
         def work() -> None:
             try:
@@ -154,8 +152,8 @@ class Disk:
             self._watch_later()
 
     async def close(self) -> None:
-        """Let end what is under way. What hangs in the disk is left to it, and the directory stays locked
-        until this process ends: nobody else may write where a late call still can."""
+        """Finish the batches under way. If a call hangs, the directory stays locked until this process ends,
+        because the late call may still write."""
         while self._under_way and not self.is_stalled:
             try:
                 await asyncio.wait_for(self._idle.wait(), self._deadline_s / 4)

@@ -26,19 +26,16 @@ class WantedBlock:
 
 
 class ReadJob:
-    """Each block is read into a thread's own memory, verified there, and copied out: the caller's memory
-    has verified bytes or is untouched, and a read that comes back after the caller left touches nothing."""
+    """Read each block into a thread's own memory, verify it there and copy it out. The caller's memory has
+    verified bytes or is untouched, also when the caller has left."""
 
     def __init__(
         self, wanted: Sequence[WantedBlock], segments: Segments, max_run: int, on_done: Callable[[], None]
     ) -> None:
-        """``max_run``: blocks read in one call at most."""
-        self.wanted = wanted
+        """``max_run``: most blocks read in one call."""
         self._segments = segments
         self._block_nbytes = segments.shape.block_nbytes
-        slots = [block.slot for block in wanted]
-        per_segment = segments.shape.slots_per_segment
-        self._runs = [[wanted[i] for i in run] for run in runs(slots, per_segment, max_run)]
+        self._runs = runs(wanted, segments.shape.slots_per_segment, max_run)
         self.batch = Batch(on_done)
 
     def begin(self, threads: IoThreads) -> None:
@@ -59,7 +56,7 @@ class ReadJob:
             checksums = self._fetch(run, worker)
         except OSError as error:
             if len(run) > 1:
-                # Which of them cannot be read?
+                # Find out which of them cannot be read.
                 for block in run:
                     self._read([block], worker)
                 return
@@ -74,7 +71,7 @@ class ReadJob:
                 self._deliver(block, worker.buffer[first : first + self._block_nbytes])
 
     def _fetch(self, run: Sequence[WantedBlock], worker: Worker) -> list[int]:
-        """Read the run's slots to the thread's memory. Returns the checksums of what was found."""
+        """Read the run's slots into the thread's memory. Returns the checksums found."""
         slot_nbytes = self._segments.shape.slot_nbytes
         if len(run) == 1:
             return [self._fetch_chunked(run[0].slot, worker)]
@@ -84,7 +81,7 @@ class ReadJob:
         return [xxh3_64_intdigest(block[: self._block_nbytes].data) for block in blocks]
 
     def _fetch_chunked(self, slot: int, worker: Worker) -> int:
-        """Each call_chunk is checksummed while it is in the cache, and another thread's read is under way."""
+        """Checksum each chunk while it is in the CPU cache and another thread reads."""
         digest = xxh3_64()
         slot_nbytes = self._segments.shape.slot_nbytes
         for at in range(0, slot_nbytes, CALL_NBYTES):

@@ -1,4 +1,4 @@
-"""Threads that do a tier's I/O, and for how long each has been at it."""
+"""The threads of a tier's I/O, and how long each call to the disk has lasted."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Job(Protocol):
-    """Some system calls. ``about`` says where the present one is, for the log, should it not come back."""
+    """System calls. ``about`` describes the current one, for the log if it does not return."""
 
     @property
     def about(self) -> str: ...
 
     def run(self, worker: Worker) -> None:
-        """What it raises is a bug, and logged."""
+        """An exception is a bug, and logged."""
 
 
 class Worker:
-    """A thread, as its jobs see it."""
+    """A thread as its jobs see it."""
 
     def __init__(self, buffer: Bytes, depth: threading.Semaphore, clock: Callable[[], float]) -> None:
         self.buffer = buffer  # its own, page-aligned, in huge pages
@@ -41,7 +41,7 @@ class Worker:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Around every call to the disk: waits until one more may be under way, and counts its time."""
+        """Surround every call to the disk: wait until one more may run, and measure its time."""
         with self._depth:
             self._since_s = self._clock()
             try:
@@ -51,21 +51,20 @@ class Worker:
 
     @property
     def in_call_s(self) -> float:
-        """For how long its present call to the disk has lasted; 0: it is in none."""
+        """Seconds its current call to the disk has lasted; 0: it is in none."""
         since_s = self._since_s
         return 0.0 if since_s is None else self._clock() - since_s
 
 
 class IoThreads:
-    """Jobs wait in two queues: those somebody's request waits for go first.
+    """Threads with two queues; urgent jobs, for which requests wait, go first.
 
-    ``depth`` calls are under way at a time. There is one thread more than that, so that while one copies or
-    checks its block the disk has no less to do.
-    The threads are daemons: one that hangs in a system call cannot keep the process from ending.
+    ``depth`` calls run at a time, with one thread more, so that the disk stays busy while one copies or
+    verifies. The threads are daemons: one that hangs in a system call does not keep the process from ending.
     """
 
     def __init__(self, name: str, depth: int, buffer_nbytes: int, clock: Callable[[], float]) -> None:
-        """``buffer_nbytes`` of each thread; 0: its jobs do nothing but call the disk."""
+        """``buffer_nbytes`` of each thread; 0: its jobs only call the disk."""
         self._clock = clock
         self._urgent: deque[Job] = deque()
         self._other: deque[Job] = deque()
@@ -96,8 +95,7 @@ class IoThreads:
         return len(self._threads)
 
     def longest(self) -> tuple[float, str]:
-        """For how long the oldest call has been under way, in seconds, and what it is about; (0, "") if
-        there is none."""
+        """Seconds of the oldest call under way, and what it is about; (0, ""): none."""
         oldest = (0.0, "")
         for worker in self._workers:
             job, in_call_s = worker.job, worker.in_call_s
@@ -106,7 +104,7 @@ class IoThreads:
         return oldest
 
     def close(self, timeout_s: float) -> bool:
-        """End the threads once the queues are empty. False: one still hangs in a system call."""
+        """End the threads once the queues are empty. False: one hangs in a system call."""
         with self._ready:
             self._closed = True
             self._ready.notify_all()
@@ -121,8 +119,8 @@ class IoThreads:
             try:
                 job.run(worker)
             except Exception:
-                # A defect: disk errors are the job's own. Who waits has been told, because a job ends its
-                # batch whatever happens; without this thread the jobs behind it would wait for ever.
+                # A bug: jobs handle disk errors themselves. The job has ended its batch; the thread must go
+                # on, or the jobs queued behind it would never run.
                 log.exception("a job failed in a way it should not: %s", job.about)
             worker.job = None
 

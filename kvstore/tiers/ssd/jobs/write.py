@@ -1,8 +1,8 @@
-"""Blocks on their way to the disk, in the order that survives a kill at any moment.
+"""Blocks on their way to the disk, in an order that survives a kill at any moment.
 
-    the records of what the slots held go → data → fdatasync → the new records, in one transaction
+delete the records of what the slots had → data → fdatasync → the new records, in one transaction
 
-So no record ever names a slot whose bytes are not its block's.
+So no record ever names a slot with another block's bytes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ class NewBlock:
 
 
 class WriteJob:
-    """``stale``: records of the slots that are written, ``also_gone``: those of other slots.
+    """Write blocks. ``stale``: records of the slots to be written; ``also_gone``: of other slots.
 
-    Where the caller takes slots that have been free for a while, ``stale`` is empty, and all of this is one
-    transaction.
+    If the slots have been free for a while, ``stale`` is empty and there is only one transaction.
     """
 
     def __init__(
@@ -64,16 +63,14 @@ class WriteJob:
         self.error: IndexWriteFailed | OSError | None = None  # of the index, or of a sync
         self._segments = segments
         self._index = index
-        slots = [block.slot for block in blocks]
-        per_segment = segments.shape.slots_per_segment
-        self._runs = [[blocks[i] for i in run] for run in runs(slots, per_segment, max_run)]
+        self._runs = runs(blocks, segments.shape.slots_per_segment, max_run)
         self._lock = threading.Lock()
         self._num_awaited = len(self._runs)  # before the commit
         self.batch = Batch(lambda: on_done(self))
 
     def begin(self, data: IoThreads, commits: IoThreads, after: Iterable[WriteJob]) -> None:
-        """``commits``: one thread, so that transactions come in the order they were asked for. ``after``:
-        others that have not ended, whose blocks come before these: nothing is stored before they are."""
+        """Start. ``commits``: one thread, so that transactions keep their order. ``after``: jobs that have
+        not ended, with predecessors of these blocks, which are stored first."""
         self._data, self._commits = data, commits
         for other in after:
             self._num_awaited += 1
@@ -132,8 +129,8 @@ class WriteJob:
         if last:
             self._commits.submit(self.batch.job(f"syncing {self._segments.directory}", self._commit))
 
-    # Blocks are copied into the thread's own memory, from where the disk reads faster. The copy ends early
-    # when the batch is given up.
+    # Blocks are copied into the thread's own memory, which the disk reads faster. The copy ends early when
+    # the batch is abandoned.
 
     def _chunked(self, block: NewBlock, buffer: Bytes) -> Iterator[Bytes]:
         """Yield a block's slot in chunks that stay in the CPU cache until they are written."""
@@ -154,7 +151,7 @@ class WriteJob:
             block.checksum = digest.intdigest()
 
     def _joined(self, run: Sequence[NewBlock], buffer: Bytes) -> Iterator[Bytes]:
-        """The slots of a run of small blocks, as one chunk."""
+        """Yield the slots of a run of small blocks as one chunk."""
         slot_nbytes = self._segments.shape.slot_nbytes
         if not self.batch.begin_touching():
             return
