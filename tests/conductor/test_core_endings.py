@@ -16,6 +16,7 @@ from moonpool.conductor.errors import (
     RequestInvalid,
     RequestRejected,
 )
+from moonpool.conductor.request import TokenEvent
 from tests.conductor.core_nodes import (
     PROMPT,
     RedisProcess,
@@ -141,12 +142,18 @@ async def test_requests_beyond_the_limit_and_doubles_are_refused(url: str) -> No
 async def test_closing_the_conductor_ends_what_is_in_flight(url: str) -> None:
     async with running(url, "p0", "d0", namespace="closing") as cluster:
         cluster.nodes["d0"].script = once(3, hangs)
-        asked = asyncio.create_task(cluster.generate(request()))
-        await cluster.until(lambda: cluster.nodes["d0"].works)
+        events: list[TokenEvent] = []
+
+        async def consume() -> None:
+            async for event in cluster.conductor.generate(request()):
+                events.append(event)
+
+        consumer = asyncio.create_task(consume())
+        # The node hangs before its next token: one under way would make the conductor repeat the cancel.
+        await cluster.until(lambda: len(events) == 3)
         await cluster.conductor.close()
         with pytest.raises(ConductorClosed):
-            await asked
-        # A token that was under way when the node was told is answered with the cancel once more.
-        assert set(cluster.nodes["d0"].cancelled) == {("r", 0)}
+            await consumer
+        assert cluster.nodes["d0"].cancelled == [("r", 0)]
         with pytest.raises(ConductorClosed):
             await cluster.generate(request("late"))
