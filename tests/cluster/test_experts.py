@@ -113,4 +113,4 @@ async def test_a_live_nodes_load_makes_a_plan(served: Served, tmp_path: Path) ->
         in unknown.output
     )
     assert alone.exit_code == 1
-    assert "prefill-0 has its experts on one rank: say for how many to plan, --ranks N" in alone.output
+    assert "prefill-0 has its experts on one rank: set the ranks to plan for with --ranks N" in alone.output
