@@ -15,6 +15,7 @@ import pytest
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.transfer import Span, TransferAgent, TransferReport
 from moonpool.transfer.native.ucx import load_ucx
+from moonpool.transfer.paths.tcp.stream_path import StreamPath
 
 
 def choose(transport: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -62,6 +63,52 @@ async def late(batch: Awaitable[Any], deadline_s: float) -> tuple[Any, float]:
     return result, time.perf_counter() - rang_s.result() if rang_s.done() else 0.0
 
 
+async def settled(agent: TransferAgent) -> None:
+    """Wait until no thread, stream or device works for an ended batch of ``agent`` any more.
+
+    Whatever could still write to its memory has written then.
+    """
+    pool = agent._pool
+    barrier = threading.Barrier(pool._num_threads + 1)
+    for _ in range(pool._num_threads):
+        pool.submit(lambda: barrier.wait(20) and None)
+    await asyncio.to_thread(barrier.wait, 20)
+    async with asyncio.timeout(20):
+        while streams_at_work(agent):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if agent.memory.ucx is not None:
+            worker = agent.memory.ucx.worker
+            await worker.run(lambda: None)
+            while worker._tasks:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    if agent.memory.cuda is not None:
+        staging = agent.memory.cuda.staging
+        for one in (*staging._idle, *staging._busy):
+            await asyncio.to_thread(one.finish)
+
+
+def stream_paths(agent: TransferAgent) -> list[StreamPath]:
+    """Also those inside other paths, for writes."""
+    paths = [path for peer in agent._peers._by_link.values() for path in peer.paths]
+    inner = [getattr(path, name, None) for path in paths for name in ("_streams", "_writes")]
+    return [path for path in (*paths, *inner) if isinstance(path, StreamPath)]
+
+
+def num_streams(agent: TransferAgent) -> int:
+    """Data connections that ``agent`` has made and that are not broken."""
+    return sum(len(path._streams) for path in stream_paths(agent))
+
+
+def streams_at_work(agent: TransferAgent) -> bool:
+    """Whether a connection is being made or waits for a reply, or a broken one still has its thread."""
+    rails = [rail for path in stream_paths(agent) for rail in path._rails]
+    if any(rail.connecting is not None and not rail.connecting.done() for rail in rails):
+        return True
+    threads = [thread for thread in threading.enumerate() if thread.name.endswith(" stream")]
+    streams = [stream for path in stream_paths(agent) for stream in list(path._streams)]
+    return len(threads) > len(streams) or any(stream._sent or stream._next for stream in streams)
+
+
 class Proxy:
     """Forwards TCP connections to ``port`` of a loopback address until told to hold everything back, as a cut
     cable does. ``passed_nbytes`` counts what went through, both ways.
@@ -75,6 +122,8 @@ class Proxy:
         self._target = (host, port)
         self._plugged = threading.Event()
         self._plugged.set()
+        self._lock = threading.Lock()
+        self._due: tuple[int, Callable[[], None]] | None = None
         self.passed_nbytes = 0
         self.change: Callable[[bytes], bytes] = lambda answered: answered
         """Of what the target answers."""
@@ -96,6 +145,29 @@ class Proxy:
         """Go on, first with what was held back."""
         self._plugged.set()
 
+    @property
+    def held(self) -> bool:
+        return not self._plugged.is_set()
+
+    @property
+    def waits(self) -> bool:
+        """Whether what was given to ``after`` has not been called yet."""
+        return self._due is not None
+
+    def after(self, nbytes: int, do: Callable[[], None]) -> None:
+        """Call ``do`` once, as soon as ``nbytes`` more have passed: in the middle of what passes then."""
+        self._due = (self.passed_nbytes + nbytes, do)
+
+    async def drained(self, threads: list[threading.Thread]) -> None:
+        """Wait until all that these ``threads`` held back has gone on, and its connections have ended."""
+        for thread in threads:
+            await asyncio.to_thread(thread.join, 20)
+            assert not thread.is_alive(), "a connection that was given up is still open"
+
+    def forwarding(self) -> list[threading.Thread]:
+        """The threads of the connections there are now."""
+        return [thread for thread in self._threads[1:] if thread.is_alive()]
+
     def cut(self) -> None:
         """Break every connection there is; both ends are told."""
         for sock in self._sockets:
@@ -116,9 +188,15 @@ class Proxy:
             while received := source.recv(1 << 16):
                 self._plugged.wait()
                 self._see(received)
-                self.passed_nbytes += len(received)
+                with self._lock:
+                    self.passed_nbytes += len(received)
+                    due = self._due
+                    if due is not None and self.passed_nbytes >= due[0]:
+                        due[1]()
+                        self._due = None
                 sink.sendall(self.change(received) if answers else received)
-            self._plugged.wait()
+        self._plugged.wait()
+        with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

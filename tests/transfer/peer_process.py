@@ -108,6 +108,13 @@ class PeerProcess:
         self.echo = asyncio.create_task(echo())
         return {}
 
+    async def drained(self, num_streams: int) -> dict[str, Any]:
+        """Wait until no more data connections are served than those ``num_streams`` that are still wanted."""
+        async with asyncio.timeout(20):
+            while len(self.agent._server) > num_streams:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        return {}
+
     async def count_threads(self) -> dict[str, Any]:
         return {"threads": threading.active_count()}
 

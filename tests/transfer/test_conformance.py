@@ -33,6 +33,7 @@ from moonpool.transfer.paths.tcp import stream_server as serving
 from moonpool.transfer.peers import dialer as connecting
 from tests.transfer.conftest import StartPeer
 from tests.transfer.device import DeviceRegion, use_gpu, use_stand_in
+from tests.transfer.faults import settled
 from tests.transfer.peer_process import PeerProcess, forbid_process_vm_readv, pattern, tls_options
 
 # shm-mapped and shm-stream are what is left of shm where process_vm_readv is forbidden: for memory that is a
@@ -264,8 +265,12 @@ async def test_checksums_can_be_turned_off() -> None:
         ours, remote = agent.allocate(4096, "ours"), theirs.allocate(4096, "theirs")
         peer = await agent.connect(theirs.describe())
         spans = [Span(ours.id, 0, 4096)], [Span(remote.id, 0, 4096)]
+        remote.array[:] = pattern(4096, 1)
         await peer.read(*spans, deadline_s=DEADLINE_S, checksums=[1])
+        assert np.array_equal(ours.array, pattern(4096, 1))
+        ours.array[:] = pattern(4096, 2)
         await peer.write(*spans, deadline_s=DEADLINE_S, checksums=[1])
+        assert np.array_equal(remote.array, pattern(4096, 2))
 
 
 async def test_bytes_that_change_under_way_are_found(wire: Wire) -> None:
@@ -372,17 +377,20 @@ async def test_a_closed_region_is_an_error_and_the_next_one_is_not_taken_for_it(
 async def test_closing_our_region_ends_its_batches(wire: Wire) -> None:
     region = wire.allocate(NBYTES, "short-lived")
     batch = wire.read_all(region)
-    await asyncio.sleep(0)
+    while not wire.agent.regions._holds and not batch.done():  # noqa: ASYNC110
+        await asyncio.sleep(0)
     array = region.array
     region.close()
     array[:] = 9
     (result,) = await asyncio.gather(batch, return_exceptions=True)
     # It may have been done before.
     assert isinstance(result, RegionError | SpanError | TransferReport)
+    await settled(wire.agent)
     assert (array == 9).all()
 
 
 async def test_cancelling_frees_the_spans(wire: Wire) -> None:
+    num_cancelled = 0
     for turn in range(20):
         batch = wire.read_all(wire.memory)
         for _ in range(turn):
@@ -392,9 +400,10 @@ async def test_cancelling_frees_the_spans(wire: Wire) -> None:
         waiting.cancel()
         result = await asyncio.gather(waiting, return_exceptions=True)
         wire.memory.array[:] = turn + 1
-        if isinstance(result[0], asyncio.CancelledError):
-            await asyncio.sleep(0.002)
-            assert (wire.memory.array == turn + 1).all()
+        num_cancelled += isinstance(result[0], asyncio.CancelledError)
+        await settled(wire.agent)
+        assert (wire.memory.array == turn + 1).all()
+    assert num_cancelled
     assert await wire.remote_bytes() == pattern(NBYTES, SEED).tobytes()
 
 

@@ -34,7 +34,7 @@ from moonpool.transfer.native.cuda import Cuda, CudaError, CudaUnavailable, load
 from moonpool.transfer.native.ucx import load_ucx
 from tests.transfer.conftest import RemotePeer, StartPeer
 from tests.transfer.device import DeviceRegion, Owned, stand_in, use_gpu, use_stand_in
-from tests.transfer.faults import GRACE_S, Proxy, late, outcome, start_here
+from tests.transfer.faults import GRACE_S, Proxy, late, outcome, settled, start_here
 from tests.transfer.peer_process import pattern
 
 NBYTES = 8 << 20
@@ -230,8 +230,8 @@ async def test_what_can_be_registered(environment: dict[str, str]) -> None:
             ({"shape": (8, 4), "typestr": "<f4", "strides": (32, 4)}, "contiguous"),
             ({"shape": (0,)}, "zero bytes"),
             ({"data": (buffer.address, True)}, "read-only"),
-            ({"data": (address_of(host), False), "shape": (64,)}, "of a device's memory"),
-            ({"shape": (4097,)}, "of a device's memory"),
+            ({"data": (address_of(host), False), "shape": (64,)}, "not in one device's memory"),
+            ({"shape": (4097,)}, "not in one device's memory"),
         ):
             with pytest.raises(ValueError, match=message):
                 agent.register(Interface(buffer, **more))
@@ -357,7 +357,7 @@ def test_slots_are_filled_while_others_are_copied(monkeypatch: pytest.MonkeyPatc
                 times.append(time.monotonic())
                 return copy_here(slot, there, sizes, NEVER)
 
-            assert staging.bring(addresses(buffer.address), addresses(address_of(source)), one, fill)
+            assert staging.upload(addresses(buffer.address), addresses(address_of(source)), one, fill)
             return times[2] - times[0]
 
         # The third was filled before the copy of the first was over; a busy machine has five tries.
@@ -415,7 +415,7 @@ async def test_a_killed_peer_is_lost_and_memory_left_alone(
         assert seconds < 5
         memory.array[:] = 7
         assert peer.lost
-        await asyncio.sleep(0.05)
+        await settled(agent)
         assert (memory.array == 7).all()
         while counts()["imported"] != imported:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -440,7 +440,7 @@ async def test_a_cancelled_read_has_ended_when_the_call_returns(
             with pytest.raises(asyncio.CancelledError):
                 await batch
             memory.array[:] = 7
-            await asyncio.sleep(0.1)
+            await settled(agent)
             assert (memory.array == 7).all()
 
 
@@ -549,7 +549,9 @@ async def test_what_a_device_refuses_goes_another_way(
         monkeypatch.setattr(Staging, "copy", fail)
         assert (await peer.read(halves(memory), halves(remote), deadline_s=5)).transport == "shm"
         monkeypatch.setattr(Staging, "copy", direct)
-        await asyncio.sleep(0.25)
+        ipc = next(record for record in peer.paths._records.values() if record.path.name == "cuda-ipc")
+        while not ipc.backoff.ready:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         assert (await peer.read(halves(memory), halves(remote), deadline_s=5)).transport == "cuda-ipc"
 
 
@@ -590,6 +592,8 @@ async def test_a_link_that_is_cut_while_a_device_is_written_to(
         assert type(result).__name__ == "DeadlineExceeded"
         assert late_s < GRACE_S
         memory.array[:] = 7
+        proxy.release()
+        await settled(agent)
         assert (memory.array == 7).all()
     proxy.close()
 

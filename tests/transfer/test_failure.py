@@ -27,7 +27,17 @@ from moonpool.transfer import (
 from moonpool.transfer.peers.dialer import Dialer
 from tests.transfer.cables import Cabled
 from tests.transfer.conftest import RemotePeer, StartPeer
-from tests.transfer.faults import GRACE_S, Proxy, again, choose, late, outcome, start_here
+from tests.transfer.faults import (
+    GRACE_S,
+    Proxy,
+    again,
+    choose,
+    late,
+    num_streams,
+    outcome,
+    settled,
+    start_here,
+)
 from tests.transfer.peer_process import pattern
 
 NBYTES = 32 << 20
@@ -78,6 +88,7 @@ async def test_a_killed_peer_is_lost(
             await agent.connect(theirs.descriptor)
         assert peer.lost
         await is_served(agent, other)
+        await settled(agent)
         assert (memory.array == 7).all()
 
 
@@ -99,6 +110,8 @@ async def test_a_stopped_peer_is_past_the_deadline(
     theirs, other = start_peer(transport), start_peer(transport)
     async with await start_here(transport) as agent:
         peer, memory, ours, spans = await big_read(agent, theirs)
+        # Makes the connections, so that the next batch is stopped and not its handshake.
+        await getattr(peer, direction)(ours, spans, deadline_s=20)
         memory.array[:] = 3
         theirs.signal(signal.SIGSTOP)
         batch, began_s = getattr(peer, direction)(ours, spans, deadline_s=0.3), time.perf_counter()
@@ -116,6 +129,8 @@ async def test_a_stopped_peer_is_past_the_deadline(
         theirs.signal(signal.SIGCONT)
         # What had not been taken from our memory by then must not be taken now that it means something else.
         await peer.read(ours[:1], spans[:1], deadline_s=5)
+        await settled(agent)
+        await theirs.do("drained", num_streams=num_streams(agent))
         foreign = await theirs.do("num_foreign", region=spans[0].region, seed=1, value=3)
         assert foreign["num_foreign"] == 0
         assert (memory.array[1 << 20 :] == 9).all()
@@ -218,9 +233,10 @@ async def test_a_cut_link_is_past_the_deadline(
             await peer.read(ours, spans, deadline_s=0.2)
         await is_served(agent, other)
         assert (memory.array == 9).all()
-        # What was on its way comes late, to nobody.
+        # The bytes that were held back arrive late, and must be dropped.
         link.release()
         await peer.read(ours[:1], spans[:1], deadline_s=5)
+        await settled(agent)
         assert (memory.array[len(ours[:1]) * ours[0].nbytes :] == 9).all()
 
 

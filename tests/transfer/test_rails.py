@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,7 +34,7 @@ from moonpool.transfer.peers import stall
 from moonpool.transfer.peers.path_choice import PathChoice
 from tests.transfer.cables import Cabled
 from tests.transfer.conftest import StartPeer
-from tests.transfer.faults import GRACE_S, Proxy, late
+from tests.transfer.faults import GRACE_S, Proxy, late, num_streams, settled
 from tests.transfer.peer_process import pattern
 
 NBYTES = 32 << 20
@@ -45,6 +46,7 @@ class Railed:
     """An agent here, a peer with an address for each of ``cables``, and a region on either side."""
 
     agent: TransferAgent
+    server: TransferAgent
     descriptor: AgentDescriptor
     peer: Peer
     cables: list[Proxy]
@@ -70,8 +72,32 @@ class Railed:
     def use(self, *paths: Path) -> None:
         self.peer.route = replace(self.peer.route, paths=PathChoice(paths))
 
+    def num_streams(self, rail: int) -> int:
+        (path,) = self.peer.paths
+        assert isinstance(path, StreamPath)
+        return path._rails[rail].num_streams
+
     def passed(self) -> list[int]:
         return [cable.passed_nbytes for cable in self.cables]
+
+    async def cut_short(self, direction: str, seed: int, cable: Proxy, do: Callable[[], None]) -> None:
+        """Move everything, while ``do`` happens to ``cable`` in the middle of a chunk that it carries."""
+        cable.after(256 << 10, do)
+        async with asyncio.timeout(60):
+            # A batch that leaves this rail out is no use here.
+            while cable.waits:
+                self.fill(direction, seed)
+                await self.move(direction, 8)
+        assert self.arrived()
+
+    async def late_bytes_have_come(self, held: list[tuple[Proxy, list[threading.Thread]]]) -> None:
+        """Wait until what was held back has reached its end, and all that could take it has ended."""
+        for cable, threads in held:
+            await cable.drained(threads)
+        await settled(self.agent)
+        async with asyncio.timeout(20):
+            while len(self.server._server) > num_streams(self.agent):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
 
     async def joined(self) -> None:
         """Until all connections to all addresses are there."""
@@ -98,7 +124,7 @@ async def railed() -> AsyncIterator[Railed]:
             tcp_rails=tuple(f"{host}:{cable.port}" for host, cable in zip(HOSTS[1:], further, strict=True)),
         )
         ours, theirs = agent.allocate(NBYTES, "ours"), other.allocate(NBYTES, "theirs")
-        railed = Railed(agent, descriptor, await agent.connect(descriptor), cables, ours, theirs)
+        railed = Railed(agent, other, descriptor, await agent.connect(descriptor), cables, ours, theirs)
         await railed.joined()
         yield railed
         for cable in cables:
@@ -135,19 +161,12 @@ async def test_a_batch_goes_on_when_a_rail_is_cut_and_the_rail_comes_back(
     railed: Railed, direction: str, number: int
 ) -> None:
     """Silently, as a pulled cable; also the one that the control connection goes over."""
-    railed.fill(direction, 2)
     cable = railed.cables[number]
-    batch = railed.move(direction, 8)
-    await asyncio.sleep(0.005)
-    cable.hold()
     failures = REGISTRY.get_sample_value("moonpool_transfer_rail_failures_total", {"path": "tcp"}) or 0
-    await batch
-    assert railed.arrived()
-    # If that one was too quick to notice, this one notices; the third leaves the rail alone.
+    await railed.cut_short(direction, 2, cable, cable.hold)
+    # The second batch ends connections that were idle; the third leaves the rail alone.
     await railed.move(direction, 8)
-    (path,) = railed.peer.paths
-    assert isinstance(path, StreamPath)
-    assert path._rails[number].num_streams == 0
+    assert railed.num_streams(number) == 0
     railed.fill(direction, 3)
     held = cable.passed_nbytes
     await railed.move(direction, 8)
@@ -168,30 +187,29 @@ async def test_a_rail_that_breaks_hands_its_chunks_to_the_others_at_once(
     """Not when it is seen that they do not move: here nobody looks."""
     monkeypatch.setattr(stall, "_MIN_S", 3600.0)
     monkeypatch.setattr(stall, "_MAX_S", 3600.0)
+    labels = {"path": "tcp", "direction": "read"}
+    failed = REGISTRY.get_sample_value("moonpool_transfer_failed_attempts_total", labels)
     for turn in range(4):
-        railed.fill("read", turn)
-        batch = railed.move("read", 20)
-        await asyncio.sleep(0.004 * turn)
-        railed.cables[1 + turn % 2].cut()
-        await batch
-        assert railed.arrived()
+        cable = railed.cables[1 + turn % 2]
+        await railed.cut_short("read", turn, cable, cable.cut)
+    # No batch began again.
+    assert REGISTRY.get_sample_value("moonpool_transfer_failed_attempts_total", labels) == failed
 
 
 async def test_what_a_cut_rail_held_back_of_a_write_never_lands_after_it(railed: Railed) -> None:
     """The bytes went over another rail meanwhile; by then their place may mean something else."""
     for turn in range(3):
-        railed.fill("write", turn)
         cable = railed.cables[1 + turn % 2]
-        batch = railed.move("write", 4)
-        await asyncio.sleep(0.005)
-        cable.hold()
-        await batch
-        assert railed.arrived()
+        await railed.cut_short("write", turn, cable, cable.hold)
         railed.theirs.array[:] = 9
+        held = [(cable, cable.forwarding())]
+        # Ends connections that were idle.
+        while railed.num_streams(1 + turn % 2):
+            await railed.move("read", 5)
         cable.release()
-        # Late bytes would be here before those that are sent now.
-        await railed.joined()
+        await railed.late_bytes_have_come(held)
         assert (railed.theirs.array == 9).all()
+        await railed.joined()
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])
@@ -202,7 +220,11 @@ async def test_when_all_rails_are_cut_the_deadline_ends_it(railed: Railed, direc
     assert isinstance(result, DeadlineExceeded)
     assert late_s < GRACE_S
     railed.ours.array[:] = 9
-    await asyncio.sleep(0.05)
+    held = [(cable, cable.forwarding()) for cable in railed.cables]
+    railed.agent._peers.link_lost(railed.peer.link, "so that the control connection ends too")
+    for cable in railed.cables:
+        cable.release()
+    await railed.late_bytes_have_come(held)
     assert (railed.ours.array == 9).all()
 
 
@@ -214,7 +236,9 @@ async def test_an_agent_is_found_by_any_of_its_addresses(railed: Railed) -> None
     async with await TransferAgent.start(options, agent_id="late", epoch=1) as late:
         peer = await late.connect(railed.descriptor)
         copy = late.allocate(NBYTES, "copy")
+        railed.theirs.array[:] = pattern(NBYTES, 7)
         await peer.read([Span(copy.id, 0, NBYTES)], [Span(railed.theirs.id, 0, NBYTES)], deadline_s=5)
+        assert np.array_equal(copy.array, pattern(NBYTES, 7))
 
 
 @pytest.mark.parametrize("rails", [["127.0.0.2"], "127.0.0.2:1", [":1"], ["a:0"], ["a:65536"], ["a:1"] * 17])
@@ -257,6 +281,8 @@ async def test_a_batch_leaves_a_path_that_is_stuck_in_time_for_the_next(railed: 
     assert isinstance(result, DeadlineExceeded)
     assert time.perf_counter() - began_s > 0.45
     assert late_s < GRACE_S
+    # The agent closes the paths that it finds there.
+    railed.use(tcp)
 
 
 def test_those_who_fail_together_count_once() -> None:

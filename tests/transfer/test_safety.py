@@ -479,7 +479,10 @@ async def test_slow_peers_hold_nobody_up(served: Served) -> None:
         sock = await served.meet(Kind.DATA)
         await loop.sock_sendall(sock, (Request(Op.READ, 1, 60_000, 4 << 20).pack() + spans) * 4)
         slow.append(sock)
-        await asyncio.sleep(0.05)
+        holds = served.server.regions._holds
+        async with asyncio.timeout(20):
+            while not any(region in hold.regions for hold in list(holds)):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
     for sock in slow:
         sock.close()
 
