@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 from moonpool.engine.device.cuda import gpu_uuids
 from moonpool.engine.errors import NodeDraining, RankLost
 from moonpool.engine.node.engine_memory import EngineMemory
+from moonpool.engine.node.first_connections import connect_nodes
 from moonpool.engine.node.metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
 from moonpool.engine.prefix_cache.peer_exchange import PeerExchange
 from moonpool.engine.prefix_cache.store import NodeStore
@@ -251,6 +252,8 @@ class EngineNode:
         self.state = "ready"
         self._ready_s = time.monotonic()
         await self.publisher.start()
+        # After our record is there: of two that join at once, one finds the other.
+        await connect_nodes(index, self.exchange, self.kv_address)
         self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
 
     async def _start_events(self) -> None:

@@ -142,12 +142,12 @@ class PeerExchange:
         num_local = len(held)
         nbytes = 0
         try:
+            peer = await self.connect(source)
             async with self._leases.hold(source, chain[num_local:]) as blocks:
                 num_wanted = len(blocks.offset)
                 num_missing = len(chain) - num_local - num_wanted
                 if 0 < num_wanted <= pool.num_free:
                     held += pool.allocate(num_wanted)
-                    peer = await self.connect(source)
                     report = await self.read(peer, blocks, 0, held[num_local:], deadline_s=self._deadline_s)
                     nbytes = report.nbytes
         except BaseException:
