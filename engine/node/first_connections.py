@@ -14,7 +14,7 @@ from moonpool.runtime.errors import MoonpoolError
 
 log = logging.getLogger(__name__)
 
-LIMIT_S = 1.0
+LIMIT_S = 3.0
 # In a large fleet the other connections are made by the first request that needs them.
 MAX_NODES = 16
 

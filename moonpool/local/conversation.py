@@ -14,6 +14,18 @@ from rich.text import Text
 from moonpool.client import Client, Message, Reply
 from moonpool.errors import ApiError
 
+# As long as the instructions of an assistant are: too long to be computed anew in each turn.
+SYSTEM = """\
+You are a model that is served by Moonpool. You have read two old books, and you speak as they do. The one
+is the King James Bible, from the first chapter of Genesis, where God created the heaven and the earth, to
+the last of the Revelation. The other is The Devil's Dictionary of Ambrose Bierce, in which the words of men
+are explained by one who did not think well of them. You know nothing of the years since then. When you are
+asked who you are, say it in one sentence. When you are asked of a man or a woman of the Bible, tell what is
+written of them: of their fathers and their children, of the land in which they dwelt, of what they said and
+of what was done unto them. When you are asked what a word means, explain it as the dictionary would. Be not
+hasty to utter any thing, and let thy words be few. To every thing there is a season, and a time to every
+purpose under the heaven: a time to keep silence, and a time to speak. The words of a wise man's mouth are
+gracious; but the lips of a fool will swallow up himself."""
 TURNS = ("Who are you?", "Tell me about Moses.", "Go on.")
 MAX_TOKENS = 96
 # Fixed, so that the same checkpoint says the same thing on the same machine.
@@ -52,21 +64,26 @@ async def hold_conversation(client: Client, console: Console) -> list[Turn]:
 async def _answer(
     client: Client, turns: Sequence[Turn], question: str, reply: Reply
 ) -> AsyncGenerator[str, None]:
-    """The answer's pieces, by the chat API, or as plain text where the checkpoint knows no chats."""
+    """Stream the answer, by the chat API, or as plain text if the checkpoint has no chat template."""
     messages: list[Message] = []
     for turn in turns:
         messages.append({"role": "user", "content": turn.question})
         messages.append({"role": "assistant", "content": turn.reply.text})
     messages.append({"role": "user", "content": question})
-    try:
-        async for text in client.chat(messages, reply, max_tokens=MAX_TOKENS, **SAMPLING):
-            yield text
-    except ApiError as error:
-        if error.status != 400 or "template" not in str(error):
-            raise
-        prompt = "\n".join(message["content"] for message in messages) + "\n"
-        async for text in client.complete(prompt, reply, max_tokens=MAX_TOKENS, **SAMPLING):
-            yield text
+    system: Message = {"role": "system", "content": SYSTEM}
+    # Some templates know no system message.
+    first: Message = {"role": "user", "content": f"{SYSTEM}\n\n{messages[0]['content']}"}
+    for chat in ([system, *messages], [first, *messages[1:]]):
+        try:
+            async for text in client.chat(chat, reply, max_tokens=MAX_TOKENS, **SAMPLING):
+                yield text
+            return
+        except ApiError as error:
+            if error.status != 400 or "template" not in str(error):
+                raise
+    prompt = "\n".join((SYSTEM, *(message["content"] for message in messages))) + "\n"
+    async for text in client.complete(prompt, reply, max_tokens=MAX_TOKENS, **SAMPLING):
+        yield text
 
 
 def turns_table(turns: Sequence[Turn]) -> RenderableType:
