@@ -15,7 +15,7 @@ from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.local.conversation import hold_conversation, turns_table
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.service.progress_bars import LoadBars
+from moonpool.runtime.service.load_progress import LoadBars
 
 
 async def up(config: Config, console: Console, *, once: bool) -> int:

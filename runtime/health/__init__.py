@@ -1,1 +1,1 @@
-"""How this host and its GPUs are, and whether a node on them should get work."""
+"""Health of this host and its GPUs, and whether a node on them should get requests."""

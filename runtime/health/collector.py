@@ -1,8 +1,8 @@
-"""What a node's /metrics says of its host and GPUs, as of the last reading."""
+"""Prometheus metrics of a node's host and GPUs, from the latest reading."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,9 +11,12 @@ from prometheus_client.registry import Collector
 from moonpool.runtime.health.judge import CHECKS, Judgement
 from moonpool.runtime.health.readings import THROTTLES, GpuReading, Readings
 
+# Label values and value of a sample; None: not known, no sample.
+Sample = tuple[tuple[str, ...], float | None]
+
 
 class HealthCollector(Collector):
-    """Registered by whoever watches, and unregistered with it."""
+    """Registers itself; the owner unregisters it."""
 
     def __init__(self, judgement_fn: Callable[[], Judgement]) -> None:
         self._judgement_fn = judgement_fn
@@ -21,77 +24,69 @@ class HealthCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         judgement = self._judgement_fn()
-        health = GaugeMetricFamily(
-            "moonpool_node_health",
-            "1: within its limit (health.*); 0: the node is unhealthy",
-            labels=["check"],
-        )
-        for check in CHECKS:
-            health.add_metric([check], 0.0 if check in judgement.problems else 1.0)
-        yield health
+        checks = (((check,), float(check not in judgement.problems)) for check in CHECKS)
+        text = "1: within its limit (health.*); 0: the node is unhealthy"
+        yield _gauge("moonpool_node_health", text, checks, ["check"])
         if judgement.latest is not None:
             yield from _host(judgement.latest)
             yield from _gpus(judgement.latest.gpus)
 
 
+def _gauge(name: str, text: str, samples: Iterable[Sample], labels: Iterable[str] = ()) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=list(labels)), samples)
+
+
+def _counter(name: str, text: str, samples: Iterable[Sample], labels: Iterable[str] = ()) -> Metric:
+    return _filled(CounterMetricFamily(name, text, labels=list(labels)), samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Iterable[Sample]) -> Metric:
+    for labels, value in samples:
+        if value is not None:
+            family.add_metric(labels, value)
+    return family
+
+
 def _host(now: Readings) -> Iterator[Metric]:
     host, disk = now.host, now.disk
-    memory = GaugeMetricFamily(
-        "moonpool_host_memory_bytes", "Memory of the machine or container", labels=["state"]
-    )
-    memory.add_metric(["available"], host.memory_available_nbytes)
-    memory.add_metric(["used"], host.memory_nbytes - host.memory_available_nbytes)
-    yield memory
-    yield GaugeMetricFamily("moonpool_host_cpu_ratio", "Share of all cores in use", value=host.cpu_ratio)
-    yield CounterMetricFamily(
-        "moonpool_host_network_bytes",
-        "Bytes through all interfaces but the loopback, both ways",
-        value=host.network_nbytes,
-    )
-    yield CounterMetricFamily(
-        "moonpool_host_network_errors", "Packets with errors, or dropped", value=host.network_errors
-    )
-    free = GaugeMetricFamily("moonpool_host_disk_free_bytes", "Space free where store.ssd.path is")
-    written = GaugeMetricFamily(
-        "moonpool_host_disk_write_seconds", "Until a page was durable at store.ssd.path"
-    )
-    if disk is not None:
-        written.add_metric([], disk.write_s)
-        if disk.free_nbytes is not None:
-            free.add_metric([], disk.free_nbytes)
-    yield from (free, written)
+    available = host.memory_available_nbytes
+    memory = [(("available",), available), (("used",), host.memory_nbytes - available)]
+    yield _gauge("moonpool_host_memory_bytes", "Memory of the machine or container", memory, ["state"])
+    yield _gauge("moonpool_host_cpu_ratio", "Utilization of all cores", [((), host.cpu_ratio)])
+    text = "Bytes sent and received on all interfaces except the loopback"
+    yield _counter("moonpool_host_network_bytes", text, [((), host.network_nbytes)])
+    text = "Packets with errors and dropped packets"
+    yield _counter("moonpool_host_network_errors", text, [((), host.network_errors)])
+    free, write_s = (disk.free_nbytes, disk.write_s) if disk is not None else (None, None)
+    yield _gauge("moonpool_host_disk_free_bytes", "Free space at store.ssd.path", [((), free)])
+    text = "Duration of a durable write of a page at store.ssd.path"
+    yield _gauge("moonpool_host_disk_write_seconds", text, [((), write_s)])
 
 
 def _gpus(gpus: tuple[GpuReading, ...]) -> Iterator[Metric]:
-    used = GaugeMetricFamily(
-        "moonpool_gpu_utilization_ratio", "Share of the time it computes", labels=["gpu"]
-    )
-    memory = GaugeMetricFamily("moonpool_gpu_memory_bytes", "Memory of a GPU", labels=["gpu", "state"])
-    heat = GaugeMetricFamily("moonpool_gpu_temperature_celsius", "Temperature of a GPU", labels=["gpu"])
-    power = GaugeMetricFamily("moonpool_gpu_power_watts", "What a GPU draws", labels=["gpu"])
-    clock = GaugeMetricFamily("moonpool_gpu_clock_hertz", "Clock of its multiprocessors", labels=["gpu"])
-    errors = CounterMetricFamily(
-        "moonpool_gpu_memory_errors", "ECC errors since the driver started", labels=["gpu", "kind"]
-    )
-    throttled = GaugeMetricFamily(
-        "moonpool_gpu_throttled", "1: its clock is held down for this reason", labels=["gpu", "reason"]
-    )
+    for name, text, attribute in (
+        ("utilization_ratio", "Fraction of the time that a GPU computes", "utilization"),
+        ("temperature_celsius", "Temperature of a GPU", "temperature_celsius"),
+        ("power_watts", "Power draw of a GPU", "power_watts"),
+        ("clock_hertz", "Clock of a GPU's multiprocessors", "clock_hertz"),
+    ):
+        samples = [((gpu.gpu,), getattr(gpu, attribute)) for gpu in gpus]
+        yield _gauge(f"moonpool_gpu_{name}", text, samples, ["gpu"])
+    memory: list[Sample] = []
     for gpu in gpus:
-        single = (
-            (used, gpu.utilization),
-            (heat, gpu.temperature_celsius),
-            (power, gpu.power_watts),
-            (clock, gpu.clock_hertz),
-        )
-        for family, value in single:
-            if value is not None:
-                family.add_metric([gpu.gpu], value)
         if gpu.memory_used_nbytes is not None and gpu.memory_nbytes is not None:
-            memory.add_metric([gpu.gpu, "used"], gpu.memory_used_nbytes)
-            memory.add_metric([gpu.gpu, "free"], gpu.memory_nbytes - gpu.memory_used_nbytes)
-        for kind, count in (("corrected", gpu.corrected_errors), ("uncorrected", gpu.uncorrected_errors)):
-            if count is not None:
-                errors.add_metric([gpu.gpu, kind], count)
-        for reason in THROTTLES if not gpu.lost else ():
-            throttled.add_metric([gpu.gpu, reason], float(reason in gpu.throttles))
-    yield from (used, memory, heat, power, clock, errors, throttled)
+            memory.append(((gpu.gpu, "used"), gpu.memory_used_nbytes))
+            memory.append(((gpu.gpu, "free"), gpu.memory_nbytes - gpu.memory_used_nbytes))
+    yield _gauge("moonpool_gpu_memory_bytes", "Memory of a GPU", memory, ["gpu", "state"])
+    errors: list[Sample] = [((gpu.gpu, "corrected"), gpu.corrected_errors) for gpu in gpus]
+    errors += [((gpu.gpu, "uncorrected"), gpu.uncorrected_errors) for gpu in gpus]
+    text = "ECC errors since the driver started"
+    yield _counter("moonpool_gpu_memory_errors", text, errors, ["gpu", "kind"])
+    throttled = [
+        ((gpu.gpu, reason), float(reason in gpu.throttles))
+        for gpu in gpus
+        if not gpu.lost
+        for reason in THROTTLES
+    ]
+    text = "1: the clock is reduced for this reason"
+    yield _gauge("moonpool_gpu_throttled", text, throttled, ["gpu", "reason"])

@@ -1,4 +1,4 @@
-"""Whether a disk takes what is written to it, and how soon."""
+"""Probe of a disk: durable writes of a page, with their duration."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PAGE = bytes(4096)
 
 
 class DiskWatch:
-    """Writes a page of its own in ``directory``, in a thread, because a disk that hangs keeps its callers.
+    """Writes a page to a file in ``directory``, on a thread because writes to a failing disk may hang.
 
-    ``read`` returns at once: it tells of the last write that ended, or of the one that does not, and begins
-    the next. ``directory`` is made, and the file in it removed by ``close``.
+    ``read`` returns at once, with the last write that ended or the one that hangs, and starts the next.
+    ``directory`` is created if necessary; ``close`` removes the file.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,7 +29,7 @@ class DiskWatch:
         self._began_s = 0.0
         self._write_s = 0.0
         self._error = ""
-        self._space: tuple[int, int] | None = None  # free, in all
+        self._space: tuple[int, int] | None = None  # free, total
         self._thread: threading.Thread | None = None
 
     def read(self) -> DiskReading:
@@ -40,7 +40,7 @@ class DiskWatch:
             self._began_s = self._clock()
             self._thread = threading.Thread(target=self._write, name="disk health", daemon=True)
             self._thread.start()
-            # A disk that is well has answered before anybody notices.
+            # A healthy disk has answered within this time.
             self._thread.join(0.05)
         free, nbytes = self._space or (None, 0)
         return DiskReading(
@@ -52,7 +52,7 @@ class DiskWatch:
         )
 
     def close(self) -> None:
-        """A write that does not end is left to itself."""
+        """Remove the file. A write that hangs is abandoned."""
         if self._thread is not None:
             self._thread.join(0.5)
         if self._thread is None or not self._thread.is_alive():

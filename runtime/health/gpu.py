@@ -1,4 +1,4 @@
-"""Reads GPUs through NVML, the driver's own library; without it, says so in a sentence."""
+"""Readings of GPUs through NVML, the driver's library."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ _THROTTLES = {
 
 
 class GpuWatch:
-    """GPUs by their UUIDs. ``missing`` says why some or all of them are not watched; empty: they are.
+    """Reads GPUs by their UUIDs. ``missing``: why some of them cannot be read; empty if all can.
 
-    NVML is the process's: it is opened by the first watch and stays open.
+    NVML is opened once a process and stays open.
     """
 
     def __init__(self, uuids: Sequence[str]) -> None:
         self.missing = ""
-        self._gpus: list[tuple[str, Any]] = []  # its number, NVML's handle
+        self._gpus: list[tuple[str, Any]] = []  # number, NVML's handle
         if not uuids:
             return
         if pynvml is None:
-            self.missing = f"the health of GPUs is not known: {_NOT_INSTALLED}"
+            self.missing = f"the health of GPUs is unknown: {_NOT_INSTALLED}"
             return
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            self.missing = f"the health of GPUs is not known: NVML says {error}"
+            self.missing = f"the health of GPUs is unknown: NVML reports {error}"
             return
         for uuid in uuids:
             try:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
                 self._gpus.append((str(pynvml.nvmlDeviceGetIndex(handle)), handle))
             except pynvml.NVMLError as error:
-                self.missing = f"the health of GPU {uuid} is not known: NVML says {error}"
+                self.missing = f"the health of GPU {uuid} is unknown: NVML reports {error}"
 
     def read(self) -> tuple[GpuReading, ...]:
-        """Takes about a millisecond a GPU. Never raises for what a GPU or its driver does."""
+        """Take a reading, about a millisecond a GPU. Never raises for errors of a GPU or its driver."""
         return tuple(_read(number, handle) for number, handle in self._gpus)
 
 
 def nvml_report() -> str:
-    """Whether the health of GPUs here can be known, for a person."""
+    """One line for people: whether the GPUs of this machine can be read."""
     if pynvml is None:
         return f"not watched, {_NOT_INSTALLED}"
     try:
         pynvml.nvmlInit()
         return f"{pynvml.nvmlDeviceGetCount()} watched, NVML {pynvml.nvmlSystemGetNVMLVersion()}"
     except pynvml.NVMLError as error:
-        return f"not watched, NVML says {error}"
+        return f"not watched, NVML reports {error}"
 
 
 class _GpuLost(Exception):
@@ -72,7 +72,7 @@ class _GpuLost(Exception):
 
 def _read(number: str, handle: Any) -> GpuReading:
     def ask(question: Callable[..., T], *arguments: Any) -> T | None:
-        """None: this GPU, or its driver, does not tell."""
+        """The answer; None if this GPU or its driver does not support the question."""
         try:
             return question(handle, *arguments)
         except pynvml.NVMLError as error:
@@ -113,6 +113,6 @@ def _slowdown(ask: Callable[..., Any], temperature: float | None) -> float | Non
     )
     if known or temperature is None:
         return known
-    # Newer GPUs only tell how far away it is.
+    # Newer GPUs only report the distance to it.
     margin: float | None = ask(pynvml.nvmlDeviceGetMarginTemperature)
     return None if margin is None else temperature + margin

@@ -1,4 +1,4 @@
-"""Reads a host: memory that is left, cores, network."""
+"""Readings of a host: available memory, cores, network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A container's limit: the kernel ends a process of it when it is reached, whatever the machine has."""
+    """The memory limit of a container, at which the kernel kills a process of it."""
 
     directory: Path
     limit: str  # names of files
@@ -23,19 +23,19 @@ class MemoryLimit:
     reclaimable: str  # a line of memory.stat
 
     def read(self) -> tuple[int, int] | None:
-        """(available, limit) in bytes; None: there is no limit."""
+        """(available, limit) in bytes; None if there is no limit."""
         try:
             limit = int((self.directory / self.limit).read_text())
             used = int((self.directory / self.used).read_text())
             stat = (self.directory / "memory.stat").read_text().split()
-        except (OSError, ValueError):  # "max" is none, and groups come and go
+        except (OSError, ValueError):  # "max" means no limit; groups may disappear
             return None
         cache = int(stat[stat.index(self.reclaimable) + 1]) if self.reclaimable in stat else 0
         return max(limit - used + cache, 0), limit
 
 
 def memory_limits(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> list[MemoryLimit]:
-    """Of every group that this process is in, where there is one now."""
+    """The limits of all groups of this process that have one."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -56,7 +56,7 @@ def _limits_of(cgroups: Path, controllers: str, path: str) -> Iterator[MemoryLim
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     else:
         return
-    # Inside a container the path may be the host's: then only the root is there, and it is ours.
+    # In a container the path may be that of the host: then only the root exists, and it is the container's.
     own = root / path.lstrip("/")
     for directory in (own, *own.parents):
         if directory.is_relative_to(root):
@@ -64,17 +64,17 @@ def _limits_of(cgroups: Path, controllers: str, path: str) -> Iterator[MemoryLim
 
 
 class HostWatch:
-    """Takes some hundred microseconds a reading."""
+    """Reads the host; a reading takes some hundred microseconds."""
 
     def __init__(self) -> None:
         self._limits = memory_limits()
-        psutil.cpu_percent(None)  # the first one only begins to count
+        psutil.cpu_percent(None)  # the first call only starts the measurement
 
     def read(self) -> HostReading:
         memory = psutil.virtual_memory()
         known = [found for limit in self._limits if (found := limit.read()) is not None]
         available, total = min([(memory.available, memory.total), *known])
-        wires = [
+        interfaces = [
             counts
             for name, counts in psutil.net_io_counters(pernic=True, nowrap=False).items()
             if name != "lo"
@@ -83,8 +83,8 @@ class HostWatch:
             memory_available_nbytes=available,
             memory_nbytes=min(total, memory.total),
             cpu_ratio=psutil.cpu_percent(None) / 100,
-            network_nbytes=sum(counts.bytes_sent + counts.bytes_recv for counts in wires),
+            network_nbytes=sum(counts.bytes_sent + counts.bytes_recv for counts in interfaces),
             network_errors=sum(
-                counts.errin + counts.errout + counts.dropin + counts.dropout for counts in wires
+                counts.errin + counts.errout + counts.dropin + counts.dropout for counts in interfaces
             ),
         )

@@ -1,4 +1,4 @@
-"""Whether a node should get work, from readings of its host and GPUs: pure, and slow to change its mind."""
+"""Decision whether a node is healthy, from readings of its host and GPUs. Pure, with hysteresis."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ CHECKS = (
     "disk_latency",
     "network_errors",
 )
-# Computing on goes wrong, and no waiting mends it: the GPU must be reset.
+# Results may be wrong and waiting does not help: the GPU must be reset.
 FATAL = frozenset({"gpu_lost", "gpu_memory_errors"})
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is held after some readings. ``problems``: check -> why, as a sentence; empty: healthy.
+    """The state after a number of readings. ``problems``: check -> reason, a sentence; empty: healthy.
 
-    A check goes bad after ``health.bad_readings`` in a row beyond its limit, and good again after
-    ``health.good_readings`` in a row within it, so that a value at its limit does not flap.
+    A check fails after ``health.bad_readings`` in a row beyond its limit, and recovers after
+    ``health.good_readings`` in a row within it, so that a value near its limit does not flap.
     """
 
     problems: Mapping[str, str] = field(default_factory=dict)
-    against: Mapping[str, int] = field(default_factory=dict)  # readings in a row that say otherwise
+    against: Mapping[str, int] = field(default_factory=dict)  # consecutive readings that contradict the state
     latest: Readings | None = None
-    first_errors: Mapping[str, int] = field(default_factory=dict)  # uncorrected ones, by GPU
+    first_errors: Mapping[str, int] = field(default_factory=dict)  # uncorrected ones at the start, by GPU
     throttled_since_s: Mapping[str, float] = field(default_factory=dict)  # by GPU
 
     @property
@@ -42,17 +42,17 @@ class Judgement:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """In the order of ``CHECKS``."""
+        """The problems in the order of ``CHECKS``."""
         return tuple(self.problems[check] for check in CHECKS if check in self.problems)
 
     @property
     def fatal(self) -> bool:
-        """Nothing but an end of the process, and somebody who looks at the GPU, helps."""
+        """Whether the process must end and a person must look at the GPU."""
         return not FATAL.isdisjoint(self.problems)
 
 
 def judge(before: Judgement, now: Readings, limits: HealthOptions) -> Judgement:
-    """What is held after one more reading."""
+    """The state after one more reading."""
     first_errors = _first_errors(before, now)
     since_s = _throttled_since(before, now)
     beyond = dict(_beyond(before, now, limits, first_errors, since_s))
@@ -77,17 +77,17 @@ def _beyond(
     first_errors: Mapping[str, int],
     since_s: Mapping[str, float],
 ) -> Iterator[tuple[str, str]]:
-    """(check, sentence) of what is beyond its limit in this reading alone; of several GPUs the last says."""
+    """(check, sentence) for each limit that this reading violates; the last one counts for several GPUs."""
     for gpu in now.gpus:
         throttled_s = now.now_s - since_s.get(gpu.gpu, now.now_s)
         yield from _gpu(gpu, limits, first_errors.get(gpu.gpu, 0), throttled_s)
     host = now.host
-    share = host.memory_available_nbytes / max(host.memory_nbytes, 1)
-    if share < limits.host_memory_free:
+    fraction = host.memory_available_nbytes / max(host.memory_nbytes, 1)
+    if fraction < limits.host_memory_free:
         yield (
             "host_memory",
             f"host memory: {_gib(host.memory_available_nbytes)} of {_gib(host.memory_nbytes)} are available "
-            f"({share:.1%}, less than {limits.host_memory_free:.1%})",
+            f"({fraction:.1%}, less than {limits.host_memory_free:.1%})",
         )
     yield from _disk(now, limits)
     if before.latest is not None and limits.network_errors_per_s:
@@ -150,7 +150,7 @@ def _disk(now: Readings, limits: HealthOptions) -> Iterator[tuple[str, str]]:
 
 
 def _first_errors(before: Judgement, now: Readings) -> Mapping[str, int]:
-    """Errors that were counted before this node was there are somebody else's."""
+    """Errors at the first reading: they occurred before this node started."""
     found = {gpu.gpu: gpu.uncorrected_errors for gpu in now.gpus if gpu.uncorrected_errors is not None}
     return {**found, **before.first_errors}
 

@@ -1,4 +1,4 @@
-"""Looks at a host and its GPUs now and then, from a thread, and keeps what is held of them."""
+"""Periodic readings of a host and its GPUs on a thread, and the resulting health of the node."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ log = logging.getLogger(__name__)
 
 
 class NodeUnfit(MoonpoolError):
-    """A GPU of this node computes no more, or wrongly. What ran has ended; the node must not be started on
-    it again before somebody has looked at it."""
+    """A GPU of this node is lost or computes wrongly. All requests have ended.
+
+    The node must not be started on this GPU again before a person has looked at it.
+    """
 
     code = "UNAVAILABLE"
 
     def __init__(self, node_id: str, reasons: Sequence[str]) -> None:
         super().__init__(
             f"node {node_id} has drained and ends: {'; '.join(reasons)}. Reset the GPU "
-            "(nvidia-smi --gpu-reset) or take it out, and look at the driver's log (dmesg, Xid)"
+            "(nvidia-smi --gpu-reset) or remove it, and see the driver's log (dmesg, Xid)"
         )
 
 
 class HealthMonitor:
-    """``judgement`` is of the latest reading; a new object every time, so that any thread may look.
+    """``judgement`` is that of the latest reading: an immutable object that any thread may read.
 
-    ``start`` reads once and returns; then a thread of its own reads every ``health.interval_s``.
+    ``start`` takes a reading and returns; a thread takes the next ones every ``health.interval_s``.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class HealthMonitor:
         disk: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``gpus``: UUIDs of those the node computes on; ``disk``: where it keeps blocks, if anywhere."""
+        """``gpus``: UUIDs of the node's GPUs; ``disk``: its directory for blocks, if any."""
         self.judgement = Judgement()
         self._options = options
         self._gpus = GpuWatch(gpus if options.interval_s else ())
@@ -72,7 +74,7 @@ class HealthMonitor:
             self._thread.start()
 
     def close(self) -> None:
-        """Idempotent. A driver or disk that hangs is not waited for."""
+        """Stop. Does not wait for a driver or disk that hangs. Idempotent."""
         self._end.set()
         if self._thread is not None:
             self._thread.join(0.5)
@@ -83,11 +85,11 @@ class HealthMonitor:
         self._thread = self._collector = None
 
     def state(self, state: str) -> str:
-        """What a node whose life has come to ``state`` says of itself."""
+        """``state``, or unhealthy in place of ready."""
         return "unhealthy" if state == "ready" and not self.judgement.healthy else state
 
     def changed(self) -> bool:
-        """Whether other checks fail than when this was last asked; logs it."""
+        """Whether the failing checks have changed since the last call; logs the change."""
         judgement = self.judgement
         failing = frozenset(judgement.problems)
         if failing == self._announced:
@@ -100,7 +102,7 @@ class HealthMonitor:
         return True
 
     def readings(self) -> dict[str, Any]:
-        """The latest figures as the cluster is told them, by names that end in their unit; few and short."""
+        """The latest figures for the node's record in the index; names end in their unit."""
         now = self.judgement.latest
         if now is None:
             return {}
@@ -124,7 +126,7 @@ class HealthMonitor:
         return figures
 
     def read(self) -> None:
-        """Look now."""
+        """Take a reading."""
         disk = self._disk.read() if self._disk is not None else None
         now = Readings(self._clock(), self._host.read(), disk, self._gpus.read())
         self.judgement = judge(self.judgement, now, self._options)
@@ -133,5 +135,5 @@ class HealthMonitor:
         while not self._end.wait(self._options.interval_s):
             try:
                 self.read()
-            except Exception:  # whatever a host says, its node serves on
+            except Exception:  # the node serves on without readings
                 log.exception("the host's health could not be read")

@@ -1,4 +1,4 @@
-"""What one look at a host and its GPUs found. Counts are since the machine or the driver started."""
+"""Readings of a host and its GPUs. Counts are since the start of the machine or the driver."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ THROTTLES = (*HARDWARE_THROTTLES, "sw_thermal", "sw_power_cap")
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """None: the driver does not tell. ``lost``: why it answers no more, and then nothing else is known."""
+    """A reading of a GPU; None: not reported. ``lost``: why it does not answer; then all else is None."""
 
-    gpu: str  # its number as the driver counts
+    gpu: str  # its number in the driver
     lost: str = ""
     utilization: float | None = None  # 0 to 1
     memory_used_nbytes: int | None = None
     memory_nbytes: int | None = None
     temperature_celsius: float | None = None
-    slowdown_celsius: float | None = None  # where the hardware slows itself down
+    slowdown_celsius: float | None = None  # the temperature where the hardware slows down
     power_watts: float | None = None
     clock_hertz: float | None = None
     corrected_errors: int | None = None
     uncorrected_errors: int | None = None
-    throttles: tuple[str, ...] = ()  # of THROTTLES, those in force
+    throttles: tuple[str, ...] = ()  # those of THROTTLES that are active
 
 
 @dataclass(frozen=True, slots=True)
 class DiskReading:
-    """Of the disk that blocks are kept on. ``error``: what it answered instead of writing."""
+    """A reading of the disk for blocks. ``error``: the error of the last write."""
 
     path: str
-    free_nbytes: int | None  # None: it has not answered yet
+    free_nbytes: int | None  # None before its first answer
     nbytes: int
-    write_s: float  # a page written and made durable; of a write that has not ended: for how long by now
+    write_s: float  # duration of a durable write of a page, so far if it has not ended
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """Memory is what processes here may use: the machine's, or less in a container."""
+    """A reading of the host. Memory is that of the machine, or of the container if that is less."""
 
     memory_available_nbytes: int
     memory_nbytes: int
-    cpu_ratio: float  # of all cores, since the reading before
-    network_nbytes: int  # both ways, all interfaces but the loopback
-    network_errors: int  # and packets dropped
+    cpu_ratio: float  # of all cores, since the previous reading
+    network_nbytes: int  # sent and received, all interfaces but the loopback
+    network_errors: int  # errors and dropped packets
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """``now_s`` is of a monotonic clock. ``disk`` is None where no blocks go to one."""
+    """``now_s``: monotonic clock. ``disk`` is None without an SSD tier."""
 
     now_s: float
     host: HostReading

@@ -1,4 +1,4 @@
-"""A process telling those who depend on it that it runs, and how they notice that it does not."""
+"""Heartbeats of a process, and detection of their end."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ BEATS_PER_TIMEOUT = 20
 
 
 class Heartbeat:
-    """Beats on a thread of its own, so that only a process that is stopped or gone falls silent: an event
-    loop that is busy for a while does not."""
+    """Calls ``beat`` from a thread, so that it continues while the event loop is busy.
+
+    It ends only when the process is stopped or dead.
+    """
 
     def __init__(self, beat: Callable[[], None], every_s: float) -> None:
-        """``beat`` is called at once, and then every ``every_s`` by the thread."""
+        """Call ``beat`` at once, and then every ``every_s`` seconds from the thread."""
         self._beat_once = beat
         self._every_s = every_s
         self._stopped = threading.Event()
         beat()
-        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more; no call of ``beat`` is left when this returns. Idempotent."""
+        """Stop; no call of ``beat`` is in progress when this returns. Idempotent."""
         self._stopped.set()
         self._thread.join()
 
@@ -33,11 +35,10 @@ class Heartbeat:
 
 
 async def until_silent(num_beats: Callable[[], int], bound_s: Callable[[], float], look_s: float) -> None:
-    """Return when ``num_beats()``, looked at every ``look_s``, has stayed the same for ``bound_s()``, which
-    may change meanwhile.
+    """Return once ``num_beats()``, polled every ``look_s``, is unchanged for ``bound_s()``, which may vary.
 
-    The time counts in our own looks: while this process is stopped itself, or gets no processor, nobody is
-    found silent whose beats only wait to be read.
+    Time is counted in polls, not by the clock: if this process itself is stopped or gets no CPU, heartbeats
+    that are waiting to be read do not count as silence.
     """
     seen, silent_s = num_beats(), 0.0
     while silent_s < bound_s():

@@ -105,7 +105,7 @@ def test_without_nvml_there_is_a_sentence_and_no_failure(monkeypatch: pytest.Mon
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     watch = GpuWatch([UUID])
     assert watch.read() == ()
-    assert "NVML says" in watch.missing
+    assert "NVML reports" in watch.missing
     assert GpuWatch([]).missing == ""
 
 
