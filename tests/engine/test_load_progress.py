@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from contextlib import closing
-import moonpool.engine.execution.cost_profile
+from moonpool.engine.execution import cost_profile
 from moonpool.runtime.service.load_progress import LoadProgress
 from moonpool.engine.node.engine_memory import EngineMemory
 from moonpool.runtime.service.lifecycle import run_service
 from moonpool.transfer import TransferAgent
 
-engine.profile._BUDGET_S = 0.02
+cost_profile._BUDGET_S = 0.02
 
 async def main(config, context):
     async with await TransferAgent.start(config.transfer, agent_id="node", epoch=1) as agent:
