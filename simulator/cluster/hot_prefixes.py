@@ -44,12 +44,9 @@ class HotPrefixCopies:
     def note(self, keys: Sequence[bytes], placement: Placement) -> None:
         """Count a placed request."""
         if self._nbytes_per_s:
-            chain = self._chain(keys)
+            chain = [BlockKey(key) for key in keys]
             held = longest_blocks(self._cluster.holders(chain))
             self._heat.touch(chain[:held], self._clock.now_s, placement.prefill.compute_s)
-
-    def _chain(self, keys: Sequence[bytes]) -> list[BlockKey]:
-        return [BlockKey(key) for key in keys]
 
     def _round(self) -> None:
         cluster, now_s = self._cluster, self._clock.now_s

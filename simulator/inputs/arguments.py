@@ -10,6 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import msgspec
+
 from moonpool.conductor.costs.model import Profile
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.inputs.hardware import SHIPPED, Hardware, tensor_parallel
@@ -80,20 +82,12 @@ def cluster_event(text: str) -> ClusterEvent:
 
 def workload(text: str, block_tokens: int, seed: int) -> Workload:
     """Read ``key=value,…``; other fields have their defaults."""
-    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(Workload)}
-    del kinds["block_tokens"], kinds["seed"]
-    given: dict[str, Any] = {}
-    for item in filter(None, text.split(",")):
-        key, _, value = item.partition("=")
-        if key not in kinds:
-            raise ConfigError(f"a workload has no {key!r}; it has {', '.join(kinds)}", key="workload")
-        try:
-            given[key] = _BOOLEANS[value] if kinds[key] is bool else kinds[key](value)
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"--workload {item!r}: must be {kinds[key].__name__}", key="workload"
-            ) from error
-    return Workload(**given, block_tokens=block_tokens, seed=seed)
-
-
-_BOOLEANS = {"true": True, "false": False}
+    given: dict[str, Any] = dict(item.partition("=")[::2] for item in text.split(",") if item)
+    known = [field.name for field in fields(Workload) if field.name not in ("block_tokens", "seed")]
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"a workload has no {key!r}; it has {', '.join(known)}", key="workload")
+    try:
+        return msgspec.convert({**given, "block_tokens": block_tokens, "seed": seed}, Workload, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--workload {text}: {error}", key="workload") from error

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 
 from moonpool.runtime.errors import ConfigError
 from moonpool.simulator.inputs.trace import TraceRequest
@@ -61,10 +62,11 @@ class Workload:
     def requests(self) -> list[TraceRequest]:
         """Return the requests in order of arrival; equal workloads give equal requests."""
         rng = random.Random(self.seed)
-        blocks = _Blocks(self.block_tokens)
+        ids = count()  # of blocks: equal ids for equal prefixes
+        systems: dict[int, list[int]] = {}
         found: list[TraceRequest] = []
         for arrival_s in self._arrivals(rng):
-            found += self._session(rng, arrival_s, blocks)
+            found += self._session(rng, arrival_s, ids, systems)
         return sorted(found, key=lambda request: request.arrival_s)
 
     def _arrivals(self, rng: random.Random) -> Iterator[float]:
@@ -79,9 +81,14 @@ class Workload:
             bursts = math.floor((now_s % (_BURST_S * _BURST) + busy_s) / _BURST_S)
             now_s += busy_s + bursts * _BURST_S * (_BURST - 1)
 
-    def _session(self, rng: random.Random, arrival_s: float, blocks: _Blocks) -> Iterator[TraceRequest]:
+    def _session(
+        self, rng: random.Random, arrival_s: float, ids: Iterator[int], systems: dict[int, list[int]]
+    ) -> Iterator[TraceRequest]:
+        """``systems``: block ids of each system prompt used so far."""
         system = _zipf(rng, self.system_prompts)
-        chain = blocks.chain(("system", system), self.system_tokens)
+        if system not in systems:
+            systems[system] = list(islice(ids, self.system_tokens // self.block_tokens))
+        chain = _Chain(ids, systems[system], self.system_tokens, self.block_tokens)
         chain.add(self._length(rng, self.prompt_tokens))
         now_s = arrival_s
         while True:
@@ -90,7 +97,7 @@ class Workload:
                 if call:
                     chain.add(self._length(rng, self.turn_tokens))
                 output = self._length(rng, self.output_tokens)
-                yield TraceRequest(now_s, chain.num_tokens, output, chain.ids())
+                yield TraceRequest(now_s, chain.num_tokens, output, chain.block_ids())
                 chain.add(output)
                 now_s += output * self.token_s + (self.tool_s if call < calls else 0.0)
             if rng.random() < 1 / self.turns:
@@ -104,43 +111,23 @@ class Workload:
         return max(1, round(rng.lognormvariate(math.log(mean) - self.spread**2 / 2, self.spread)))
 
 
-def _zipf(rng: random.Random, count: int) -> int:
-    return rng.choices(range(count), [1 / (rank + 1) for rank in range(count)])[0]
-
-
-class _Blocks:
-    """Allocates block ids: equal ids for equal prefixes."""
-
-    def __init__(self, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
-        self.next_id = 0
-        self._shared: dict[tuple[str, int], list[int]] = {}
-
-    def new(self, count: int) -> list[int]:
-        first, self.next_id = self.next_id, self.next_id + count
-        return list(range(first, first + count))
-
-    def chain(self, shared: tuple[str, int], num_tokens: int) -> _Chain:
-        """Return a prompt that begins with these shared tokens."""
-        full = num_tokens // self.block_tokens
-        ids = self._shared.get(shared)
-        if ids is None:
-            ids = self._shared[shared] = self.new(full)
-        return _Chain(self, list(ids), num_tokens)
+def _zipf(rng: random.Random, size: int) -> int:
+    return rng.choices(range(size), [1 / (rank + 1) for rank in range(size)])[0]
 
 
 class _Chain:
     """A growing prompt. Its partial last block gets a new id in each request."""
 
-    def __init__(self, blocks: _Blocks, full: list[int], num_tokens: int) -> None:
+    def __init__(self, ids: Iterator[int], full: list[int], num_tokens: int, block_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self._blocks = blocks
-        self._full = full
+        self._ids = ids
+        self._full = list(full)
+        self._block_tokens = block_tokens
 
     def add(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens
-        self._full += self._blocks.new(self.num_tokens // self._blocks.block_tokens - len(self._full))
+        self._full += islice(self._ids, self.num_tokens // self._block_tokens - len(self._full))
 
-    def ids(self) -> tuple[int, ...]:
-        partial = self.num_tokens % self._blocks.block_tokens > 0
-        return (*self._full, *self._blocks.new(partial))
+    def block_ids(self) -> tuple[int, ...]:
+        partial = self.num_tokens % self._block_tokens > 0
+        return (*self._full, *islice(self._ids, int(partial)))
