@@ -161,7 +161,7 @@ class Putter:
                 reasons.append(str(error))
         if len(have) < copies:
             reasons.append(f"{len(nodes)} store nodes are ready")
-            raise PutFailed(info.name, f"is on {len(have)} nodes, {copies} were asked for", reasons)
+            raise PutFailed(info.name, f"is on {len(have)} nodes, {copies} were requested", reasons)
         return have
 
     async def _forget_older(

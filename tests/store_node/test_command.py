@@ -69,12 +69,12 @@ async def test_what_goes_wrong_is_a_sentence(cluster: StoreCluster, tmp_path: Pa
         "give it one with --name": (2, store("put", "-")),
         "there is no store node 'z'; there are a": (2, store("put", str(file), "--node", "z")),
         "1 to 4096 bytes": (2, store("put", str(file), "--name", "")),
-        "is on 1 nodes, 2 were asked for": (1, store("put", str(file), "--name", "y", "--copies", "2")),
+        "is on 1 nodes, 2 were requested": (1, store("put", str(file), "--name", "y", "--copies", "2")),
         "there is no object 'none'": (1, store("get", "none", str(tmp_path / "out"))),
         "cannot be written: there is no directory": (2, store("get", "x", str(tmp_path / "none" / "out"))),
         "name the objects to drop, or give --all": (2, store("evict")),
-        "is no store": (2, Shell("ftp://x")("ls")),
-        "is it running": (1, nowhere("ls")),
+        "is not the URL of a store": (2, Shell("ftp://x")("ls")),
+        "check that it runs": (1, nowhere("ls")),
     }
     answers = await asyncio.gather(*(call for _, call in cases.values()))
     for (sentence, (code, _)), answer in zip(cases.items(), answers, strict=True):
