@@ -22,7 +22,7 @@ _CENTRE = Heads(32, 8, 128, 16)
 _POINTS = ((1, 128 << 10), (32, 4096), (128, 4096))
 
 
-def decode_cases(cuda: bool, quick: bool, full: bool) -> list[Decode]:
+def decode_cases(cuda: bool, quick: bool) -> list[Decode]:
     if not cuda:
         shapes = (Heads(8, 4, 32, 16), Heads(16, 16, 64, 16), _CENTRE, Heads(32, 8, 128, 64))
         kinds = ((F32, F32), (BF16, BF16), (F32, FP8))
@@ -32,11 +32,6 @@ def decode_cases(cuda: bool, quick: bool, full: bool) -> list[Decode]:
             found += [Decode(_CENTRE, F32, F32, 8, 2048, queries=4)]
         return found
     every = [Heads(8 * group, 8, *of) for group, *of in product(GROUPS, HEAD_DIMS, BLOCK_SIZES)]
-    if full:
-        return [
-            Decode(heads, BF16, pages, *at)
-            for heads, at, pages in product(every, product(BATCHES, CONTEXTS), (BF16, FP8))
-        ]
     grid = ((32, 4096),) if quick else tuple(product(BATCHES, CONTEXTS))
     found = [Decode(_CENTRE, BF16, pages, *at) for at, pages in product(grid, (BF16, FP8))]
     if not quick:
@@ -48,16 +43,14 @@ def decode_cases(cuda: bool, quick: bool, full: bool) -> list[Decode]:
     return found
 
 
-def decode_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
+def decode_rows(machine: Machine, quick: bool) -> Iterator[Row]:
     """With peers at the centre; float8 pages also beside 16-bit ones."""
     halves: dict[tuple[Heads, int, int, int], float] = {}
     here = peers.peers_here(machine.is_cuda)
-    for case in decode_cases(machine.is_cuda, quick, full):
+    for case in decode_cases(machine.is_cuda, quick):
         asked = here if case.heads == _CENTRE or not machine.is_cuda else ()
-        if machine.is_cuda and asked:
-            # Peers that compile for each shape, or double the pool, only at a few points.
-            few = (case.batch, case.context) in _POINTS
-            asked = (*asked, peers.LAYER_MAJOR) if few else tuple(n for n in asked if n != peers.FLEX)
+        if machine.is_cuda and asked and (case.batch, case.context) in _POINTS:
+            asked = (*asked, peers.LAYER_MAJOR)  # it doubles the pool
         at = (case.heads, case.batch, case.context, case.queries)
         for row in case.rows(machine, asked):
             yield row
@@ -69,7 +62,7 @@ def decode_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
                 yield versus(Row(row.case, "rate", row.value, row.unit), "pages as wide as q", halves[at])
 
 
-def prefill_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
+def prefill_rows(machine: Machine, quick: bool) -> Iterator[Row]:
     here = peers.peers_here(machine.is_cuda)
     lengths: tuple[tuple[int, int], ...] = ((512, 512), (512, 2048))
     if not machine.is_cuda:
@@ -82,6 +75,5 @@ def prefill_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
     if not quick:
         lengths = tuple((n, n) for n in (512, 2048, 8192, 32 << 10))
         lengths += ((2048, 32 << 10), (2048, 128 << 10))
-    groups, sizes = (GROUPS, BLOCK_SIZES) if full else ((4,), (16,))
-    for group, dim, size, pages, of in product(groups, HEAD_DIMS, sizes, (BF16, FP8), lengths):
-        yield from Prefill(Heads(8 * group, 8, dim, size), BF16, pages, *of).rows(machine, here)
+    for dim, pages, of in product(HEAD_DIMS, (BF16, FP8), lengths):
+        yield from Prefill(Heads(32, 8, dim, 16), BF16, pages, *of).rows(machine, here)

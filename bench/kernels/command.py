@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import click
 import torch
@@ -20,21 +19,15 @@ from moonpool.runtime.reports.report import Row
 _LIMITS = "limits of this machine"
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    machine: Machine
-    full: bool
-
-
-def _limit_rows(run: Run, settings: Settings) -> Iterator[Row]:
+def _limit_rows(run: Run, machine: Machine) -> Iterator[Row]:
     for name, unit, scale in (("copy", "GB/s", 1e9), ("read", "GB/s", 1e9), ("matmul", "TFLOP/s", 1e12)):
-        yield Row(_LIMITS, f"large {name}", settings.machine.limits[name] / scale, unit)
+        yield Row(_LIMITS, f"large {name}", machine.limits[name] / scale, unit)
 
 
 def _part(
-    rows: Callable[[Machine, bool, bool], Iterator[Row]],
-) -> Callable[[Run, Settings], Iterator[Row]]:
-    return lambda run, settings: rows(settings.machine, run.quick, settings.full)
+    rows: Callable[[Machine, bool], Iterator[Row]],
+) -> Callable[[Run, Machine], Iterator[Row]]:
+    return lambda run, machine: rows(machine, run.quick)
 
 
 PARTS = {
@@ -50,12 +43,11 @@ PARTS = {
 
 @benchmark(
     {"limits": _limit_rows, **{name: _part(rows) for name, rows in PARTS.items()}},
-    packages=("torch", "numpy", "triton", "flashinfer-python", "flash-attn"),
+    packages=("torch", "numpy", "triton", "flashinfer-python"),
     rounds=9,
 )
 @click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True)
-@click.option("--full", is_flag=True, help="On a GPU: every batch and context for every shape (an hour).")
-def kernels(run: Run, device: str, full: bool) -> Settings:
+def kernels(run: Run, device: str) -> Machine:
     """Measure the kernels beside torch's own and others', and beside the machine's limits.
 
     On a CPU with one thread; on a GPU replayed from graphs, over more memory than its cache holds.
@@ -74,4 +66,4 @@ def kernels(run: Run, device: str, full: bool) -> Settings:
         run.machine = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     if "limits" not in run.parts:
         run.parts.insert(0, "limits")
-    return Settings(machine, full)
+    return machine

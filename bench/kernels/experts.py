@@ -77,7 +77,7 @@ class Weights:
         return Weights(self.gate.double(), self.gate_up.double(), self.down.double(), self.top_k)
 
 
-def mixture_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
+def mixture_rows(machine: Machine, quick: bool) -> Iterator[Row]:
     """Against reading the weights of the chosen experts, or against their products."""
     for shape in LARGE[: 1 if quick else 2] if machine.is_cuda else (SMALL,):
         expert_nbytes = 3 * shape.inter * shape.hidden * 2

@@ -15,7 +15,7 @@ from moonpool.kernels.reference import FP8
 from moonpool.runtime.reports.report import Row
 
 
-def write_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
+def write_rows(machine: Machine, quick: bool) -> Iterator[Row]:
     heads = Heads(32, 8, 128, 16) if machine.is_cuda else Heads(8, 4, 32, 16)
     for pages in (machine.dtype, FP8):
         for n in (64, 8192)[: 1 if quick else 2]:
@@ -67,7 +67,7 @@ def _written(machine: Machine, heads: Heads, pages: torch.dtype, n: int) -> Iter
     )
 
 
-def merge_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
+def merge_rows(machine: Machine, quick: bool) -> Iterator[Row]:
     for n in (64,) if quick or not machine.is_cuda else (64, 8192):
         yield from _merged(machine, n)
 

@@ -14,7 +14,7 @@ from moonpool.kernels import PackedLinear, add_lora, reference
 from moonpool.runtime.reports.report import Row, versus
 
 
-def linear_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
+def linear_rows(machine: Machine, quick: bool) -> Iterator[Row]:
     """Ours is for CPUs; on a GPU a linear layer is torch's."""
     if machine.is_cuda:
         return
@@ -45,7 +45,7 @@ def _linear(machine: Machine, case: str, weights: list[Tensor], x: Tensor) -> It
     yield Row(case, "weights read", nbytes / seconds["ours"] / 1e9, "GB/s")
 
 
-def lora_rows(machine: Machine, quick: bool, full: bool) -> Iterator[Row]:
+def lora_rows(machine: Machine, quick: bool) -> Iterator[Row]:
     """Adapters of rank 16, eight of them in a batch, beside a loop over them."""
     size, rank, adapters = 4096 if machine.is_cuda else 1024, 16, 8
     a, b = (

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from moonpool.bench.kernels.clock import Work
 
 LAYER_MAJOR = "layer-major pool"
-SDPA, FLASH, CUDNN, FLEX = "SDPA", "SDPA flash", "SDPA cuDNN", "flex attention"
-FLASHINFER, FLASH_ATTN = "FlashInfer", "flash-attn"
-CUDA_PEERS = (FLASH, CUDNN, FLEX, FLASHINFER, FLASH_ATTN)
+SDPA, FLASH, CUDNN, FLASHINFER = "SDPA", "SDPA flash", "SDPA cuDNN", "FlashInfer"
 
 
 def peers_here(cuda: bool) -> tuple[str, ...]:
     """The peers that can run on this machine."""
     if not cuda:
         return (SDPA,)
-    modules = {FLASHINFER: "flashinfer", FLASH_ATTN: "flash_attn"}
-    return tuple(name for name in CUDA_PEERS if name not in modules or find_spec(modules[name]))
+    return (FLASH, CUDNN, FLASHINFER) if find_spec("flashinfer") else (FLASH, CUDNN)
 
 
 def dense(pool: Tensor, layer: int, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
@@ -35,14 +30,6 @@ def dense(pool: Tensor, layer: int, table: Tensor, context: int) -> tuple[Tensor
     blocks = pool[table.long(), layer]  # [batch, blocks, 2, kv_heads, block_size, head_dim]
     k, v = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :context].contiguous().unbind(0)
     return k, v
-
-
-def _flex() -> Callable[..., Any]:
-    """Compiled for one shape. Forgets those of other shapes: torch keeps only a few."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    torch._dynamo.reset()
-    return torch.compile(flex_attention, dynamic=False)
 
 
 def _sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Work:
@@ -58,25 +45,11 @@ def _sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, causal: b
 def dense_work(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Work:
     """q: [batch, num_heads, queries, head_dim]; k, v: [batch, num_kv_heads, keys, head_dim]; with ``causal``
     as many queries as keys. Called once before it is timed, so that it raises here what it cannot do."""
-    if name == FLEX:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        mask = None
-        if causal:
-            n = q.shape[2]
-            mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, n, n, device=q.device.type)
-        flex, grouped = _flex(), q.shape[1] != k.shape[1]
-        work: Work = lambda: flex(q, k, v, block_mask=mask, enable_gqa=grouped)  # noqa: E731
-    elif name == FLASH_ATTN:
-        from flash_attn import flash_attn_func
-
-        turned = [x.transpose(1, 2) for x in (q, k, v)]
-        work = lambda: flash_attn_func(*turned, causal=causal)  # noqa: E731
-    elif name == FLASHINFER and causal and q.shape[0] == 1:
+    if name == FLASHINFER and causal and q.shape[0] == 1:
         import flashinfer
 
         rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
-        work = lambda: flashinfer.single_prefill_with_kv_cache(*rows, causal=True)  # noqa: E731
+        work: Work = lambda: flashinfer.single_prefill_with_kv_cache(*rows, causal=True)  # noqa: E731
     else:
         backends = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
         work = _sdpa(backends.get(name), q, k, v, causal)

@@ -11,7 +11,7 @@ from moonpool.bench.harness.command import Run, benchmark
 from moonpool.bench.harness.sizes import MIB, SIZE, size_name
 from moonpool.bench.transfer.peers.contestants import PEERS
 from moonpool.bench.transfer.session import Settings, transport_rows
-from moonpool.bench.transfer.shapes import POOL_NBYTES, Shape, all_shapes, default_shapes
+from moonpool.bench.transfer.shapes import POOL_NBYTES, Shape, default_shapes
 from moonpool.runtime.config.options import TcpOptions
 from moonpool.transfer.native.cuda import CudaUnavailable, load_cuda
 from moonpool.transfer.native.ucx import load_ucx
@@ -53,7 +53,6 @@ _WAYS = ("read", "write")
 )
 @click.option("--contiguous", is_flag=True, help="With --block: side by side instead of scattered.")
 @click.option("--checksum", type=click.Choice(("on", "off", "both")), default="both", show_default=True)
-@click.option("--full", is_flag=True, help="4 KiB to 64 MiB, 1 to 4,096 spans (5 minutes a round).")
 @click.option("--streams", default=TcpOptions().streams, show_default=True, help="tcp: connections.")
 @click.option(
     "--slice", "slice_nbytes", type=SIZE, default=TcpOptions().slice_nbytes, help="tcp: of a system call."
@@ -71,7 +70,6 @@ def transfer(
     parallel: int,
     contiguous: bool,
     checksum: str,
-    full: bool,
     streams: int,
     slice_nbytes: int,
     busy: bool,
@@ -86,7 +84,7 @@ def transfer(
     ]
     if not blocks:
         usual = [Shape(MIB, 64, way) for way in _WAYS] if run.quick else default_shapes()
-        shapes = [s for s in (all_shapes() if full else usual) if s.direction in (directions or _WAYS)]
+        shapes = [shape for shape in usual if shape.direction in (directions or _WAYS)]
     if not run.named:
         run.parts = [name for name in _TRANSPORTS if not name.startswith("ucx") or load_ucx()]
         if memory == "cuda":

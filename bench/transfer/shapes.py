@@ -12,7 +12,6 @@ from moonpool.transfer.native.arrays import U64
 
 # Of the pool of each side: more than the caches hold.
 POOL_NBYTES = 512 * MIB
-_MAX_NBYTES = 256 * MIB
 _WAYS = ("read", "write")
 
 
@@ -67,18 +66,3 @@ def default_shapes() -> list[Shape]:
         for way in _WAYS
     ]
     return [*shapes, Shape(4 * MIB, 64), Shape(MIB, 64, scattered=False), Shape(MIB, 64, parallel=2)]
-
-
-def all_shapes() -> list[Shape]:
-    """Blocks of 4 KiB to 64 MiB, 1 to 4,096 of them, in batches of at most 256 MiB."""
-    shapes = [
-        Shape(block, batch, way)
-        for block in (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-        for batch in (1, 4, 64, 1024, 4096)
-        if block * batch <= _MAX_NBYTES
-        for way in _WAYS
-    ]
-    for block, batch in ((4 * KIB, 4096), (64 * KIB, 1024), (MIB, 64)):
-        shapes += [Shape(block, batch, way, scattered=False) for way in _WAYS]
-        shapes += [Shape(block, batch, way, parallel=n) for n in (2, 4, 8) for way in _WAYS]
-    return shapes

@@ -125,14 +125,6 @@ def test_blocks_of_parallel_batches_are_disjoint() -> None:
         assert sum(part.total_nbytes for part in spans) == one.nbytes
 
 
-def test_the_shapes_measured_by_default_are_among_all() -> None:
-    assert {s.name for s in shape.default_shapes()} - {s.name for s in shape.all_shapes()} == set()
-    sizes = {s.block_nbytes for s in shape.all_shapes()}
-    assert (min(sizes), max(sizes)) == (4 << 10, 64 << 20)
-    assert {s.parallel for s in shape.all_shapes()} == {1, 2, 4, 8}
-    assert max(s.batch for s in shape.all_shapes()) == 4096
-
-
 # ---------------------------------------------------------------------- peers
 
 
