@@ -1,38 +1,43 @@
-"""The commands under ``moonpool bench``; a module is imported only when its command is asked for."""
+"""The commands under ``moonpool bench``. A command's module is imported when the command is called."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 
 import click
 
-_COMMANDS = {
-    "conductor": "moonpool.bench.conductor.command:conductor",
-    "engine": "moonpool.bench.engine.command:engine",
-    "eviction": "moonpool.bench.eviction.command:eviction",
-    "index": "moonpool.bench.index.command:index",
-    "parallel": "moonpool.bench.parallel.command:parallel",
-    "kernels": "moonpool.bench.kernels.command:kernels",
-    "serve": "moonpool.bench.serve.command:serve",
-    "simulate": "moonpool.bench.simulation.command:simulate",
-    "store": "moonpool.bench.store.command:store",
-    "transfer": "moonpool.bench.transfer.command:transfer",
-}
+_NAMES = (
+    *("conductor", "engine", "eviction", "index", "kernels", "parallel", "serve", "simulate", "store"),
+    "transfer",
+)
+_FOLDERS = {"simulate": "simulation"}
 
 
 class _Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_COMMANDS)
+        return sorted([*_NAMES, *self.commands])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        module, _, name = _COMMANDS[cmd_name].partition(":")
-        command = getattr(import_module(module), name)
+        if cmd_name not in _NAMES:
+            return super().get_command(ctx, cmd_name)
+        module = import_module(f"moonpool.bench.{_FOLDERS.get(cmd_name, cmd_name)}.command")
+        command = getattr(module, cmd_name)
         assert isinstance(command, click.Command)
         return command
 
 
 @click.group(cls=_Group)
 def bench() -> None:
-    """Measure: serving, and the parts."""
+    """Measure: serving, and its parts."""
+
+
+@bench.command()
+@click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("picture", type=click.Path(path_type=Path))
+def plot(result: Path, picture: Path) -> None:
+    """Draw RESULT, a file of --json, as PICTURE (PNG, SVG)."""
+    from moonpool.runtime.reports.plot import draw
+    from moonpool.runtime.reports.report import read
+
+    draw(read(result), picture)

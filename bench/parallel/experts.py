@@ -23,7 +23,7 @@ from moonpool.runtime.reports.report import Row, versus
 NUM_RANKS = (2, 4)
 PROMPTS = (64, 512, 2048)  # each one step
 COPIES = 4  # of hot experts, a layer
-# Prompts whose load the placement is made from.
+# Prompts that the load is measured with, which the placement follows.
 _LOAD_PROMPTS = 4
 _NEVER = 1 << 40
 

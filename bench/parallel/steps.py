@@ -64,7 +64,7 @@ async def step_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
 
 
 async def host_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
-    """Two stages on one machine, and over two rank hosts, whose link and relay are TCP on loopback.
+    """Two stages on one machine and over two rank hosts, with link and relay on loopback.
 
     The time of the wire between machines is not in them.
     """
@@ -92,7 +92,7 @@ async def running(
     world_size = parallel.tp * parallel.pp * parallel.cp
     options = EngineOptions(
         max_batch_tokens=_MAX_BATCH_TOKENS,
-        # Ranks on GPUs must be told.
+        # On GPUs it must be set.
         pool_nbytes=0 if device == "cpu" else _GPU_POOL_NBYTES * world_size,
         parallel=parallel,
     )

@@ -1,4 +1,4 @@
-"""What a raw answer says: its events with their times, tokens, usage, or its error."""
+"""Parse raw answers: events with their times, tokens, usage, or the error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moonpool.runtime.errors import MoonpoolError
 
 
 class AnswerInvalid(MoonpoolError):
-    """The server answered something that is not HTTP, or not JSON where it should be."""
+    """The answer is not HTTP, or its content is not JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Answer:
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    token_ids: tuple[int, ...] = ()  # empty where the server does not say
+    token_ids: tuple[int, ...] = ()  # empty if the server does not send them
     text: str = ""
     id: str = ""
     finish_reason: str = ""
-    error: str = ""  # empty: it worked
+    error: str = ""  # empty: none
 
     @property
     def ttft_s(self) -> float:
@@ -55,7 +55,7 @@ def read_json(exchange: Exchange) -> tuple[int, Any]:
     try:
         return status, orjson.loads(bytes(body))
     except orjson.JSONDecodeError as error:
-        raise AnswerInvalid(f"status {status}, and no JSON: {bytes(body[:200])!r}") from error
+        raise AnswerInvalid(f"status {status}, and not JSON: {bytes(body[:200])!r}") from error
 
 
 def read_text(exchange: Exchange) -> str:
@@ -72,67 +72,63 @@ def read_answer(exchange: Exchange) -> Answer:
     status, body, arrivals = _decode(exchange)
     if status != 200:
         return Answer(exchange.sent_s, exchange.done_s, error=f"status {status}: {_error_text(bytes(body))}")
-    reader = _Reader()
     ends, times = arrivals
+    events: list[tuple[float, dict[str, Any]]] = []
     position = 0
     separator = b"\r\n\r\n" if b"\r\n\r\n" in body else b"\n\n"
     for block in bytes(body).split(separator):
         position += len(block) + len(separator)
         if block.startswith(b"data: ") and block != b"data: [DONE]":
-            arrived = times[min(bisect_left(ends, position), len(times) - 1)]
-            reader.read(block[6:], arrived)
-    return reader.answer(exchange)
+            arrived_s = times[min(bisect_left(ends, position), len(times) - 1)]
+            events.append((arrived_s, _event(block[6:])))
+    return _answer(exchange, events)
 
 
-class _Reader:
-    """Gathers the events of one stream."""
+def _event(data: bytes) -> dict[str, Any]:
+    try:
+        event: dict[str, Any] = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise AnswerInvalid(f"an event that is not JSON: {data[:200]!r}") from error
+    return event
 
-    def __init__(self) -> None:
-        self._token_s: list[float] = []
-        self._token_ids: list[int] = []
-        self._texts: list[str] = []
-        self._usage: dict[str, Any] = {}
-        self._id = self._finish = self._error = ""
 
-    def read(self, data: bytes, arrived_s: float) -> None:
-        try:
-            event = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise AnswerInvalid(f"an event that is no JSON: {data[:200]!r}") from error
+def _answer(exchange: Exchange, events: list[tuple[float, dict[str, Any]]]) -> Answer:
+    token_s: list[float] = []
+    token_ids: list[int] = []
+    texts: list[str] = []
+    usage: dict[str, Any] = {}
+    answer_id = finish = error = ""
+    for arrived_s, event in events:
         if "error" in event:
-            self._error = str(event["error"].get("message", event["error"]))
-            return
-        self._id = self._id or event.get("id", "")
-        self._usage = event.get("usage") or self._usage
+            error = str(event["error"].get("message", event["error"]))
+            continue
+        answer_id = answer_id or event.get("id", "")
+        usage = event.get("usage") or usage
         for choice in event.get("choices", ()):
             text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             ids = choice.get("token_ids") or ()
             if text or ids:
-                self._token_s.append(arrived_s)
-                self._texts.append(text)
-                self._token_ids += ids
-            self._finish = choice.get("finish_reason") or self._finish
-
-    def answer(self, exchange: Exchange) -> Answer:
-        details = self._usage.get("prompt_tokens_details") or {}
-        error = self._error or ("" if self._token_s else "no tokens")
-        return Answer(
-            exchange.sent_s,
-            exchange.done_s,
-            tuple(self._token_s),
-            self._usage.get("completion_tokens", len(self._token_ids) or len(self._token_s)),
-            self._usage.get("prompt_tokens", 0),
-            details.get("cached_tokens") or 0,
-            tuple(self._token_ids),
-            "".join(self._texts),
-            self._id,
-            self._finish,
-            error,
-        )
+                token_s.append(arrived_s)
+                texts.append(text)
+                token_ids += ids
+            finish = choice.get("finish_reason") or finish
+    return Answer(
+        exchange.sent_s,
+        exchange.done_s,
+        tuple(token_s),
+        usage.get("completion_tokens", len(token_ids) or len(token_s)),
+        usage.get("prompt_tokens", 0),
+        (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        tuple(token_ids),
+        "".join(texts),
+        answer_id,
+        finish,
+        error or ("" if token_s else "no tokens"),
+    )
 
 
 def _decode(exchange: Exchange) -> tuple[int, bytearray, tuple[list[int], list[float]]]:
-    """Status, body, and (ends of the packets in body bytes, their times): chunk frames taken off."""
+    """Status, body without chunk frames, and (ends of the packets in body bytes, their times)."""
     raw = b"".join(data for _, data in exchange.packets)
     head, separator, _ = raw.partition(b"\r\n\r\n")
     if not separator or not head.startswith(b"HTTP/1."):

@@ -1,7 +1,7 @@
 """A streaming HTTP/1.1 client that does almost nothing while it measures.
 
-It shares the cores with what it measures, so on arrival it only notes the time and keeps the bytes; they are
-parsed when the answer is complete and nothing is timed any more (``moonpool.bench.serve.client.answer``).
+It uses the same cores as the server. On arrival it only notes the time and keeps the bytes; they are parsed
+when the answer is complete (``moonpool.bench.serve.client.answer``).
 """
 
 from __future__ import annotations
@@ -42,17 +42,13 @@ class _Connection(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
         self._head_read = False
         self._chunked = False
-        self._remaining: int | None = None  # body bytes still to come; None: nobody said
+        self._remaining: int | None = None  # body bytes to come; None: unknown
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but says it is not
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
 
     async def exchange(self, request: bytes) -> Exchange:
-        """Send ``request`` and wait for the whole answer.
-
-        Raises:
-            ServerUnreachable: the connection ended first.
-        """
+        """Send ``request`` and wait for the whole answer. Raises ``ServerUnreachable``."""
         assert self._transport is not None
         self._done = asyncio.get_running_loop().create_future()
         self._exchange = exchange = Exchange(sent_s=time.perf_counter())
@@ -76,14 +72,13 @@ class _Connection(asyncio.Protocol):
         if self._remaining is not None:
             self._remaining -= len(data)
         elif self._chunked and data.endswith(_LAST_CHUNK):
-            # An event ends in a brace and line feeds, so nothing within a stream looks like this.
+            # No event within a stream ends like this: events end in a brace and line feeds.
             self._remaining = 0
         if self._remaining is not None and self._remaining <= 0:
-            exchange.done_s = now
-            self._finish(None)
+            self._finish(now)
 
     def _read_head(self, data: bytes) -> bytes:
-        """Take in the head, if it is complete; what of the body came with it."""
+        """Read the head, if it is complete. Returns the part of the body in ``data``."""
         head, separator, body = data.partition(b"\r\n\r\n")
         self._head_read = bool(separator)
         self._chunked = b"transfer-encoding: chunked" in head.lower()
@@ -91,24 +86,25 @@ class _Connection(asyncio.Protocol):
             if self._head_read and line.startswith(b"content-length:"):
                 self._remaining = int(line[15:])
             elif line.startswith(b"http/1.0") or (line.startswith(b"connection:") and b"close" in line):
-                self.reusable = False  # HTTP/1.0 closes without saying so
+                self.reusable = False  # HTTP/1.0 closes without a header
         return body
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
-        exchange = self._exchange
-        if exchange is not None and self._head_read and self._remaining is None and not self._chunked:
-            # Neither a length nor chunks: HTTP/1.0, whose answers end with the connection.
-            exchange.done_s = exchange.packets[-1][0]
-            self._finish(None)
-        self._finish(ServerUnreachable(f"the connection ended before the answer did: {exc or 'closed'}"))
+        if self._exchange is not None and self._head_read and self._remaining is None and not self._chunked:
+            # HTTP/1.0 without a length: the answer ends with the connection.
+            self._finish(self._exchange.packets[-1][0])
+        elif self._done is not None and not self._done.done():
+            reason = exc or "closed"
+            self._done.set_exception(
+                ServerUnreachable(f"the connection ended before the answer did: {reason}")
+            )
 
-    def _finish(self, error: ServerUnreachable | None) -> None:
-        if self._done is not None and not self._done.done():
-            if error is None:
-                self._done.set_result(None)
-            else:
-                self._done.set_exception(error)
+    def _finish(self, done_s: float) -> None:
+        assert self._exchange is not None and self._done is not None
+        self._exchange.done_s = done_s
+        if not self._done.done():
+            self._done.set_result(None)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -116,7 +112,7 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Keep-alive connections to one server; as many as are in use at once. Use as ``async with``."""
+    """Keep-alive connections to one server, one for each request in flight. Use as ``async with``."""
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -143,7 +139,7 @@ class HttpClient:
         """Send a JSON body.
 
         Raises:
-            ServerUnreachable: no connection, or lost on the way; the request may have had an effect.
+            ServerUnreachable: no connection, or it was lost; the request may have had an effect.
         """
         more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         head = f"POST {self._base}{path} HTTP/1.1\r\n{self._headers}{more}Content-Type: application/json\r\n"
@@ -155,7 +151,7 @@ class HttpClient:
         try:
             exchange = await connection.exchange(request)
         except BaseException:
-            # Also when cancelled: closing the connection is how a server learns that nobody waits any more.
+            # Also on cancellation: a closed connection tells the server to stop.
             connection.close()
             raise
         if connection.reusable:
@@ -178,7 +174,7 @@ class HttpClient:
         self._idle = [connection for connection in self._idle if connection.reusable]
 
     async def warm(self, count: int) -> None:
-        """Open connections ahead, so that none is opened while something is measured."""
+        """Open connections ahead, so that none is opened during a measurement."""
         self._drop_closed()
         missing = count - len(self._idle)
         self._idle += await asyncio.gather(*(self._connect() for _ in range(missing)))

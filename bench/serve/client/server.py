@@ -17,19 +17,19 @@ COMPLETIONS = "/v1/completions"
 
 
 class RequestFailed(MoonpoolError):
-    """A request of a measured case was answered with an error: its figures would mean nothing."""
+    """A request of a measured case was answered with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All answers of a run, failed ones included, in the order of their ends, and the wall time."""
+    """All answers of a run in the order of their ends, failed ones too, and the wall time."""
 
     answers: Sequence[Answer]
     seconds: float
 
 
 class Server:
-    """An OpenAI-compatible server to measure. ``name`` is how the report calls it."""
+    """An OpenAI-compatible server to measure. ``name``: in the report."""
 
     def __init__(self, name: str, http: HttpClient, dialect: Dialect) -> None:
         self.name = name
@@ -38,11 +38,7 @@ class Server:
 
     @classmethod
     async def find(cls, name: str, http: HttpClient, *, model: str = "", plain: bool = False) -> Server:
-        """Ask the server for its model where none is named.
-
-        Raises:
-            RequestFailed: it does not list one.
-        """
+        """``model`` empty: the first that the server lists. Raises ``RequestFailed``: it lists none."""
         if not model:
             status, content = read_json(await http.get("/v1/models"))
             if status != 200 or not content.get("data"):
@@ -56,22 +52,14 @@ class Server:
         return await self.http.post(COMPLETIONS, self.dialect.body(prompt, output_tokens), headers)
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, request_id: str = "") -> Answer:
-        """One streamed completion, parsed.
-
-        Raises:
-            RequestFailed: the server answered an error.
-        """
+        """One streamed completion, parsed. Raises ``RequestFailed``."""
         answer = read_answer(await self.send(prompt, output_tokens, request_id))
         if answer.error:
             raise RequestFailed(f"{self.name}: {answer.error}")
         return answer
 
     async def ask_all(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Outcome:
-        """All at once; parsed when the last is complete.
-
-        Raises:
-            RequestFailed: the server answered one with an error.
-        """
+        """All at once, parsed when the last is complete. Raises ``RequestFailed``."""
         await self.http.warm(len(prompts))
         started = time.perf_counter()
         exchanges = await asyncio.gather(*(self.send(prompt, output_tokens) for prompt in prompts))

@@ -1,4 +1,4 @@
-"""What to ask: prompts as token ids, drawn from a seed, so that a run can be repeated exactly."""
+"""Prompts as token ids, drawn from a seed: a run can be repeated exactly."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import orjson
 
 from moonpool.runtime.errors import ConfigError
 
-# Ordinary word pieces in every byte-level vocabulary we know of: above the bytes and marks, and below the end
-# of the smallest.
+# Ordinary word pieces of byte-level vocabularies: above bytes and marks, below the end of the smallest.
 FIRST_ID, LAST_ID = 300, 1999
 # One token each, with the space before them, in most vocabularies.
 _WORDS = "the of and to in a is that for it was on are as with his they".split()  # noqa: SIM905
 
 
 class Prompts:
-    """Draws prompts. No two share a prefix, but for ``shared_prefix_tokens``.
+    """Draw prompts. Their common prefix is ``shared_prefix_tokens`` long.
 
-    ``purpose`` keeps one case's prompts out of another's: they would be found in the cache.
+    purpose: cases differ in it, so that none finds another's prompts in the cache.
     """
 
     def __init__(self, seed: int, purpose: str, shared_prefix_tokens: int = 0) -> None:
@@ -37,14 +36,14 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Token ids of the first prompt and of what each later turn adds behind the answer before it."""
+    """Token ids of the first prompt, and of those that each later turn adds."""
 
     first: list[int]
     later: tuple[list[int], ...]
     output_tokens: int
 
     def next_prompt(self, prompt: list[int], output: Sequence[int], turn: list[int]) -> list[int]:
-        """``output``: the answer's token ids, or none where the server did not say them."""
+        """``output``: the answer's token ids, empty if the server did not send them."""
         return [*prompt, *output, *turn]
 
 
@@ -89,10 +88,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a server understands.
+    """The fields of a request.
 
-    ``plain``: only what every service takes that calls itself OpenAI-compatible. Prompts are then text of
-    about as many tokens, and an answer may end before its length.
+    plain: only OpenAI's own. Prompts are then text of about as many tokens, and an answer may end early.
     """
 
     model: str
@@ -102,9 +100,7 @@ class Dialect:
         """A greedy streamed completion of exactly ``output_tokens`` tokens (at most, when plain)."""
         fields = {
             "model": self.model,
-            "prompt": " ".join(_WORDS[token % len(_WORDS)] for token in prompt)
-            if self.plain
-            else list(prompt),
+            "prompt": self._text(prompt) if self.plain else list(prompt),
             "max_tokens": output_tokens,
             "temperature": 0,
             "stream": True,
@@ -113,3 +109,6 @@ class Dialect:
         if not self.plain:
             fields |= {"ignore_eos": True, "return_token_ids": True}
         return orjson.dumps(fields)
+
+    def _text(self, prompt: Sequence[int]) -> str:
+        return " ".join(_WORDS[token % len(_WORDS)] for token in prompt)
