@@ -1,4 +1,4 @@
-"""What carries the lines between a leader and one of its ranks."""
+"""The channel of commands and reports between a leader and one rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _MAX_LINE_NBYTES = 64 << 20
 
 
 class RankChannel(Protocol):
-    """Of one process, from its start to its end. ``where``: the machine it runs on, empty for ours; ``pid``:
-    there."""
+    """The channel to one process. ``where``: its machine, empty for this one; ``pid``: on that machine."""
 
     where: str
 
@@ -22,24 +21,24 @@ class RankChannel(Protocol):
     def pid(self) -> int: ...
 
     def send(self, line: bytes) -> None:
-        """One command, as a line of JSON. Goes nowhere when the process is gone."""
+        """Send a command, a line of JSON. Does nothing when the process has ended."""
         ...
 
     def lines(self) -> AsyncIterator[bytes]:
-        """Its reports, each a line of JSON, until it is gone."""
+        """Yield reports, each a line of JSON, until the process ends."""
         ...
 
     async def wait(self) -> str:
-        """Until it is gone; how it ended, as "it ended by signal 9"."""
+        """Wait for the end; return a text such as "it ended by signal 9"."""
         ...
 
     def kill(self) -> None:
-        """End it, also where it is stopped. Idempotent."""
+        """End the process, even a stopped one. Idempotent."""
         ...
 
 
 class PipeChannel:
-    """A child of ours, tied to us; its log goes where ours goes."""
+    """A child process tied to this one, with the same log."""
 
     where = ""
 
@@ -48,12 +47,12 @@ class PipeChannel:
 
     @classmethod
     async def start(cls, rank: int, threads: int) -> PipeChannel:
-        """Returns as soon as the process is there; it may still be importing. Call it on a thread that lives
-        as long as the process should: it is tied to it."""
+        """Start the process; it may still be importing. Call it on a thread that outlives the process: the
+        process is tied to it."""
         environment = {
             **os.environ,
             "MOONPOOL_RANK": str(rank),
-            # Idle OpenMP threads that spin take the cores from the other ranks.
+            # Spinning idle OpenMP threads would take the cores of other ranks.
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",
         }

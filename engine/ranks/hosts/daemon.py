@@ -1,8 +1,6 @@
-"""``python -m moonpool.engine.ranks.hosts.daemon --leader HOST:PORT``: runs ranks for a node on another
-machine.
+"""``moonpool ranks --leader HOST:PORT``: runs ranks for a node on another machine.
 
-The daemon ``moonpool ranks``. It has no model and no options of the engine: which ranks, of what, its leader
-says.
+It has no model and no engine options: the leader sends all assignments.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _MAX_PAUSE_S = 3.0
 
 
 class RankHost:
-    """Looks for its leader, serves it, looks for it again: a leader that lost its group begins another."""
+    """Connects to its leader, serves it, and connects again: a leader that lost its group starts another."""
 
     def __init__(self, config: Config, leader: str) -> None:
         """``leader``: host:port, its ``engine.parallel.listen``. Raises ConfigError."""
@@ -45,10 +43,10 @@ class RankHost:
         self._name = config.node.id or socket.gethostname()
         self._transfer = config.transfer
         self._tls = tls_contexts(config.transfer.tls)
-        self._said = ""
+        self._last_message = ""
 
     async def run(self, context: ServiceContext) -> None:
-        """Until it is told to end. Its ranks have ended then."""
+        """Run until drained. All ranks have ended then."""
         serving = asyncio.create_task(self._serve(context))
         draining = asyncio.create_task(context.draining.wait())
         try:
@@ -67,14 +65,14 @@ class RankHost:
             try:
                 connection, welcome = await self._meet()
             except (OSError, HostRefused, TimeoutError) as error:
-                self._say(f"no leader at {self._leader} yet: {error or 'it does not answer'}")
+                self._log_once(f"no leader at {self._leader} yet: {error or 'it does not answer'}")
                 pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _MAX_PAUSE_S)
                 continue
             pause_s = _FIRST_PAUSE_S
             ranks = DaemonSession(connection, self._transfer)
-            self._say(f"running ranks for node {welcome.leader} at {self._leader}")
+            self._log_once(f"running ranks for node {welcome.leader} at {self._leader}")
             context.ready(leader=self._leader, node_id=welcome.leader, name=self._name)
-            self._say(f"node {welcome.leader} ended its group here: {await ranks.run()}")
+            self._log_once(f"node {welcome.leader} ended its group here: {await ranks.run()}")
 
     async def _meet(self) -> tuple[RelayConnection, Welcome]:
         """Raises OSError, HostRefused, TimeoutError."""
@@ -94,11 +92,11 @@ class RankHost:
                 raise
         return RelayConnection(sock, welcome.timeout_s), welcome
 
-    def _say(self, what: str) -> None:
-        """Once, however often it is tried again."""
-        if what != self._said:
-            self._said = what
-            log.info("%s", what)
+    def _log_once(self, message: str) -> None:
+        """Log a message once, also over many retries."""
+        if message != self._last_message:
+            self._last_message = message
+            log.info("%s", message)
 
 
 async def _main(config: Config, context: ServiceContext) -> None:

@@ -1,4 +1,4 @@
-"""The ranks a machine runs for a leader on another one, for as long as the connection between them lasts."""
+"""The rank host's side of one connection to a leader: runs its ranks until the connection ends."""
 
 from __future__ import annotations
 
@@ -32,43 +32,39 @@ log = logging.getLogger(__name__)
 
 
 class DaemonSession:
-    """Children of ours that find a board and exchange memory here as they would beside their leader."""
+    """Child processes with a local board and exchange memory, as beside their leader."""
 
     def __init__(self, connection: RelayConnection, transfer: TransferOptions) -> None:
-        """``transfer``: this machine's, which its ranks' agents get instead of the leader's."""
+        """``transfer``: options of this machine, for the agents of its ranks."""
         self._connection = connection
         self._transfer = _announced(transfer, connection)
         self._channels: dict[int, PipeChannel] = {}
         self._reading: list[asyncio.Task[None]] = []
         self._frames: asyncio.Queue[Frame] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
         self._board: SharedBoard | None = None
         self._exchange: SharedMemory | None = None
         self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
-        connection.on_frame = self._on_frame
-        connection.on_end = lambda reason: self._post_to_loop(Frame(FrameKind.BYE, 0, reason.encode()))
-        connection.heartbeat = self._heartbeat_frame
-        connection.start()
+        connection.start(self._on_frame, self._frames.put_nowait, self._heartbeat_frame)
 
     async def run(self) -> str:
-        """Until the connection has ended and with it all ranks; why it did. Cancelled, they are ended too."""
+        """Run until the connection ends; return the reason. All ranks have ended then, also after an
+        error."""
         try:
             while (frame := await self._frames.get()).kind is not FrameKind.BYE:
                 await self._execute(frame)
             return frame.payload.decode(errors="replace")
         finally:
-            self._connection.close("its rank host was told to end")
+            self._connection.close("its rank host is shutting down")
             await self._end_ranks()
 
     async def _end_ranks(self) -> None:
-        self._let_go()
+        self._drop_board()
         for channel in self._channels.values():
             channel.kill()
         if self._reading:
             await asyncio.wait(self._reading)
 
-    def _let_go(self) -> None:
-        """Of the board and what goes with it."""
+    def _drop_board(self) -> None:
         if self._board is not None:
             self._board.abort(0)
             self._steps.put(0)
@@ -77,25 +73,22 @@ class DaemonSession:
             self._exchange.close()
         self._board = self._exchange = None
 
-    # ------------------------------------------------------------------ what the leader says
+    # ------------------------------------------------------------------ frames of the leader
 
-    def _on_frame(self, frame: Frame) -> None:
-        """In the connection's thread: what a step waits for is done here, the rest on the loop."""
+    def _on_frame(self, frame: Frame) -> bool:
+        """Process frames that a step waits for, in the connection's thread."""
         board = self._board
         if frame.kind is FrameKind.STEP and board is not None:
             step, batch = unpack_step(frame)
             board.payload[: len(batch)] = np.frombuffer(batch, np.uint8)
             board.publish(step, len(batch))
-            # Behind the last one nobody is done: they leave.
+            # No rank posts an empty step as done.
             self._steps.put(step if len(batch) else 0)
         elif frame.kind is FrameKind.HEARTBEATS and board is not None:
             board.beat(unpack_heartbeats(frame).get(0, 0))
         else:
-            self._post_to_loop(frame)
-
-    def _post_to_loop(self, frame: Frame) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._frames.put_nowait, frame)
+            return False
+        return True
 
     async def _execute(self, frame: Frame) -> None:
         if frame.kind is FrameKind.START:
@@ -109,10 +102,10 @@ class DaemonSession:
             self._channels[frame.rank].send(self._localize(frame.payload))
 
     def _open(self, world_size: int, payload_nbytes: int, exchange_nbytes: int) -> None:
-        self._let_go()
+        self._drop_board()
         self._board = board = SharedBoard.create(world_size, payload_nbytes, self._connection.timeout_s)
         self._exchange = SharedMemory.create("exchange", exchange_nbytes)
-        # Those here are waited for by a thread, which needs to be woken.
+        # Their ends must wake a thread, which sleeps in the kernel.
         board.remote_ranks = range(world_size)
         board.beat()
         self._steps = queue.SimpleQueue()
@@ -121,7 +114,7 @@ class DaemonSession:
         ).start()
 
     def _localize(self, line: bytes) -> bytes:
-        """A command with what differs from machine to machine as it is on this one."""
+        """Return the command with the addresses, paths and options of this machine."""
         command: dict[str, Any] = json.loads(line)
         match command:
             case {"load": words} if self._board is not None and self._exchange is not None:
@@ -133,7 +126,7 @@ class DaemonSession:
                 return line
         return json.dumps(command).encode() + b"\n"
 
-    # ------------------------------------------------------------------ what our ranks say
+    # ------------------------------------------------------------------ reports of the ranks
 
     async def _read(self, rank: int, channel: PipeChannel) -> None:
         async for line in channel.lines():
@@ -141,14 +134,14 @@ class DaemonSession:
         self._connection.post(Frame(FrameKind.ENDED, rank, (await channel.wait()).encode()))
 
     def _report_done(self, board: SharedBoard, steps: queue.SimpleQueue[int], ranks: list[int]) -> None:
-        """A thread's: step after step of one board, until it is let go of."""
+        """Send the end of each step. Runs in a thread until the board is dropped."""
         try:
             while step := steps.get():
                 for rank in ranks:
                     board.wait_done(rank, step)
                     self._connection.send(done_frame(board, rank, step))
         except RankLost:
-            pass  # the leader hears of it otherwise
+            pass  # the leader learns it by the connection's end
 
     def _heartbeat_frame(self) -> Frame:
         board = self._board
@@ -161,8 +154,8 @@ class DaemonSession:
 
 
 def _announced(transfer: TransferOptions, connection: RelayConnection) -> TransferOptions:
-    """With an address for its agents that other machines reach: where none is set, that for our leader."""
-    only_here = ipaddress.ip_address(connection.peer).is_loopback
-    if only_here or transfer.tcp.host != TransferOptions().tcp.host:
+    """Return options with an address that other machines can reach; default: the one our leader reaches."""
+    local_only = ipaddress.ip_address(connection.peer).is_loopback
+    if local_only or transfer.tcp.host != TransferOptions().tcp.host:
         return transfer
     return replace(transfer, tcp=replace(transfer.tcp, host=connection.address))

@@ -1,4 +1,4 @@
-"""What the two machines of a relay say to each other, once they have met: frames of bytes."""
+"""The frames of a relay connection between two machines."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from moonpool.engine.collectives.board import BoardWord, SharedBoard
 MAX_FRAME_NBYTES = 64 << 20
 _HEADER = struct.Struct("<IBxH")
 _STEP = struct.Struct("<Q")
-_HEART = struct.Struct("<Hxxxxxxq")
-# Digest first, then the times: whoever writes them to a board writes DONE after all of them.
-_TOLD = (
+_HEARTBEAT = struct.Struct("<Hxxxxxxq")
+# Posted before DONE.
+_STEP_WORDS = (
     BoardWord.DIGEST,
     BoardWord.COMPUTE_NS,
     BoardWord.COLLECTIVE_NS,
     BoardWord.BUBBLE_NS,
     BoardWord.ALL_TO_ALL_NS,
 )
-_DONE = struct.Struct(f"<Q{len(_TOLD)}q")
+_DONE = struct.Struct(f"<Q{len(_STEP_WORDS)}q")
 
 
 class FrameKind(enum.IntEnum):
-    """L: said by the leader, H: by the rank host."""
+    """L: sent by the leader, H: by the rank host."""
 
-    START = 1  # L: have a process for a rank; its compute threads
+    START = 1  # L: start a process for a rank; its compute threads
     STARTED = 2  # H: its process id
     LINE = 3  # both: a line of JSON to or from a rank
     ENDED = 4  # H: how a rank's process ended
-    OPEN = 5  # L: have a board and exchange memory, of this shape
+    OPEN = 5  # L: create a board and exchange memory of this shape
     STEP = 6  # L: a step's number and batch
     DONE = 7  # H: a rank is done with a step; its digest and times
-    HEARTBEATS = 8  # both: how long ago each rank's heart beat; none where nothing beats yet
-    BYE = 9  # both: nothing comes after this, and why
+    HEARTBEATS = 8  # both: age of each rank's last heartbeat; empty before the first
+    BYE = 9  # both: the end, with the reason
 
 
 class FrameError(Exception):
-    """The other side does not speak as we do."""
+    """The other side uses another protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class Frame:
 
 
 class FrameReader:
-    """Frames out of a stream of bytes, which come in whatever pieces."""
+    """Splits a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, received: bytes) -> Iterator[Frame]:
-        """The frames that are whole now. Raises FrameError; the stream is of no use then."""
+        """Yield the complete frames. Raises FrameError; the stream is unusable then."""
         self._rest += received
         begin = 0
         while len(self._rest) - begin >= _HEADER.size:
@@ -79,28 +79,30 @@ def step_frame(step: int, batch: bytes) -> Frame:
 
 
 def unpack_step(frame: Frame) -> tuple[int, memoryview]:
-    """(number, batch)"""
+    """Return (number, batch)."""
     (step,) = _STEP.unpack_from(frame.payload)
     return step, memoryview(frame.payload)[_STEP.size :]
 
 
 def done_frame(board: SharedBoard, rank: int, step: int) -> Frame:
-    """What ``rank`` posted of ``step``, with which it is done."""
-    return Frame(FrameKind.DONE, rank, _DONE.pack(step, *(board.count(rank, word) for word in _TOLD)))
+    """Pack the words that ``rank`` posted at the end of ``step``."""
+    return Frame(FrameKind.DONE, rank, _DONE.pack(step, *(board.count(rank, word) for word in _STEP_WORDS)))
 
 
 def post_done(frame: Frame, board: SharedBoard) -> None:
-    """Post what a frame of a rank tells on ``board``, that rank's view."""
-    step, *told = _DONE.unpack(frame.payload)
-    for word, value in zip(_TOLD, told, strict=True):
+    """Post the words of a DONE frame. ``board``: the view of its rank."""
+    step, *values = _DONE.unpack(frame.payload)
+    for word, value in zip(_STEP_WORDS, values, strict=True):
         board.post(word, value)
     board.post_done(step)
 
 
 def heartbeat_frame(ages_ns: dict[int, int]) -> Frame:
-    return Frame(FrameKind.HEARTBEATS, 0, b"".join(_HEART.pack(rank, age) for rank, age in ages_ns.items()))
+    return Frame(
+        FrameKind.HEARTBEATS, 0, b"".join(_HEARTBEAT.pack(rank, age) for rank, age in ages_ns.items())
+    )
 
 
 def unpack_heartbeats(frame: Frame) -> dict[int, int]:
-    """Rank -> ns."""
-    return dict(_HEART.iter_unpack(frame.payload))
+    """Return ages in ns by rank."""
+    return dict(_HEARTBEAT.iter_unpack(frame.payload))

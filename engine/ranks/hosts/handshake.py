@@ -1,13 +1,13 @@
-"""How a rank host and a leader meet: the same version, and the same secret?
+"""Handshake of a rank host with a leader: both check the version and the secret.
 
 rank host            leader
   hello     ──────>           its name and version, a nonce
-            <──────  challenge  the leader's, or why not
+            <──────  challenge  the leader's, or a refusal
   proof     ──────>           HMAC over both
-            <──────  welcome    HMAC over both, and the group's timeout; or why not
+            <──────  welcome    HMAC over both, and the group's timeout; or a refusal
 
-The rank host proves itself first, so that a stranger learns nothing but the leader's name and version. The
-caller puts a time limit on the whole.
+The rank host authenticates first, so that a stranger learns only the leader's name and version. The caller
+sets a time limit.
 """
 
 from __future__ import annotations
@@ -32,36 +32,34 @@ _MAGIC = b"MPr1"
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """leader: its name; timeout_s: see ``engine.parallel.timeout_s``."""
+    """leader: its node id; timeout_s: see ``engine.parallel.timeout_s``."""
 
     leader: str
     timeout_s: float
 
 
 async def meet_leader(sock: socket.socket, name: str, secret: str) -> Welcome:
-    """The rank host's side, on a connected non-blocking socket.
-
-    Raises HostRefused (by either side), OSError.
-    """
+    """Run the rank host's side on a connected non-blocking socket. Raises HostRefused (by either side),
+    OSError."""
     hello = _pack(name=name, version=own_version(), nonce=os.urandom(32).hex())
     await send_all(sock, hello)
     challenge, words = await _receive(sock, "a leader")
     _raise_if_refused(words)
     await send_all(sock, _pack(proof=_mac(secret, "rank host", hello, challenge)))
-    _, told = await _receive(sock, "a leader")
-    _raise_if_refused(told)
-    if not _is_proof(told, _mac(secret, "leader", hello, challenge)):
-        raise HostRefused("it could not prove that it knows our transfer.secret")
-    return Welcome(str(words["name"]), float(told["timeout_s"]))
+    _, answer = await _receive(sock, "a leader")
+    _raise_if_refused(answer)
+    if not _is_proof(answer, _mac(secret, "leader", hello, challenge)):
+        raise HostRefused("it does not know our transfer.secret: set the same one on both")
+    return Welcome(str(words["name"]), float(answer["timeout_s"]))
 
 
 async def meet_rank_host(
     sock: socket.socket, welcome: Welcome, secret: str, refuse: Callable[[str], str]
 ) -> str:
-    """The leader's side, on an accepted non-blocking socket; the rank host's name.
+    """Run the leader's side on an accepted non-blocking socket. Return the rank host's name.
 
-    ``refuse(name)``: why a rank host is not wanted, or nothing. Raises HostRefused, OSError; the other side
-    has been told why, as far as it can understand.
+    ``refuse(name)``: the reason to refuse a rank host, or "". Raises HostRefused, after sending the reason,
+    or OSError.
     """
     hello, words = await _receive(sock, "a rank host")
     name, theirs, ours = str(words.get("name")), words.get("version"), own_version()
@@ -75,8 +73,8 @@ async def meet_rank_host(
     await send_all(sock, challenge)
     if reason:
         raise HostRefused(reason)
-    _, told = await _receive(sock, "a rank host")
-    if not _is_proof(told, _mac(secret, "rank host", hello, challenge)):
+    _, answer = await _receive(sock, "a rank host")
+    if not _is_proof(answer, _mac(secret, "rank host", hello, challenge)):
         reason = (
             f"rank host {name} does not know the transfer.secret of node {welcome.leader}: "
             "set the same one on both"
@@ -93,14 +91,14 @@ def _pack(**words: object) -> bytes:
     return _HEADER.pack(_MAGIC, len(message)) + message
 
 
-async def _receive(sock: socket.socket, whom: str) -> tuple[bytes, dict[str, Any]]:
-    """The next message, as it came and as what it says."""
+async def _receive(sock: socket.socket, peer: str) -> tuple[bytes, dict[str, Any]]:
+    """Return the next message as bytes and parsed."""
     header = await receive_exactly(sock, _HEADER.size)
     magic, nbytes = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise HostRefused(
-            f"what is there does not speak as {whom} of this version does: the address is another's, or "
-            "transfer.tls is set on one side only"
+            f"the other side is not {peer} of this version: the address is wrong, or transfer.tls is "
+            "set on one side only"
         )
     message = await receive_exactly(sock, nbytes)
     try:
@@ -108,7 +106,7 @@ async def _receive(sock: socket.socket, whom: str) -> tuple[bytes, dict[str, Any
     except ValueError:
         words = None
     if not isinstance(words, dict):
-        raise HostRefused(f"what is there does not speak as {whom} does")
+        raise HostRefused(f"the other side is not {peer} of this version")
     return header + message, words
 
 

@@ -1,4 +1,4 @@
-"""Another machine that runs ranks of a group, as the group's leader sees it."""
+"""The leader's side of another machine with ranks of the group."""
 
 from __future__ import annotations
 
@@ -22,22 +22,19 @@ from moonpool.engine.ranks.hosts.frames import (
 
 
 class RemoteHost:
-    """``name``: its rank host's, and the machine's address. When the connection ends, so do all its ranks."""
+    """``name``: of its rank host, with its address. All its ranks end with the connection."""
 
     def __init__(self, name: str, connection: RelayConnection) -> None:
         self.name = f"{name} ({connection.peer})"
         self.connection = connection
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._loop = asyncio.get_running_loop()
         self._channels: dict[int, RemoteChannel] = {}
         self._views: dict[int, SharedBoard] = {}
-        connection.on_frame = self._on_frame
-        connection.on_end = lambda reason: self._post_to_loop(Frame(FrameKind.BYE, 0, reason.encode()))
-        connection.heartbeat = self._heartbeat_frame
-        connection.start()
+        # Rank 0 is alive as long as it can send.
+        connection.start(self._on_frame, self._on_loop, lambda: heartbeat_frame({0: 0}))
 
     def start_rank(self, rank: int, threads: int) -> RemoteChannel:
-        """Have a process for ``rank`` there, of ``threads`` compute threads."""
+        """Start a process for ``rank`` with ``threads`` compute threads."""
         channel = self._channels[rank] = RemoteChannel(self, rank)
         if self.ended.done():
             channel.end(f"its rank host is gone: {self.ended.result()}")
@@ -45,7 +42,7 @@ class RemoteHost:
         return channel
 
     def open(self, board: SharedBoard, *, payload_nbytes: int, exchange_nbytes: int) -> None:
-        """From now on what its ranks do is told on ``board``, and what that is told is theirs to do."""
+        """Connect ``board`` with a new board on that machine."""
         shape = {
             "world_size": board.world_size,
             "payload_nbytes": payload_nbytes,
@@ -55,20 +52,15 @@ class RemoteHost:
         self._views = {rank: board.as_rank(rank) for rank in self._channels}
 
     def publish(self, step: int, batch: npt.NDArray[np.uint8]) -> None:
-        """Of a step that has been published. In the thread that did."""
+        """Send a published step, in the publishing thread."""
         self.connection.send(step_frame(step, batch.tobytes()))
 
     def close(self, reason: str) -> None:
-        """Its ranks are ended. Idempotent."""
+        """End its ranks. Idempotent."""
         self.connection.close(reason)
 
-    @staticmethod
-    def _heartbeat_frame() -> Frame:
-        # That we can say anything is our heart's beat.
-        return heartbeat_frame({0: 0})
-
-    def _on_frame(self, frame: Frame) -> None:
-        """In the connection's thread: what a step waits for is done here, the rest on the loop."""
+    def _on_frame(self, frame: Frame) -> bool:
+        """Process frames that a step waits for, in the connection's thread."""
         if frame.kind is FrameKind.DONE:
             post_done(frame, self._views[frame.rank])
         elif frame.kind is FrameKind.HEARTBEATS:
@@ -76,13 +68,10 @@ class RemoteHost:
                 if rank in self._views:
                     self._views[rank].beat(age_ns)
         else:
-            self._post_to_loop(frame)
+            return False
+        return True
 
-    def _post_to_loop(self, frame: Frame) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, frame)
-
-    def _deliver(self, frame: Frame) -> None:
+    def _on_loop(self, frame: Frame) -> None:
         channel = self._channels.get(frame.rank)
         if frame.kind is FrameKind.BYE:
             reason = frame.payload.decode(errors="replace")
@@ -91,7 +80,7 @@ class RemoteHost:
             for channel in self._channels.values():
                 channel.end(f"its rank host is gone: {reason}")
         elif channel is None:
-            return  # of a rank that was never asked for
+            return  # of an unknown rank
         elif frame.kind is FrameKind.LINE:
             channel.received.put_nowait(frame.payload)
         elif frame.kind is FrameKind.STARTED:
@@ -101,11 +90,11 @@ class RemoteHost:
 
 
 class RemoteChannel:
-    """See ``RankChannel``. Its machine's ranks are killed together, as the group ends with any of them."""
+    """See ``RankChannel``. All ranks of a machine are killed together: the group ends with any of them."""
 
     def __init__(self, host: RemoteHost, rank: int) -> None:
         self.where = host.name
-        self.pid = 0  # until it has started
+        self.pid = 0  # until STARTED arrives
         self.received: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._host = host
         self._rank = rank
@@ -125,7 +114,7 @@ class RemoteChannel:
         self._host.close("the leader ended its group")
 
     def end(self, how: str) -> None:
-        """It is gone. Only the first time counts."""
+        """End the channel. Only the first call counts."""
         if not self._how.done():
             self._how.set_result(how)
             self.received.put_nowait(None)

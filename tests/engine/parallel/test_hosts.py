@@ -142,7 +142,7 @@ async def test_a_machine_lost_in_the_middle_of_steps_is_noticed_and_comes_again(
         hosts.open()
         (found,) = await asyncio.wait_for(hosts.gather(), 60)
         assert found.name == "far-1 (127.0.0.1)"
-        hosts.shut()
+        hosts.close("the test is over")
         found.close("the test is over")
 
 

@@ -22,7 +22,7 @@ from moonpool.engine.ranks.hosts import handshake as relay_handshake
 from moonpool.engine.ranks.hosts.channel import PipeChannel
 from moonpool.engine.ranks.hosts.daemon import RankHost
 from moonpool.engine.ranks.hosts.daemon_session import DaemonSession
-from moonpool.engine.ranks.hosts.frames import Frame, FrameError, FrameKind, FrameReader
+from moonpool.engine.ranks.hosts.frames import Frame, FrameError, FrameKind, FrameReader, heartbeat_frame
 from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.engine.ranks.hosts.remote_host import RemoteHost
 from moonpool.runtime.config.options import Config, NodeOptions, TlsOptions, TransferOptions
@@ -87,7 +87,7 @@ async def relayed(transfer: TransferOptions) -> AsyncIterator[Relay]:
                 await asyncio.sleep(0.001)
         yield Relay(near, far, running, board)
     finally:
-        door.shut()
+        door.close("the test is over")
         near.close("the test is over")
         await running
         board.close()
@@ -162,7 +162,7 @@ REFUSALS = {
     "version": "far has Moonpool 0.0.1, node near has .*: install the same version on both",
     "secret": "far does not know the transfer.secret of node near: set the same one on both",
     "tls": "transfer.tls",
-    "full": r"node near has its 1 rank hosts: first \(127\.0\.0\.1\)",
+    "full": r"node near already has its 1 rank hosts: first \(127\.0\.0\.1\)",
 }
 
 
@@ -176,7 +176,7 @@ async def test_who_does_not_belong_is_refused_by_name_on_both_sides(
     first = None
     if what == "full":
         first, _ = await rank_host(door, PLAIN, "first")._meet()
-        first.start()
+        first.start(lambda frame: False, lambda frame: None, lambda: heartbeat_frame({}))
         await door.gather()
     if what == "version":
         versions = iter(["0.0.1", "9.9.9"])
@@ -185,11 +185,11 @@ async def test_who_does_not_belong_is_refused_by_name_on_both_sides(
     with pytest.raises((HostRefused, OSError), match=None if what == "tls" else REFUSALS[what]):
         await host._meet()
     async with asyncio.timeout(60):
-        while "is not taken in" not in caplog.text:  # noqa: ASYNC110  (the other side's log)
+        while "is refused" not in caplog.text:  # noqa: ASYNC110  (the other side's log)
             await asyncio.sleep(0.001)
-    assert re.search(f"127.0.0.1 is not taken in as a rank host: .*{REFUSALS[what]}", caplog.text)
+    assert re.search(f"rank host at 127.0.0.1 is refused: .*{REFUSALS[what]}", caplog.text)
     assert PLAIN.secret not in caplog.text
-    door.shut()
+    door.close("the test is over")
     if first is not None:
         first.close("the test is over")
 
@@ -200,9 +200,9 @@ async def test_a_leader_that_does_not_know_the_secret_gets_no_ranks(monkeypatch:
     # It takes whatever proof it is given, which is the first one that is looked at.
     takes, is_proof = iter([True]), relay_handshake._is_proof
     monkeypatch.setattr(relay_handshake, "_is_proof", lambda *words: next(takes, False) or is_proof(*words))
-    with pytest.raises(HostRefused, match=r"it could not prove that it knows our transfer\.secret"):
+    with pytest.raises(HostRefused, match=r"it does not know our transfer\.secret"):
         await rank_host(door, PLAIN)._meet()
-    door.shut()
+    door.close("the test is over")
 
 
 def test_frames_come_out_of_a_stream_however_it_is_cut() -> None:
