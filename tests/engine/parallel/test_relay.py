@@ -152,7 +152,7 @@ async def test_hearts_are_told_as_ages_and_a_silent_one_is_seen_on_both_sides() 
         assert relay.board.count(2, BoardWord.HEARTBEAT_NS) == 0, "it never beat"
         beaten.check()  # the leader is heard of too
         # A leader that is stopped says nothing: its ranks find out by their own board.
-        relay.near.connection._lose("stopped, for the test")
+        relay.near.connection._break("stopped, for the test")
         await relay.running
         with pytest.raises(RankLost):
             beaten.check()
