@@ -1,4 +1,4 @@
-"""What can go wrong in the engine, as nouns a caller can act on."""
+"""The engine's errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class EngineError(MoonpoolError):
 
 
 class CheckpointError(EngineError):
-    """A checkpoint cannot be used: a file or a tensor is missing, truncated or of the wrong shape."""
+    """A file or tensor of a checkpoint is missing, truncated or of the wrong shape."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"checkpoint {path}: {reason}")
@@ -21,16 +21,15 @@ class CheckpointError(EngineError):
 
 
 class UnsupportedModel(EngineError):
-    """The checkpoint asks for something the engine does not compute; ``feature`` names it."""
+    """The checkpoint needs a feature that the engine does not have."""
 
     def __init__(self, path: Path, feature: str) -> None:
         super().__init__(f"checkpoint {path} cannot be served: {feature}")
         self.path = path
-        self.feature = feature
 
 
 class PoolTooSmall(EngineError):
-    """The memory given for the KV pool does not hold even one block."""
+    """The KV pool has no room for even one block."""
 
     def __init__(self, pool_nbytes: int, block_nbytes: int) -> None:
         super().__init__(
@@ -42,34 +41,31 @@ class PoolTooSmall(EngineError):
 
 
 class WeightsTooLarge(EngineError):
-    """The GPU's memory was full before all weights were loaded."""
+    """The weights do not fit in the GPU's memory."""
 
     def __init__(self, path: Path, free_nbytes: int) -> None:
         nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         super().__init__(
-            f"checkpoint {path}: its weights, {nbytes:,} bytes as they are stored, do not fit in the GPU's "
-            f"memory, of which {free_nbytes:,} bytes were free: stop what else runs there or take "
-            "another GPU (model.device=cuda:1)"
+            f"checkpoint {path}: {nbytes:,} bytes of weights do not fit in the {free_nbytes:,} bytes of free "
+            "GPU memory: stop other processes there or use another GPU (model.device=cuda:1)"
         )
-        self.weights_nbytes = nbytes
-        self.free_nbytes = free_nbytes
 
 
 class GpuMemoryShort(EngineError):
-    """The GPU has not got the memory asked for; ``room_nbytes`` is what would fit."""
+    """The KV pool does not fit on the GPU; ``room_nbytes`` would fit."""
 
     def __init__(self, wanted_nbytes: int, room_nbytes: int, why: str) -> None:
         super().__init__(
             f"the GPU has room for {room_nbytes:,} bytes of KV blocks, {wanted_nbytes:,} are needed ({why}): "
             "lower engine.pool_nbytes, engine.max_batch_tokens or engine.max_batch_size, raise "
-            "engine.gpu_memory, or stop what else runs there"
+            "engine.gpu_memory, or stop other processes there"
         )
         self.wanted_nbytes = wanted_nbytes
         self.room_nbytes = room_nbytes
 
 
 class OutOfBlocks(EngineError):
-    """More blocks were asked for than are free or can be evicted. Nothing was allocated."""
+    """Not enough blocks are free or evictable. Nothing was allocated."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed} KV blocks needed, {free} free")
@@ -78,7 +74,7 @@ class OutOfBlocks(EngineError):
 
 
 class SequenceTooLong(EngineError):
-    """The sequence can never run here: it leaves no room for a token within the longest length served."""
+    """The sequence leaves no room for a token within the longest length served."""
 
     code = "INVALID_ARGUMENT"
 
@@ -86,39 +82,32 @@ class SequenceTooLong(EngineError):
         super().__init__(
             f"the sequence has {num_tokens} tokens; this node serves at most {limit}, output included"
         )
-        self.num_tokens = num_tokens
-        self.limit = limit
 
 
 class UnknownToken(EngineError):
-    """A token id is outside the model's vocabulary; ``where`` says which of the request's it is."""
+    """A token id is outside the model's vocabulary. ``where``: its role in the request."""
 
     code = "INVALID_ARGUMENT"
 
     def __init__(self, token_id: int, vocab_size: int, where: str) -> None:
         super().__init__(f"{where} {token_id} is outside the model's vocabulary of {vocab_size}")
-        self.token_id = token_id
-        self.vocab_size = vocab_size
-        self.where = where
 
 
 class DuplicateSequence(EngineError):
-    """A sequence of the same request id and attempt is in the engine already."""
+    """The engine already has a sequence of this request id and attempt."""
 
     code = "ALREADY_EXISTS"
 
     def __init__(self, request_id: str, attempt: int) -> None:
         super().__init__(f"request {request_id} (attempt {attempt}) is already in the engine")
-        self.request_id = request_id
-        self.attempt = attempt
 
 
 class EngineClosed(EngineError):
-    """The engine is not running: not started, closed, or stopped by an error it could not contain."""
+    """The engine is not started, closed, or stopped by an error."""
 
 
 class RankLost(EngineError):
-    """A rank of the group died, or was silent for too long. The group can only be torn down."""
+    """A rank of the group ended or was silent for too long. The group is unusable."""
 
     code = "UNAVAILABLE"
 
@@ -129,39 +118,36 @@ class RankLost(EngineError):
 
 
 class LinkBroken(RankLost):
-    """An exchange with ``rank`` failed. Why is known better to who watches its process and its machine."""
+    """An exchange with ``rank`` failed. ``RankGroup.explain`` finds the cause."""
 
 
 class RankRefused(EngineError):
-    """A rank that started does not fit its group: another model, dtype or plan."""
+    """A started rank does not fit its group: another model, dtype or plan."""
 
     code = "FAILED_PRECONDITION"
 
     def __init__(self, rank: int, word: str, theirs: object, ours: object, where: str = "") -> None:
-        """``where``: as " on gpu-2", nothing where it runs beside its leader."""
+        """``where``: such as " on gpu-2"; empty on the leader's machine."""
         super().__init__(f"rank {rank}{where} is refused: its {word} is {theirs}, the group's {ours}")
-        self.rank = rank
-        self.word = word
 
 
 class RankDiverged(RankLost):
-    """A rank's digest of the batches it ran is not the leader's: it ran others, or in another order."""
+    """A rank ran other batches than the leader, or in another order."""
 
     def __init__(self, rank: int, step: int, theirs: int, ours: int) -> None:
         super().__init__(
             rank, f"at step {step} its digest of all batches is {theirs:x}, the leader's {ours:x}"
         )
-        self.step = step
 
 
 class HostRefused(EngineError):
-    """A leader and a rank host do not take each other: another version, another secret, one too many."""
+    """A handshake of leader and rank host failed: another version, another secret, or too many hosts."""
 
     code = "FAILED_PRECONDITION"
 
 
 class NodeDraining(MoonpoolError):
-    """The node finishes what it has and takes nothing new."""
+    """The node is draining and accepts no new requests."""
 
     code = "UNAVAILABLE"
 

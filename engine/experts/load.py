@@ -1,4 +1,4 @@
-"""How many rows the experts of a mixture were given: counted where they are routed, read by whoever asks."""
+"""Expert load: rows computed by each expert, counted at routing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moonpool.engine.checkpoint.config import ModelConfig
 
 
 class ExpertLoad:
-    """A table for each rank, counted into by that rank alone: int64 [num_layers, num_experts], rows since the
-    start. A row is one of the experts that a token chose. Dense layers stay 0; models without experts have
-    empty tables. (On a GPU the rows that pad a recorded step to its size are counted too.)
+    """A table per rank, written by that rank: int64 [num_layers, num_experts], rows since the start.
+
+    A token is a row of each of its top_k experts. Dense layers are 0. On a GPU padding rows count, too.
     """
 
     def __init__(self, config: ModelConfig, memory: npt.NDArray[np.uint8], num_ranks: int) -> None:
-        """``memory``: ``nbytes`` of it, zeroed, which all ranks may share."""
+        """``memory``: at least ``nbytes``, zeroed; all ranks may share it."""
         whole = torch.from_numpy(memory[: self.nbytes(config, num_ranks)]).view(torch.int64)
         self.tables = whole.view(num_ranks, *_shape(config))
 
@@ -28,13 +28,14 @@ class ExpertLoad:
 
 
 def new_table(config: ModelConfig, device: torch.device) -> Tensor:
-    """Of a rank that shares none."""
+    """Return a table outside shared memory."""
     return torch.zeros(_shape(config), dtype=torch.int64, device=device)
 
 
-def skew(load: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """load: rows [num_layers, num_experts], counted or the difference of two counts. Returns, for each layer
-    that was given any, the rows of its busiest expert over the mean of its experts: 1 is even.
+def skew(load: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the largest row count of a layer over its mean, for each layer with any rows: 1 is even.
+
+    load: rows [num_layers, num_experts], or [num_layers, num_ranks].
     """
     busy = load[load.sum(axis=1) > 0]
     return busy.max(axis=1) / busy.mean(axis=1) if len(busy) else np.empty(0)

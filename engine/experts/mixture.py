@@ -1,7 +1,4 @@
-"""A mixture of experts as a layer's MLP: every token goes through the few that its router chooses.
-
-The steps are apart, so that rows can be sent to where their experts are: route, group, compute, combine.
-"""
+"""Mixture of experts as a layer's MLP: route, group by expert, compute, combine."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from moonpool.kernels import (
 class Router:
     """x: [n, hidden] → weights float32 [n, top_k], largest first, and expert ids int32 [n, top_k].
 
-    Every rank has it whole, and from the same rows computes the same choice.
+    Every rank has the whole router and computes equal results for equal rows.
     """
 
     gate: PackedLinear
@@ -39,8 +36,8 @@ class Router:
 
 @dataclass(slots=True)
 class Experts:
-    """rows: [m, hidden], those of expert e from offsets[e] to offsets[e + 1] - 1; offsets: int32
-    [num_experts + 1] → [m, hidden], of which a rank's own columns are a part of a sum.
+    """rows: [m, hidden], of expert e from offsets[e] to offsets[e + 1] - 1; offsets: int32 [num_experts + 1]
+    → [m, hidden], with tp a summand.
     """
 
     gate_up: PackedExperts
@@ -52,10 +49,10 @@ class Experts:
 
 @dataclass(slots=True)
 class SharedExpert:
-    """The MLP that every token goes through, as much as its gate lets: [n, hidden] → [n, hidden]."""
+    """The gated MLP for all tokens: [n, hidden] → [n, hidden]."""
 
     mlp: Callable[[Tensor], Tensor]
-    gate: PackedLinear  # to one number a token
+    gate: PackedLinear  # one output per token
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.mlp(x).mul_(torch.sigmoid(self.gate(x)))
@@ -63,12 +60,12 @@ class SharedExpert:
 
 @dataclass(slots=True)
 class MixtureOfExperts:
-    """x: [n, hidden] → [n, hidden], of which a rank's own columns are a part of a sum."""
+    """x: [n, hidden] → [n, hidden], with tp a summand."""
 
     router: Router
     experts: Callable[[Tensor, Tensor], Tensor]  # as Experts
     shared: SharedExpert | None
-    load: Tensor  # int64 [num_experts]: rows each expert was given so far
+    load: Tensor  # int64 [num_experts]: rows of each expert
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x)

@@ -1,4 +1,4 @@
-"""Which block of the paged pool holds what, who uses it, and which one goes next."""
+"""Bookkeeping of the paged pool: keys, users and eviction of its blocks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ BlockCallback = Callable[[int, BlockKey], None]
 class BlockPool:
     """Bookkeeping of ``num_blocks`` blocks; the bytes are elsewhere. One thread only.
 
-    A block is *free* (no content), *used* (held by at least one user), or *idle*: it carries a key, nobody
-    holds it, and it stays as cache until its place is needed. Whoever holds a block holds the blocks before
-    it in its chain too (users acquire and seal prefixes), so idle blocks have no used children and eviction
-    can always go leaf first: what the pool holds of a chain is a prefix of it at any time.
+    A block is *free* (no content), *used* (acquired at least once), or *idle*: sealed, not acquired, cached
+    until its room is needed. A user of a block also uses the blocks before it in its chain, so idle blocks
+    have no used children. Eviction goes leaf first: the pool always has a prefix of each chain.
 
-    ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` just before
-    its block is given to somebody else, while its bytes are still there. ``on_release()`` is called after a
-    release. Cold copies in ``surplus`` are evicted before anything else. Who writes to allocated blocks
-    awaits ``ready`` first: whoever hears of evictions may still read what was there, and says so by
-    ``when_read``.
+    ``on_sealed(block, key)`` is called when a key becomes findable, ``on_evicted(block, key)`` before its
+    block is reused, while its bytes are valid, ``on_release()`` after a release. Cold copies in ``surplus``
+    are evicted first. Await ``ready`` before writing to allocated blocks: evicted bytes may still be read,
+    until ``when_read`` returns.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks ``allocate`` can give now: free ones and idle ones."""
+        """Blocks that can be allocated: free and idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -62,16 +60,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Idle blocks: sealed, held by nobody."""
+        """Idle blocks."""
         return len(self._idle)
 
-    @property
-    def num_sealed(self) -> int:
-        """Blocks with a key, held or not."""
-        return len(self._block_of)
-
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Blocks of the longest held prefix of ``keys``. Pins nothing: ``acquire`` before yielding."""
+        """Return the blocks of the longest cached prefix of ``keys``. Call ``acquire`` before the next
+        await."""
         found: list[int] = []
         block_of = self._block_of
         for key in keys:
@@ -82,11 +76,11 @@ class BlockPool:
         return found
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
-        """How many of the blocks are held by nobody: how much ``num_free`` would fall by acquiring them."""
+        """Return how many of the blocks are idle: acquiring them lowers ``num_free`` by that."""
         return sum(block in self._idle for block in block_ids)
 
     def acquire(self, block_ids: Sequence[int]) -> None:
-        """Hold the blocks (a prefix of a chain, from ``match``) once more each; undone by ``release``."""
+        """Add a user to each block of a chain's prefix (from ``match``); undone by ``release``."""
         refs, idle = self._refs, self._idle
         for block in block_ids:
             if refs[block] == 0:
@@ -95,9 +89,9 @@ class BlockPool:
         self._touch(block_ids)
 
     def allocate(self, n: int) -> list[int]:
-        """``n`` blocks without content, held once each; idle blocks are evicted for them, oldest leaf first.
+        """Allocate ``n`` blocks with one user each. Evicts idle blocks, oldest leaf first.
 
-        Raises OutOfBlocks, having changed nothing, when fewer than ``n`` are free.
+        Raises OutOfBlocks when fewer than ``n`` are free; nothing is changed then.
         """
         if n > self.num_free:
             raise OutOfBlocks(n, self.num_free)
@@ -109,18 +103,18 @@ class BlockPool:
         return blocks
 
     async def ready(self) -> None:
-        """Wait until nobody reads what was in allocated blocks before."""
+        """Wait until reads of evicted blocks have ended."""
         if self.when_read is not None:
             await self.when_read()
 
     def seal(self, block_id: int, key: BlockKey, parent: BlockKey | None = None) -> int:
-        """Give the held block its key: its content is complete and will not change. ``parent`` is the key
-        before it in the chain, None for the first.
+        """Give a used block its key: its content is complete and will not change. ``parent``: the key before
+        it in the chain, None for the first.
 
-        Returns the block that carries the key now. Where another one did already, the caller's hold moves to
-        that one and ``block_id`` goes free: put the returned id in its place in the block table.
+        Returns the block of the key. If another block has it already, that one gets the caller as user and
+        ``block_id`` is released: store the returned id in the block table.
         """
-        assert self._refs[block_id] > 0, f"block {block_id} is sealed by nobody who holds it"
+        assert self._refs[block_id] > 0, f"block {block_id} is sealed without a user"
         first = self._block_of.get(key)
         if first == block_id:
             return block_id
@@ -140,12 +134,12 @@ class BlockPool:
         return block_id
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Undo one hold of each. Give a sequence's blocks in the order of its table and in one call.
+        """Remove one user of each block. Pass a sequence's blocks in table order and in one call.
 
-        Sealed blocks nobody else holds become idle, unsealed ones free.
+        Unused blocks become idle if sealed, else free.
         """
         refs = self._refs
-        # From the last to the first: of blocks released together a leaf is then older than its parents.
+        # Last to first, so that a leaf is older than its parents.
         for block in reversed(block_ids):
             refs[block] -= 1
             if refs[block] == 0:
@@ -153,22 +147,22 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._idle[block] = None
-            assert refs[block] >= 0, f"block {block} was released more often than it was held"
+            assert refs[block] >= 0, f"block {block} was released too often"
         self._touch(block_ids)
         if self.on_release is not None and block_ids:
             self.on_release()
 
     def block_of(self, key: object) -> int | None:
-        """The block that carries the key."""
+        """Return the block of the key."""
         return self._block_of.get(key)  # type: ignore[call-overload, no-any-return]
 
     def parent_of(self, block_id: int) -> BlockKey | None:
-        """The key before a sealed block's in its chain; None for the first."""
+        """Return the key before a sealed block in its chain; None for the first."""
         parent = self._parents[block_id]
         return self._keys[parent] if parent >= 0 else None
 
     def lineage(self, block_id: int) -> list[int]:
-        """A sealed block and those before it in its chain, the first one first."""
+        """Return the chain of blocks up to a sealed block, first block first."""
         blocks = [block_id]
         while (parent := self._parents[blocks[-1]]) >= 0:
             blocks.append(parent)
@@ -178,13 +172,11 @@ class BlockPool:
         return self._keys[block_id]
 
     def sealed(self) -> Iterator[tuple[int, BlockKey]]:
-        """Every (block, key) the pool holds, in no order. Do not change the pool meanwhile."""
+        """Iterate over all (block, key) pairs. Do not change the pool meanwhile."""
         return ((block, key) for key, block in self._block_of.items())
 
     def evict(self, key: BlockKey) -> bool:
-        """Make the room of one block free now. False, and nothing changed, when the pool does not hold it,
-        somebody uses it, or a longer chain goes on from it.
-        """
+        """Evict an idle leaf. Return False for other blocks and unknown keys."""
         block = self._block_of.get(key)
         if block is None or block not in self._idle or self._num_children[block]:
             return False
@@ -201,7 +193,7 @@ class BlockPool:
             if (block := block_of[key]) in self._idle and not num_children[block]:
                 self._evict(block)
                 return
-        # The head is a leaf unless somebody released a prefix before what follows it; then look further.
+        # The head is a leaf, unless a prefix was released before the blocks after it.
         self._evict(next(block for block in self._idle if num_children[block] == 0))
 
     def _evict(self, block: int) -> None:
@@ -219,7 +211,7 @@ class BlockPool:
         self._free.append(block)
 
     def check_integrity(self) -> None:
-        """Assert everything this class promises; costs time proportional to the pool."""
+        """Assert all invariants, in time proportional to the pool."""
         free, idle = set(self._free), set(self._idle)
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & idle, "a block is both free and idle"

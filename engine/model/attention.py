@@ -1,4 +1,4 @@
-"""A layer's attention: the tokens' KV on its way into the pool, and what they see of it."""
+"""A layer's attention: write the tokens' KV to the pool and attend over it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moonpool.kernels import (
 
 
 class Attention:
-    """Of one rank's heads. Holds the rotary tables, and no state of any sequence."""
+    """Attention of one rank's heads. Has the rotary tables and no per-sequence state."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Attention:
         self.cos, self.sin = cos.to(device), sin.to(device)
 
     def __call__(self, qkv: Tensor, inputs: StepInputs, pool: Tensor, i: int, layer: Layer) -> Tensor:
-        """Write K and V of the tokens to ``pool``'s layer ``i``, and of those other shares compute.
+        """Write K and V of all cp ranks' tokens to layer ``i`` of ``pool``, and attend.
 
         qkv: [num_tokens, (heads + 2 × kv_heads of the shard) × head_dim]. Returns [num_tokens, heads ×
         head_dim].
@@ -66,7 +66,7 @@ class Attention:
             self._write(take(other.cp_rank), other.positions, other.slots, pool, i, layer, 0, scales)
 
         if layer.window:
-            # Which keys a window has is told by their places in the whole table.
+            # A window is defined by positions in the whole block table.
             for other in inputs.others:
                 receive(other)
             attended = _attend(q, inputs, pool, i, **rules)
@@ -137,8 +137,8 @@ def _attend(q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, **rules: An
 def _attend_in_parts(
     q: Tensor, inputs: StepInputs, receive: Callable[[RemoteTokens], None], pool: Tensor, i: int, **rules: Any
 ) -> Tensor:
-    """As ``_attend``, over what is there while the rest comes: over our own keys first, then over those of
-    one share after the other, merged by the logarithms of their sums."""
+    """As ``_attend``, overlapped with the exchange: first over own keys, then over those of each other cp
+    rank, merged by their log-sum-exp."""
     n = inputs.num_decodes
     decoded = q[:0]
     if n:

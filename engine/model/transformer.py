@@ -1,4 +1,4 @@
-"""Llama, Mistral, Mixtral, Qwen2 and Qwen3, dense and of experts: one decoder, whose differences are in its
+"""One decoder for Llama, Mistral, Mixtral, Qwen2 and Qwen3, dense and MoE. Their differences are
 configuration."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moonpool.kernels import rms_norm
 
 
 class Model:
-    """One rank's weights and forward pass. Holds no state of any sequence: that is all in the pool."""
+    """One rank's weights and forward pass. All state of sequences is in the pool."""
 
     def __init__(
         self,
@@ -34,9 +34,8 @@ class Model:
         link: Link | None = None,
         expert_load: Tensor | None = None,
     ) -> None:
-        """Load the shard's part of the checkpoint (None: all of it), computing in ``dtype``. ``link``: to the
-        other ranks, where there are any. ``expert_load``: the table this rank counts experts' rows in (see
-        ``ExpertLoad``); None: one of its own.
+        """Load the shard's part of the checkpoint (None: all). ``dtype``: of computation. ``link``: to the
+        other ranks. ``expert_load``: this rank's table (see ``ExpertLoad``); None: a new one.
 
         Raises CheckpointError before anything is loaded.
         """
@@ -55,9 +54,10 @@ class Model:
         self.attention = Attention(config, shard, link, dtype=dtype, device=device, max_len=max_len)
 
     def forward(self, inputs: StepInputs, pool: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Through the shard's layers, writing the tokens' KV to ``pool``: [num_tokens, hidden].
+        """Run the shard's layers, writing KV to ``pool``. Return [num_tokens, hidden]; normed on the last
+        stage.
 
-        ``hidden``: what the stage before returned, None for the first. The last stage's is normed.
+        ``hidden``: the result of the stage before; None on the first.
         """
         shard = self.shard
         hidden = self.embed(inputs.token_ids) if hidden is None else hidden
@@ -76,7 +76,7 @@ class Model:
         return normed
 
     def _norm(self, hidden: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The normed sum of both, and the sum."""
+        """Return the normed sum of both, and the sum."""
         eps = self.config.rms_norm_eps
         if residual is None:
             return rms_norm(hidden, weight, eps), hidden
@@ -86,20 +86,20 @@ class Model:
     def _exchange(
         self, part: Tensor, residual: Tensor, norm: Tensor, mixture: ExpertParallelMixture
     ) -> Tensor:
-        """What follows a layer's attention where every rank has a run of the step's tokens for its own.
+        """Run the rest of a layer with the step's tokens distributed over the tp ranks.
 
-        part: [num_tokens, hidden], this rank's of the attention's sum. Returns that sum, what was before it
-        and what the experts make of both, summed: [num_tokens, hidden].
+        part: [num_tokens, hidden], this rank's summand of the attention. Returns residual, attention and
+        experts summed: [num_tokens, hidden].
         """
         assert self.link is not None
-        runs = [run_of(len(part), self.shard.tp, place) for place in range(self.shard.tp)]
+        runs = [run_of(len(part), self.shard.tp, tp_rank) for tp_rank in range(self.shard.tp)]
         counts, own = [len(run) for run in runs], runs[self.shard.tp_rank]
         attended = self.link.reduce_scatter(part, counts)
         x, residual = self._norm(attended, norm, residual[own.start : own.stop])
         return self.link.all_gather(mixture.exchange(x, counts) + residual, counts)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids: int64 [n]. Returns [n, hidden]: every rank of the stage looks up its own words."""
+        """token_ids: int64 [n]. Returns [n, hidden]; each tp rank looks up its own words."""
         words = self.shard.vocab
         if self.shard.tp == 1:
             return F.embedding(token_ids, self.embedding).to(self.dtype)
@@ -109,9 +109,9 @@ class Model:
         return self._sum(hidden.masked_fill_(elsewhere[:, None], 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden]. Returns [n, words of the shard] in the dtype computed in."""
+        """hidden: [n, hidden]. Returns [n, words of the shard]."""
         return self.head(hidden)
 
     def _sum(self, part: Tensor) -> Tensor:
-        """The sum over the ranks of the stage, in ``part``'s place or elsewhere."""
+        """Return the sum over the tp ranks. May overwrite ``part``."""
         return part if self.shard.tp == 1 or self.link is None else self.link.all_reduce(part)

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to what the model computes with: fused, in its dtype, on its device."""
+"""Loads a checkpoint's tensors as layers: fused, in the model's dtype, on its device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moonpool.kernels import PackedExperts, PackedLinear, silu_mul
 
 @dataclass(slots=True)
 class Mlp:
-    """The dense MLP: x [n, hidden] → [n, hidden], of which a rank's own columns are a part of a sum."""
+    """The dense MLP: x [n, hidden] → [n, hidden], with tp a summand."""
 
     gate_up: PackedLinear
     down: PackedLinear
@@ -39,12 +39,12 @@ class Layer:
     post_norm: Tensor
     mlp: Callable[[Tensor], Tensor]
     window: int
-    k_scale: float = 1.0  # of pages in float8, where the checkpoint has them
+    k_scale: float = 1.0  # of float8 pages, if the checkpoint has them
     v_scale: float = 1.0
 
 
 class Loader:
-    """Reads one rank's part of a checkpoint. The mapped files go with the loader, so do not keep it."""
+    """Reads one rank's part of a checkpoint. The loader keeps files mapped: drop it after loading."""
 
     def __init__(
         self,
@@ -56,14 +56,12 @@ class Loader:
         expert_load: Tensor,
         link: Link | None,
     ) -> None:
-        """``link``: what experts that are spread over ranks are reached by. ``expert_load``: int64
-        [num_layers, num_experts], where mixtures count the tokens of each expert.
-
-        Raises CheckpointError or UnsupportedModel unless all tensors are there, before any is loaded."""
+        """``link``: for expert parallelism. ``expert_load``: int64 [num_layers, num_experts], counters of the
+        mixtures. Raises CheckpointError or UnsupportedModel before any tensor is loaded."""
         checkpoint.check(expected_tensors(config, shard), expected_tensors(config))
         self._config = config
         self._shard = shard
-        self._adds_bias = shard.tp_rank == 0  # what is added to a sum over ranks is added once
+        self._adds_bias = shard.tp_rank == 0  # a bias is added once to a sum over ranks
         self._expert_load = expert_load
         self._link = link
         self._checkpoint = checkpoint
@@ -71,9 +69,8 @@ class Loader:
         self._device = device
 
     def embedding(self) -> Tensor:
-        """[words of the shard, hidden], in the dtype it is stored in: widening the rows of a step is exact
-        and cheap, and a vocabulary of 150 k words is the largest matrix of a small model.
-        """
+        """Load [words of the shard, hidden] in its stored dtype, if that is narrower: widening a step's
+        rows is exact and cheap, and this is the largest matrix of a small model."""
         embedding = self._checkpoint.read("model.embed_tokens.weight")
         narrow = embedding.dtype.itemsize <= self._dtype.itemsize
         ours = embedding.to(self._device, embedding.dtype if narrow else self._dtype, copy=True)
@@ -109,7 +106,7 @@ class Loader:
         )
 
     def _mixture(self, i: int) -> MixtureOfExperts | ExpertParallelMixture:
-        """Layer i's, with the shard's experts."""
+        """Load layer i's mixture with the shard's experts."""
         moe = self._config.moe
         assert moe is not None
         name = f"model.layers.{i}.{moe.block}"
@@ -131,11 +128,11 @@ class Loader:
         return SharedExpert(mlp=self._mlp(f"{name}.shared_expert", bias=False), gate=self._shared_gate(name))
 
     def _shared_parts(self, name: str) -> list[SharedExpert]:
-        """Of all places, which read the whole of it where experts are spread."""
+        """Load the shared expert whole, as a summand of each tp rank."""
         gate, up, down = (
             self.matrix(f"{name}.shared_expert.{part}_proj.weight") for part in ("gate", "up", "down")
         )
-        runs = [run_of(len(gate), self._shard.tp, place) for place in range(self._shard.tp)]
+        runs = [run_of(len(gate), self._shard.tp, tp_rank) for tp_rank in range(self._shard.tp)]
         columns = [slice(run.start, run.stop) for run in runs]
         return [
             SharedExpert(
@@ -152,12 +149,12 @@ class Loader:
         return self._linear([f"{name}.shared_expert_gate"], bias=False)
 
     def _packed_experts(self, names: list[list[str]]) -> PackedExperts:
-        """One matrix an expert, of those that read the same input."""
+        """Load one matrix per expert, fused from those with the same input."""
         rows = self.matrix(*(f"{name}.weight" for some in names for name in some))
         return PackedExperts(rows.view(len(names), -1, rows.shape[1]), self._dtype)
 
     def _scale(self, attention: str, which: str) -> float:
-        """Where vLLM looks for it; 1 where there is none."""
+        """Read a scale by vLLM's names; default 1."""
         for name in (f"{attention}.{which}_scale", f"{attention}.{which}_proj.{which}_scale"):
             found = self._checkpoint.find(name)
             if found is not None:
@@ -165,11 +162,11 @@ class Loader:
         return 1.0
 
     def tensor(self, *names: str) -> Tensor:
-        """The tensors, stacked along their first dimension, in our dtype, on our device, in our memory."""
+        """Load tensors, stacked along the first dimension, in the model's dtype."""
         return self._stacked(names, self._dtype)
 
     def matrix(self, *names: str) -> Tensor:
-        """The same of what will be packed: on a CPU that computes in float32, bfloat16 stays what it is."""
+        """Load matrices to be packed: on a CPU that computes in float32, bfloat16 is kept."""
         stored = {self._checkpoint.dtype(name) for name in names}
         stays = self._device.type == "cpu" and self._dtype is torch.float32 and stored == {torch.bfloat16}
         return self._stacked(names, torch.bfloat16 if stays else self._dtype)
@@ -178,14 +175,14 @@ class Loader:
         parts = [self._checkpoint.read(name) for name in names]
         rows = [len(part) for part in parts]
         whole = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=dtype, device=self._device)
-        # One after the other into its place: beside what is kept there is one matrix, and once.
-        for part, place in zip(parts, torch.split(whole, rows), strict=True):
-            place.copy_(part)
+        # Copied one by one: needs no memory beyond the result.
+        for part, target in zip(parts, torch.split(whole, rows), strict=True):
+            target.copy_(part)
             self._checkpoint.drop_pages()
         return whole
 
     def _linear(self, names: list[str], *, bias: bool) -> PackedLinear:
-        """One matrix of several that read the same input: their rows one after the other."""
+        """Load one matrix fused from several with the same input."""
         weight = self.matrix(*(f"{name}.weight" for name in names))
         biases = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
         return PackedLinear(weight, biases, self._dtype)

@@ -1,8 +1,9 @@
-"""A node's engine and its blocks as peers read them: in one piece, or in parts with several ranks."""
+"""A node's engine and its blocks for peers: whole, or in parts on several ranks."""
 
 from __future__ import annotations
 
-from moonpool.engine.device.selection import choose_device
+from dataclasses import dataclass
+
 from moonpool.engine.engine import Engine
 from moonpool.engine.memory.block_bytes import BlockBytes, DeviceBytes, HostBytes
 from moonpool.engine.memory.block_memory import BlockMemory
@@ -10,6 +11,7 @@ from moonpool.engine.memory.remote_rank_bytes import RemoteRankBytes
 from moonpool.engine.memory.shared_rank_bytes import SharedRankBytes
 from moonpool.engine.ranks.group import RankGroup
 from moonpool.engine.ranks.hosts.listener import HostListener
+from moonpool.engine.setup import EngineSetup
 from moonpool.kvstore.blocks.shards import BlockShard
 from moonpool.kvstore.remote.rank_reader import AgentReader, RankReader
 from moonpool.kvstore.remote.sharded_reader import RankTarget, ShardedReader, rank_memory
@@ -20,63 +22,60 @@ from moonpool.runtime.service.load_progress import Progress
 from moonpool.transfer import Region, TransferAgent
 
 
+@dataclass(slots=True)
 class EngineMemory:
-    """``blocks``: the pool; ``ranks``: who holds which part of them, empty where they are whole."""
+    """``blocks``: the pool. ``ranks``: each rank's part of the blocks; empty where they are whole."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        blocks: BlockMemory,
-        reader: ShardedReader,
-        ranks: list[node_pb2.RankMemory],
-    ) -> None:
-        self.engine = engine
-        self.blocks = blocks
-        self.reader = reader
-        self.ranks = ranks
+    engine: Engine
+    blocks: BlockMemory
+    reader: ShardedReader
+    ranks: list[node_pb2.RankMemory]
 
     @classmethod
     async def open(
         cls, config: Config, agent: TransferAgent, progress: Progress, *, separate_pools: bool = False
     ) -> EngineMemory:
-        """Start the engine. Raises what ``Engine.start`` raises; nothing is left of it then.
+        """Start the engine. Raises as ``Engine.start``; the engine is closed then.
 
-        ``separate_pools``: ranks share no memory with us though they could.
+        ``separate_pools``: see ``RankGroup``.
         """
-        device = choose_device(config.model.device)
         model, options = config.model.directory, config.engine
-        hosts = HostListener.from_options(options.parallel, agent.agent_id, config.transfer)
+        setup = EngineSetup.choose(model, options, config.model, None)
         region: Region | None = None
-        if device.memory() is None:
-            # Of the memory for all ranks, rank 0's is ours to allocate.
-            shapes = Engine(model, options, config.model, device=device).rank_layouts
-            share = options.host_pool_nbytes * shapes[0].block_nbytes // sum(s.block_nbytes for s in shapes)
-            region = agent.allocate(max(share, 1), "pool")
+        if setup.device.memory() is None:
+            # Allocate rank 0's part of the memory for all ranks.
+            layouts = setup.rank_layouts
+            nbytes = (
+                options.host_pool_nbytes * layouts[0].block_nbytes // sum(s.block_nbytes for s in layouts)
+            )
+            region = agent.allocate(max(nbytes, 1), "pool")
         engine = Engine(
             model,
             options,
             config.model,
-            device=device,
+            device=setup.device,
             pool_memory=None if region is None else region.array,
-            hosts=hosts,
+            hosts=HostListener.from_options(options.parallel, agent.agent_id, config.transfer),
             separate_pools=separate_pools,
         )
-        await _start(engine, progress)
-        if region is None:
-            region = agent.register(engine.pool_tensor, name="pool")
-        if engine.ranks is None:
-            bytes_: BlockBytes = (
-                HostBytes(_pool(region.array, engine, 0))
-                if device.memory() is None
-                else DeviceBytes(engine.pool_tensor, device)
-            )
-            blocks = BlockMemory(engine.pool, region, engine.layout, bytes_)
-            return cls(engine, blocks, _reader(engine, agent, region, blocks), [])
         try:
-            return await cls._of_ranks(engine, engine.ranks, config, agent, region)
+            await engine.start(progress)
+            if region is None:
+                region = agent.register(engine.pool_tensor, name="pool")
+            if engine.ranks is not None:
+                return await cls._of_ranks(engine, engine.ranks, config, agent, region)
         except BaseException:
             await engine.close()
             raise
+        bytes_: BlockBytes
+        if setup.device.memory() is None:
+            bytes_ = HostBytes(_pool(region.array, engine, 0))
+        else:
+            bytes_ = DeviceBytes(engine.pool_tensor, setup.device)
+        blocks = BlockMemory(engine.pool, region, engine.layout, bytes_)
+        # Peers may have their blocks in parts.
+        whole = RankTarget(BlockShard.whole(engine.layout), AgentReader(agent, region))
+        return cls(engine, blocks, ShardedReader(engine.layout, [whole], blocks.hash), [])
 
     @classmethod
     async def _of_ranks(
@@ -86,8 +85,8 @@ class EngineMemory:
         shards = [BlockShard(shard.layers, shard.kv_heads) for shard in engine.shards]
         readers: list[RankReader] = [AgentReader(agent, region), *group.ranks]
         targets = [RankTarget(*pair) for pair in zip(shards, readers, strict=True)]
-        places = [(agent.describe().pack(), region.id), *agents]
-        ranks = [rank_memory(shard, *place) for shard, place in zip(shards, places, strict=True)]
+        regions = [(agent.describe().pack(), region.id), *agents]
+        ranks = [rank_memory(shard, *where) for shard, where in zip(shards, regions, strict=True)]
         bytes_: BlockBytes
         if group.pools:
             pools = [_pool(memory, engine, rank) for rank, memory in enumerate([region.array, *group.pools])]
@@ -100,20 +99,6 @@ class EngineMemory:
 
 
 def _pool(memory: Bytes, engine: Engine, rank: int) -> Bytes:
-    """uint8 [num_blocks, block_nbytes]: a rank's blocks, of the memory they begin."""
+    """Return a rank's blocks at the start of ``memory``: uint8 [num_blocks, block_nbytes]."""
     num_blocks, nbytes = engine.pool.num_blocks, engine.rank_layouts[rank].block_nbytes
     return memory[: num_blocks * nbytes].reshape(num_blocks, nbytes)
-
-
-async def _start(engine: Engine, progress: Progress) -> None:
-    try:
-        await engine.start(progress)
-    except BaseException:
-        await engine.close()
-        raise
-
-
-def _reader(engine: Engine, agent: TransferAgent, region: Region, blocks: BlockMemory) -> ShardedReader:
-    """Of a node whose blocks are whole, from peers whose blocks are not."""
-    whole = BlockShard.whole(engine.layout)
-    return ShardedReader(engine.layout, [RankTarget(whole, AgentReader(agent, region))], blocks.hash)

@@ -1,4 +1,4 @@
-"""Requests and the engine's events as the messages nodes send."""
+"""Conversion between protobuf messages and the engine's sequences and events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moonpool.protos import node_pb2
 
 
 def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool = False) -> Sequence:
-    """The engine's sequence for a request's lineage. Raises ``KeyFormatError`` for keys of a wrong length."""
+    """Return the sequence of a request. Raises ``KeyFormatError`` for keys of a wrong length."""
     return Sequence(
         work.request_id,
         work.attempt,
@@ -31,7 +31,7 @@ def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool 
 
 
 def token_out(event: StepEvent) -> node_pb2.TokenOut:
-    """What the conductor hears of one event: its token, its end, or that it was preempted."""
+    """Return the message of one event: a token, the end, or a preemption."""
     sequence = event.sequence
     message = node_pb2.TokenOut(
         request_id=sequence.request_id,

@@ -1,4 +1,4 @@
-"""What hits in a node's tiers save, by what the node measured of itself so far."""
+"""Seconds saved by a hit in each tier, from the node's measured costs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moonpool.runtime.cost_profile import CostProfile
 
 
 class EvictionSavings:
-    """``host`` and ``ssd`` are what their eviction policies ask. ``store`` is set as soon as there is one: it
-    measures its loads."""
+    """``host`` and ``ssd`` are for the tiers' eviction policies. Set ``store`` when it exists: it measures
+    loads."""
 
     def __init__(self, layout: KVLayout, profile: Callable[[], dict[str, float]]) -> None:
-        """``profile``: the engine's, as it is now."""
+        """``profile``: ``Engine.profile``."""
         self.store: TieredStore | None = None
         self._layout = layout
         self._profile = profile
@@ -25,7 +25,7 @@ class EvictionSavings:
         return saved_s(self._costs(host_rate, ssd_rate), position)
 
     def ssd(self, position: int) -> float:
-        # What the disk evicts is lost.
+        # No tier is below the disk.
         return saved_s(self._costs(self._load_rates()[1], 0.0), position)
 
     def _load_rates(self) -> tuple[float, float]:

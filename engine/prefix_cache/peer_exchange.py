@@ -1,4 +1,4 @@
-"""Blocks between this node's memory and its peers': leases for those who read, reads for what is missed."""
+"""Reads of blocks from peers, under their leases."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from moonpool.transfer import AgentDescriptor, Peer, Span, TransferAgent, Transf
 
 
 class PeerIncompatible(MoonpoolError):
-    """A peer's blocks have another layout than ours, so that they cannot be read here."""
+    """A peer's blocks have another layout than this node's."""
 
     code = "FAILED_PRECONDITION"
 
     def __init__(self, node_id: str, theirs: str, ours: str) -> None:
         super().__init__(
-            f"node {node_id} keeps KV blocks of layout {theirs}, this node of {ours}: "
-            "all nodes need the same model, dtype and engine.block_size"
+            f"node {node_id} has KV blocks of layout {theirs}, this node of {ours}: set the same model, "
+            "dtype and engine.block_size on all nodes"
         )
         self.node_id = node_id
 
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """A node whose blocks are read. ``peer``: its agent, where its blocks and ours are whole."""
+    """A source of blocks. ``peer``: its agent; None if its blocks or ours are in parts."""
 
     address: node_pb2.KvAddress
     peer: Peer | None
@@ -41,11 +41,11 @@ class KvSource:
 
 @dataclass(slots=True)
 class Fetched:
-    """What came of a fetch: ``block_ids`` are the first blocks of the chain, held for the caller."""
+    """The result of a fetch. ``block_ids``: the first blocks of the chain, acquired for the caller."""
 
     block_ids: list[int] = field(default_factory=list)
-    num_read: int = 0  # the last so many of them came from the peer
-    num_missing: int = 0  # of the chain, that neither this node nor the peer held
+    num_read: int = 0  # of block_ids, the last ones, from the peer
+    num_missing: int = 0  # blocks of the chain on neither node
     nbytes: int = 0
     seconds: float = 0.0
 
@@ -62,7 +62,7 @@ class PeerExchange:
         reader: ShardedReader,
         in_parts: bool,
     ) -> None:
-        """``reader``: for blocks that lie in parts, here (``in_parts``) or there."""
+        """``reader``: for blocks in parts, here (``in_parts``) or at the peer."""
         self._reader = reader
         self._in_parts = in_parts
         self._memory = memory
@@ -75,16 +75,12 @@ class PeerExchange:
         await self._leases.close()
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """The one channel to a peer's gRPC server; it reconnects by itself."""
+        """Return the channel to a peer's gRPC server. It reconnects by itself."""
         return self._leases.channel(address)
 
     async def connect(self, source: node_pb2.KvAddress) -> KvSource:
-        """The peer whose memory ``source`` describes.
-
-        Raises:
-            PeerIncompatible: its blocks have another layout, so that they cannot be read here.
-            TransferError: it cannot be reached.
-        """
+        """Connect to the peer described by ``source``. Raises PeerIncompatible, or TransferError if
+        unreachable."""
         if source.layout_fingerprint != self._memory.layout.fingerprint:
             theirs = source.layout or source.layout_fingerprint.hex()
             raise PeerIncompatible(source.node_id, theirs, str(self._memory.layout))
@@ -101,9 +97,9 @@ class PeerExchange:
         *,
         deadline_s: float,
     ) -> TransferReport:
-        """Fill our pool's ``block_ids`` with as many of ``blocks[first:]``; checksums are verified.
+        """Read ``blocks[first:]`` into as many ``block_ids`` of the pool and verify checksums.
 
-        After an error or a cancellation the bytes of ``block_ids`` are undefined; they must not be sealed.
+        After an error or a cancellation the bytes of ``block_ids`` are undefined: do not seal them.
         """
         nbytes, end = self._memory.layout.block_nbytes, first + len(block_ids)
         regions, offsets = blocks.region[first:end], blocks.offset[first:end]
@@ -127,32 +123,30 @@ class PeerExchange:
             return report
 
     async def fetch(self, source: node_pb2.KvAddress, chain: Sequence[BlockKey]) -> Fetched:
-        """Read what this node lacks of ``chain`` from ``source`` and seal it here.
+        """Read the blocks of ``chain`` that are missing here from ``source`` and seal them.
 
-        The caller releases ``block_ids``. The source may hold less than expected, and there may be no room
-        here: then less is read, or nothing.
-
-        Raises:
-            NodeUnavailable, RemoteError, TransferError, PeerIncompatible: nothing was sealed or is held.
+        The caller releases ``block_ids``. Reads less if the source has fewer blocks, nothing without room
+        here. Raises NodeUnavailable, RemoteError, TransferError or PeerIncompatible; no block is acquired
+        then.
         """
         pool = self._memory.pool
-        held = pool.match(chain)
-        pool.acquire(held)
+        blocks = pool.match(chain)
+        pool.acquire(blocks)
         started_s = time.monotonic()
-        num_local = len(held)
+        num_local = len(blocks)
         nbytes = 0
         try:
             peer = await self.connect(source)
-            async with self._leases.hold(source, chain[num_local:]) as blocks:
-                num_wanted = len(blocks.offset)
+            async with self._leases.hold(source, chain[num_local:]) as spans:
+                num_wanted = len(spans.offset)
                 num_missing = len(chain) - num_local - num_wanted
                 if 0 < num_wanted <= pool.num_free:
-                    held += pool.allocate(num_wanted)
-                    report = await self.read(peer, blocks, 0, held[num_local:], deadline_s=self._deadline_s)
+                    blocks += pool.allocate(num_wanted)
+                    report = await self.read(peer, spans, 0, blocks[num_local:], deadline_s=self._deadline_s)
                     nbytes = report.nbytes
         except BaseException:
-            pool.release(held)
+            pool.release(blocks)
             raise
-        for i in range(num_local, len(held)):
-            held[i] = pool.seal(held[i], chain[i], chain[i - 1] if i else None)
-        return Fetched(held, len(held) - num_local, num_missing, nbytes, time.monotonic() - started_s)
+        for i in range(num_local, len(blocks)):
+            blocks[i] = pool.seal(blocks[i], chain[i], chain[i - 1] if i else None)
+        return Fetched(blocks, len(blocks) - num_local, num_missing, nbytes, time.monotonic() - started_s)

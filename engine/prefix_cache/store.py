@@ -1,4 +1,4 @@
-"""The blocks of a node beyond its pool: host memory and disk, and what ties them to pool, index and peers."""
+"""A node's tiers below its pool, and their connection to pool, index and peers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A request's chain is told to the eviction policies (up to 10 µs a block) this long after it came, when its
-# first token does not wait for the event loop any more.
+# Eviction policies learn of a request's chain (up to 10 µs a block) this long after its arrival, so that its
+# first token does not wait.
 USE_DELAY_S = 0.1
 
 _PROBE_NBYTES = 16 << 20
 
 
 class NodeStore:
-    """Follows the engine's pool: what it seals is told to ``on_change``, what it evicts goes to host memory.
+    """Reports sealed blocks of the pool to ``on_change`` and moves evicted ones to host memory.
 
-    ``tiers`` is the store, ``loader`` brings a prompt's prefix back to the pool.
+    ``tiers``: the store. ``loader``: loads a prompt's prefix into the pool.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class NodeStore:
         memory: BlockMemory,
         on_change: OnChange,
     ) -> NodeStore:
-        """Allocate host memory, and take up what the node's ``folder`` on disk holds from an earlier life.
+        """Allocate host memory and re-adopt the blocks in the node's ``folder`` on disk.
 
-        Raises ConfigError when not even one block fits, and what ``SsdTier.open`` raises.
+        Raises ConfigError if not even one block fits, and as ``SsdTier.open``.
         """
         options = config.store
         if options.host.capacity_nbytes < engine.layout.block_nbytes:
@@ -79,7 +79,7 @@ class NodeStore:
         savings = EvictionSavings(engine.layout, engine.profile)
         ssd: SsdTier | None = None
         if options.ssd.path:
-            # Here, as below: who has no disk tier and no index needs neither of their packages.
+            # Imported on use, as below: a node without disk and index needs neither package.
             from moonpool.kvstore.tiers.ssd import SsdTier
 
             directory = Path(options.ssd.path) / folder
@@ -92,7 +92,7 @@ class NodeStore:
                 saved_s=savings.ssd,
                 io_deadline_s=options.ssd.deadline_s,
             )
-            log.info("%d blocks of an earlier life taken up from %s", len(ssd), directory)
+            log.info("%d blocks of an earlier start re-adopted from %s", len(ssd), directory)
         tiers = savings.store = TieredStore(
             engine.layout,
             options,
@@ -108,12 +108,12 @@ class NodeStore:
         return store
 
     async def close(self, flush_s: float) -> None:
-        """Give the disk up to ``flush_s`` to take what only memory holds; then end."""
+        """Write blocks that are only in memory to disk for up to ``flush_s``, then close."""
         await self.tiers.flush(flush_s)
         await self.tiers.close()
 
     def describe(self, lease: Lease) -> node_pb2.BlockSpans:
-        """Where the leased blocks lie and what their bytes hash to, for a peer that will read them."""
+        """Return spans and checksums of leased blocks, for a peer that reads them."""
         nbytes = self._memory.layout.block_nbytes
         pool_id, host_id = self._memory.region.id, self._region.id
         return node_pb2.BlockSpans(
@@ -123,7 +123,7 @@ class NodeStore:
         )
 
     def profile(self) -> dict[str, float]:
-        """The fields of ``protos.Profile`` about tiers: what a load from each was measured to give."""
+        """Return the load rates of ``protos.Profile``."""
         stats = self.tiers.stats
         host = self.loader.host_load_nbytes_per_s or self._probed_nbytes_per_s
         return {
@@ -132,7 +132,7 @@ class NodeStore:
         }
 
     def fill(self) -> dict[str, TierFill]:
-        """How full the tiers below the pool are, for the index."""
+        """Return the fill of the tiers below the pool, for the index."""
         from moonpool.kvstore.index.redis.node_record import TierFill
 
         return {tier.name: TierFill(tier.capacity_blocks, tier.num_blocks) for tier in self.tiers.stats.tiers}
@@ -151,17 +151,17 @@ class NodeStore:
         ]
 
     async def _probe(self) -> None:
-        """Time a copy from host memory to the pool, checked as a load is, before anything lies in either."""
+        """Time a verified copy from host memory to the pool, before either is used."""
         nbytes = self._memory.layout.block_nbytes
         num_blocks = min(_PROBE_NBYTES, self._region.nbytes) // nbytes or 1
         block_ids = range(min(num_blocks, self._memory.pool.num_blocks))
         sources = [self._region.array[i * nbytes : (i + 1) * nbytes] for i in block_ids]
         checksums = [checksum(source.data) for source in sources]
-        for _ in range(2):  # the first is of cold memory
+        for _ in range(2):  # the first run touches cold memory
             began_s = time.perf_counter()
             bad = await self._memory.copy_in(sources, block_ids, checksums)
             self._probed_nbytes_per_s = len(sources) * nbytes / (time.perf_counter() - began_s)
-            assert bad is None, "a block was changed while it was copied"
+            assert bad is None, "a block changed during its copy"
 
     def _sealed(self, block_id: int, key: BlockKey) -> None:
         self._on_change(key, Tier.POOL)

@@ -1,4 +1,4 @@
-"""A prompt's prefix brought from the slower tiers into the pool before it is computed."""
+"""Loads a prompt's prefix from the slower tiers into the pool."""
 
 from __future__ import annotations
 
@@ -18,81 +18,81 @@ from moonpool.transfer import TransferError
 
 log = logging.getLogger(__name__)
 
-# A GPU takes a prompt's blocks in milliseconds; they are pinned no longer than this for it.
-_LONGEST_COPY_S = 10.0
+# Lease of blocks during a copy to a GPU, which takes milliseconds.
+_COPY_LEASE_S = 10.0
 
 
 @dataclass(slots=True)
 class Loaded:
-    """``block_ids`` are the first blocks of the chain, held for the caller: those the pool had, then
-    ``num_host`` and ``num_ssd`` that were loaded."""
+    """``block_ids``: the first blocks of the chain, acquired for the caller; the last num_host + num_ssd
+    of them were loaded."""
 
     block_ids: list[int] = field(default_factory=list)
     num_host: int = 0
     num_ssd: int = 0
-    num_stale: int = 0  # that the index named and no tier held
+    num_stale: int = 0  # in the index but in no tier
     seconds: float = 0.0
 
 
 class TierLoader:
-    """Loads where that is predicted to take less time than computing; on the node's event loop."""
+    """Loads blocks if that is predicted to be faster than computing. Runs on the node's event loop."""
 
     def __init__(
         self, memory: BlockMemory, store: TieredStore, costs: Callable[[], dict[str, float]]
     ) -> None:
-        """``costs``: the engine's ``profile``, as it is now."""
-        self.host_bandwidth = Bandwidth()  # of copies to a GPU; the store knows its own
+        """``costs``: ``Engine.profile``."""
+        self.host_bandwidth = Bandwidth()  # of copies to a GPU
         self._memory = memory
         self._store = store
         self._costs = costs
 
     @property
     def host_load_nbytes_per_s(self) -> float:
-        """What loads from host memory gave lately; 0 before the first."""
+        """The recent rate of loads from host memory; 0 before the first."""
         return self.host_bandwidth.nbytes_per_s or self._store.stats.host_load_nbytes_per_s
 
     async def load(
         self, chain: Sequence[BlockKey], tiers: Sequence[Tier], *, slowest: Tier = Tier.SSD
     ) -> Loaded:
-        """Bring what host memory and disk hold of ``chain`` (``tiers``: the store's ``match`` of it) to the
-        pool, down to tier ``slowest``.
+        """Load ``chain`` into the pool, from tiers down to ``slowest``. ``tiers``: the store's ``match`` of
+        it.
 
-        The caller releases ``block_ids``. There may be no room, or blocks may turn out to be gone: then less
-        is loaded, or nothing. When cancelled, nothing is held.
+        The caller releases ``block_ids``. Loads less, or nothing, without room or when blocks are gone. A
+        cancellation releases all blocks.
         """
         pool = self._memory.pool
-        num_held, num_wanted = self._wanted(tiers, slowest)
+        num_local, num_wanted = self._wanted(tiers, slowest)
         if not num_wanted:
             return Loaded()
-        held = pool.match(chain[:num_held])
-        num_wanted = min(num_wanted, pool.num_free - pool.num_idle(held))
-        if len(held) < num_held or num_wanted <= 0:
+        blocks = pool.match(chain[:num_local])
+        num_wanted = min(num_wanted, pool.num_free - pool.num_idle(blocks))
+        if len(blocks) < num_local or num_wanted <= 0:
             return Loaded()
         began_s = time.monotonic()
-        pool.acquire(held)
+        pool.acquire(blocks)
         try:
             fresh = pool.allocate(num_wanted)
-            held += fresh
-            found = await self._fill(chain[num_held : num_held + num_wanted], fresh)
+            blocks += fresh
+            found = await self._fill(chain[num_local : num_local + num_wanted], fresh)
         except BaseException:
-            pool.release(held)
+            pool.release(blocks)
             raise
-        pool.release(held[num_held + len(found) :])
-        del held[num_held + len(found) :]
-        for i in range(num_held, len(held)):
-            held[i] = pool.seal(held[i], chain[i], chain[i - 1] if i else None)
+        pool.release(blocks[num_local + len(found) :])
+        del blocks[num_local + len(found) :]
+        for i in range(num_local, len(blocks)):
+            blocks[i] = pool.seal(blocks[i], chain[i], chain[i - 1] if i else None)
         num_ssd = found.count(Tier.SSD)
-        return Loaded(held, len(found) - num_ssd, num_ssd, seconds=time.monotonic() - began_s)
+        return Loaded(blocks, len(found) - num_ssd, num_ssd, seconds=time.monotonic() - began_s)
 
     def lacks_room(self, chain: Sequence[BlockKey], tiers: Sequence[Tier]) -> bool:
-        """Whether ``load`` would find too little room in the pool now for what is worth loading."""
+        """Return whether the pool has too little room now for the blocks worth loading."""
         pool = self._memory.pool
-        num_held, num_wanted = self._wanted(tiers, Tier.SSD)
-        return num_wanted > pool.num_free - pool.num_idle(pool.match(chain[:num_held]))
+        num_local, num_wanted = self._wanted(tiers, Tier.SSD)
+        return num_wanted > pool.num_free - pool.num_idle(pool.match(chain[:num_local]))
 
     async def fill(self, chain: Sequence[BlockKey], sequence: QueuedSequence) -> Loaded:
-        """As ``load``, into blocks that the sequence has reserved; they are still to be sealed. After an
-        error or a cancellation their bytes are undefined."""
+        """Load into blocks that the sequence has reserved, without sealing them. After an error or a
+        cancellation their bytes are undefined."""
         first = sequence.num_computed_tokens // self._memory.pool.block_size
         num_wanted = self._num_worth_it(self._store.match(chain)[first:], Tier.SSD)
         keys = chain[first : first + num_wanted]
@@ -102,12 +102,12 @@ class TierLoader:
         return Loaded([], len(found) - num_ssd, num_ssd, seconds=time.monotonic() - began_s)
 
     def _wanted(self, tiers: Sequence[Tier], slowest: Tier) -> tuple[int, int]:
-        """How many of the first blocks the pool has, and how many after them are worth loading."""
-        num_held = next((i for i, tier in enumerate(tiers) if tier is not Tier.POOL), len(tiers))
-        return num_held, self._num_worth_it(tiers[num_held:], slowest)
+        """Return how many leading blocks the pool has, and how many after them are worth loading."""
+        num_local = next((i for i, tier in enumerate(tiers) if tier is not Tier.POOL), len(tiers))
+        return num_local, self._num_worth_it(tiers[num_local:], slowest)
 
     async def _fill(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> list[Tier]:
-        """Where each of the first blocks came from; shorter than ``keys`` where one could not be had."""
+        """Fill blocks and return the tier of each; the result ends before the first block that failed."""
         tiers = self._store.match(keys)
         await self._memory.pool.ready()
         if not self._memory.in_main_memory:
@@ -120,11 +120,9 @@ class TierLoader:
         return tiers
 
     async def _fill_gpu(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> int:
-        """How many of the first blocks were copied from host memory, by way of it from disk, to a GPU.
-
-        They stay in the store's memory, which is pinned for such copies, until they are there.
-        """
-        lease = await self._store.pin(keys, _LONGEST_COPY_S)
+        """Copy blocks to a GPU by way of the store's pinned host memory. Return the number of leading
+        blocks copied."""
+        lease = await self._store.pin(keys, _COPY_LEASE_S)
         try:
             in_host = [block for block in lease.blocks if block.tier is Tier.HOST]
             sources = [self._store.host.bytes_of(block.slot) for block in in_host]
@@ -141,19 +139,19 @@ class TierLoader:
         finally:
             self._store.release(lease.id)
         if bad is not None:
-            log.warning("a block in host memory is not what was put there: it is computed instead")
+            log.warning("a block in host memory has a wrong checksum: it is dropped and computed instead")
             await self._store.remove([keys[bad]])
             return bad
         return len(sources)
 
     def _num_worth_it(self, tiers: Sequence[Tier], slowest: Tier) -> int:
-        """How many of the first blocks are loaded in less time than computed."""
+        """Return how many leading blocks load faster than they compute."""
         compute_s = self._costs()["prefill_token_s"] * self._memory.layout.block_size
         stats, nbytes = self._store.stats, self._memory.layout.block_nbytes
         rates = {Tier.HOST: self.host_load_nbytes_per_s, Tier.SSD: stats.ssd_load_nbytes_per_s}
         for i, tier in enumerate(tiers):
             rate = rates.get(tier, 0.0)
-            # What was never measured, neither computing nor loading, is tried.
+            # Without measurements, try.
             if tier > slowest or (compute_s and rate and nbytes / rate > compute_s):
                 return i
         return len(tiers)

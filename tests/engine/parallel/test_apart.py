@@ -388,7 +388,7 @@ async def test_a_device_with_memory_and_queues_of_its_own_leads_ranks(make_check
     reference = make_checkpoint("llama", **SHAPE)
     device = LateDevice()
     async with side(reference.path, "alone", 1, 1) as alone:
-        monkeypatch.setattr("moonpool.engine.node.engine_memory.choose_device", lambda option: device)
+        monkeypatch.setattr("moonpool.engine.setup.choose_device", lambda option: device)
         async with side(reference.path, "late", 1, 2, separate_pools=True) as late:
             assert late.memory.engine.options.decode_graphs
             assert isinstance(late.memory.blocks.bytes, RemoteRankBytes)

@@ -189,7 +189,7 @@ async def test_a_rank_lost_while_nothing_runs_is_noticed(path) -> None:
 
 async def test_ranks_that_ran_other_batches_are_found_out(path) -> None:
     async with serving(path, tp=2) as driver:
-        driver.engine._loop.runner._stage._digest ^= 1
+        driver.engine._loop.runner._rank_step.digest ^= 1
         driver.engine.add(driver.sequence(PROMPT, max_tokens=2))
         with pytest.raises(RankDiverged, match=r"rank 1 is lost: at step \d+ its digest of all batches"):
             await asyncio.wait_for(driver.engine.wait(), 60)
