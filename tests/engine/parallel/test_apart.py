@@ -321,7 +321,7 @@ async def test_a_rank_lost_in_the_middle_of_a_copy_ends_it(make_checkpoint, how)
     async with side(path, "apart", 2, 1, separate_pools=True, timeout_s=5.0) as apart:
         bytes_, blocks = apart.memory.blocks.bytes, random_blocks(apart, 40)
         for call in (bytes_.view, lambda block: bytes_.checksums([block]), apart.memory.blocks.checksum):
-            with pytest.raises(AssertionError, match="the loop would wait for itself"):
+            with pytest.raises(AssertionError, match="would wait for itself"):
                 call(0)
         sums, ids = [checksum(block.data) for block in blocks], list(range(40))
         copies = [np.empty_like(block) for block in blocks]
