@@ -37,7 +37,7 @@ test: env ## run the tests; ARGS='tests/kvstore -k lease'
 
 .PHONY: test-slow
 test-slow: env ## run the tests that `make test` leaves out
-	@$(PYTEST) -m slow $(ARGS)
+	@$(PYTEST) -m slow $(WORKERS) $(ARGS)
 
 # The tests and measurements for a GPU. On a machine that has torch with CUDA but no .venv they run with that
 # Python as it is: nothing is installed, and neither Redis nor a network is needed.
