@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,56 +30,44 @@ from moonpool.runtime.config.loading import load_config
 messages = Console(highlight=False, stderr=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    url: str
-    tenant: str
-    file: Path | None
-    sets: tuple[str, ...]
+def _with_client(work: Callable[..., Awaitable[int | None]]) -> Callable[..., None]:
+    """Make ``work(client, **options)`` a command that exits with its result; code 2 for wrong input.
 
-    def run(self, work: Callable[[StoreClient], Awaitable[int | None]]) -> None:
-        """Connect, do ``work``, exit with its code; code 2 for wrong input."""
+    Adds the options that name the store and the tenant. The client connects with its first call.
+    """
 
-        async def main() -> int | None:
-            config = load_config(self.file, self.sets)
-            salt = os.environ.get("MOONPOOL_TENANT_SALT", "")
+    @functools.wraps(work)
+    def command(url: str, tenant: str, file: Path | None, sets: tuple[str, ...], **options: Any) -> None:
+        config = load_config(file, sets)
+        salt = os.environ.get("MOONPOOL_TENANT_SALT", "")
+        namespace, transfer = config.index.namespace, config.transfer
+
+        async def run() -> int | None:
             async with connect(
-                self.url,
-                tenant=self.tenant,
-                salt=salt,
-                namespace=config.index.namespace,
-                transfer=config.transfer,
+                url, tenant=tenant, salt=salt, namespace=namespace, transfer=transfer
             ) as client:
-                return await work(client)
+                return await work(client, **options)
 
         try:
-            sys.exit(asyncio.run(main()))
+            sys.exit(asyncio.run(run()))
         except (BadUrl, BadObject, UnknownNode) as error:
             raise click.UsageError(str(error)) from error
 
-
-def _on_target(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that name the store and the tenant; the command gets a ``_Target`` first."""
-
-    @functools.wraps(command)
-    def run(url: str, tenant: str, file: Path | None, sets: tuple[str, ...], **given: Any) -> None:
-        command(_Target(url, tenant, file, sets), **given)
-
-    url = click.option(
+    url_option = click.option(
         "--url",
         default=DEFAULT_URL,
         envvar="MOONPOOL_URL",
         show_default=True,
         help="The conductor's API, or the index's Redis.",
     )
-    tenant = click.option(
+    tenant_option = click.option(
         "--tenant",
         default="",
         envvar="MOONPOOL_TENANT",
         metavar="NAME",
         help="The tenant of the objects; MOONPOOL_TENANT_SALT has its salt.",
     )
-    return config_options(tenant(url(run)))
+    return config_options(tenant_option(url_option(command)))
 
 
 @click.group()
@@ -92,128 +80,101 @@ def store() -> None:
 @click.option("--name", metavar="NAME", help="Its name in the store (default: the file's).")
 @click.option("--copies", default=1, show_default=True, type=click.IntRange(min=1), help="On how many nodes.")
 @click.option("--node", default="", metavar="ID", help="The node of the first copy.")
-@_on_target
-def put_command(target: _Target, path: str, name: str | None, copies: int, node: str) -> None:
+@_with_client
+async def put_command(client: StoreClient, path: str, name: str | None, copies: int, node: str) -> None:
     """Store the bytes of FILE; - reads standard input."""
     if path == "-" and name is None:
         raise click.UsageError("standard input has no name: give it one with --name")
     stored_as = name if name is not None else Path(path).name
     data = _read(path)
-
-    async def work(client: StoreClient) -> None:
-        began_s = time.perf_counter()
-        await client.put(stored_as, data, copies=copies, node=node)
-        seconds = time.perf_counter() - began_s
-        rate = f"{data.nbytes / seconds / 1e9:.2f} GB/s"
-        stat = await client.stat(stored_as)
-        holders = ", ".join(stat.nodes) if stat is not None else "no node any more"
-        messages.print(
-            f"{stored_as}: {size(data.nbytes)} on {holders} in {seconds:.3f} s, {rate}", markup=False
-        )
-
-    target.run(work)
+    began_s = time.perf_counter()
+    await client.put(stored_as, data, copies=copies, node=node)
+    seconds = time.perf_counter() - began_s
+    stat = await client.stat(stored_as)
+    holders = ", ".join(stat.nodes) if stat is not None else "no node any more"
+    rate = f"{data.nbytes / seconds / 1e9:.2f} GB/s"
+    line = f"{stored_as}: {size(data.nbytes)} on {holders} in {seconds:.3f} s, {rate}"
+    messages.print(line, markup=False)
 
 
 @store.command("get")
 @click.argument("name")
 @click.argument("path", metavar="FILE|-", default="-")
-@_on_target
-def get_command(target: _Target, name: str, path: str) -> None:
+@_with_client
+async def get_command(client: StoreClient, name: str, path: str) -> None:
     """Write an object's bytes into FILE, or to standard output."""
     if path == "-" and sys.stdout.isatty():
         raise click.UsageError("standard output is a terminal: name a file for the object's bytes")
     if path != "-" and not Path(path).parent.is_dir():
         raise click.UsageError(f"{path} cannot be written: there is no directory {Path(path).parent}")
-
-    async def work(client: StoreClient) -> None:
-        stat = await client.stat_existing(name)
-        data = np.empty(stat.nbytes, np.uint8)
-        await client.get_into(name, data, required=True)
-        if path == "-":
-            sys.stdout.buffer.write(data.data)
-            return
-        # FILE is complete or absent, also after a crash.
-        unfinished = Path(f"{path}.part")
-        try:
-            unfinished.write_bytes(data.data)
-            unfinished.rename(path)
-        except OSError as error:
-            raise click.ClickException(f"{path} cannot be written: {error.strerror}") from error
-
-    target.run(work)
+    stat = await client.stat_existing(name)
+    data = np.empty(stat.nbytes, np.uint8)
+    await client.get_into(name, data, required=True)
+    if path == "-":
+        sys.stdout.buffer.write(data.data)
+        return
+    # FILE is complete or absent, also after a crash.
+    unfinished = Path(f"{path}.part")
+    try:
+        unfinished.write_bytes(data.data)
+        unfinished.rename(path)
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from error
 
 
 @store.command("ls")
 @click.argument("prefix", default="")
 @json_option
-@_on_target
-def ls_command(target: _Target, prefix: str, as_json: bool) -> None:
+@_with_client
+async def ls_command(client: StoreClient, prefix: str, as_json: bool) -> None:
     """List the objects with names that begin with PREFIX."""
-
-    async def work(client: StoreClient) -> None:
-        objects = await client.ls(prefix)
-        if as_json:
-            click.echo(json.dumps([_plain(each) for each in objects], indent=2))
-        else:
-            console.print(_objects_table(objects))
-
-    target.run(work)
+    objects = await client.ls(prefix)
+    _show([_plain(each) for each in objects], _objects_table(objects), as_json)
 
 
 @store.command("stat")
 @click.argument("name", required=False)
 @json_option
-@_on_target
-def stat_command(target: _Target, name: str | None, as_json: bool) -> None:
+@_with_client
+async def stat_command(client: StoreClient, name: str | None, as_json: bool) -> None:
     """Describe the object NAME; without it, the capacity and use of each store node."""
-
-    async def work(client: StoreClient) -> None:
-        if name is None:
-            rows = _usage_rows(await client.usage())
-            if as_json:
-                click.echo(json.dumps(rows, indent=2))
-            else:
-                console.print(_usage_table(rows))
-            return
+    if name is None:
+        rows = _usage_rows(await client.usage())
+        _show(rows, _usage_table(rows), as_json)
+    else:
         found = await client.stat_existing(name)
-        if as_json:
-            click.echo(json.dumps(_plain(found), indent=2))
-        else:
-            console.print(_objects_table([found]))
-
-    target.run(work)
+        _show(_plain(found), _objects_table([found]), as_json)
 
 
 @store.command("evict")
 @click.argument("names", nargs=-1, metavar="NAME...")
 @click.option("--all", "everything", is_flag=True, help="Every object of this tenant.")
-@_on_target
-def evict_command(target: _Target, names: tuple[str, ...], everything: bool) -> None:
+@_with_client
+async def evict_command(client: StoreClient, names: tuple[str, ...], everything: bool) -> int:
     """Drop every copy of these objects."""
     if bool(names) == everything:
         raise click.UsageError("name the objects to drop, or give --all")
-
-    async def work(client: StoreClient) -> int:
-        wanted = [each.name for each in await client.ls()] if everything else list(names)
-        num_removed = await client.batch_remove(wanted)
-        messages.print(f"{num_removed} of {len(wanted)} objects dropped")
-        return 0 if num_removed == len(wanted) else 1
-
-    target.run(work)
+    wanted = [each.name for each in await client.ls()] if everything else list(names)
+    num_removed = await client.batch_remove(wanted)
+    messages.print(f"{num_removed} of {len(wanted)} objects dropped")
+    return 0 if num_removed == len(wanted) else 1
 
 
 @store.command("verify")
-@_on_target
-def verify_command(target: _Target) -> None:
+@_with_client
+async def verify_command(client: StoreClient) -> int:
     """Check every block and chunk on every store node, and drop damaged ones.
 
     Exit code 1: something was damaged, or a node did not answer.
     """
+    return await verify_nodes(await client.nodes(), messages)
 
-    async def work(client: StoreClient) -> int:
-        return await verify_nodes(await client.nodes(), messages)
 
-    target.run(work)
+def _show(plain: Any, table: Table, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(plain, indent=2))
+    else:
+        console.print(table)
 
 
 def _read(file: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
