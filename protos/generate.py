@@ -1,4 +1,4 @@
-"""``python -m moonpool.protos.generate [--check]``: the Python code of every .proto in this directory."""
+"""``python -m moonpool.protos.generate [--check]``: generate Python code from the .proto files here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-# The folder as it is imported: linked into the package.
+# The folder under its import name, a link.
 PACKAGE = ROOT / "moonpool" / "protos"
 
 
 def generate(target: Path) -> list[Path]:
-    """Write ``target/moonpool/protos/*_pb2*``; returns them."""
+    """Write ``target/moonpool/protos/*_pb2*`` and return the paths."""
     from grpc_tools import protoc  # a development dependency
 
     sources = sorted(PACKAGE.glob("*.proto"))
@@ -41,9 +41,7 @@ def generate(target: Path) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="fail when the committed code is not what this writes"
-    )
+    parser.add_argument("--check", action="store_true", help="fail if the committed code is stale")
     if not parser.parse_args().check:
         for path in generate(ROOT):
             print(path.relative_to(ROOT))
@@ -54,7 +52,7 @@ def main() -> None:
     stale = sorted(name for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name))
     if stale:
         raise SystemExit(f"protos: {', '.join(stale)} do not match their .proto; run `make protos`")
-    print("protos: the generated code is fresh")
+    print("protos: the generated code is up to date")
 
 
 if __name__ == "__main__":

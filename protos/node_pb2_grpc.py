@@ -90,14 +90,14 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stop taking requests, finish those that run, then exit.
+        """Stop accepting requests, finish the running ones, then exit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lease(self, request, context):
-        """Pin the longest prefix of `keys` this node holds, so that the caller may read it until the lease ends.
+        """Pin the longest prefix of `keys` on this node; the caller may read it until the lease ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,29 +110,29 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListBlocks(self, request, context):
-        """Everything the node holds and publishes, for those who compare it with the index.
+        """All published blocks of the node, for comparison with the index.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Replicate(self, request, context):
-        """Read what is missing here of `keys` from another node, keep it and publish it.
+        """Read the missing blocks of `keys` from another node, cache and publish them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Make the room free that the end of a chain takes in the pool, which was only a copy for busy times: it goes
-        where evicted blocks go. What is in use, or what a longer chain goes on from, stays.
+        """Evict the end of a chain from the pool, where it is a surplus copy. Blocks in use and blocks with successors
+        stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Stop one attempt of a request and let everything go that it holds here. Unknown ones are no error.
+        """Stop one attempt of a request and release its resources. An unknown one is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -412,7 +412,7 @@ class Node:
 
 
 class ExpertsStub:
-    """---------------------------------------------------------------- nodes that compute mixtures of experts
+    """---------------------------------------------------------------- nodes with MoE models
 
     """
 
@@ -430,12 +430,12 @@ class ExpertsStub:
 
 
 class ExpertsServicer:
-    """---------------------------------------------------------------- nodes that compute mixtures of experts
+    """---------------------------------------------------------------- nodes with MoE models
 
     """
 
     def Load(self, request, context):
-        """What the experts were given since the node's present life began.
+        """Rows computed by each expert since the last start of the node's engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -458,7 +458,7 @@ def add_ExpertsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Experts:
-    """---------------------------------------------------------------- nodes that compute mixtures of experts
+    """---------------------------------------------------------------- nodes with MoE models
 
     """
 
@@ -519,16 +519,16 @@ class PrefillNodeServicer:
     """
 
     def Prefill(self, request, context):
-        """Compute the prompt's KV and the next token. Answers when that token is known; the blocks stay pinned for
-        a follower until it has taken them or the request's deadline passes. Cancelling the call cancels the work.
+        """Compute the prompt's KV and the next token; answers with that token. The blocks stay pinned for a follower
+        until it has read them or the request's deadline has passed. Cancelling the call cancels the work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Follow(self, request, context):
-        """The decode node's side: blocks of a request as they are finished, in order. May be called before Prefill.
-        Closing the stream lets the blocks go.
+        """For the decode node: the blocks of a request in order, as they are finished. May be called before Prefill.
+        Closing the stream releases the blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -644,17 +644,17 @@ class DecodeNodeServicer:
     """
 
     def Decode(self, request, context):
-        """Take a request: reserve its blocks, follow its prefill, decode. Answers as soon as it is accepted; what it
-        produces comes on the Tokens stream of the same conductor.
+        """Accept a request: reserve its blocks, follow its prefill, decode. Answers at once; its tokens are on the Tokens
+        stream of the same conductor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokens(self, request, context):
-        """One message a step with the new tokens of every request of this conductor (steps of less than 3 ms share one,
-        tokens in order). One stream a conductor.
-        When it breaks and is not reopened within the orphan bound, that conductor's requests are cancelled.
+        """One message a step with the new tokens of all requests of a conductor, in order; steps of less than 3 ms share
+        a message. One stream a conductor. If it breaks and is not reopened within node.orphan_s, the conductor's
+        requests are cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

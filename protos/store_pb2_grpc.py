@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class StoreStub:
-    """Objects of any size, by a key only who knows the tenant's salt can make. An object is cut into chunks of the
-    node's chunk_nbytes, the last one shorter; chunk i of it lies in span i.
+    """Objects of any size by key; keys are derived from the tenant's secret salt. An object is split into chunks of
+    the node's chunk_nbytes, the last one shorter; chunk i is in span i.
     """
 
     def __init__(self, channel):
@@ -99,20 +99,20 @@ class StoreStub:
 
 
 class StoreServicer:
-    """Objects of any size, by a key only who knows the tenant's salt can make. An object is cut into chunks of the
-    node's chunk_nbytes, the last one shorter; chunk i of it lies in span i.
+    """Objects of any size by key; keys are derived from the tenant's secret salt. An object is split into chunks of
+    the node's chunk_nbytes, the last one shorter; chunk i is in span i.
     """
 
     def Begin(self, request, context):
-        """Reserve room for the first chunks of each object. Nobody sees an object before all of it is committed.
+        """Reserve space for the first chunks of each object. An object is visible once all of it is committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """What was reserved has been written. Answers with the next spans, or `done`: the object is complete and visible,
-        in place of an earlier version. A put not continued within its ttl is taken back.
+        """The reserved chunks have been written. Answers with the next spans, or `done`: the object is complete, visible
+        and replaces an earlier version. A put that is not continued within its ttl is aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,7 +125,7 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
-        """Pin the first chunks from `first_chunk` on, so that the caller may read them until the lease ends.
+        """Pin the first chunks from `first_chunk` on; the caller may read them until the lease ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,14 +138,14 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Find(self, request, context):
-        """What is here of these; pins nothing and counts as no use.
+        """Which of these are on this node; pins nothing and does not count as a use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Check(self, request, context):
-        """Compare the chunks of these with their checksums, because a reader got other bytes. Damaged ones are dropped.
+        """Verify the checksums of these after a reader found a mismatch. Damaged objects are dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,14 +158,14 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Copy(self, request, context):
-        """Read an object from another store node and keep it here too.
+        """Copy an object from another store node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """This tenant's objects, in the order of their keys.
+        """The objects of a tenant in the order of their keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,7 +178,7 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Compare every block and chunk with its checksum. Damaged ones are dropped.
+        """Verify the checksum of every block and chunk. Damaged ones are dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -256,8 +256,8 @@ def add_StoreServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Store:
-    """Objects of any size, by a key only who knows the tenant's salt can make. An object is cut into chunks of the
-    node's chunk_nbytes, the last one shorter; chunk i of it lies in span i.
+    """Objects of any size by key; keys are derived from the tenant's secret salt. An object is split into chunks of
+    the node's chunk_nbytes, the last one shorter; chunk i is in span i.
     """
 
     @staticmethod
