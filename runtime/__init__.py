@@ -1,1 +1,1 @@
-"""What every process needs: configuration, errors, RPC, metrics, logs and a daemon's life cycle."""
+"""Common parts of every process: configuration, errors, RPC, metrics, logs and the service life cycle."""

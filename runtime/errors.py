@@ -1,7 +1,7 @@
-"""The root of every error Moonpool raises on purpose.
+"""The root of all errors that Moonpool raises.
 
-Each package grows one branch below ``MoonpoolError``. An error is a noun a caller can act on and carries its
-facts as attributes; it is turned into a gRPC status or an HTTP answer once, at that boundary.
+Each package has one branch below ``MoonpoolError``. Errors carry their facts as attributes; the RPC or HTTP
+boundary maps them to a status.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import ClassVar
 
 
 class MoonpoolError(Exception):
-    """Base of all. ``str(error)`` is a sentence for a person: what happened, where, and what to do.
+    """Base of all errors. ``str(error)`` is a sentence: what happened, where, and what to do.
 
-    ``code`` is the gRPC status (by name) a server answers with when this error leaves a call.
+    ``code`` is the name of the gRPC status of a call that raises this error.
     """
 
     code: ClassVar[str] = "INTERNAL"
 
 
 class ConfigError(MoonpoolError):
-    """A configuration value is unknown, of the wrong type, or impossible. Nothing has been started."""
+    """A configuration value is unknown, of the wrong type or invalid. Nothing has been started."""
 
     code = "INVALID_ARGUMENT"
 
@@ -36,14 +36,14 @@ class PortInUse(MoonpoolError):
 
     def __init__(self, host: str, port: int, option: str) -> None:
         super().__init__(
-            f"port {port} on {host} is in use: stop what listens there, or choose another {option}"
+            f"port {port} on {host} is in use: stop the process that listens there, or set another {option}"
         )
         self.host = host
         self.port = port
 
 
 class ChildFailed(MoonpoolError):
-    """A process that we started ended, or did not get ready. ``tail`` is the end of its log, if any."""
+    """A child process ended or did not become ready. ``tail`` is the end of its log, if any."""
 
     def __init__(self, name: str, what: str, log: Path | None = None, tail: str = "") -> None:
         where = f". The end of {log}:\n{tail.rstrip() or '(empty)'}" if log is not None else ""
@@ -54,7 +54,7 @@ class ChildFailed(MoonpoolError):
 
 
 class NodeUnavailable(MoonpoolError):
-    """A node did not answer, or went away during a call. The call may have had an effect there."""
+    """A node did not answer or disconnected during a call. The call may have had an effect there."""
 
     code = "UNAVAILABLE"
 

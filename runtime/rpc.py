@@ -1,4 +1,4 @@
-"""gRPC as every process uses it: limits, keepalive, the request's id, and errors mapped once, here."""
+"""gRPC servers and channels: limits, keepalive, request ids, and the mapping of errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ERROR_KIND = "moonpool-error"
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
-    # A peer whose host vanished is noticed after keepalive time + timeout; one whose process died, at once.
+    # The loss of a host is noticed after keepalive time + timeout, the death of a process at once.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -32,18 +32,18 @@ _COMMON_OPTIONS: list[tuple[str, Any]] = [
 ]
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON_OPTIONS,
-    # A node that comes back on the same address is found within a second.
+    # A node that restarts on the same address is reconnected within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Our addresses are our own: never through a proxy of the environment.
+    # Addresses of a cluster are direct: ignore proxies of the environment.
     ("grpc.enable_http_proxy", 0),
 ]
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON_OPTIONS,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Without this a second process on a port in use is accepted silently.
+    # By default a second process may silently share a port in use.
     ("grpc.so_reuseport", 0),
 ]
 
@@ -51,13 +51,13 @@ Servicer = tuple[Callable[[Any, Any], None], object]
 
 
 async def serve(servicers: Sequence[Servicer], host: str, port: int) -> tuple[grpc.aio.Server, int]:
-    """Start a server for pairs of ``(add_XServicer_to_server, servicer)``; returns it and its port (0: any).
+    """Start a server for pairs of ``(add_XServicer_to_server, servicer)``; return it and its port (0: any).
 
-    A ``MoonpoolError`` that leaves a method becomes its ``code`` with its sentence as details; any other
-    exception is logged and becomes INTERNAL.
+    A ``MoonpoolError`` raised by a method becomes its ``code`` with its text as details; any other exception
+    is logged and becomes INTERNAL.
 
     Raises:
-        PortInUse: somebody else listens there.
+        PortInUse: another process listens there.
     """
     server = grpc.aio.server(interceptors=[_Boundary()], options=_SERVER_OPTIONS)
     for add, servicer in servicers:
@@ -71,15 +71,14 @@ async def serve(servicers: Sequence[Servicer], host: str, port: int) -> tuple[gr
 
 
 def channel(address: str) -> grpc.aio.Channel:
-    """A channel to ``host:port``; connects on first use, and again whenever the connection broke."""
+    """A channel to ``host:port``; it connects on first use and reconnects after failures."""
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
 def request_metadata() -> tuple[tuple[str, str], ...]:
-    """``metadata=`` of a call made for a request: carries ``log.request_id`` into the other process's log,
-    and the span we are in.
+    """``metadata=`` of a call for a request: propagates ``log.request_id`` and the current span.
 
-    An argument rather than an interceptor, because grpc.aio runs an intercepted call in a task of its own.
+    No interceptor does this, because grpc.aio runs an intercepted call in a separate task.
     """
     about = request_id.get()
     return ((_REQUEST_ID, about), *tracing.outgoing_headers()) if about else ()
@@ -87,13 +86,13 @@ def request_metadata() -> tuple[tuple[str, str], ...]:
 
 @contextmanager
 def node_errors(node_id: str) -> Iterator[None]:
-    """Around a call to ``node_id``: gRPC's errors become ``NodeUnavailable`` or ``RemoteError``."""
+    """Convert gRPC errors of a call to ``node_id`` to ``NodeUnavailable`` or ``RemoteError``."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
         status, details = error.code().name, error.details() or ""
         kind = _value(error.trailing_metadata(), _ERROR_KIND)
-        # Without a kind the status is gRPC's own: no connection, or it broke, or the deadline passed.
+        # Without a kind the status is gRPC's: connection failed or lost, or deadline exceeded.
         if not kind and status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"):
             reason = details if status == "UNAVAILABLE" else f"{status.lower()}: {details}"
             raise NodeUnavailable(node_id, reason) from error
@@ -105,7 +104,7 @@ def _value(metadata: Any, key: str) -> str:
 
 
 class _Boundary(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Restores the request's id and maps errors, around every method a server offers."""
+    """Restores the request id and maps errors for every method of a server."""
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
@@ -159,7 +158,7 @@ def _stream(behaviour: Any, method: str, about: str, parent: str) -> Callable[[A
 
 @contextmanager
 def _logged(method: str, about: str) -> Iterator[None]:
-    """For who debugs: what a request's call took, however it ended."""
+    """Log the duration of a request's call at level debug."""
     began_s = time.monotonic()
     try:
         yield

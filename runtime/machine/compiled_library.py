@@ -1,8 +1,8 @@
-"""C++ that is compiled once on the machine that runs it.
+"""C++ libraries, compiled once on the machine that runs them.
 
-A library lies in the user's cache directory under a name made of its sources, the compiler, its flags and the
-processor, so that a new version, compiler or machine gets its own and nothing stale is ever loaded. It needs
-g++ or clang++ and nothing of Python.
+A library is in the user's cache directory. Its name is a digest of the sources, the compiler, the flags and
+the processor, so that a stale library is never loaded. Compilation needs g++ or clang++, but no Python
+headers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class BuildFailed(MoonpoolError):
-    """A library could not be compiled. What stands in for it is used; nothing else is affected."""
+    """A library could not be compiled. Its fallback is used; nothing else is affected."""
 
     def __init__(self, library: CompiledLibrary, reason: str) -> None:
         super().__init__(f"{library.title} could not be compiled ({reason}); {library.instead}")
@@ -39,7 +39,7 @@ class Compiler:
     path: str
 
     def identity(self) -> str:
-        """Changes when the compiler is replaced."""
+        """A text that changes when the compiler is replaced."""
         file = Path(self.path).resolve()
         facts = file.stat()
         return f"{file}:{facts.st_size}:{facts.st_mtime_ns}"
@@ -56,7 +56,7 @@ def find_compiler() -> Compiler | None:
 
 @dataclass(frozen=True, slots=True)
 class CompiledLibrary:
-    """All *.cpp of ``folder`` in one shared library. title, instead: for the sentence that says it failed."""
+    """All *.cpp of ``folder`` as one shared library. title, instead: texts for the error message."""
 
     name: str
     title: str
@@ -65,13 +65,11 @@ class CompiledLibrary:
     flags: tuple[str, ...]
 
     def _flags(self) -> list[str]:
-        """Ours, then $CXXFLAGS, which may ask for others."""
+        """The flags of this library, then $CXXFLAGS, which may override them."""
         return [*self.flags, *os.environ.get("CXXFLAGS", "").split()]
 
     def path(self, compiler: Compiler) -> Path:
-        """The file that this compiler makes of these sources on this machine: under $XDG_CACHE_HOME/moonpool,
-        by default ~/.cache/moonpool.
-        """
+        """The library's file: under $XDG_CACHE_HOME/moonpool, by default ~/.cache/moonpool."""
         digest = hashlib.sha256()
         for file in sorted([*self.folder.glob("*.h"), *self.folder.glob("*.cpp")]):
             digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -81,11 +79,12 @@ class CompiledLibrary:
         return Path(base) / "moonpool" / self.name / f"{self.name}-{digest.hexdigest()[:20]}.so"
 
     def build(self) -> Path:
-        """The library's path, compiled now if it is not there yet. Safe to call from many processes at once:
-        one compiles, the others wait for it.
+        """Compile the library if necessary and return its path.
+
+        Many processes may call this at once: one compiles, the others wait.
 
         Raises:
-            BuildFailed: no compiler, a compile error, or nowhere to write. Nothing half-made is left behind.
+            BuildFailed: no compiler, a compile error, or no writable directory. No partial file remains.
         """
         compiler = find_compiler()
         if compiler is None:
@@ -105,7 +104,7 @@ class CompiledLibrary:
         return target
 
     def _compile(self, compiler: Compiler, target: Path) -> None:
-        """Compile beside the target and rename, so that a reader sees a whole library or none."""
+        """Compile in a temporary directory and rename, so that no process sees a partial library."""
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             objects = {file: Path(scratch) / f"{file.stem}.o" for file in sorted(self.folder.glob("*.cpp"))}
             commands = [
@@ -126,7 +125,7 @@ class CompiledLibrary:
             raise BuildFailed(self, f"{command[0]} failed: {reason}")
 
     def build_verbosely(self) -> int:
-        """For the command line: build it, say so, and return the exit code."""
+        """Build for the command line: print the result and return the exit code."""
         begin = time.perf_counter()
         try:
             path = self.build()

@@ -1,4 +1,4 @@
-"""What a figure was measured on, and by which code: said beside every figure."""
+"""Description of the machine and the code of a measurement."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from moonpool.runtime.machine.processor import cpuinfo
+
 
 def describe_machine() -> str:
-    """Such as "AMD EPYC, 2 cores, 24 GiB, Linux 6.1"."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
+    """The machine in one line, such as "AMD EPYC, 2 cores, 24 GiB, Linux 6.1"."""
+    cpu = cpuinfo().get("model name") or platform.processor() or platform.machine()
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))
     return f"{cpu}, {cores} cores, {gib:.0f} GiB, {platform.system()} {platform.release()}"
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Python's and those of the distributions; what is not installed is left out."""
+    """The versions of Python and of those distributions that are installed."""
     versions = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -36,9 +32,7 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit_here() -> str:
-    """Of the checkout this runs from, "+" behind it with uncommitted changes; empty outside of one: the
-    version stands for it then.
-    """
+    """The commit of this checkout, with "+" if there are uncommitted changes; empty outside of a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and which a replica has."""
+"""The GPUs of this machine, and their assignment to replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moonpool.runtime.errors import ConfigError
 
 
 def num_gpus() -> int:
-    """How many CUDA would give a process of ours. Without torch, whose import takes seconds."""
+    """The number of GPUs that CUDA offers this process, without the import of torch."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -22,7 +22,7 @@ def num_gpus() -> int:
 
 
 def computes_on_gpus(config: Config) -> int:
-    """How many GPUs the nodes of this configuration are spread over; 0: they compute on CPUs."""
+    """The number of GPUs that nodes of this configuration use; 0: they compute on CPUs."""
     device = config.model.device
     if device == "cpu" or (device == "auto" and "+cpu" in importlib.metadata.version("torch")):
         return 0
@@ -31,10 +31,9 @@ def computes_on_gpus(config: Config) -> int:
 
 
 def replica_devices(config: Config) -> list[str]:
-    """``model.device`` of each replica of a node: on GPUs, replica r has those from r × its ranks of this
-    machine on.
+    """``model.device`` of each replica of a node; the GPUs of a replica are consecutive.
 
-    Raises ConfigError where there are too few.
+    Raises ConfigError if there are too few GPUs.
     """
     parallel, device = config.engine.parallel, config.model.device
     if not computes_on_gpus(config):

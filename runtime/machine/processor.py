@@ -1,4 +1,4 @@
-"""What the processor says of itself."""
+"""Name and instruction sets of the processor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cpuinfo() -> dict[str, str]:
-    """The first processor's entry of /proc/cpuinfo; empty where there is none."""
+    """The first entry of /proc/cpuinfo; empty if there is no such file."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -17,13 +17,13 @@ def cpuinfo() -> dict[str, str]:
 
 
 def instructions() -> frozenset[str]:
-    """The extensions it has and the kernel allows, such as avx2 or asimd."""
+    """The instruction sets that the processor and the kernel support, such as avx2 or asimd."""
     info = cpuinfo()
     return frozenset((info.get("flags") or info.get("Features") or "").split())
 
 
 def processor_name() -> str:
-    """Its make and all its extensions: what is compiled for another one may not run here."""
+    """Model and instruction sets: code compiled for another processor may not run here."""
     info = cpuinfo()
     wanted = ("model name", "flags", "Features", "CPU part")
     return "\n".join([platform.machine(), *(info[name] for name in wanted if name in info)])

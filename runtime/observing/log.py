@@ -1,4 +1,4 @@
-"""Log lines on stderr, each with the process's name and the id of the request it is about."""
+"""Log lines on stderr with the name of the process and the id of the request."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from contextvars import ContextVar
 
 from moonpool.runtime.config.options import LogOptions
 
-# Of one sentence, whatever its facts, so many lines are written in so long; a cluster in trouble says the
-# same thing for every request, and the disk and the reader are to survive it.
+# Most lines of one message (format string) in a period of this length: a failing cluster logs the same
+# message for every request.
 _REPEATS = 10
 _REPEATS_S = 10.0
 
-# ``extra`` of lines that were asked for one by one: all of them are written.
+# ``extra`` of lines without this limit.
 WHOLE = {"whole": True}
 
-# Set by whoever begins to work on a request; rpc carries it from process to process.
+# Set where the work on a request begins; rpc propagates it between processes.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
@@ -29,36 +29,36 @@ def setup_logging(options: LogOptions, process: str) -> None:
     handler.setFormatter(_JsonFormatter(process) if options.format == "json" else _TextFormatter(process))
     handler.addFilter(RepeatLimit())
     logging.basicConfig(level=options.level.upper(), handlers=[handler], force=True)
-    # One line a connection or a callback is noise at our "debug".
+    # Their debug lines, one a connection or callback, would hide ours.
     for name in ("grpc", "asyncio", "aiohttp.access"):
         logging.getLogger(name).setLevel(max(logging.getLogger().level, logging.INFO))
 
 
 class RepeatLimit(logging.Filter):
-    """Lets through the first ``_REPEATS`` lines of a sentence in each stretch of ``_REPEATS_S`` seconds; the
-    first one after that says how many were left out. Errors' tracebacks count as their sentence. Memory is
-    bounded by the number of sentences in the code. Whoever asks for debugging gets every line of it, and so
-    does who asks for people's words (``WHOLE``).
+    """Drops the lines of a message after the first ``_REPEATS`` in each period of ``_REPEATS_S`` seconds.
+
+    The next line after that tells the number of dropped ones. Memory is bounded by the number of messages in
+    the code. Debug lines and lines with ``extra=WHOLE`` are never dropped.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}  # (since, lines)
+        self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}  # message -> (start, lines)
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno <= logging.DEBUG or getattr(record, "whole", False):
             return True
-        sentence = (record.name, record.levelno, str(record.msg))
+        message = (record.name, record.levelno, str(record.msg))
         now_s = self._clock()
-        since_s, lines = self._seen.get(sentence, (now_s, 0))
-        left_out = 0
+        since_s, lines = self._seen.get(message, (now_s, 0))
+        dropped = 0
         if now_s - since_s >= _REPEATS_S:
-            left_out = max(lines - _REPEATS, 0)
+            dropped = max(lines - _REPEATS, 0)
             since_s, lines = now_s, 0
-        self._seen[sentence] = (since_s, lines + 1)
-        if left_out:
-            record.msg, record.args = f"{record.getMessage()} ({left_out} more of these before)", ()
+        self._seen[message] = (since_s, lines + 1)
+        if dropped:
+            record.msg, record.args = f"{record.getMessage()} ({dropped} more of these were dropped)", ()
         return lines < _REPEATS
 
 

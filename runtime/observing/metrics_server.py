@@ -1,4 +1,4 @@
-"""The /metrics page of a process that has no HTTP server of its own."""
+"""The /metrics page of a process without an HTTP server."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moonpool.runtime.errors import PortInUse
 
 
 def serve_metrics(host: str, port: int, registry: CollectorRegistry = REGISTRY) -> int:
-    """Serve ``registry`` from a daemon thread; returns the port (0 picks a free one).
+    """Serve ``registry`` from a daemon thread and return the port (0: a free one).
 
     Raises:
-        PortInUse: somebody else listens there.
+        PortInUse: another process listens there.
     """
     try:
         server, _ = start_http_server(port, addr=host, registry=registry)

@@ -1,9 +1,7 @@
-"""Spans of OpenTelemetry, sent by OTLP where ``tracing.otlp_endpoint`` is set; where it is not, next to
-nothing.
+"""OpenTelemetry spans, sent by OTLP if ``tracing.otlp_endpoint`` is set, and almost free otherwise.
 
-A request's spans hang together by the W3C header ``traceparent``, which comes with HTTP and goes with gRPC.
-How many requests are sampled, and what else SDKs have in common, is said by OpenTelemetry's own ``OTEL_*``
-variables.
+The W3C header ``traceparent`` of HTTP and gRPC connects the spans of a request. OpenTelemetry's ``OTEL_*``
+environment variables set the sampling and other parameters.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ _export: SpanExport | None = None
 
 
 def setup_tracing(options: TracingOptions, process: str) -> Callable[[], None]:
-    """Begin to send this process's spans, if it is asked for; returns what sends the last ones and ends it.
+    """Start to send spans if tracing is configured. Returns a function that sends the last ones and stops.
 
-    A collector that does not answer costs spans, never a request: they wait in a queue of bounded length, and
-    are sent by a thread.
+    A thread sends the spans from a queue of bounded length: a collector that does not answer loses spans, but
+    delays no request.
     """
     global _export
     if not options.otlp_endpoint:
@@ -54,20 +52,19 @@ def setup_tracing(options: TracingOptions, process: str) -> Callable[[], None]:
 
 
 def sampled() -> bool:
-    """Whether what happens now is part of a trace that somebody will get."""
+    """Whether the current span is part of a trace that is exported."""
     return _export is not None and trace.get_current_span().get_span_context().trace_flags.sampled
 
 
 def span(name: str, **attributes: Attribute) -> AbstractContextManager[Span]:
-    """Around some work for the request at hand; whatever is called meanwhile becomes a child."""
+    """A span of work for the current request; nested spans become its children."""
     if _export is None or not trace.get_current_span().get_span_context().is_valid:
         return _nothing
     return _export.tracer.start_as_current_span(name, attributes=attributes)
 
 
 def server_span(name: str, traceparent: str, *, root: bool = False) -> AbstractContextManager[Span]:
-    """Around the answer to a call that came with ``traceparent``; without one only if it may be a
-    ``root``."""
+    """A span of a served call with this ``traceparent``; without one only if it may be a ``root``."""
     if _export is None or not (traceparent or root):
         return _nothing
     context = _propagator.extract({TRACEPARENT: traceparent}, Context())
@@ -75,7 +72,7 @@ def server_span(name: str, traceparent: str, *, root: bool = False) -> AbstractC
 
 
 def outgoing_headers() -> tuple[tuple[str, str], ...]:
-    """The header that makes what a peer does for us a child of what we are doing."""
+    """The header that makes the peer's spans children of the current one."""
     if _export is None:
         return ()
     carrier: dict[str, str] = {}
@@ -84,15 +81,14 @@ def outgoing_headers() -> tuple[tuple[str, str], ...]:
 
 
 def current_context() -> Context:
-    """The span we are in, for a ``record_span`` from elsewhere."""
+    """The context of the current span, for a later ``record_span``."""
     return get_current()
 
 
 def record_span(
     name: str, *, ago_s: float, seconds: float, within: Context | None = None, **attributes: Attribute
 ) -> None:
-    """A span of something that began ``ago_s`` ago and took ``seconds``, a child of the span we are in, or
-    were in when ``current_context`` was asked."""
+    """Record a span from ``ago_s`` ago that took ``seconds``, as a child of ``within`` or the current span."""
     if _export is None:
         return
     parent = trace.get_current_span(within).get_span_context()

@@ -48,7 +48,7 @@ def test_one_sentence_cannot_flood_the_log() -> None:
     assert set(through[10:]) == {None}
     assert passes("another sentence") == "another sentence"
     now_s = 10.0
-    assert passes("node %s is gone", 1000) == "node 1000 is gone (990 more of these before)"
+    assert passes("node %s is gone", 1000) == "node 1000 is gone (990 more of these were dropped)"
     assert passes("node %s is gone", 1001) == "node 1001 is gone"
     assert all(passes("at %s", n, level=logging.DEBUG) for n in range(100)), "what is asked for is all told"
     words = {"levelno": logging.INFO, "msg": "%d said so", **WHOLE}
