@@ -88,7 +88,7 @@ def current_context() -> Context:
 def record_span(
     name: str, *, ago_s: float, seconds: float, within: Context | None = None, **attributes: Attribute
 ) -> None:
-    """Record a span from ``ago_s`` ago that took ``seconds``, as a child of ``within`` or the current span."""
+    """Record a span from ``ago_s`` ago that took ``seconds``: a child of ``within`` or the current span."""
     if _export is None:
         return
     parent = trace.get_current_span(within).get_span_context()
