@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +25,10 @@ from moonpool.transfer import (
     TransferError,
     TransferReport,
 )
+from moonpool.transfer.copying.memcpy import copy_here
+from moonpool.transfer.native.arrays import U64
+from moonpool.transfer.native.compiled_copy import NEVER, Stop
+from moonpool.transfer.paths import local
 from moonpool.transfer.peers.dialer import Dialer
 from tests.transfer.cables import Cabled
 from tests.transfer.conftest import RemotePeer, StartPeer
@@ -338,6 +343,44 @@ async def test_a_peer_that_goes_while_we_connect_is_lost(
         for _ in range(2):
             with pytest.raises(PeerLost):
                 await agent.connect(theirs.descriptor)
+
+
+class SlowCopy:
+    """``copy_here`` after ``gate``. As a long system call, it does not see that it was stopped."""
+
+    def __init__(self) -> None:
+        self.inside, self.gate = threading.Event(), threading.Event()
+
+    def __call__(self, to: U64, source: U64, nbytes: U64, stop: Stop, digests: U64 | None) -> bool:
+        self.inside.set()
+        assert self.gate.wait(20)
+        return copy_here(to, source, nbytes, NEVER, digests)
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+async def test_a_batch_that_is_stopped_waits_for_the_copy_in_progress(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowCopy()
+    monkeypatch.setattr(local, "copy_here", slow)
+    async with await start_here("local") as agent:
+        remote, memory = agent.allocate(4 << 20, "theirs"), agent.allocate(4 << 20, "ours")
+        peer = await agent.connect(agent.describe())
+        spans = [Span(memory.id, 0, 4 << 20)], [Span(remote.id, 0, 4 << 20)]
+        batch = peer.read(*spans, deadline_s=20)
+        assert await asyncio.to_thread(slow.inside.wait, 20)
+        threading.Timer(0.2, slow.gate.set).start()
+        array = memory.array
+        if end == "cancel":
+            batch.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await batch
+        else:
+            memory.close()
+        array[:] = 9
+        assert slow.gate.is_set(), "it did not wait"
+        await settled(agent)
+        assert (array == 9).all()
 
 
 async def test_closing_the_agent_ends_its_batches() -> None:
