@@ -409,25 +409,6 @@ async def test_cancelling_frees_the_spans(wire: Wire) -> None:
     assert await wire.remote_bytes() == pattern(NBYTES, SEED).tobytes()
 
 
-async def test_completions_name_each_span_once_and_whole(wire: Wire) -> None:
-    source = pattern(NBYTES, SEED)
-    for nbytes in (1 << 20, 100_000, 5000):
-        count = min(NBYTES // nbytes, 500)
-        wire.memory.array[:] = 0
-        batch = wire.peer.read(
-            [Span(wire.memory.id, i * nbytes, nbytes) for i in range(count)],
-            [Span(wire.remote, i * nbytes, nbytes) for i in range(count)],
-            deadline_s=DEADLINE_S,
-        )
-        seen = []
-        async for index in batch.completions():
-            part = slice(index * nbytes, (index + 1) * nbytes)
-            assert np.array_equal(wire.memory.array[part], source[part])
-            seen.append(index)
-        assert sorted(seen) == list(range(count))
-        assert (await batch).nbytes == nbytes * count
-
-
 async def test_a_note_follows_the_bytes_it_announces(wire: Wire) -> None:
     wire.memory.array[:] = 5
     span = [Span(wire.memory.id, 0, NBYTES)], [Span(wire.remote, 0, NBYTES)]

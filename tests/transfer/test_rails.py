@@ -255,7 +255,7 @@ class Stuck(Path):
     name = "stuck"
     networked = True
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
+    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
         return Chunking(1 << 20, 1024)
 
     def start(self, attempt: Attempt) -> None:

@@ -77,11 +77,9 @@ class ByteStream:
         self._each(self._table(address, nbytes), self._receive_vectors, socket.MSG_WAITALL, wanted)
 
     def receive(self, nbytes: int) -> bytes:
-        if not nbytes:
-            return b""
-        received = self.sock.recv(nbytes, socket.MSG_WAITALL)
+        received = b""
         while len(received) < nbytes:
-            part = self.sock.recv(nbytes - len(received), socket.MSG_WAITALL)
+            part = self._receive_part(nbytes - len(received))
             if not part:
                 raise ConnectionResetError("the other side closed the connection")
             received += part
@@ -113,6 +111,9 @@ class ByteStream:
 
     def _shutdown(self) -> None:
         self.sock.shutdown(socket.SHUT_RDWR)
+
+    def _receive_part(self, most_nbytes: int) -> bytes:
+        return self.sock.recv(most_nbytes, socket.MSG_WAITALL)
 
     def _send_vectors(self, fd: int, table: int, count: int, flags: int) -> int:
         return libc.send_vectors(fd, table, count, flags)
@@ -178,14 +179,8 @@ class TlsByteStream(ByteStream):
         self._deadline = time.monotonic() + seconds if seconds else math.inf
         self.sock.settimeout(seconds or None)
 
-    def receive(self, nbytes: int) -> bytes:
-        received = b""
-        while len(received) < nbytes:
-            part = self.sock.recv(nbytes - len(received))
-            if not part:
-                raise ConnectionResetError("the other side closed the connection")
-            received += part
-        return received
+    def _receive_part(self, most_nbytes: int) -> bytes:
+        return self.sock.recv(most_nbytes)
 
     def _send_vectors(self, fd: int, table: int, count: int, flags: int) -> int:
         return self._each_vector(table, count, self.sock.send)

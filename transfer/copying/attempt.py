@@ -34,7 +34,6 @@ class Attempt:
         *,
         verify_remote: bool,
         unfinished_streams: list[int],
-        on_spans: Callable[[Index], None] | None,
         on_end: Callable[[Exception | None], None],
     ) -> None:
         """hold: of the local regions.
@@ -51,7 +50,6 @@ class Attempt:
         self.chunks_left = len(plan.chunks)
         self.stop_byte: Stop = np.zeros(1, np.uint8)
         self.error: Exception | None = None
-        self._on_spans = on_spans
         self._on_end = on_end
         self._lock = threading.Lock()
         self._inside: list[Callable[[], None]] = []
@@ -135,14 +133,9 @@ class Attempt:
         """The first span in row ``row`` of a chunk."""
         return self.plan.span_at(self.plan.chunks[chunk][0] + row)
 
-    @property
-    def followed(self) -> bool:
-        """Whether the caller wants to know spans as they become complete."""
-        return self._on_spans is not None
-
     def arrived(self, chunk: int) -> Index:
-        """Note that a chunk was moved. Returns the spans this completed, if they are needed. Call inside."""
-        if not self.followed and self.request.checksums is None and not self.verify_remote:
+        """Note that a chunk was moved. Returns the spans to verify that this completed. Call inside."""
+        if self.request.checksums is None and not self.verify_remote:
             return _NONE
         return self.plan.done(chunk)
 
@@ -165,11 +158,6 @@ class Attempt:
         """Compare ``found`` with the checksums of the request. Raises ChecksumMismatch."""
         assert self.request.checksums is not None
         compare(spans, self.request.checksums[spans], found)
-
-    def announce(self, spans: Index) -> None:
-        """Report complete spans to the caller."""
-        if self._on_spans is not None and len(spans):
-            self._on_spans(spans)
 
     def _local_checksums(self, spans: Index) -> U64:
         return self.hold.checksums(self.request.local.take(spans))

@@ -22,8 +22,8 @@ _MIN_SHARED_NBYTES = 8 << 20
 _INLINE_NBYTES = 1 << 20
 _INLINE_ROWS = 256
 # Without the compiled copy verifying is a second pass. Small chunks are still in the cache then.
-_OBSERVED_CHUNK_NBYTES = 2 << 20
-_OBSERVED_CHUNK_ROWS = 1024
+_VERIFIED_CHUNK_NBYTES = 2 << 20
+_VERIFIED_CHUNK_ROWS = 1024
 _MAX_CHUNK_NBYTES = 32 << 20
 _MAX_CHUNK_ROWS = 16 * 1024
 
@@ -33,12 +33,12 @@ def is_small(nbytes: int, num_rows: int) -> bool:
     return nbytes <= _INLINE_NBYTES and num_rows <= _INLINE_ROWS
 
 
-def copy_chunking(nbytes: int, observed: bool) -> Chunking:
+def copy_chunking(nbytes: int, verified: bool) -> Chunking:
     """The ``Path.chunking`` of copied batches."""
-    if observed and compiled_copy() is None:
-        return Chunking(_OBSERVED_CHUNK_NBYTES, _OBSERVED_CHUNK_ROWS, whole_spans=True)
+    if verified and compiled_copy() is None:
+        return Chunking(_VERIFIED_CHUNK_NBYTES, _VERIFIED_CHUNK_ROWS, whole_spans=True)
     chunk_nbytes = min(max(nbytes // 4, SLICE_NBYTES), _MAX_CHUNK_NBYTES)
-    return Chunking(chunk_nbytes, _MAX_CHUNK_ROWS, whole_spans=observed)
+    return Chunking(chunk_nbytes, _MAX_CHUNK_ROWS, whole_spans=verified)
 
 
 class ThreadTuner:

@@ -1,8 +1,7 @@
 // Copies many runs of bytes, checksums them, or both in one pass over memory.
 //
-// The checksum is XXH3-64 with its default secret and no seed, of runs longer than 240 bytes (shorter ones are
-// mixed in another way, and are left to the caller). Integers are little-endian, as on every machine this is
-// built for.
+// The checksum is XXH3-64 with its default secret and no seed, of runs longer than 240 bytes. The caller computes
+// those of shorter runs, which XXH3 mixes differently. Integers are little-endian, as on all supported machines.
 
 #include "lanes.h"
 
@@ -11,11 +10,11 @@ namespace {
 typedef uint8_t Byte;
 
 constexpr size_t STRIPE = 64, BLOCK = 1024, SHORT = 240;
-// As far ahead memory is asked for: what the processor fetches by itself ends with the page.
+// Distance of prefetching. The processor's own prefetching ends with the page.
 constexpr size_t AHEAD = 4096;
-// From this size on it is quick enough by itself.
+// From this size on prefetching does not help.
 constexpr size_t LONG = 2 << 20;
-// Between two looks at whether the bytes are still wanted: some 40 µs.
+// Bytes between two looks at *stop: about 40 µs.
 constexpr size_t LOOK = 1 << 20;
 
 constexpr uint64_t PRIME32_2 = 0x85EBCA77u, PRIME32_3 = 0xC2B2AE3Du;
@@ -73,7 +72,7 @@ uint64_t sum(const Word* words, int64_t count) {
 
 enum Store { NONE, KEEP, STREAM };
 
-// One stripe. `ahead`: what will be read soon, or null.
+// Copy one stripe. `ahead`: address to prefetch, or null.
 template <Store STORE, bool DIGEST>
 INLINE void stripe(Byte* to, const Byte* from, const Byte* ahead, int at, Lanes& lanes) {
     if (ahead) __builtin_prefetch(ahead);
@@ -88,9 +87,9 @@ struct Run {
     Byte* to;
     const Byte* from;
     size_t nbytes;
-    const Byte* next;  // what is read after it, or null
+    const Byte* next;  // source of the next run, or null
 
-    // What to ask for while the bytes at `position` are moved.
+    // The address to prefetch while the bytes at `position` are moved.
     INLINE const Byte* ahead(size_t position) const {
         if (nbytes >= LONG) return nullptr;
         if (position + AHEAD < nbytes) return from + position + AHEAD;
@@ -98,7 +97,7 @@ struct Run {
     }
 };
 
-// A digest on its way: of the first `done` bytes, which lie in runs, of `nbytes`.
+// The digest of the first `done` of `nbytes`, which may lie in several runs.
 struct Digest {
     Lanes lanes;
     size_t nbytes, done;
@@ -106,11 +105,11 @@ struct Digest {
     explicit Digest(size_t nbytes) : lanes(Lanes::load((const Byte*)START)), nbytes(nbytes), done(0) {}
 };
 
-// False when it was stopped. A run ends on a stripe of the digest's bytes, or with all of them.
+// False: stopped. A run must end on a stripe of the digest's bytes, or with the last byte.
 template <Store STORE, bool DIGEST>
 bool move(const Run& run, Digest& digest, const volatile Byte* stop) {
     Lanes lanes = digest.lanes;
-    // The last block, which may be whole, ends in another way than those before it.
+    // The last block, even a whole one, is finished differently.
     const size_t last = (digest.nbytes - 1) / BLOCK * BLOCK, end = digest.done + run.nbytes;
     size_t offset = 0;
     for (int at = digest.done % BLOCK / STRIPE; digest.done + offset + STRIPE < digest.nbytes && offset < run.nbytes;) {
@@ -137,7 +136,7 @@ bool move(const Run& run, Digest& digest, const volatile Byte* stop) {
 
 template <bool DIGEST>
 bool move(const Run& run, bool stream, Digest& digest, const volatile Byte* stop) {
-    // Streaming takes whole lines.
+    // Streaming stores write whole cache lines.
     if (!run.to) return move<NONE, DIGEST>(run, digest, stop);
     if (stream && (uintptr_t)run.to % STRIPE == 0) return move<STREAM, DIGEST>(run, digest, stop);
     return move<KEEP, DIGEST>(run, digest, stop);
@@ -145,10 +144,10 @@ bool move(const Run& run, bool stream, Digest& digest, const volatile Byte* stop
 
 }  // namespace
 
-// to, from, nbytes: [rows]; to: null to move nothing. stream: past the caches, which is faster for more than they
-// hold. counts: [spans], how many rows are each span's, or null: one. digests: [spans], or null; that of a span of up
-// to 240 bytes is left as it is; of a span of several rows, only the last may end within a stripe, and is not shorter
-// than one. Stops soon after *stop is not 0. Returns how many spans are done.
+// to, from, nbytes: [rows]; to: null: only compute digests. stream: bypass the caches, faster for large copies. counts:
+// [spans], number of rows of each span, or null: one. digests: [spans], or null; those of spans up to 240 bytes are not
+// written. Of a span with several rows only the last may end within a stripe, and must not be shorter than one. Stops
+// soon after *stop becomes non-zero. Returns the number of completed spans.
 extern "C" __attribute__((visibility("default"))) int64_t moonpool_move(
     int64_t spans, Byte* const* to, const Byte* const* from, const uint64_t* nbytes, const uint32_t* counts, int stream,
     uint64_t* digests, const volatile Byte* stop) {
@@ -168,7 +167,7 @@ extern "C" __attribute__((visibility("default"))) int64_t moonpool_move(
     }
 stopped:
 #if defined(__AVX2__)
-    // Whoever is told that the bytes are there may be on another core.
+    // The bytes must be visible to other cores before they are told.
     _mm_sfence();
 #endif
     return span;

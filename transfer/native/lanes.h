@@ -1,5 +1,5 @@
-// 64 bytes at a time: loads, stores that leave the caches alone, and what XXH3 does with them. `pin` keeps the
-// compiler from loading the same bytes a second time: they may be another process's, and change.
+// 64 bytes: loads, stores, stores that bypass the caches, and the steps of XXH3. `pin` prevents the compiler from
+// loading the bytes again: they may belong to another process, and change.
 #pragma once
 
 #include <cstddef>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 
 MADV_HUGEPAGE = 14
@@ -10,6 +11,7 @@ MADV_POPULATE_WRITE = 23
 PR_GET_DUMPABLE = 3
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
+_EHWPOISON = 133
 _SYS_PIDFD_GETFD = 438  # the same number on all machines
 IOV_MAX = 1024
 """Most buffers in one vectored call."""
@@ -21,12 +23,8 @@ _quick_libc = ctypes.PyDLL(None, use_errno=True)
 
 def _declare(
     name: str, result: type, *arguments: type, library: ctypes.CDLL = _libc
-) -> ctypes._NamedFuncPointer | None:
-    """The function; None: the C library lacks it (process_vm_readv is specific to Linux)."""
-    try:
-        function = getattr(library, name)
-    except AttributeError:
-        return None
+) -> ctypes._NamedFuncPointer:
+    function = getattr(library, name)
     function.restype = result
     function.argtypes = arguments
     return function  # type: ignore[no-any-return]
@@ -62,24 +60,22 @@ def _failure() -> OSError:
 
 def madvise(address: int, nbytes: int, advice: int) -> bool:
     """False: the kernel does not know or refuses the advice. Raises MemoryError when no page is left."""
-    if _madvise is None:
-        return False
     ctypes.set_errno(0)
     if _madvise(address, nbytes, advice) == 0:
         return True
-    if ctypes.get_errno() in (12, 133):  # ENOMEM, EHWPOISON
+    if ctypes.get_errno() in (errno.ENOMEM, _EHWPOISON):
         raise MemoryError(f"the kernel has not got {nbytes} bytes left")
     return False
 
 
 def allow_readers() -> bool:
     """Allow all processes of this user to read this one's memory, where Yama allows only parents."""
-    return _prctl is not None and _prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0
+    return bool(_prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0)
 
 
 def is_dumpable() -> bool:
     """False: the process gained privileges by exec, so its user's processes cannot read it."""
-    return _prctl is not None and _prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
+    return bool(_prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
 
 
 def process_vm_readv(
@@ -91,8 +87,6 @@ def process_vm_readv(
     OSError: EPERM without permission, ESRCH when the process is gone, EFAULT, ENOSYS.
     """
     function = _quick_vm_readv if quick else _process_vm_readv
-    if function is None:
-        raise OSError(38, "process_vm_readv is not available")
     copied = function(pid, local, num_local, remote, num_remote, 0)
     if copied < 0:
         raise _failure()
@@ -101,8 +95,6 @@ def process_vm_readv(
 
 def pidfd_getfd(pidfd: int, fd: int) -> int:
     """Duplicate another process's descriptor. Needs permission to read its memory. Raises OSError."""
-    if _syscall is None:
-        raise OSError(38, "pidfd_getfd is not available")
     own = _syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)
     if own < 0:
         raise _failure()
@@ -110,20 +102,18 @@ def pidfd_getfd(pidfd: int, fd: int) -> int:
 
 
 def send_vectors(fd: int, vectors: int, num_vectors: int, flags: int) -> int:
-    """``sendmsg`` of an iovec array at address ``vectors``. Returns bytes sent."""
-    header = _MessageHeader(vectors=vectors, num_vectors=num_vectors)
-    assert _sendmsg is not None
-    while (sent := _sendmsg(fd, ctypes.byref(header), flags)) < 0:
-        if ctypes.get_errno() != 4:  # EINTR
-            raise _failure()
-    return int(sent)
+    """``sendmsg`` of an iovec array at address ``vectors``. Returns bytes sent. Raises OSError."""
+    return _message(_sendmsg, fd, vectors, num_vectors, flags)
 
 
 def receive_vectors(fd: int, vectors: int, num_vectors: int, flags: int) -> int:
-    """``recvmsg`` into an iovec array at address ``vectors``. Returns bytes received; 0: end of stream."""
+    """``recvmsg`` into an iovec array. Returns bytes received; 0: end of stream. Raises OSError."""
+    return _message(_recvmsg, fd, vectors, num_vectors, flags)
+
+
+def _message(call: ctypes._NamedFuncPointer, fd: int, vectors: int, num_vectors: int, flags: int) -> int:
     header = _MessageHeader(vectors=vectors, num_vectors=num_vectors)
-    assert _recvmsg is not None
-    while (received := _recvmsg(fd, ctypes.byref(header), flags)) < 0:
-        if ctypes.get_errno() != 4:
+    while (moved := call(fd, ctypes.byref(header), flags)) < 0:
+        if ctypes.get_errno() != errno.EINTR:
             raise _failure()
-    return int(received)
+    return int(moved)

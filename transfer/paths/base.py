@@ -28,8 +28,8 @@ class Path(ABC):
         return True
 
     @abstractmethod
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
-        """The chunks of a batch of ``nbytes``. observed: spans are verified or reported as they complete."""
+    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
+        """The chunks of a batch of ``nbytes``. verified: each chunk is verified when it arrives."""
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         """Connect what is needed to move these regions of the peer. Cheap if it is connected.

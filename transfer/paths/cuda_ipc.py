@@ -183,9 +183,9 @@ class CudaIpcPath(ShmPath):
         fetched = self._streams.device_write_op is Op.FETCH
         return fetched and all(region.device is not None and cuda.handle(region) for region in ours)
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
-        if direction == "write" or observed:
-            return super().chunking(direction, nbytes, observed)
+    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
+        if direction == "write" or verified:
+            return super().chunking(direction, nbytes, verified)
         # Each chunk is waited for, and a device moves a gigabyte in a millisecond.
         return Chunking(_CHUNK_NBYTES, _CHUNK_ROWS)
 

@@ -25,8 +25,8 @@ class LocalPath(Path):
         self._pool = pool
         self._regions = regions
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
-        return copy_chunking(nbytes, observed)
+    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
+        return copy_chunking(nbytes, verified)
 
     def start(self, attempt: Attempt) -> None:
         rows = attempt.plan.rows

@@ -37,9 +37,7 @@ class ShmPath(Path):
         region: Callable[[int], RegionInfo | None],
         streams: StreamPath | None,
     ) -> None:
-        """region: what is known of a peer's region. streams: over a Unix socket, for writes and for memory
-        that cannot be read directly; None: not needed.
-        """
+        """streams: for writes, and for memory that cannot be read directly. None: not needed."""
         self._pool = pool
         self._peer = peer
         self._memory = memory
@@ -47,10 +45,10 @@ class ShmPath(Path):
         self._streams = streams
         self._unreachable: set[int] = set()
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
+    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
         if self._streams is not None and (direction == "write" or self._unreachable):
-            return self._streams.chunking(direction, nbytes, observed)
-        return copy_chunking(nbytes, observed)
+            return self._streams.chunking(direction, nbytes, verified)
+        return copy_chunking(nbytes, verified)
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:
         if direction == "read":

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-import numpy as np
 
 from moonpool.transfer import metrics
 from moonpool.transfer.copying.batch_request import BatchRequest
 from moonpool.transfer.errors import ChecksumMismatch, DeadlineExceeded, PeerLost, StaleEpoch, TransferError
-from moonpool.transfer.native.arrays import Index
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.peers.failover import Failover, PeerRoute
 
@@ -77,25 +74,6 @@ class Batch:
 
     def uses(self, region_id: int) -> bool:
         return region_id in self._request.remote_regions
-
-    async def completions(self) -> AsyncIterator[int]:
-        """Yield the index of each span once, as it becomes complete and verified, in any order.
-
-        Call it before the first ``await`` after ``read`` or ``write``, or earlier spans are missed. It ends
-        with the batch and raises its error. The yielded spans are complete, but memory stays in use until the
-        batch has ended.
-        """
-        completed: asyncio.Queue[Index | None] = asyncio.Queue()
-        self._failover.on_spans = completed.put_nowait
-        self._task.add_done_callback(lambda _: completed.put_nowait(None))
-        seen = np.zeros(len(self._request.local), bool)
-        while (spans := await completed.get()) is not None:
-            # A second attempt completes some spans again.
-            fresh = spans[~seen[spans]]
-            seen[fresh] = True
-            for index in fresh.tolist():
-                yield index
-        await self._task
 
     async def _run(self) -> TransferReport:
         self._begun = True

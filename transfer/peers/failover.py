@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from moonpool.transfer import metrics
@@ -17,7 +16,6 @@ from moonpool.transfer.errors import NoPath, PathFailed, PeerLost, RegionError, 
 from moonpool.transfer.memory.chunks import ChunkPlan
 from moonpool.transfer.memory.region import Region, RegionTable
 from moonpool.transfer.memory.span import check_bounds, spans_in
-from moonpool.transfer.native.arrays import Index
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.peers.path_choice import MemoryKinds, PathChoice
 from moonpool.transfer.peers.stall import StallWatch
@@ -38,14 +36,12 @@ class PeerRoute:
 
 
 class Failover:
-    """Belongs to the event loop's thread.
+    """failure: the error with which the batch is being cancelled; None if its caller cancels it.
 
-    on_spans: called, from the next attempt on, with the spans that have become complete. failure: the error
-    with which the batch is being cancelled; None if its caller cancels it.
+    Belongs to the event loop's thread.
     """
 
     def __init__(self, route: PeerRoute, request: BatchRequest) -> None:
-        self.on_spans: Callable[[Index], None] | None = None
         self.failure: TransferError | None = None
         self._route = route
         self._request = request
@@ -144,11 +140,18 @@ class Failover:
         """Return the attempt's error. Until then the spans are in use, even after a cancellation."""
         request = self._request
         ended: asyncio.Future[Exception | None] = self._loop.create_future()
-        observed = self.on_spans is not None or request.checksums is not None or request.joint is not None
-        chunking = path.chunking(request.direction, request.nbytes, observed)
+        verified = request.checksums is not None or request.joint is not None
+        chunking = path.chunking(request.direction, request.nbytes, verified)
         verify_remote = request.verifies_remote(path.networked)
         plan = ChunkPlan(request.local, request.addresses, request.remote, chunking, merge=not verify_remote)
         attempt: Attempt | None = None
+
+        def on_end(error: Exception | None) -> None:
+            # From any thread.
+            if threading.get_ident() == self._thread_id:
+                _settle(ended, error)
+            else:
+                self._loop.call_soon_threadsafe(_settle, ended, error)
 
         def region_closed(error: RegionError) -> None:
             if attempt is not None:
@@ -162,8 +165,7 @@ class Failover:
             plan,
             verify_remote=verify_remote,
             unfinished_streams=self._unfinished_streams,
-            on_spans=self._announce if self.on_spans is not None else None,
-            on_end=lambda error: self._call(_settle, ended, error),
+            on_end=on_end,
         )
         try:
             path.start(attempt)
@@ -184,17 +186,6 @@ class Failover:
             raise
         finally:
             watch.cancel()
-
-    def _announce(self, spans: Index) -> None:
-        if self.on_spans is not None:
-            self._call(self.on_spans, spans)
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call on the event loop's thread, from any thread."""
-        if threading.get_ident() == self._thread_id:
-            function(*arguments)
-        else:
-            self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def _settle(ended: asyncio.Future[Exception | None], error: Exception | None) -> None:

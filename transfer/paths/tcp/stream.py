@@ -187,21 +187,18 @@ class Stream:
                 raise WireError("it sent too few or too many checksums")
             found = np.frombuffer(self.bytes.receive(reply.nbytes), np.uint64)
             attempt.verify_delivery(task.written, found)
-            attempt.announce(task.written)
             return True
         if task.op is Op.READ:
             rows = attempt.rows(task.chunk)
             if reply.nbytes != rows.total_nbytes:
                 raise WireError("it sent too few or too many bytes")
             receive(self.bytes, attempt.hold, rows.address, rows.nbytes)
-            spans = attempt.arrived(task.chunk)
-            attempt.verify_arrival(spans)
+            attempt.verify_arrival(attempt.arrived(task.chunk))
         else:
             spans = attempt.arrived(task.chunk)
             if attempt.verify_remote and len(spans):
                 task.op, task.written = Op.CHECKSUM, spans
                 return False
-        attempt.announce(spans)
         return True
 
     def _refusal(self, task: Task, reply: Reply) -> TransferError:

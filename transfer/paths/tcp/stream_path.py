@@ -22,11 +22,11 @@ from moonpool.transfer.memory.chunks import Chunking
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.paths.tcp.stream import Stream, Task
 
-# A chunk acquires the GIL twice on either side, so chunks are large. Observed chunks are small, so that they
-# are still in the cache when they are verified.
+# A chunk acquires the GIL twice on either side, so chunks are large. Verified chunks are small, so that they
+# are still in the cache then.
 _MIN_CHUNK_NBYTES = 1 << 20
 _MAX_CHUNK_NBYTES = 32 << 20
-_OBSERVED_CHUNK_NBYTES = 4 << 20
+_VERIFIED_CHUNK_NBYTES = 4 << 20
 _MAX_PULL_NBYTES = 64 << 20
 # Several chunks per connection let fast rails take over work of slow ones.
 _CHUNKS_A_STREAM = 4
@@ -86,12 +86,12 @@ class StreamPath(Path):
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._num_idle = 0
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
+    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
         if direction == "write" and self.write_op in (Op.PULL, Op.FETCH):
             return Chunking(_MAX_PULL_NBYTES, MAX_REQUEST_SPANS)
         streams = self._num_streams * len(self._rails)
         chunk_nbytes = -(-nbytes // (streams if len(self._rails) == 1 else streams * _CHUNKS_A_STREAM))
-        most = min(_OBSERVED_CHUNK_NBYTES, _MAX_CHUNK_NBYTES) if observed else _MAX_CHUNK_NBYTES
+        most = min(_VERIFIED_CHUNK_NBYTES, _MAX_CHUNK_NBYTES) if verified else _MAX_CHUNK_NBYTES
         return Chunking(min(max(chunk_nbytes, _MIN_CHUNK_NBYTES), most), MAX_REQUEST_SPANS)
 
     # ------------------------------------------------------------------ connections

@@ -58,10 +58,10 @@ class UcxPath(Path):
             region.on_device for region in theirs
         )
 
-    def chunking(self, direction: Direction, nbytes: int, observed: bool) -> Chunking:
+    def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
         if direction == "write":
             assert self._writes is not None
-            return self._writes.chunking(direction, nbytes, observed)
+            return self._writes.chunking(direction, nbytes, verified)
         return Chunking(_CHUNK_NBYTES, _CHUNK_ROWS)
 
     async def open(self, direction: Direction, region_ids: Sequence[int]) -> None:

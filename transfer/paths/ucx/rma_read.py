@@ -138,9 +138,7 @@ class Read:
                 check_lifeline(self._lifeline.tobytes(), self._peer, self._ids)
                 self._attempt.leave(self._interrupt, chunks=chunk)
                 return True
-            spans = self._attempt.arrived(chunk)
-            self._attempt.verify_arrival(spans)
-            self._attempt.announce(spans)
+            self._attempt.verify_arrival(self._attempt.arrived(chunk))
         return False
 
     def _broken(self, status: int) -> bool:
