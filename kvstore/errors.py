@@ -37,7 +37,6 @@ class BlockCorrupt(StoreError):
             f"block {first_missing} of the {num_asked} requested did not match its checksum ({tier})"
         )
         self.first_missing = first_missing
-        self.tier = tier
 
 
 class KeyFormatError(StoreError):
@@ -51,8 +50,6 @@ class IndexUnavailable(StoreError):
         super().__init__(
             f"the index in Redis did not answer {call}: {reason}; check that it runs and index.redis_url"
         )
-        self.call = call
-        self.reason = reason
 
 
 class NodeUnknown(StoreError):
@@ -60,8 +57,6 @@ class NodeUnknown(StoreError):
 
     def __init__(self, node_id: str, epoch: int) -> None:
         super().__init__(f"node {node_id} of epoch {epoch} is not registered in the index")
-        self.node_id = node_id
-        self.epoch = epoch
 
 
 class EpochSuperseded(StoreError):
@@ -69,8 +64,6 @@ class EpochSuperseded(StoreError):
 
     def __init__(self, node_id: str, epoch: int, current: int) -> None:
         super().__init__(f"node {node_id} of epoch {epoch} was superseded by epoch {current}")
-        self.node_id = node_id
-        self.epoch = epoch
         self.current = current
 
 
@@ -87,8 +80,6 @@ class SsdDirectoryInUse(StoreError):
         super().__init__(
             f"{directory} is in use by process {holder or 'unknown'}: stop it, or use another directory"
         )
-        self.directory = directory
-        self.holder = holder
 
 
 class SsdFormatMismatch(StoreError):
@@ -101,10 +92,7 @@ class SsdFormatMismatch(StoreError):
             f"the blocks in {directory} have {field} {found!r}, this node needs {expected!r}: use another "
             "directory, or delete this one"
         )
-        self.directory = directory
-        self.field = field
         self.found = found
-        self.expected = expected
 
 
 class SsdUnusable(StoreError):
@@ -112,5 +100,3 @@ class SsdUnusable(StoreError):
 
     def __init__(self, directory: Path, reason: str) -> None:
         super().__init__(f"{directory} cannot be used for blocks: {reason}")
-        self.directory = directory
-        self.reason = reason

@@ -20,7 +20,7 @@ from moonpool.bench.harness.turns import Call, compared, repeat, spread, turns
 from moonpool.bench.store.blocks import Settings
 from moonpool.bench.store.host_tier import MOONCAKE
 from moonpool.kvstore.client import StoreClient, Tenant, open_client
-from moonpool.kvstore.client.discovery import IndexDirectory
+from moonpool.kvstore.client.connections import IndexDirectory
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import node_pb2, store_pb2
 from moonpool.runtime.config.options import TransferOptions

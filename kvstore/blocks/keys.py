@@ -64,7 +64,6 @@ def chain(
 
 
 def pack(keys: Iterable[bytes]) -> bytes:
-    """Concatenate keys for a message."""
     return b"".join(keys)
 
 

@@ -3,12 +3,61 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Protocol
 
-from moonpool.kvstore.client.discovery import Directory, NodeAddress
 from moonpool.kvstore.client.errors import NoStoreNodes
+from moonpool.kvstore.index.redis.client import connect
+from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.transfer import TransferAgent
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAddress:
+    node_id: str
+    epoch: int
+    address: str  # host:port of its gRPC server
+    healthy: bool = field(default=True, compare=False)  # False: new objects go elsewhere if possible
+
+
+class Directory(Protocol):
+    """A client's source of store nodes."""
+
+    async def nodes(self) -> list[NodeAddress]:
+        """The nodes that serve now. Raises ``ApiError``, ``IndexUnavailable``."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class IndexDirectory:
+    """Reads the index in Redis, without a conductor."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        """Raises ``StoreError``: the URL has an unknown scheme."""
+        self._redis = connect(url)
+        self._index = KVIndex(self._redis, namespace)
+
+    async def nodes(self) -> list[NodeAddress]:
+        # Unhealthy ones too: their objects may be nowhere else.
+        return [
+            NodeAddress(record.node_id, record.epoch, record.rpc_address, record.state == "ready")
+            for record in (await self._index.nodes()).values()
+            if record.role == "store" and record.state in ("ready", "unhealthy")
+        ]
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+
+
+def preference_order(key: bytes, node_ids: Iterable[str]) -> list[str]:
+    """The nodes in the order in which every client tries them for an object (rendezvous hashing): a node that
+    joins or leaves moves only the objects for which it is first."""
+    return sorted(node_ids, key=lambda node_id: blake2b(key + node_id.encode(), digest_size=8).digest())
+
 
 # A lost node is noticed by its connection; only a new one waits for this.
 _LOOK_EVERY_S = 5.0

@@ -126,7 +126,6 @@ def _type(opened: store_pb2.OpenedObject) -> ArrayType:
 
 
 async def _read_together(node: RemoteStore, batch: Sequence[_Download]) -> list[_Download]:
-    """Read all in one batch; returns those that are damaged."""
     if not batch:
         return []
     try:

@@ -8,7 +8,7 @@ from moonpool.kvstore.errors import StoreError
 
 
 class StoreClientError(StoreError):
-    """Root of the client's errors."""
+    pass
 
 
 class BadUrl(StoreClientError):
@@ -24,8 +24,6 @@ class BadUrl(StoreClientError):
 
 
 class NoStoreNodes(StoreClientError):
-    """The cluster has no store node that is ready."""
-
     code = "UNAVAILABLE"
 
     def __init__(self, where: str) -> None:
@@ -48,8 +46,6 @@ class NoNodeAnswered(StoreClientError):
 
 
 class UnknownNode(StoreClientError):
-    """There is no store node of this name."""
-
     code = "NOT_FOUND"
 
     def __init__(self, node_id: str, known: Sequence[str]) -> None:
@@ -70,8 +66,6 @@ class ObjectMissing(StoreClientError):
     def __init__(self, name: str, unreachable: Sequence[str] = ()) -> None:
         hint = f"; {', '.join(unreachable)} did not answer" if unreachable else ""
         super().__init__(f"there is no object {name!r} for this tenant{hint}")
-        self.name = name
-        self.unreachable = tuple(unreachable)
 
 
 class PutFailed(StoreClientError):
@@ -81,5 +75,3 @@ class PutFailed(StoreClientError):
 
     def __init__(self, name: str, what: str, reasons: Sequence[str]) -> None:
         super().__init__(f"{name!r} {what}: {'; '.join(reasons)}")
-        self.name = name
-        self.reasons = tuple(reasons)

@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from moonpool.kvstore.client.connections import StoreNodes
-from moonpool.kvstore.client.discovery import preference_order
+from moonpool.kvstore.client.connections import StoreNodes, preference_order
 from moonpool.kvstore.client.download import Array, GetRequest, receive
 from moonpool.kvstore.client.errors import NoNodeAnswered, ObjectMissing
 from moonpool.kvstore.client.memory import LocalMemory
@@ -22,8 +21,6 @@ log = logging.getLogger(__name__)
 
 
 class Getter:
-    """The reads of ``StoreClient``."""
-
     def __init__(self, nodes: StoreNodes, memory: LocalMemory, tenant: Tenant) -> None:
         self._nodes = nodes
         self._memory = memory

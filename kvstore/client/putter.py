@@ -9,8 +9,7 @@ from typing import Any
 
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.client.arrays import type_of
-from moonpool.kvstore.client.connections import StoreNodes
-from moonpool.kvstore.client.discovery import preference_order
+from moonpool.kvstore.client.connections import StoreNodes, preference_order
 from moonpool.kvstore.client.errors import PutFailed, UnknownNode
 from moonpool.kvstore.client.memory import LocalMemory
 from moonpool.kvstore.client.queries import query_all
@@ -28,8 +27,6 @@ _ROUND_NBYTES = 256 << 20
 
 
 class Putter:
-    """The puts of ``StoreClient``."""
-
     def __init__(
         self,
         nodes: StoreNodes,
@@ -182,7 +179,6 @@ def _order(key: bytes, nodes: Mapping[str, RemoteStore], preferred: str = "") ->
 
 
 def _rounds(values: Sequence[tuple[str, Any]]) -> Iterable[list[tuple[str, Any]]]:
-    """Batches of values that are moved together."""
     batch: list[tuple[str, Any]] = []
     nbytes = 0
     for name, value in values:

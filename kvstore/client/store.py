@@ -13,8 +13,7 @@ from typing import Any
 import numpy.typing as npt
 
 from moonpool.kvstore.blocks import keys as block_keys
-from moonpool.kvstore.client.connections import StoreNodes
-from moonpool.kvstore.client.discovery import Directory
+from moonpool.kvstore.client.connections import Directory, StoreNodes
 from moonpool.kvstore.client.download import GetRequest
 from moonpool.kvstore.client.errors import ObjectMissing
 from moonpool.kvstore.client.getter import Getter
@@ -173,10 +172,8 @@ class StoreClient:
     # ------------------------------------------------------------------ the nodes
 
     async def nodes(self) -> Mapping[str, RemoteStore]:
-        """The store nodes that are ready, by id."""
         return await self._nodes.current(doubted=True)
 
     async def usage(self) -> dict[str, store_pb2.UsageReply]:
-        """The content of each node, by its id."""
         request = store_pb2.UsageRequest(owner=self.tenant.owner)
         return await query_all(await self.nodes(), "Usage", request)

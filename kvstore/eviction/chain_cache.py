@@ -145,12 +145,10 @@ class ChainCache(Generic[Key]):
         self.policy.added(key)
 
     def abandon(self, slot: int) -> None:
-        """Give a reserved slot back."""
         self._reserved.remove(slot)
         self._give_back(slot)
 
     def grow(self, num_slots: int) -> None:
-        """Append slots."""
         first = self.capacity
         self.capacity += num_slots
         self._free.extend(range(first, self.capacity))
@@ -243,7 +241,6 @@ class ChainCache(Generic[Key]):
             pins[slot] = pins.get(slot, 0) + 1
 
     def unpin(self, slots: Iterable[int]) -> None:
-        """Undo one ``pin`` of each."""
         pins = self._pins
         for slot in slots:
             left = pins[slot] - 1

@@ -62,7 +62,6 @@ class LifeTable:
             del waiting[since]
 
     def learn(self, tick: int) -> None:
-        """Update ``worth``."""
         used, censored = np.array(self._used), np.array(self._censored)
         if not used.any():
             return

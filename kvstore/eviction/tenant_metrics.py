@@ -32,8 +32,6 @@ class TenantLabels:
 
 
 class _TenantCollector(Collector):
-    """Reads ``TenantQuotas`` at each scrape."""
-
     def __init__(self, quotas: TenantQuotas, labels: TenantLabels) -> None:
         self._quotas = quotas
         self._labels = labels

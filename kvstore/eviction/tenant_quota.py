@@ -91,7 +91,6 @@ class TenantQuotas:
         held.usage.num_blocks[tier] += 1
 
     def moved(self, key: BlockKey, tier: Tier) -> None:
-        """The block's fastest copy is in another tier now."""
         tenant = self._owner.get(key)
         if tenant is not None:
             num_blocks = self._tenants[tenant].usage.num_blocks

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from moonpool.kvstore.blocks.keys import KEY_NBYTES
 from moonpool.kvstore.blocks.tier import Tier
-from moonpool.kvstore.index.holders import MASK_WIDTH, Holders, HoldersTable, NodeSlot, tier_in
-from moonpool.kvstore.index.lookup import Lookup
+from moonpool.kvstore.index.lookup import MASK_WIDTH, Holders, HoldersTable, Lookup, NodeSlot, tier_in
 from moonpool.kvstore.index.redis.changes import pick, split
 
 _RUN_KEYS = 1024

@@ -31,7 +31,6 @@ class LeaseWatch:
         self._last_s = 0.0
 
     def disconnected(self) -> None:
-        """Redis does not answer."""
         self._since = None
 
     def answered(self, asked_s: float, now_s: float) -> bool:
@@ -85,7 +84,6 @@ class Follower:
         self._cause = cause or self._cause
 
     async def connect(self) -> None:
-        """Reach a position from which the stream can be followed."""
         tip = await self._index.watch()
         cause = self._cause or await self._resume_obstacle(tip)
         if cause:

@@ -79,7 +79,6 @@ class IndexMirror:
         return self._copy.blocks.part_of(node_id, 0, 1) if node_id in self.nodes else {}
 
     def num_blocks_of(self, node_id: str) -> int:
-        """Number of blocks of the node; 0 for an unknown node."""
         return self._copy.blocks.num_held(node_id) if node_id in self.nodes else 0
 
     @property

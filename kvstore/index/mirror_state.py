@@ -34,7 +34,6 @@ class MirrorState:
     """Applies events in order. Applying one twice is harmless."""
 
     def __init__(self, listener: Listener, on_dirty: Callable[[], None]) -> None:
-        """``on_dirty`` is called when ``blocks.sweep`` has work."""
         self.nodes: dict[str, NodeRecord] = {}
         self.blocks = BlockMap()
         # Nodes that a new instance of the index does not know yet: until when they are kept.

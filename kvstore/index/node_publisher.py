@@ -75,7 +75,6 @@ class IndexPublisher:
         self._task: asyncio.Task[None] | None = None
 
     def stored(self, key: BlockKey, tier: Tier = Tier.POOL) -> None:
-        """The node holds the block, the fastest copy in ``tier``."""
         if self._held.get(key) is not tier:
             self._held[key] = tier
             self._change(key, tier)
@@ -83,7 +82,6 @@ class IndexPublisher:
                 listener.stored(key, tier)
 
     def removed(self, key: BlockKey) -> None:
-        """No tier holds the block any more."""
         if self._held.pop(key, None) is not None:
             self._change(key, None)
             for listener in self.listeners:

@@ -92,7 +92,6 @@ class SlowBlocks(Mapping[str, tuple[int, int]]):
 
 
 def _lowest(mask: int, count: int) -> int:
-    """The lowest ``count`` set bits, or all."""
     if mask.bit_count() <= count:
         return mask
     lowest = 0

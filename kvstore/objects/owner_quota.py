@@ -19,7 +19,6 @@ class ObjectQuotas:
         return sum(self._held.get(owner, {}).values())
 
     def shown(self, owner: bytes, key: bytes, nbytes: int) -> None:
-        """The owner has this object, which takes ``nbytes`` here."""
         self._held.setdefault(owner, OrderedDict())[key] = nbytes
 
     def used(self, owner: bytes, key: bytes) -> None:

@@ -40,7 +40,6 @@ class Put:
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk is committed."""
         return not self._reserved and self._next == self._cut.num_chunks
 
     @property

@@ -93,7 +93,6 @@ class ObjectLeases:
             self._store.release(lease_id)
 
     def touch(self, record: store_pb2.StoredObject) -> None:
-        """Record that an object is new or is being read."""
         if record.info.surplus:
             self._read_s[record.info.key] = self._clock()
 

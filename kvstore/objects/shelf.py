@@ -55,11 +55,9 @@ class ObjectShelf:
 
     @property
     def num_users(self) -> int:
-        """Puts and reads in progress."""
         return len(self._puts) + self._store.stats.num_leases
 
     async def start(self) -> None:
-        """Load the objects on disk."""
         await self._store.start()
         await self.table.adopt()
 
@@ -150,7 +148,6 @@ class ObjectShelf:
         put.expires_s = self._clock() + put.ttl_s
 
     async def _keep_quota(self, record: store_pb2.StoredObject) -> None:
-        """Drop other objects of an owner that would exceed its quota."""
         owner, wanted_nbytes = record.owner, self.table.taken_nbytes(record)
         under_way = [put.record for put in self._puts.values() if put.record.owner == owner]
         victims = self._quotas.victims(

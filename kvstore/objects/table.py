@@ -57,11 +57,9 @@ class ObjectTable:
         return self.cut(record).num_chunks * self._chunk_nbytes
 
     def run_of(self, record: store_pb2.StoredObject, chunk: int) -> ChainRun:
-        """The run that contains ``chunk`` of an object in the table."""
         return self._runs[record.info.key][chunk // RUN_CHUNKS]
 
     def is_whole(self, record: store_pb2.StoredObject) -> bool:
-        """Whether the store holds every chunk."""
         runs = self.cut(record).runs()
         return all(len(self._store.match(run.keys)) == len(run.keys) for run in runs)
 
@@ -99,7 +97,6 @@ class ObjectTable:
             self._catalogue.forget(record.info.key)
 
     def used(self, record: store_pb2.StoredObject) -> None:
-        """The object is read."""
         self._quotas.used(record.owner, record.info.key)
 
     def discard(self, cut: ChunkPlan) -> None:
@@ -114,7 +111,6 @@ class ObjectTable:
         removal.add_done_callback(self._removals.discard)
 
     def chunk_changed(self, key: BlockKey, tier: Tier | None) -> None:
-        """The store's ``on_change``."""
         if tier is None and (object_key := self._object_of.get(key)) is not None:
             # Called within a change of the store: drop the rest of the object after it.
             asyncio.get_running_loop().call_soon(self._lost, object_key, key)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from moonpool.kvstore.errors import StoreError
@@ -68,13 +67,10 @@ class RemoteStore:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def call(self, method: str, request: Any) -> Any:
-        """Call a method of ``protos.Store``."""
         with rpc.node_errors(self.node_id):
             return await getattr(self._stub, method)(request, timeout=self._deadline_s)
 
@@ -91,7 +87,6 @@ class RemoteStore:
         return self._kv
 
     async def peer(self) -> Peer:
-        """The node's transfer agent, connected."""
         return await self._agent.connect(AgentDescriptor.unpack((await self.kv_address()).agent))
 
     def forget_peer(self) -> None:

@@ -16,8 +16,6 @@ from moonpool.transfer import ChecksumMismatch, JointRead, TransferReport
 
 @dataclass(frozen=True, slots=True)
 class RankTarget:
-    """A rank of this node: its shard, and its reader."""
-
     shard: BlockShard
     reader: RankReader
 
@@ -82,7 +80,6 @@ class ShardedReader:
         block_ids: Sequence[int],
         deadline_s: float,
     ) -> list[tuple[RankTarget, RankRead]]:
-        """One read for each (target, source rank) with common bytes."""
         layout = self._layout
         pool = source.ranks[0].region if source.ranks else None
         in_parts = [i for i, region in enumerate(regions) if region == pool]

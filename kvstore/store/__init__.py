@@ -1,6 +1,6 @@
 """The blocks of one node in all its tiers: the engine's pool, host memory, disk."""
 
-from moonpool.kvstore.store.leases import Lease, Pinned
+from moonpool.kvstore.store.reader import Lease, Pinned
 from moonpool.kvstore.store.reservation import Reservation
 from moonpool.kvstore.store.tiered import StoreStats, TieredStore, TierStats
 from moonpool.kvstore.tiers.protocols import Bytes, DiskTier, PoolTier

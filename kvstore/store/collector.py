@@ -16,8 +16,6 @@ _BY_TIER = ("shelf", "tier")
 
 
 class _StoresCollector(Collector):
-    """Reads the stores' counts at each scrape, so that a put costs nothing."""
-
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
 

@@ -4,17 +4,82 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from random import SystemRandom
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockCorrupt, BlockMissing
-from moonpool.kvstore.store.leases import Lease, Pinned
 from moonpool.kvstore.store.residency import Residency
 from moonpool.kvstore.tiers import metrics
 from moonpool.kvstore.tiers.copier import Bandwidth, Copier
 from moonpool.kvstore.tiers.promotion import Promoter, UnplacedBlock
 from moonpool.kvstore.tiers.protocols import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A block that stays where it is while its lease lasts."""
+
+    tier: Tier  # POOL or HOST
+    slot: int  # block of the pool, or slot of the host tier's memory
+    checksum: int  # xxh3-64
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """``blocks`` are the first of the requested chain. Nothing is pinned where ``id`` is 0."""
+
+    id: int
+    expires_s: float
+    blocks: list[Pinned]
+    pool_blocks: list[int] = field(default_factory=list, repr=False)  # pinned, more than ``blocks`` names
+    host_slots: list[int] = field(default_factory=list, repr=False)
+
+
+class LeaseTable:
+    """Leases by id. Call ``sweep`` regularly: a dead reader never releases."""
+
+    def __init__(
+        self, release: Callable[[Lease], None], *, longest_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._release = release
+        self._longest_s = longest_s
+        self._clock = clock
+        self._leases: dict[int, Lease] = {}
+        # Ids must not be guessed: they end leases.
+        self._rng = SystemRandom()
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(
+        self, blocks: list[Pinned], pool_blocks: list[int], host_slots: list[int], ttl_s: float
+    ) -> Lease:
+        """Take over blocks that are pinned already, for ``ttl_s`` at most."""
+        lease_id = self._rng.getrandbits(63) | 1
+        expires_s = self._clock() + min(ttl_s, self._longest_s)
+        lease = self._leases[lease_id] = Lease(lease_id, expires_s, blocks, pool_blocks, host_slots)
+        return lease
+
+    def release(self, lease_id: int) -> None:
+        """End a lease. Idempotent."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None:
+            self._release(lease)
+
+    def sweep(self) -> int:
+        """End the leases that have expired; returns how many."""
+        now_s = self._clock()
+        lapsed = [lease.id for lease in self._leases.values() if lease.expires_s <= now_s]
+        for lease_id in lapsed:
+            self.release(lease_id)
+        return len(lapsed)
+
+    def release_all(self) -> None:
+        for lease_id in list(self._leases):
+            self.release(lease_id)
+
 
 Unplaced = dict[BlockKey, UnplacedBlock]
 
@@ -112,7 +177,6 @@ class Reader:
             raise
 
     def release(self, lease: Lease) -> None:
-        """Undo ``pin``."""
         self._release(lease.pool_blocks, lease.host_slots)
 
     @asynccontextmanager
@@ -151,7 +215,6 @@ class Reader:
         return pinned
 
     async def _hashed(self, pinned: Sequence[Pinned]) -> list[Pinned]:
-        """Add the checksums of the pool's blocks."""
         in_pool, _ = _slots(pinned)
         if not in_pool:
             return list(pinned)
@@ -169,6 +232,5 @@ class Reader:
 
 
 def _slots(pinned: Sequence[Pinned]) -> tuple[list[int], list[int]]:
-    """The blocks of the pool and the slots of host memory."""
     in_pool = [block.slot for block in pinned if block.tier is Tier.POOL]
     return in_pool, [block.slot for block in pinned if block.tier is Tier.HOST]

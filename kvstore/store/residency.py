@@ -110,7 +110,6 @@ class Residency:
     # ------------------------------------------------------------------ new blocks
 
     def stored(self, key: BlockKey) -> None:
-        """Host memory has a new block."""
         self.announce(key)
         if self._keep_until_written and self.writes is not None:
             self.writes.require(key)
@@ -156,7 +155,6 @@ class Residency:
             self._on_change(key, tier)
 
     def announce(self, key: BlockKey) -> None:
-        """Report where the block is now."""
         tier = self.tier_of(key)
         if tier is None:
             self._lost(key)

@@ -13,8 +13,7 @@ from moonpool.kvstore.blocks.layout import BlockFormat
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockCorrupt
 from moonpool.kvstore.eviction.savings import SavedSeconds
-from moonpool.kvstore.store.leases import Lease, LeaseTable
-from moonpool.kvstore.store.reader import Reader
+from moonpool.kvstore.store.reader import Lease, LeaseTable, Reader
 from moonpool.kvstore.store.reservation import Reservation
 from moonpool.kvstore.store.residency import OnChange, Residency
 from moonpool.kvstore.tiers import metrics
@@ -33,8 +32,6 @@ def _ignore_change(key: BlockKey, tier: Tier | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier now."""
-
     name: str  # "host", "ssd"
     capacity_blocks: int
     num_blocks: int
@@ -213,7 +210,6 @@ class TieredStore(Residency):
 
     @property
     def is_copying(self) -> bool:
-        """Whether ``copied`` would wait."""
         return self.demoter.is_copying
 
     async def remove(self, keys: Sequence[BlockKey], *, reason: str = "removed") -> list[BlockKey]:

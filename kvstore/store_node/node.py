@@ -29,8 +29,7 @@ from moonpool.kvstore.remote.peer_leases import RemoteLeases
 from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.store.collector import observe_stores
 from moonpool.kvstore.store_node.kv_shelf import KvShelf
-from moonpool.kvstore.store_node.scrub import Shelf
-from moonpool.kvstore.store_node.service import StoreService
+from moonpool.kvstore.store_node.service import Shelf, StoreService
 from moonpool.kvstore.store_node.shelves import ShelfFactory
 from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2_grpc
 from moonpool.runtime import rpc
@@ -172,7 +171,6 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         await self._publisher.start()
 
     async def _drain(self) -> None:
-        """Wait for current readers and writers."""
         assert self._publisher is not None
         self._publisher.announce()
         deadline_s = self._clock() + min(_DRAIN_S, self.config.node.drain_s)
@@ -200,7 +198,6 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     # ------------------------------------------------------------------ the node in the index
 
     def record(self) -> NodeRecord:
-        """The node's current record in the index."""
         num_blocks = num_held = 0
         if self._kv.store is not None:
             num_blocks, num_held = self._kv.store.host.capacity, len(self._kv.store.host)

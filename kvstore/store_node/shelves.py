@@ -51,7 +51,6 @@ class ShelfFactory:
 
     @property
     def catalogue(self) -> Path | None:
-        """The folder of the catalogue of objects on disk."""
         own = self.config.store_node
         return self._folder(f"catalogue-{own.chunk_nbytes}") if own.object_ssd_nbytes else None
 

@@ -88,7 +88,6 @@ class Demoter:
             await self.copied()
 
     def forget(self, key: BlockKey) -> None:
-        """The block is removed: do not keep it."""
         demotion = self.demoting.take(key)
         if demotion is not None:
             demotion.is_wanted = False

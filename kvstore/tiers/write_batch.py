@@ -119,7 +119,6 @@ class WriteBatch:
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[BlockKey]:
-        """The blocks to be written."""
         return iter(self._blocks)
 
     def add(self, key: BlockKey) -> list[BlockKey] | None:

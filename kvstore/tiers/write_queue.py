@@ -78,11 +78,9 @@ class WriteQueue:
         await asyncio.gather(task, return_exceptions=True)
 
     async def drained(self) -> None:
-        """Wait until nothing is queued or being written."""
         await self._idle.wait()
 
     def __len__(self) -> int:
-        """Blocks that wait to be written."""
         return len(self._queue)
 
     @property

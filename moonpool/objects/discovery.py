@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from moonpool.client import Client
 from moonpool.kvstore.client import StoreClient, Tenant, open_client
-from moonpool.kvstore.client.discovery import Directory, IndexDirectory, NodeAddress
+from moonpool.kvstore.client.connections import Directory, IndexDirectory, NodeAddress
 from moonpool.kvstore.client.errors import BadUrl
 from moonpool.kvstore.errors import StoreError
 from moonpool.runtime.config.options import TransferOptions

@@ -23,7 +23,6 @@ _OPS = frozenset([*map(int, Tier), REMOVED])
 
 
 def encode(stored: Mapping[BlockKey, Tier], removed: Iterable[BlockKey]) -> bytes:
-    """Encode the tier of each stored key, and the removed keys."""
     groups: dict[int, list[BlockKey]] = {}
     for key, tier in stored.items():
         groups.setdefault(int(tier), []).append(key)
@@ -57,7 +56,6 @@ def decode(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def split(packed: bytes) -> list[bytes]:
-    """The 16-byte keys of one group."""
     return [packed[at : at + KEY_NBYTES] for at in range(0, len(packed), KEY_NBYTES)]
 
 

@@ -25,8 +25,6 @@ class RecordCorrupt(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """The load of a node, in every heartbeat."""
-
     num_running: int = 0
     num_waiting: int = 0
     num_queued_tokens: int = 0  # prompt tokens still to compute
@@ -37,8 +35,6 @@ class NodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class TierFill:
-    """The fill of a tier below the pool."""
-
     num_blocks: int = 0  # capacity
     num_held: int = 0
 

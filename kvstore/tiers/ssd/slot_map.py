@@ -32,25 +32,14 @@ OnDropped = Callable[[Sequence[BlockKey], str], None]
 
 @dataclass(slots=True)
 class SsdTierStats:
-    """Counts of an SSD tier: totals since it was opened, except for the first group, which is current."""
-
-    num_blocks: int = 0  # slots on the disk; it grows while there is room
-    num_held: int = 0
-    num_pinned: int = 0
-    is_stalled: bool = False
-    is_direct: bool = True  # False: through the page cache, without O_DIRECT
+    """Totals of an SSD tier since it was opened."""
 
     num_adopted: int = 0  # blocks found when it was opened
     num_orphans: int = 0  # blocks dropped then without their predecessors
     num_lost: int = 0  # blocks dropped then without a valid record or slot
-    open_s: float = 0.0
-
-    num_hits: int = 0
-    num_misses: int = 0
     num_stored: int = 0
     num_evictions: int = 0
     num_refusals: int = 0  # blocks refused: every block is pinned
-    num_bypassed: int = 0  # blocks the policy did not admit
     num_unparented: int = 0  # blocks refused: their predecessor is not here
     num_corrupt: int = 0  # blocks dropped: their checksum did not match
     num_read_errors: int = 0
@@ -58,10 +47,6 @@ class SsdTierStats:
     num_no_space: int = 0  # segments that found no room on the disk
     num_stalls: int = 0
     num_given_up: int = 0  # blocks with I/O abandoned or not begun because the disk stalled
-    read_nbytes: int = 0
-    written_nbytes: int = 0
-    read_s: float = 0.0  # callers' time in ``get`` and ``put``
-    write_s: float = 0.0
 
 
 class SlotMap:
@@ -99,7 +84,6 @@ class SlotMap:
             self._sequences[block.slot] = block.sequence
 
     def grow(self) -> None:
-        """Use the segments' new slots."""
         more = self._segments.num_slots - self.cache.capacity
         self.cache.grow(more)
         self._checksums.frombytes(bytes(8 * more))
@@ -167,7 +151,6 @@ class SlotMap:
                 self._sequences[block.slot] = block.sequence
                 self.cache.commit(block.slot, block.key, block.parent)
                 self.counts.num_stored += 1
-                self.counts.written_nbytes += self._segments.shape.block_nbytes
                 continue
             if block.is_written:
                 # Its record is on disk, or may be after an error.
@@ -246,7 +229,6 @@ class SlotMap:
         return theirs, others
 
     def forgotten(self, records: Iterable[StaleRecord]) -> None:
-        """These records are deleted from the disk."""
         for record in records:
             if self._stale.get(record.slot) == record:
                 del self._stale[record.slot]

@@ -69,12 +69,10 @@ class SsdTier:
     def __init__(
         self, layout: BlockFormat, slot_map: SlotMap, disk: Disk, clock: Callable[[], float]
     ) -> None:
-        """For ``open``."""
         self.layout = layout
         self._slot_map = slot_map
         self._cache = slot_map.cache
         self._disk = disk
-        self._clock = clock
         self._writer = BlockWriter(slot_map, disk, clock)
         self._cleaning: set[asyncio.Task[bool]] = set()
 
@@ -104,7 +102,6 @@ class SsdTier:
         (an unknown policy): nothing is open. A damaged index is no error: it is set aside and the tier starts
         empty.
         """
-        started_s = clock()
         make_policy(policy, 1)  # refuse an unknown name before anything is touched
         segment = segment_nbytes or max(_MIN_SEGMENT_NBYTES, -(-capacity_nbytes // _MAX_SEGMENTS))
         wanted = TierFormat(layout.fingerprint.hex(), layout.block_nbytes, segment)
@@ -113,7 +110,6 @@ class SsdTier:
             found = opened.found
             slot_map = await asyncio.to_thread(SlotMap, opened.segments, found, policy, saved_s, on_dropped)
         disk = Disk(opened, depth=threads, deadline_s=io_deadline_s, clock=clock)
-        slot_map.counts.open_s = clock() - started_s
         return cls(layout, slot_map, disk, clock)
 
     async def __aenter__(self) -> SsdTier:
@@ -129,7 +125,6 @@ class SsdTier:
 
     @property
     def on_dropped(self) -> OnDropped | None:
-        """Called for blocks that the tier drops by itself."""
         return self._slot_map.on_dropped
 
     @on_dropped.setter
@@ -164,22 +159,14 @@ class SsdTier:
     @property
     def stats(self) -> SsdTierStats:
         """A copy."""
-        cache, disk = self._cache, self._disk
         return replace(
             self._slot_map.counts,
-            num_blocks=cache.capacity,
-            num_held=len(cache),
-            num_pinned=cache.num_pinned,
-            is_stalled=disk.is_stalled,
-            is_direct=disk.segments.direct,
-            num_evictions=cache.num_evictions,
-            num_refusals=cache.num_refusals,
-            num_bypassed=cache.num_bypassed,
-            num_stalls=disk.num_stalls,
+            num_evictions=self._cache.num_evictions,
+            num_refusals=self._cache.num_refusals,
+            num_stalls=self._disk.num_stalls,
         )
 
     def use(self, keys: Sequence[BlockKey]) -> int:
-        """A request uses this chain. Returns how many of its first blocks are here."""
         return self._cache.use(keys)
 
     async def get(self, keys: Sequence[BlockKey], destinations: Sequence[Buffer | Bytes]) -> list[bool]:
@@ -189,17 +176,9 @@ class SsdTier:
         dropped), or the disk stalls. Its destination is unchanged and not written later, also after a
         cancellation.
         """
-        started_s = self._clock()
-        hits = await self._read(keys, [self._bytes(destination) for destination in destinations])
-        counts, num_hits = self._slot_map.counts, sum(hits)
-        counts.num_hits += num_hits
-        counts.num_misses += len(hits) - num_hits
-        counts.read_nbytes += num_hits * self.layout.block_nbytes
-        counts.read_s += self._clock() - started_s
-        return hits
+        return await self._read(keys, [self._bytes(destination) for destination in destinations])
 
     async def verify(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Read and verify blocks without delivering their bytes."""
         return await self._read(keys, [None] * len(keys))
 
     async def _read(self, keys: Sequence[BlockKey], into: Sequence[Bytes | None]) -> list[bool]:
@@ -231,14 +210,12 @@ class SsdTier:
         ``checksums``: xxh3-64; None: computed here. Blocks are also refused by the policy, by a tier full of
         pins, a full disk, a write error or a stalled disk. A cancelled put may or may not have happened.
         """
-        started_s = self._clock()
         num_new = sum(key not in self._cache for key in keys)
         if num_new and self._disk.is_stalled:
             self._slot_map.counts.num_given_up += num_new
         elif num_new:
             blocks = [self._bytes(source) for source in sources]
             await self._writer.put(keys, blocks, parents, checksums or [None] * len(keys))
-        self._slot_map.counts.write_s += self._clock() - started_s
         return [key in self._cache for key in keys]
 
     async def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
@@ -249,7 +226,6 @@ class SsdTier:
         return gone
 
     async def _clean(self) -> bool:
-        """Delete the records of blocks that are not held any more."""
         _, stale = self._slot_map.stale()
         if not stale or self._disk.is_stalled:
             return not stale

@@ -35,8 +35,6 @@ class IndexWriteFailed(StoreError):
 
 
 class IndexDamaged(StoreError):
-    """The index cannot be read."""
-
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"the index {path} is damaged: {reason}")
 

@@ -53,7 +53,6 @@ def decode(key: bytes, value: bytes) -> BlockRecord | None:
 
 
 def sequence_of(value: bytes) -> int:
-    """The sequence in an encoded record."""
     sequence: int = _HEAD.unpack_from(value)[0]
     return sequence
 

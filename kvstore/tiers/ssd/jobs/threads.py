@@ -30,8 +30,6 @@ class Job(Protocol):
 
 
 class Worker:
-    """A thread as its jobs see it."""
-
     def __init__(self, buffer: Bytes, depth: threading.Semaphore, clock: Callable[[], float]) -> None:
         self.buffer = buffer  # its own, page-aligned, in huge pages
         self.job: Job | None = None
