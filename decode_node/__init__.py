@@ -1,1 +1,1 @@
-"""The decode node: takes a prompt's blocks over and generates, all its requests in one batch."""
+"""The decode node: takes over prompts' blocks and generates, with all requests in one batch."""

@@ -13,7 +13,7 @@ async def main(config: Config, context: ServiceContext) -> None:
     if config.engine.parallel.dp > 1:
         await ReplicaGroup(config, "decode", [sys.executable, "-m", "moonpool.decode_node"]).run(context)
         return
-    # Here: who only looks after replicas needs no torch.
+    # Imported here: the parent of replicas needs no torch.
     from moonpool.decode_node.node import DecodeNode
 
     await DecodeNode(config).run(context)

@@ -1,4 +1,4 @@
-"""The decode node's service: take prompts' blocks over, generate, tell the conductors step by step."""
+"""The decode node's service: take over prompts, generate, send tokens to the conductors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Request:
     sequence: Sequence
     takeover: asyncio.Task[None]
     began_s: float
-    within: Context  # the call that brought it
+    parent_span: Context
 
 
 class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
@@ -62,7 +62,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
 
     def restart(self) -> None:
         super().restart()
-        # What was not told of the last life must not be told of this one.
+        # Unsent messages belong to the last start.
         self._outboxes.clear()
 
     def cancel(self, key: Key) -> None:
@@ -78,7 +78,9 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                 continue
             orphans = [key for key, r in self._requests.items() if r.conductor_id == conductor_id]
             if orphans:
-                log.warning("conductor %s is gone: %d requests are cancelled", conductor_id, len(orphans))
+                log.warning(
+                    "conductor %s does not read: %d requests are cancelled", conductor_id, len(orphans)
+                )
             for key in orphans:
                 self.cancel(key)
             del self._outboxes[conductor_id]
@@ -108,7 +110,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
     # ------------------------------------------------------------------ the work
 
     async def _take_over(self, request: node_pb2.DecodeRequest, sequence: Sequence) -> None:
-        """Bring the blocks here and start decoding; whatever goes wrong is told to the conductor."""
+        """Read the blocks and start decoding. Errors go to the conductor."""
         key, engine = sequence.key, self.engine
         try:
             async with asyncio.timeout(request.work.deadline_unix_s - self.clock()):
@@ -155,13 +157,13 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
             key = event.sequence.key
             request = self._requests.get(key)
             if request is None:
-                continue  # cancelled: nobody waits for it
+                continue  # cancelled
             num_tokens += event.token_id >= 0
             if event.token_id >= 0 or event.finish_reason or event.preempted:
                 batches.setdefault(request.conductor_id, []).append(token_out(event))
             if event.finish_reason:
                 ago_s = time.monotonic() - request.began_s
-                tracing.record_span("decode", ago_s=ago_s, seconds=ago_s, within=request.within)
+                tracing.record_span("decode", ago_s=ago_s, seconds=ago_s, within=request.parent_span)
                 del self._requests[key]
         DECODE_TOKENS.inc(num_tokens)
         for conductor_id, tokens in batches.items():

@@ -1,4 +1,4 @@
-"""Taking a prompt over from the node that computes it: follow, reserve, read, seal."""
+"""Takeover of a prompt from its prefill node: follow, reserve, read, seal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError
 
-_ENDED = "the prefill node ended its stream before the last block"
-
 
 class HandoverBroken(MoonpoolError):
     """The prefill node ended its stream before the last block."""
+
+    def __init__(self) -> None:
+        super().__init__("the prefill node ended its stream before the last block")
 
 
 async def take_over(
@@ -34,17 +35,16 @@ async def take_over(
 ) -> tuple[bool, node_pb2.KvReceived]:
     """Fill the sequence's blocks from the node at ``prefill_address`` while it computes them.
 
-    Returns whether the first token ended the request already, and what was read. Otherwise the sequence has
-    that token appended and is ready for ``engine.add``. Its blocks are the caller's to release, after errors
-    too.
+    Returns whether the first token ended the request, and the reads. Otherwise the sequence has that token
+    appended and is ready for ``engine.add``. The caller releases its blocks, after errors, too.
 
     Raises:
-        NodeUnavailable, RemoteError: the prefill node is gone, or gave the prompt up.
+        NodeUnavailable, RemoteError, HandoverBroken: the prefill node ended or aborted the prefill.
         TransferError, PeerIncompatible: the blocks could not be read.
         SequenceTooLong, EngineClosed: from the reservation.
     """
     stub = node_pb2_grpc.PrefillNodeStub(exchange.channel(prefill_address))
-    # Asked for before there is anything, so that the other side knows somebody is coming.
+    # Called early, so that the prefill node knows of its follower.
     call = stub.Follow(
         node_pb2.FollowRequest(request_id=sequence.request_id, attempt=sequence.attempt, follower=follower),
         metadata=rpc.request_metadata(),
@@ -55,17 +55,16 @@ async def take_over(
             await _load_prefix(engine, store, sequence)
             chunk = await anext(chunks, None)
         if chunk is None:
-            raise HandoverBroken(_ENDED)
-        # Not before there is something to read: a prompt that still waits for room where it is computed would
-        # keep from here those who hold that room until they have some here, and both would wait for ever. Who
-        # has blocks here has all of them there, and waits for nobody.
+            raise HandoverBroken
+        # Reserve after the first chunk, to prevent a deadlock: a prompt without room on its prefill node must
+        # not reserve the room here that prompts with blocks there wait for.
         await engine.reserved(sequence)
         num_local = sequence.num_computed_tokens // engine.pool.block_size
         received = node_pb2.KvReceived(num_local_blocks=num_local)
         with rpc.node_errors(prefill_address):
             token = await _read_chunks(engine, exchange, sequence, chunk, chunks, received, deadline_s)
     finally:
-        # Also how the prefill node learns that it may let the blocks go.
+        # This also lets the prefill node release its blocks.
         call.cancel()
     if token.finish_reason != node_pb2.FINISH_NONE:
         return True, received
@@ -74,8 +73,7 @@ async def take_over(
 
 
 async def _load_prefix(engine: Engine, store: NodeStore, sequence: Sequence) -> None:
-    """What host memory here holds of the prompt need not come from the prefill node. It stays in the pool as
-    cache, held by nobody."""
+    """Load the prompt's blocks in local host memory into the pool's cache, to spare their transfer."""
     pool = engine.pool
     num_blocks = sequence.num_tokens // pool.block_size
     sequence.hash_blocks(pool.block_size, num_blocks)
@@ -97,12 +95,12 @@ async def _read_chunks(
 ) -> node_pb2.TokenOut:
     """``chunk``: the first one."""
     peer: KvSource | None = None
-    reads: list[tuple[float, node_pb2.Stretch]] = []  # when each began
+    reads: list[tuple[float, node_pb2.Stretch]] = []  # start times and reads
     num_local = received.num_local_blocks
     while chunk is not None:
         if peer is None:
             peer = await exchange.connect(chunk.source)
-        # The first blocks may be here already.
+        # The first blocks may be local.
         skip = max(num_local - chunk.first_block, 0)
         first, end = chunk.first_block + skip, chunk.first_block + len(chunk.blocks.offset)
         if first < end:
@@ -125,4 +123,4 @@ async def _read_chunks(
                 received.reads.append(read)
             return chunk.token
         chunk = await anext(chunks, None)
-    raise HandoverBroken(_ENDED)
+    raise HandoverBroken

@@ -1,1 +1,1 @@
-"""The prefill node: computes prompts, answers their first token, and hands their blocks to decode nodes."""
+"""The prefill node: computes prompts, returns first tokens, and hands blocks over to decode nodes."""

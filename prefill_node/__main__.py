@@ -13,7 +13,7 @@ async def main(config: Config, context: ServiceContext) -> None:
     if config.engine.parallel.dp > 1:
         await ReplicaGroup(config, "prefill", [sys.executable, "-m", "moonpool.prefill_node"]).run(context)
         return
-    # Here: who only looks after replicas needs no torch.
+    # Imported here: the parent of replicas needs no torch.
     from moonpool.prefill_node.node import PrefillNode
 
     await PrefillNode(config).run(context)

@@ -1,4 +1,4 @@
-"""One request's blocks on their way to a decode node: what is finished, what was sent, until it was taken."""
+"""Handover of one request's blocks to a decode node: finished blocks, sent blocks, the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moonpool.runtime.errors import MoonpoolError
 
 
 class HandoverFailed(MoonpoolError):
-    """The prefill a decode node follows was cancelled or failed: its blocks will not come."""
+    """The followed prefill was cancelled or failed."""
 
     code = "ABORTED"
 
@@ -20,8 +20,8 @@ class HandoverFailed(MoonpoolError):
 class Handover:
     """Announces a sequence's blocks to its follower as the engine finishes them.
 
-    Either side may come first. ``progress`` and ``finish`` are called by the prefill, ``chunks`` is read by
-    the follower, once.
+    Either side may start first. The prefill calls ``progress`` and ``finish``; the follower reads ``chunks``
+    once.
     """
 
     def __init__(self, memory: BlockMemory, source: node_pb2.KvAddress) -> None:
@@ -32,28 +32,28 @@ class Handover:
         self._token: node_pb2.TokenOut | None = None
         self._failure = ""
         self._news = asyncio.Event()
-        self.followed = asyncio.Event()  # a follower is there
-        self.taken = asyncio.Event()  # it has read everything, or is gone
+        self.followed = asyncio.Event()  # a follower has connected
+        self.taken = asyncio.Event()  # it has read everything, or disconnected
 
     def progress(self, sequence: Sequence, num_tokens: int) -> None:
-        """The KV of the first ``num_tokens`` tokens is complete in the blocks of ``sequence``."""
+        """Announce that the KV of the first ``num_tokens`` tokens is complete."""
         self._sequence, self._num_tokens = sequence, num_tokens
         self._news.set()
 
     def finish(self, sequence: Sequence, token: node_pb2.TokenOut) -> None:
-        """All of it is complete, and this is the token that follows."""
+        """Announce that all KV is complete, and the next token."""
         self._token = token
         self.progress(sequence, sequence.num_computed_tokens)
 
     def fail(self, reason: str) -> None:
-        """There will be no more."""
+        """End the handover with an error."""
         self._failure = reason
         self._news.set()
 
     async def chunks(self) -> AsyncIterator[node_pb2.KvChunk]:
-        """Blocks in order, each once, all that are finished in one message; ends after the last one.
+        """Yield finished blocks in order, as many as there are in each message, up to the last one.
 
-        Raises HandoverFailed when the prefill ended without.
+        Raises HandoverFailed when the prefill fails.
         """
         num_sent = 0
         while True:
@@ -72,9 +72,9 @@ class Handover:
         sequence = self._sequence
         assert sequence is not None
         block_size = self._memory.layout.block_size
-        # Both as they are now: there may be news while the blocks are described.
+        # Read both now: they may change during the await below.
         num_tokens, token = self._num_tokens, self._token
-        # A block that is not full yet will change, unless nothing follows.
+        # A block that is not full will change, unless the prefill has ended.
         num_complete = num_tokens // block_size if token is None else -(-num_tokens // block_size)
         return node_pb2.KvChunk(
             first_block=num_sent,

@@ -1,4 +1,4 @@
-"""The prefill node's service: fetch what is worth fetching, compute the rest, hand the blocks over."""
+"""The prefill node's service: fetch cached blocks, compute the rest, hand the blocks over."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillFailed(MoonpoolError):
-    """The engine could not compute this prompt. Nothing of it is held."""
+    """The engine could not compute this prompt. All its blocks are released."""
 
 
 class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
@@ -43,7 +43,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         super().__init__(config)
         self._first_tokens: dict[Key, asyncio.Future[StepEvent]] = {}
         self._handovers: dict[Key, Handover] = {}
-        self._holds: set[asyncio.Task[None]] = set()
+        self._handing_over: set[asyncio.Task[None]] = set()
         self._prompts = PromptTokens(self.tenant_labels)
         self._reuse = ReuseDistance(index_metrics.reuse_distance, index_metrics.reuse_first_uses)
 
@@ -54,12 +54,12 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         return [*node_servicers(self), (node_pb2_grpc.add_PrefillNodeServicer_to_server, self)]
 
     def num_requests(self) -> int:
-        return len(self._first_tokens) + len(self._holds)
+        return len(self._first_tokens) + len(self._handing_over)
 
     async def stop(self) -> None:
         for handover in self._handovers.values():
             handover.fail(f"node {self.node_id} is stopping")
-        for task in list(self._holds):
+        for task in list(self._handing_over):
             task.cancel()
 
     def restart(self) -> None:
@@ -68,7 +68,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         self._handovers.clear()
 
     def cancel(self, key: Key) -> None:
-        """Before the first token the call itself is cancelled; this is for what is held after it."""
+        """End a handover after the first token. Before that the call itself is cancelled."""
         handover = self._handovers.get(key)
         if handover is not None and key not in self._first_tokens:
             handover.fail("the request was cancelled")
@@ -89,14 +89,14 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
                 loaded, fetched, fetch_error = await self._gather(request, sequence)
             event = await self._compute(sequence)
         except BaseException as error:
-            self._give_up(sequence, str(error) or type(error).__name__)
+            self._abort(sequence, str(error) or type(error).__name__)
             raise
         token = token_out(event)
         if handover is None:
             self.engine.release(sequence)
         else:
             handover.finish(sequence, token)
-            self._hold(sequence, handover, request.work.deadline_unix_s)
+            self._keep_until_taken(sequence, handover, request.work.deadline_unix_s)
         return self._reply(sequence, event, token, loaded, fetched, fetch_error, received_s)
 
     async def Follow(
@@ -108,7 +108,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         try:
             async for chunk in handover.chunks():
                 yield chunk
-            # The follower still has to read the last blocks: it ends the call when it has.
+            # The follower ends the call when it has read the last blocks.
             await handover.taken.wait()
         finally:
             handover.taken.set()
@@ -120,12 +120,10 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
     async def _gather(
         self, request: node_pb2.PrefillRequest, sequence: Sequence
     ) -> tuple[Loaded, Fetched, str]:
-        """Give the sequence the blocks of its prefix that are here in any tier, and those worth fetching.
-
-        Failing is no error of the request: what could not be had is computed instead.
-        """
+        """Load the sequence's prefix from the local tiers and from a peer. Failures are no errors: missing
+        blocks are computed."""
         pool = self.engine.pool
-        # The prompt's last token is computed in any case: prefill needs a query row to produce logits.
+        # Leave one token uncached: prefill needs a query row to produce logits.
         num_blocks = (sequence.num_tokens - 1) // pool.block_size
         sequence.hash_blocks(pool.block_size, num_blocks)
         chain = sequence.keys[:num_blocks]
@@ -133,13 +131,13 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             self.events.describe(chain, sequence.token_ids)
         self._reuse.use(chain)
         tiers = self.store.tiers.match(chain)
-        # What the policies learn from it has time until the prompt is being computed.
+        # The policies learn of it later, while the prompt is computed.
         asyncio.get_running_loop().call_later(USE_DELAY_S, self.store.tiers.use, chain, tiers)
-        # What is fetched besides needs blocks of its own: then there is nothing to wait for.
+        # A fetch allocates blocks itself and does not wait for room.
         waits = not request.num_fetch_blocks and self.store.loader.lacks_room(chain, tiers)
         with tracing.span("load blocks", num_blocks=len(chain), waits=waits):
             if waits:
-                loaded = await self._load_in_its_turn(sequence, chain)
+                loaded = await self._load_when_room(sequence, chain)
             else:
                 loaded = await self.store.loader.load(chain, tiers)
                 sequence.set_prefix(loaded.block_ids, pool.block_size)
@@ -154,7 +152,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         try:
             fetched = await self.exchange.fetch(request.fetch_from, wanted)
         except (TransferError, NodeUnavailable, RemoteError, PeerIncompatible) as error:
-            log.warning("blocks were not fetched and are computed instead: %s", error)
+            log.warning("blocks were not fetched and will be computed: %s", error)
             return loaded, Fetched(), str(error)
         fetch_error = ""
         if fetched.num_missing:
@@ -170,9 +168,9 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             pool.release(fetched.block_ids)
         return loaded, fetched, fetch_error
 
-    async def _load_in_its_turn(self, sequence: Sequence, chain: list[BlockKey]) -> Loaded:
-        """The pool has no room now for what the other tiers hold of the prompt. While the sequence waits for
-        room, what is on disk comes to host memory; then all of it goes into the sequence's own blocks."""
+    async def _load_when_room(self, sequence: Sequence, chain: list[BlockKey]) -> Loaded:
+        """Load the prefix after waiting for room in the pool. Meanwhile blocks on disk are prefetched to
+        host memory."""
         prefetch = asyncio.create_task(self.store.tiers.prefetch(chain), name="prefetch")
         try:
             await self.engine.reserved(sequence)
@@ -201,7 +199,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             if event.token_id >= 0 or event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
                 first_token = self._first_tokens.get(sequence.key)
                 if first_token is None or first_token.done():
-                    continue  # its call was cancelled; the engine has been told
+                    continue  # its call was cancelled, and so was the sequence
                 if event.token_id >= 0:
                     first_token.set_result(event)
                 else:
@@ -209,7 +207,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             elif (handover := self._handovers.get(sequence.key)) is not None and not event.preempted:
                 handover.progress(sequence, event.num_computed_tokens)
 
-    def _give_up(self, sequence: Sequence, reason: str) -> None:
+    def _abort(self, sequence: Sequence, reason: str) -> None:
         self.engine.cancel(*sequence.key)
         self.engine.release(sequence)
         handover = self._handovers.pop(sequence.key, None)
@@ -222,25 +220,25 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             handover = self._handovers[key] = Handover(self.memory, self.kv_address)
         return handover
 
-    def _hold(self, sequence: Sequence, handover: Handover, deadline_unix_s: float) -> None:
-        """Keep the sequence's blocks until they were taken, or the request's time is over."""
+    def _keep_until_taken(self, sequence: Sequence, handover: Handover, deadline_unix_s: float) -> None:
+        """Release the sequence's blocks when they were taken, or at the request's deadline."""
 
-        async def hold() -> None:
+        async def keep() -> None:
             try:
                 async with asyncio.timeout(self.config.store.lease_ttl_s):
                     await handover.followed.wait()
                 async with asyncio.timeout(deadline_unix_s - self.clock()):
                     await handover.taken.wait()
             except TimeoutError:
-                log.warning("nobody took the blocks of %s in time", sequence.request_id)
+                log.warning("no decode node took the blocks of %s in time", sequence.request_id)
                 handover.fail("its blocks were not taken in time")
             finally:
                 self._handovers.pop(sequence.key, None)
                 self.engine.release(sequence)
 
-        task = asyncio.create_task(hold())
-        self._holds.add(task)
-        task.add_done_callback(self._holds.discard)
+        task = asyncio.create_task(keep())
+        self._handing_over.add(task)
+        task.add_done_callback(self._handing_over.discard)
 
     def _reply(
         self,

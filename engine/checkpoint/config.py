@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, in the engine's own words."""
+"""The model configuration of a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from moonpool.engine.checkpoint.rope import RopeConfig
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
 
-# What each family's configuration means where config.json leaves a word out: the defaults transformers has.
+# Defaults of transformers for fields that config.json omits, by family.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -51,21 +51,21 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """The experts of a mixture: in which layers, how many, and how a token chooses among them."""
+    """The mixture-of-experts part of a model."""
 
     layers: frozenset[int]  # the others are dense
     num_experts: int
     top_k: int
     renormalize: bool  # the chosen experts' probabilities sum to 1
     expert_inter: int  # columns of one expert's MLP
-    shared_inter: int  # of the expert that every token goes through; 0: there is none
-    block: str  # what a sparse layer calls its mixture in the checkpoint
-    projections: tuple[str, str, str]  # an expert's gate, up and down there
+    shared_inter: int  # of the shared expert; 0: none
+    block: str  # the mixture's module name in the checkpoint
+    projections: tuple[str, str, str]  # names of an expert's gate, up and down matrices
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder-only model of the Llama kind. Sizes are in elements, windows in tokens."""
+    """The shape of a Llama-like decoder. Sizes are in elements, windows in tokens."""
 
     path: Path
     family: str  # model_type, one of _FAMILY_DEFAULTS
@@ -86,22 +86,22 @@ class ModelConfig:
     qk_norm: bool
     moe: MoeConfig | None  # None: every layer is dense
     tie_word_embeddings: bool
-    stored_dtype: str  # float32, bfloat16 or float16: what the checkpoint says it is stored in
+    stored_dtype: str  # float32, bfloat16 or float16
     eos_token_ids: frozenset[int]
 
     @classmethod
     def from_checkpoint(cls, path: Path | str) -> ModelConfig:
-        """Read config.json (transformers 5 spellings and older ones) and generation_config.json.
+        """Read config.json (fields of transformers 5 and older) and generation_config.json.
 
-        Raises CheckpointError where they cannot be read or contradict themselves, UnsupportedModel where they
-        ask for something the engine does not compute; both name the word in question.
+        Raises CheckpointError for unreadable or contradictory files, UnsupportedModel for features the engine
+        lacks. Both name the field.
         """
         path = Path(path)
         raw = _read_json(path, "config.json")
         family = raw.get("model_type")
         if family not in _FAMILY_DEFAULTS:
             known = ", ".join(_FAMILY_DEFAULTS)
-            raise UnsupportedModel(path, f"model_type {family!r} is none of {known}")
+            raise UnsupportedModel(path, f"model_type {family!r} is not one of {known}")
         words = _ConfigReader(path, {**_FAMILY_DEFAULTS[family], **raw})
         if "quantization_config" in raw:
             raise UnsupportedModel(path, "quantized weights (quantization_config)")
@@ -113,10 +113,11 @@ class ModelConfig:
         head_dim = words.size("head_dim", hidden_size // num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
-                path, f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+                path,
+                f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}",
             )
         if head_dim % 2:
-            raise UnsupportedModel(path, f"head_dim {head_dim}: an odd one cannot be rotated")
+            raise UnsupportedModel(path, f"head_dim {head_dim}: it must be even for rotary embeddings")
         num_layers = words.size("num_hidden_layers")
         max_position = words.size("max_position_embeddings")
         bias = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3", "qwen3_moe")
@@ -147,14 +148,14 @@ class ModelConfig:
 
 
 class _ConfigReader:
-    """config.json with the family's defaults, read with checks."""
+    """Checked access to config.json with the family's defaults."""
 
     def __init__(self, path: Path, raw: Mapping[str, Any]) -> None:
         self.path = path
         self.raw = raw
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer; null counts as left out."""
+        """Return a positive integer field; null counts as missing."""
         value = self.raw.get(name)
         if value is None:
             if default is None:
@@ -180,8 +181,8 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 def _windows(path: Path, family: str, raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Each layer's sliding window. Mistral, Mixtral, Qwen3-MoE: of all. Other Qwen: by layer_types, or from
-    max_window_layers on; Qwen2-MoE: of every other layer before it."""
+    """Return each layer's sliding window. Mistral, Mixtral, Qwen3-MoE: all layers. Other Qwen: by
+    layer_types, or from max_window_layers on; Qwen2-MoE: every other layer before it."""
     window = int(raw.get("sliding_window") or 0)
     if family == "llama" or (family.startswith("qwen") and not raw.get("use_sliding_window", False)):
         window = 0
@@ -199,12 +200,12 @@ def _windows(path: Path, family: str, raw: Mapping[str, Any], num_layers: int) -
 
 
 def _moe(words: _ConfigReader, family: str, num_layers: int) -> MoeConfig | None:
-    """Which layers are mixtures: all of Mixtral's; of Qwen's every decoder_sparse_step-th that is not among
-    mlp_only_layers."""
+    """Read the MoE fields. Sparse layers: all of Mixtral; of Qwen every decoder_sparse_step-th one that is
+    not in mlp_only_layers."""
     if family not in _NUM_EXPERTS:
         return None
     mixtral, raw = family == "mixtral", words.raw
-    # Either name is written, whatever the family.
+    # Both names occur in all families.
     num_experts = words.size("num_experts", words.size("num_local_experts", _NUM_EXPERTS[family]))
     if (same := words.size("num_local_experts", num_experts)) != num_experts:
         raise CheckpointError(
@@ -237,7 +238,7 @@ def _stored_dtype(path: Path, raw: Mapping[str, Any]) -> str:
 
 
 def _eos_token_ids(path: Path, raw: Mapping[str, Any]) -> frozenset[int]:
-    """config.json's and generation_config.json's: chat models name their end of turn in one of them."""
+    """Read config.json and generation_config.json: chat models have their end of turn in one of them."""
     values = [raw.get("eos_token_id")]
     if (path / "generation_config.json").exists():
         values.append(_read_json(path, "generation_config.json").get("eos_token_id"))

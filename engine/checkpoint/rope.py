@@ -1,4 +1,4 @@
-"""Rotary position embedding: how each scaling changes the frequencies, and the tables the kernels read."""
+"""Rotary position embedding: frequencies of each scaling, and the tables for kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moonpool.engine.errors import CheckpointError, UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """``kind`` is transformers' rope_type; the other fields matter to the kinds that read them."""
+    """``kind``: transformers' rope_type. Other fields are used by some kinds."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -31,17 +31,16 @@ class RopeConfig:
 
     @classmethod
     def from_words(cls, path: Path, raw: Mapping[str, Any], max_position: int) -> RopeConfig:
-        """From config.json: ``rope_parameters`` (transformers 5), or ``rope_theta`` beside ``rope_scaling``.
+        """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``, of config.json.
 
-        Raises UnsupportedModel for a kind that is not computed, CheckpointError for a word it needs and
-        lacks.
+        Raises UnsupportedModel for an unknown kind, CheckpointError for a missing field.
         """
         words: dict[str, Any] = {**(raw.get("rope_scaling") or raw.get("rope_parameters") or {})}
         kind = str(words.get("rope_type") or words.get("type") or "default")
         if kind not in _FREQUENCIES:
             raise UnsupportedModel(path, f"rope type {kind!r}: only {', '.join(_FREQUENCIES)} are computed")
         if float(words.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise UnsupportedModel(path, "partial_rotary_factor: heads are rotated whole")
+            raise UnsupportedModel(path, "partial_rotary_factor: only whole heads are rotated")
         theta = words.get("rope_theta") or raw.get("rope_theta") or 10000.0
         original = int(
             words.get("original_max_position_embeddings")
@@ -74,11 +73,8 @@ class RopeConfig:
 def rope_tables(
     rope: RopeConfig, head_dim: int, max_position: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos, sin: float32 [max_position, head_dim / 2].
-
-    Their values are rounded to ``dtype``, the one the model computes in, because transformers does so:
-    rotating with finer ones would not give its logits.
-    """
+    """Return cos and sin: float32 [max_position, head_dim / 2], rounded to ``dtype`` as transformers does:
+    finer values would change the logits."""
     frequencies = _FREQUENCIES[rope.kind](rope, head_dim)
     angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
     cos = (angles.cos() * rope.attention_factor).to(dtype).float()
@@ -87,7 +83,7 @@ def rope_tables(
 
 
 def _default(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Frequencies in radians a position: float32 [head_dim / 2]."""
+    """Return frequencies in radians per position: float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / (rope.theta**exponents)
 
@@ -97,7 +93,7 @@ def _linear(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Long waves are stretched by the factor, short ones are kept, those between are blended."""
+    """Stretch long waves by the factor, keep short ones, blend those between."""
     frequencies = _default(rope, head_dim)
     wavelengths = 2 * math.pi / frequencies
     longest_kept = rope.original_max_position / rope.high_freq_factor
@@ -111,9 +107,7 @@ def _llama3(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Dimensions that turn often within the trained length are kept, slow ones are stretched, with a ramp
-    between.
-    """
+    """Keep dimensions that turn often within the trained length, stretch slow ones, with a ramp between."""
 
     def dimension_turning(turns: float) -> float:
         return (head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi))) / (
@@ -133,9 +127,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _attention_factor(words: Mapping[str, Any], factor: float) -> float:
-    """YaRN's correction of the attention's temperature, as its paper suggests unless the checkpoint says
-    otherwise.
-    """
+    """Return YaRN's attention factor: of the checkpoint, or the paper's default."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors: sharded safetensors, checked before anything is loaded."""
+"""Reads a checkpoint's safetensors, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -38,22 +38,20 @@ class _Entry:
     end: int
 
 
-# Frequencies are computed; scales are for pages in float8.
-_READ_WHERE_WANTED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+# Not reported as unused: frequencies are computed, scales are for float8 pages.
+_OPTIONAL = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 
 
 class Checkpoint:
-    """The tensors of one checkpoint directory, by name. Opening reads headers only; files are mapped when
-    used, and of a tensor no other pages are touched than those of its part.
-    """
+    """The tensors of a checkpoint directory by name. Opening reads only headers; files are mapped on use,
+    and only the pages of a tensor's part are read."""
 
     def __init__(
         self, path: Path, progress: Progress | None = None, part: Callable[[str], Part] = lambda name: ()
     ) -> None:
-        """``part(name)``: what is read of a tensor.
+        """``part(name)``: the slice of a tensor to read.
 
-        Raises CheckpointError where a file is missing or no safetensors file, or cut short (naming a tensor
-        that is not all there).
+        Raises CheckpointError for a missing, invalid or truncated file.
         """
         self.path = path
         self._progress = progress
@@ -66,9 +64,9 @@ class Checkpoint:
         self._unread: set[str] = set()
 
     def check(self, expected: Mapping[str, tuple[int, ...]], others: Collection[str] = ()) -> None:
-        """Raise CheckpointError or UnsupportedModel unless all of ``expected`` (name → shape) is there.
+        """Raise CheckpointError or UnsupportedModel unless all of ``expected`` (name → shape) exist.
 
-        ``others``: tensors that other ranks read.
+        ``others``: tensors for other ranks.
         """
         missing = [name for name in expected if name not in self._entries]
         if missing:
@@ -80,24 +78,22 @@ class Checkpoint:
                 raise CheckpointError(
                     self.path,
                     f"tensor {name} in {entry.file.name} has shape {list(entry.shape)}, "
-                    f"config.json means {list(shape)}",
+                    f"config.json implies {list(shape)}",
                 )
             if entry.dtype not in _DTYPES:
                 raise UnsupportedModel(self.path, f"tensor {name} is stored as {entry.dtype}")
         self._unread = set(expected)
         self._nbytes_total = sum(self._nbytes(name) for name in expected)
-        # A head beside tied embeddings is a copy of them.
+        # With tied embeddings a head is a copy.
         used = {*expected, *others, "lm_head.weight"}
-        ignored = [n for n in self._entries if n not in used and not n.endswith(_READ_WHERE_WANTED)]
+        ignored = [n for n in self._entries if n not in used and not n.endswith(_OPTIONAL)]
         if ignored:
             log.warning(
                 "checkpoint %s: %d tensors are not used, first %s", self.path, len(ignored), ignored[0]
             )
 
     def read(self, name: str) -> Tensor:
-        """The tensor's part as stored, a read-only view of the mapped file: copy it (``to``, ``cat``) before
-        ``close``.
-        """
+        """Return the tensor's part in its stored dtype, a read-only view of the mapped file."""
         entry = self._entries[name]
         mapped = self._maps.get(entry.file)
         if mapped is None:
@@ -114,21 +110,20 @@ class Checkpoint:
         return tensor.view(entry.shape)[self._part(name)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """In which the tensor is stored."""
+        """Return the stored dtype."""
         return _DTYPES[self._entries[name].dtype]
 
     def drop_pages(self) -> None:
-        """What was read has been copied: its pages are mapped no longer. Views stay good, at the cost of
-        reading again."""
+        """Unmap the pages read so far. Views stay valid, but read their pages again."""
         for mapped in self._maps.values():
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def find(self, name: str) -> Tensor | None:
-        """As ``read``, of a tensor that need not be there."""
+        """As ``read``; None for a missing tensor."""
         return self.read(name) if name in self._entries else None
 
     def _nbytes(self, name: str) -> int:
-        """Of the tensor's part."""
+        """Return the size of the tensor's part."""
         entry, nbytes = self._entries[name], 1
         part = self._part(name) + (slice(None),) * len(entry.shape)
         for size, cut in zip(entry.shape, part, strict=False):
@@ -137,10 +132,9 @@ class Checkpoint:
 
 
 def fingerprint(path: Path) -> bytes:
-    """16 bytes that name the weights: equal on every host for equal files, different for any other training.
+    """Return a 16-byte name of the weights, equal on every host for equal files.
 
-    Of each file the header, the size, and pages spread over it are read: a checkpoint of any size takes
-    milliseconds.
+    Hashes size, header and sample pages of each file, in milliseconds for any size.
     """
     digest = blake2b(digest_size=16, person=b"moonpool-model")
     for file in [path / "config.json", *_shards(path)]:
@@ -157,7 +151,7 @@ def fingerprint(path: Path) -> bytes:
 
 
 def _shards(path: Path) -> list[Path]:
-    """The checkpoint's safetensors files, in the order of their names."""
+    """Return the checkpoint's safetensors files in order of their names."""
     index = path / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -174,7 +168,7 @@ def _shards(path: Path) -> list[Path]:
 
 
 def _read_header(path: Path, file: Path) -> dict[str, _Entry]:
-    """A safetensors file begins with the length of its header (8 bytes) and the header (JSON)."""
+    """Read the header: its length (8 bytes), then JSON."""
     file_nbytes = file.stat().st_size
     try:
         with file.open("rb") as data:
@@ -189,7 +183,7 @@ def _read_header(path: Path, file: Path) -> dict[str, _Entry]:
             start, end = (8 + header_nbytes + int(offset) for offset in words["data_offsets"])
             entries[name] = _Entry(file, str(words["dtype"]), tuple(map(int, words["shape"])), start, end)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(path, f"{file.name} is no readable safetensors file: {error}") from error
+        raise CheckpointError(path, f"{file.name} is not a readable safetensors file: {error}") from error
     for name, entry in entries.items():
         dtype = _DTYPES.get(entry.dtype)
         if entry.end > file_nbytes:

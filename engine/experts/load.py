@@ -32,14 +32,5 @@ def new_table(config: ModelConfig, device: torch.device) -> Tensor:
     return torch.zeros(_shape(config), dtype=torch.int64, device=device)
 
 
-def skew(load: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the largest row count of a layer over its mean, for each layer with any rows: 1 is even.
-
-    load: rows [num_layers, num_experts], or [num_layers, num_ranks].
-    """
-    busy = load[load.sum(axis=1) > 0]
-    return busy.max(axis=1) / busy.mean(axis=1) if len(busy) else np.empty(0)
-
-
 def _shape(config: ModelConfig) -> tuple[int, int]:
     return config.num_layers, config.moe.num_experts if config.moe else 0

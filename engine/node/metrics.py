@@ -11,7 +11,7 @@ from prometheus_client.core import REGISTRY, CounterMetricFamily, GaugeMetricFam
 from prometheus_client.registry import Collector
 
 from moonpool.engine.engine import Engine
-from moonpool.engine.experts.load import skew
+from moonpool.engine.sharding.expert_placement import skew
 from moonpool.kvstore.eviction.tenant_metrics import TenantLabels
 
 PREFILL_TOKENS = Counter(

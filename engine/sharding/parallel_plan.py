@@ -1,4 +1,4 @@
-"""How many processes one model is spread over, and which part of it is whose."""
+"""The parallel plan of a model, and each rank's shard of it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moonpool.runtime.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ParallelPlan:
-    """Ranks are numbered stage by stage, in a stage share by share: rank = (stage * cp + share) * tp + place.
+    """Sizes of parallelism. rank = (stage * cp + cp_rank) * tp + tp_rank; rank 0 leads.
 
-    The tp places of a share split every matrix; the cp shares of a place hold the same of it, and compute
-    different tokens. Rank 0 leads.
+    tp ranks split every matrix. cp ranks have equal weights and compute different tokens. Stages (pp) split
+    the layers.
     """
 
     tp: int = 1
@@ -27,17 +27,15 @@ class ParallelPlan:
     ep: int = 1
     dp: int = 1
     cp: int = 1
-    experts: ExpertPlacement | None = None  # None: dealt out evenly
+    experts: ExpertPlacement | None = None  # None: evenly
     all_to_all_tokens: int = 0  # see ParallelOptions
 
     @classmethod
     def from_options(
         cls, options: ParallelOptions, config: ModelConfig, device: torch.device
     ) -> ParallelPlan:
-        """The plan ``options`` ask for.
-
-        Raises ConfigError, which says what would be valid, where the model or the devices do not allow it.
-        """
+        """Return the plan of ``options``. Raises ConfigError, with the valid values, if the model or the
+        devices do not allow it."""
         path = options.expert_plan_path
         plan = cls.of_sizes(options, ExpertPlacement.read(Path(path)) if path else None)
         plan._check_model(config)
@@ -69,15 +67,13 @@ class ParallelPlan:
         return self.tp * self.pp * self.cp
 
     def shard(self, config: ModelConfig, rank: int) -> Shard:
-        """What ``rank`` holds. Layers are dealt out evenly, the first stages taking one more where they must.
-
-        The head's work is that of a few layers: so it is the last stage that gets fewer.
-        """
-        stage, place = rank // (self.cp * self.tp), rank % self.tp
+        """Return the shard of ``rank``. Layers are split evenly; the first stages get one more if
+        necessary, as the last stage has the head's work, too."""
+        stage, tp_rank = rank // (self.cp * self.tp), rank % self.tp
         few, more = divmod(config.num_layers, self.pp)
         first_layer = stage * few + min(stage, more)
         num_kv_heads = max(1, config.num_kv_heads // self.tp)
-        sharers = self.tp // self.ep
+        column_ranks = self.tp // self.ep
         _, of_expert, shared = _mlp_columns(config)
         return Shard(
             tp=self.tp,
@@ -86,19 +82,19 @@ class ParallelPlan:
             ep=self.ep,
             rank=rank,
             layers=range(first_layer, first_layer + few + (stage < more)),
-            heads=run_of(config.num_heads, self.tp, place),
-            # With more ranks than KV heads, neighbours hold the same one.
+            heads=run_of(config.num_heads, self.tp, tp_rank),
+            # With more ranks than KV heads, neighbours have the same head.
             kv_heads=range(
-                first_kv := place * config.num_kv_heads // self.tp,
+                first_kv := tp_rank * config.num_kv_heads // self.tp,
                 first_kv + num_kv_heads,
             ),
-            inter=run_of(config.intermediate_size, self.tp, place),
+            inter=run_of(config.intermediate_size, self.tp, tp_rank),
             expert_placement=self.expert_placement(config),
             all_to_all_tokens=self.all_to_all_tokens,
-            expert_inter=run_of(of_expert, sharers, place % sharers),
-            # Where a rank has tokens of its own they go through the whole of it.
-            shared_inter=run_of(shared, 1, 0) if self.ep > 1 else run_of(shared, self.tp, place),
-            vocab=run_of(config.vocab_size, self.tp, place),
+            expert_inter=run_of(of_expert, column_ranks, tp_rank % column_ranks),
+            # In an all-to-all a rank computes the whole shared expert for its own tokens.
+            shared_inter=run_of(shared, 1, 0) if self.ep > 1 else run_of(shared, self.tp, tp_rank),
+            vocab=run_of(config.vocab_size, self.tp, tp_rank),
         )
 
     def expert_placement(self, config: ModelConfig) -> ExpertPlacement:
@@ -109,7 +105,7 @@ class ParallelPlan:
         return [self.shard(config, rank) for rank in range(self.world_size)]
 
     def head_shards(self, config: ModelConfig) -> list[Shard]:
-        """Those that make the logits of a step, the last stage's of the first share: their words in order."""
+        """Return the shards that compute logits, in order of their words: last stage, cp rank 0."""
         return [shard for shard in self.shards(config) if shard.is_last and shard.cp_rank == 0]
 
     def _check_model(self, config: ModelConfig) -> None:
@@ -143,7 +139,7 @@ class ParallelPlan:
         valid = [n for n in range(1, self.tp + 1) if self.tp % n == 0 and n <= max(1, num_experts)]
         if self.ep not in valid:
             raise ConfigError(
-                f"{name} is {self.ep}: {num_experts} experts are dealt out to a stage's {self.tp} tp ranks; "
+                f"{name} is {self.ep}: {num_experts} experts are distributed over {self.tp} tp ranks; "
                 f"valid are {', '.join(map(str, valid))}",
                 name,
             )
@@ -153,7 +149,7 @@ class ParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of the model: runs of layers, heads, MLP columns and words, as in the checkpoint."""
+    """One rank's part of the model: ranges of layers, heads, MLP columns and words of the checkpoint."""
 
     tp: int
     pp: int
@@ -166,8 +162,8 @@ class Shard:
     inter: range  # of a dense MLP
     expert_placement: ExpertPlacement  # of mixtures
     all_to_all_tokens: int
-    expert_inter: range  # columns of each expert that it holds
-    shared_inter: range  # of the expert that every token goes through
+    expert_inter: range  # columns of each of its experts
+    shared_inter: range  # of the shared expert
     vocab: range
 
     @property
@@ -176,42 +172,42 @@ class Shard:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a stage, which is also how far the same place and share of the next one is."""
+        """The number of ranks of a stage."""
         return self.tp * self.cp
 
     @property
     def cp_rank(self) -> int:
-        """Which of a step's tokens are its own, where they are shared out."""
+        """Its number among the ranks with equal weights."""
         return self.rank // self.tp % self.cp
 
     @property
     def tp_rank(self) -> int:
-        """Its number among those that split the matrices of the same share."""
+        """Its number among the ranks that split the matrices."""
         return self.rank % self.tp
 
     @property
     def expert_rank(self) -> int:
-        """Its number among those that experts are dealt out to; neighbours that share columns have one."""
+        """Its number among the ranks of experts; tp ranks that split the same experts have equal ones."""
         return self.tp_rank * self.ep // self.tp
 
     def experts(self, layer: int) -> tuple[int, ...]:
-        """Those of a layer's mixture that it holds, ascending."""
+        """Return its experts of a layer, ascending."""
         return self.expert_placement.experts_of(layer, self.expert_rank)
 
     @property
     def tensor_ranks(self) -> range:
-        """Those whose parts of a matrix make the whole: of this stage and share."""
+        """The tp ranks of its stage and cp rank."""
         first = self.rank - self.tp_rank
         return range(first, first + self.tp)
 
     @property
     def context_ranks(self) -> range:
-        """Those that hold the same as this one, and compute other tokens: of this stage and place."""
+        """The cp ranks of its stage and tp rank."""
         first = self.stage * self.stage_size + self.tp_rank
         return range(first, first + self.stage_size, self.tp)
 
     def layout(self, config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
-        """Of the rank's part of every KV block."""
+        """Return the layout of the rank's part of a KV block."""
         return KVLayout(
             num_layers=len(self.layers),
             num_kv_heads=len(self.kv_heads),
@@ -230,7 +226,7 @@ class Shard:
 
 
 def _splits(config: ModelConfig, tp: int, ep: int) -> bool:
-    """Whether ``tp`` ranks can have equal parts of a layer; words and their embeddings need not be equal."""
+    """Return whether ``tp`` ranks can have equal parts of a layer; words may be split unevenly."""
     kv_fits = config.num_kv_heads % tp == 0 or tp % config.num_kv_heads == 0
     if config.num_heads % tp or not kv_fits or tp % ep:
         return False
@@ -239,7 +235,7 @@ def _splits(config: ModelConfig, tp: int, ep: int) -> bool:
 
 
 def _mlp_columns(config: ModelConfig) -> tuple[int, int, int]:
-    """How wide the MLPs of the model are: a dense one, an expert, the shared expert; 0: none."""
+    """Return the columns of a dense MLP, an expert and the shared expert; 0: the model has none."""
     moe = config.moe
     if moe is None:
         return config.intermediate_size, 0, 0
@@ -248,5 +244,5 @@ def _mlp_columns(config: ModelConfig) -> tuple[int, int, int]:
 
 
 def run_of(total: int, parts: int, i: int) -> range:
-    """The i-th of ``parts`` runs that cover ``total``: equal ones, or as nearly as can be."""
+    """Return range i of ``parts`` nearly equal ranges that cover ``total``."""
     return range(total * i // parts, total * (i + 1) // parts)

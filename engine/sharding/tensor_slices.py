@@ -12,10 +12,10 @@ _MLP_COLUMNS = ("down_proj", "w2")
 
 
 class TensorSlices:
-    """The parts of one rank, by tensor name.
+    """One rank's slices by tensor name.
 
-    Matrices that read what every rank has are split by rows (their outputs are a rank's own), those that read
-    a rank's own by columns (their outputs are then summed over the ranks).
+    Matrices with a replicated input are split by rows, those with a split input by columns; their outputs are
+    summands.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
@@ -31,7 +31,7 @@ class TensorSlices:
             "lm_head": vocab,
         }
         self._columns = {"o_proj": heads}
-        # By the module an MLP lies in: a layer's own is `mlp`.
+        # By the module that contains the MLP.
         self._inter = {
             "mlp": _scaled(shard.inter, 1),
             "experts": _scaled(shard.expert_inter, 1),
@@ -39,7 +39,7 @@ class TensorSlices:
         }
 
     def __call__(self, name: str) -> Part:
-        """``name``: such as model.layers.0.self_attn.q_proj.weight."""
+        """Return the slice of ``name``, such as model.layers.0.self_attn.q_proj.weight."""
         if self._whole:
             return ()
         *path, module, kind = name.split(".")
@@ -60,8 +60,8 @@ def _scaled(run: range, size: int) -> slice:
 
 
 def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[str, tuple[int, ...]]:
-    """Every tensor that ``shard`` (None: the whole model) reads some of, by its name in the checkpoint, with
-    its shape there."""
+    """Return names and whole shapes of the checkpoint tensors that ``shard`` (None: the whole model)
+    reads."""
     shard = shard or ParallelPlan().shard(config, 0)
     hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -100,7 +100,7 @@ def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[st
 
 
 def _mixture_linears(config: ModelConfig, experts: tuple[int, ...]) -> dict[str, tuple[int, int, bool]]:
-    """The matrices of a sparse layer's mixture with these experts: [out, in], and that they have no bias."""
+    """Return the matrices of a mixture with these experts: (out, in, has bias)."""
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     linears = {f"{moe.block}.gate": (moe.num_experts, hidden, False)}

@@ -14,8 +14,7 @@ from rich.table import Table
 from moonpool.client import Client
 from moonpool.commands.options import console, output_option, run_with_client, url_option
 from moonpool.conductor.observing.replica_groups import holders
-from moonpool.engine.experts.load import skew
-from moonpool.engine.sharding.expert_placement import ExpertPlacement, plan_experts
+from moonpool.engine.sharding.expert_placement import ExpertPlacement, plan_experts, skew
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 

@@ -115,7 +115,7 @@ def test_end_of_sequence_tokens_come_from_both_configs(copy) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is none of llama, .*, qwen2_moe, qwen3_moe"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, .*, qwen2_moe, qwen3_moe"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -140,7 +140,7 @@ def test_what_is_not_computed_is_refused_by_name(copy, words, sentence) -> None:
             {"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8},
             "num_experts 4 and num_local_experts 8 differ",
         ),
-        ({"num_key_value_heads": 4}, "num_attention_heads 6 is no multiple of num_key_value_heads 4"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
             "needs low_freq_factor, high_freq_factor",
@@ -171,7 +171,7 @@ def test_a_missing_tensor_is_named(copy) -> None:
 def test_a_missing_or_wrong_tensor_of_a_mixture_is_named(copy, family, name) -> None:
     path, name = copy(family), f"model.layers.2.{name}"
     edit_tensors(path, lambda t: t.update({name: t[name][:, :7].clone()}))
-    with pytest.raises(CheckpointError, match=rf"tensor {name} .* has shape \[\d+, 7\], config.json means"):
+    with pytest.raises(CheckpointError, match=rf"tensor {name} .* has shape \[\d+, 7\], config.json implies"):
         check(path)
     edit_tensors(path, lambda t: t.pop(name))
     with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
@@ -204,7 +204,7 @@ def test_a_truncated_file_names_the_first_tensor_cut_off(copy) -> None:
 def test_a_file_that_is_no_safetensors_is_named(copy, content) -> None:
     path = copy()
     (path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model.safetensors is no readable safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors is not a readable safetensors file"):
         check(path)
 
 

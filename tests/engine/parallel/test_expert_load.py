@@ -7,8 +7,8 @@ import pytest
 import torch
 from prometheus_client import REGISTRY, generate_latest
 
-from moonpool.engine.experts.load import skew
 from moonpool.engine.node.metrics import observe_engine
+from moonpool.engine.sharding.expert_placement import skew
 from tests.engine.conftest import Reference
 from tests.engine.parallel.conftest import serving
 

@@ -67,18 +67,18 @@ def test_a_plan_comes_back_from_json_as_it_was(load: np.ndarray, num_ranks: int)
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (None, r"plan\.json is no readable plan of experts \(.*No such file"),
-        ("[1]", "no readable plan"),
+        (None, r"plan\.json is not a placement of experts \(.*No such file"),
+        ("[1]", "is not a placement"),
         ('{"num_ranks": 2, "layers": [[[0], []]]}', r"expert 1 is on ranks \[\] of 2"),
         ('{"num_ranks": 2, "layers": [[[0], [2]]]}', r"expert 1 is on ranks \[2\] of 2"),
         (
             '{"num_ranks": 2, "layers": [[[0], [1]]]}',
-            r"a plan for 1 layers of 2 experts on 2 ranks, this node has 3 layers of 5 on 2",
+            r"is for 1 layers of 2 experts on 2 ranks, this node has 3 layers of 5 on 2",
         ),
         (
             '{"num_ranks": 2, "layers": [[[0], [1], [1], [1], [1]], [[0], [0], [0], [0], [0]], '
             "[[0], [1], [1], [1], [1]]]}",
-            "rank 1 holds no expert of layer 1",
+            "rank 1 has no expert of layer 1",
         ),
     ],
     ids=["absent", "strange", "nowhere", "elsewhere", "of another model", "an idle rank"],

@@ -117,7 +117,7 @@ def mixtures(make_checkpoint) -> list[ModelConfig]:
 )
 def test_the_ranks_hold_every_element_once_a_share(config, mixtures, tp, pp, cp, ep, family: int) -> None:
     """But KV heads, which ranks share where there are more ranks than heads, and what every rank needs
-    whole: where experts are dealt out, also the shared one."""
+    whole: with expert parallelism also the shared one."""
     config = [config, *mixtures][family]
     plan = ParallelPlan(tp, pp, min(ep, tp) if config.moe else 1, cp=cp)
     counts = {name: np.zeros(shape, int) for name, shape in expected_tensors(config).items()}
@@ -163,8 +163,8 @@ def test_every_rank_has_its_stage_share_and_place(config, tp: int, pp: int, cp: 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"tp": 2, "ep": 4}, r"ep is 4: 5 experts are dealt out to a stage's 2 tp ranks; valid are 1, 2$"),
-        ({"tp": 8, "ep": 8}, r"ep is 8: 5 experts are dealt out to a stage's 8 tp ranks; valid are 1, 2, 4$"),
+        ({"tp": 2, "ep": 4}, r"ep is 4: 5 experts are distributed over 2 tp ranks; valid are 1, 2$"),
+        ({"tp": 8, "ep": 8}, r"ep is 8: 5 experts are distributed over 8 tp ranks; valid are 1, 2, 4$"),
         ({"ep": 2}, r"ep is 2: .* valid are 1$"),
     ],
     ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else "",
