@@ -54,7 +54,7 @@ def use_gpu() -> dict[str, str]:
 
 
 class Owned(DeviceBuffer):
-    """Freed when nobody has it any more: neither a test nor a region."""
+    """Freed with the last reference, of a test or a region."""
 
     def __del__(self) -> None:
         self.free()

@@ -138,7 +138,7 @@ class Proxy:
         self._threads[-1].start()
 
     def hold(self) -> None:
-        """Let nothing through, and tell nobody."""
+        """Let nothing through, and keep the connections open."""
         self._plugged.clear()
 
     def release(self) -> None:

@@ -137,7 +137,7 @@ class PeerProcess:
         return {"allocations": values[0]}
 
     async def check(self) -> dict[str, Any]:
-        # The thread that sent the last byte of an answer lets go of the memory just after that.
+        # A server thread releases its hold just after the last byte of its reply.
         while self.agent.regions._holds:  # noqa: ASYNC110
             await asyncio.sleep(0)
         self.agent.regions.check_integrity()

@@ -1,4 +1,4 @@
-"""A peer that dies, stops or is cut off is a typed error in time, and memory is left alone after it."""
+"""A peer that dies, stops or is cut off: a typed error in time, after which memory does not change."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_a_stopped_peer_is_past_the_deadline(
         assert time.perf_counter() - began_s > 0.25
         assert late_s < GRACE_S
         memory.array[:] = 9
-        # Another peer is served meanwhile, and nobody can connect to the stopped one.
+        # Another peer is served meanwhile, and connections to the stopped one fail.
         await is_served(agent, other)
         async with await start_here(transport) as another:
             result, late_s = await late(another.connect(theirs.descriptor, deadline_s=0.2), 0.2)
@@ -153,7 +153,7 @@ async def test_a_region_is_closed_though_a_peer_has_just_died(start_peer: StartP
         assert isinstance(result, TransferError)
 
 
-async def test_a_path_that_cannot_even_start_lets_the_regions_go(
+async def test_a_path_that_fails_to_start_releases_the_regions(
     start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = start_peer("shm")
@@ -174,7 +174,7 @@ async def test_a_path_that_cannot_even_start_lets_the_regions_go(
 async def test_a_stopped_peer_can_be_read_on_the_same_host(
     start_peer: StartPeer, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From its memory; nobody is asked."""
+    """From its memory, without its help."""
     transport = choose(transport, monkeypatch)
     theirs = start_peer(transport)
     async with await start_here(transport) as agent:

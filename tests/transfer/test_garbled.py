@@ -1,4 +1,4 @@
-"""A peer whose answers are garbage, too short or far too long: a retry or a typed error, and no more."""
+"""Answers that are garbage, too short or far too long end in a retry or a typed error."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_garbled_answers_cost_a_retry_or_end_in_time(direction: str) -> No
 
 
 async def test_garbled_control_frames_lose_that_peer_only() -> None:
-    """Frames that are too long, of no kind, or answer what nobody asked."""
+    """Frames that are too long, of unknown kind, or answer no question."""
     options = TransferOptions(transports=("tcp",))
     async with (
         await TransferAgent.start(options, agent_id="here", epoch=1) as agent,

@@ -249,7 +249,7 @@ class Cycle:
         try:
             await (self.killed, self.stopped, self.restarted, fourth)[self.turn % 4]()
         finally:
-            # A stopped process cannot be ended politely, and whoever waits for it waits for ever.
+            # A stopped process does not react to SIGTERM, so waiting for it would block.
             self.theirs.kill()
         self.memory.close()
 
@@ -286,7 +286,7 @@ async def test_nothing_leaks_over_many_killed_peers(
             if turn == 99:
                 before, nbytes = resources(), resident_nbytes()
         async with asyncio.timeout(60):
-            # The last peers that were lost are let go of in their own time.
+            # The last lost peers are closed in the background.
             while any(now > then for now, then in zip(resources(), before, strict=True)):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         # An arena of malloc may come to stay; a region, or a list that grows, may not.

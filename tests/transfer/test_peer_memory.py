@@ -1,4 +1,4 @@
-"""Memory of a peer on this host: mapped when first needed, let go when closed, never read past its end."""
+"""Memory of a peer on this host: mapped on first use, unmapped when closed, never read past its end."""
 
 from __future__ import annotations
 

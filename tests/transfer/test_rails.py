@@ -184,7 +184,7 @@ async def test_a_batch_goes_on_when_a_rail_is_cut_and_the_rail_comes_back(
 async def test_a_rail_that_breaks_hands_its_chunks_to_the_others_at_once(
     railed: Railed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not when it is seen that they do not move: here nobody looks."""
+    """At once, not when the stall is noticed: the watch is off here."""
     monkeypatch.setattr(stall, "_MIN_S", 3600.0)
     monkeypatch.setattr(stall, "_MAX_S", 3600.0)
     labels = {"path": "tcp", "direction": "read"}

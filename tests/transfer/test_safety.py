@@ -1,4 +1,4 @@
-"""Strangers, liars and garbage on an agent's sockets: refused, forgotten, and nobody else waits for them."""
+"""Unauthenticated clients, impostors and garbage are refused, and delay no other client."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Served:
         self.region = region
         self.client = client
         self.usual_s = 0.0
-        """What one read takes on this machine, on a new connection, while nobody else is connected."""
+        """Seconds of one read on a new connection, without other clients."""
 
     async def works(self) -> None:
         """A read on new connections and one on those there are: both arrive, and about as soon as usual."""
@@ -93,7 +93,7 @@ async def served() -> AsyncIterator[Served]:
         region.array[:] = np.random.default_rng(5).integers(0, 256, NBYTES, np.uint8)
         before = region.array.copy()
         yield await Served(server, region, client).measured()
-        assert np.array_equal(region.array, before), "somebody wrote"
+        assert np.array_equal(region.array, before), "the region was written"
 
 
 async def connect(descriptor: AgentDescriptor) -> socket.socket:
@@ -117,7 +117,7 @@ async def ends(sock: socket.socket, within_s: float = 20) -> bytes:
     return received
 
 
-# ---------------------------------------------------------------------- who comes in
+# ---------------------------------------------------------------------- the handshake
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -126,13 +126,13 @@ async def test_the_secret_must_be_the_same(transport: str) -> None:
         async with await start("friend", transport, "open sesame") as friend:
             await friend.connect(server.describe())
         for wrong in ("", "open sesam", "open sesame "):
-            async with await start("stranger", transport, wrong) as stranger:
+            async with await start("intruder", transport, wrong) as intruder:
                 with pytest.raises(AccessDenied):
-                    await stranger.connect(server.describe())
+                    await intruder.connect(server.describe())
 
 
 async def test_a_server_must_prove_itself_too(served: Served) -> None:
-    """Somebody who listens at the address and repeats what is public gets nothing."""
+    """An impostor at the address that repeats public messages is refused."""
     descriptor = served.server.describe()
     listening = socket.create_server(("127.0.0.1", 0))
 
@@ -170,9 +170,7 @@ async def test_nobody_listens(served: Served) -> None:
         await served.client.connect(replace(served.server.describe(), incarnation=bytes(16), tcp_port=port))
 
 
-async def test_strangers_who_say_nothing_do_not_keep_others_out(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_clients_do_not_keep_others_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     descriptor = served.server.describe()
     silent = [await connect(descriptor) for _ in range(listener.MAX_UNAUTHENTICATED * 3)]
     await served.works()
@@ -180,13 +178,15 @@ async def test_strangers_who_say_nothing_do_not_keep_others_out(
         sock.close()
 
 
-async def test_strangers_are_shown_out_in_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_clients_are_disconnected_in_time(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_S", 0.1)
     sock = await connect(served.server.describe())
     assert await ends(sock, within_s=2.5) == b""
 
 
-async def test_too_many_connections_are_turned_away(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_connections_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     await served.works()
     monkeypatch.setattr(listener, "MAX_CONNECTIONS", 1)
     async with await start("late") as late:
@@ -194,7 +194,7 @@ async def test_too_many_connections_are_turned_away(served: Served, monkeypatch:
             await late.connect(served.server.describe())
 
 
-# ---------------------------------------------------------------------- what they say
+# ---------------------------------------------------------------------- requests and frames
 
 
 @hypothesis.settings(
@@ -310,14 +310,14 @@ def control_messages(draw: st.DrawFn) -> bytes:
     for _ in range(draw(st.integers(1, 5))):
         body = draw(st.binary(max_size=40))
         length = draw(st.one_of(st.just(len(body)), st.integers(0, (1 << 32) - 1)))
-        # No notes: those would have to be read by somebody.
+        # No notes, because no test reads them.
         frames.append(FRAME_HEADER.pack(length, draw(st.integers(2, 255))) + body)
     return b"".join(frames)
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(data=st.data())
-def test_what_a_proved_peer_may_say(data: st.DataObject) -> None:
+def test_any_message_of_an_authenticated_peer(data: st.DataObject) -> None:
     """Whatever it is: an answer or the end of the connection, not a byte changed, and others are served."""
 
     async def run() -> None:
@@ -359,7 +359,7 @@ def test_any_bytes_are_a_message_or_refused(
     assert kind.unpack(message.pack()).pack() == message.pack()
 
 
-async def test_nobody_ends_the_connections_of_others(served: Served) -> None:
+async def test_a_client_cannot_end_the_connections_of_others(served: Served) -> None:
     """A client names its own connections by number; another one's are not among them."""
     loop = asyncio.get_running_loop()
     await served.works()
@@ -376,7 +376,7 @@ async def test_nobody_ends_the_connections_of_others(served: Served) -> None:
     assert set(path._streams) == streams
 
 
-async def test_those_who_announce_much_cost_little(served: Served) -> None:
+async def test_announced_sizes_allocate_no_memory(served: Served) -> None:
     """The largest lengths there are, on many connections that then go silent: no memory is set aside."""
     process = psutil.Process()
     loop = asyncio.get_running_loop()
@@ -401,8 +401,8 @@ async def test_those_who_announce_much_cost_little(served: Served) -> None:
         sock.close()
 
 
-async def test_those_who_drip_are_shown_out_too(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then does not buy a stranger more time; and others come in meanwhile."""
+async def test_dripping_clients_are_disconnected_too(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single bytes do not extend the time limit of a handshake, and do not delay other clients."""
     monkeypatch.setattr(listener, "HANDSHAKE_S", 0.5)
     loop = asyncio.get_running_loop()
 
@@ -458,7 +458,7 @@ async def test_an_endless_frame_is_not_kept(served: Served) -> None:
     await served.works()
 
 
-async def test_slow_peers_hold_nobody_up(served: Served) -> None:
+async def test_slow_peers_do_not_delay_others(served: Served) -> None:
     """They ask for everything and read nothing, or announce a write and do not send it."""
     loop = asyncio.get_running_loop()
     everything = Spans.of([Span(served.region.id, 0, NBYTES)])
@@ -534,7 +534,7 @@ def changed(**fields: Any) -> bytes:
         changed(unix_name="a\0b"), changed(tcp_host="h" * 256),
     ],
 )  # fmt: skip
-def test_what_is_no_descriptor_is_refused(packed: bytes) -> None:
+def test_invalid_descriptors_are_refused(packed: bytes) -> None:
     AgentDescriptor.unpack(changed())
     with pytest.raises(DescriptorError):
         AgentDescriptor.unpack(packed)

@@ -1,4 +1,4 @@
-"""TLS between agents: who is let in, that nothing goes in the clear, and that failures are errors in time."""
+"""TLS between agents: authentication, encryption, and errors in time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_who_has_no_certificate_of_the_authority_stays_out(
 ) -> None:
     theirs = start_peer("tcp", TLS_DIR=str(tls_directory))
     directory = None if ours == "none" else issue(trustme.CA(), tmp_path)
-    async with await TransferAgent.start(options(directory), agent_id="stranger", epoch=1) as agent:
+    async with await TransferAgent.start(options(directory), agent_id="intruder", epoch=1) as agent:
         with pytest.raises((PeerLost, DeadlineExceeded)):
             await agent.connect(theirs.descriptor, deadline_s=5)
     async with await TransferAgent.start(options(tls_directory), agent_id="here", epoch=1) as agent:

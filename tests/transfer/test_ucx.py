@@ -58,7 +58,7 @@ async def pair() -> AsyncIterator[Pair]:
         ours = agent.allocate(NBYTES, "ours")
         ours.array[:] = pattern(NBYTES, 1)
         yield Pair(agent, other, peer, ours, other.allocate(NBYTES, "theirs"))
-        # The thread that answered last lets go just after that.
+        # A server thread releases its hold just after its reply.
         while other.regions._holds:  # noqa: ASYNC110
             await asyncio.sleep(0)
         agent.regions.check_integrity()
@@ -81,7 +81,7 @@ async def test_regions_that_touch_are_told_apart(pair: Pair) -> None:
     assert pair.write_op is Op.FETCH
 
 
-async def test_a_region_written_from_is_unmapped_once_the_target_let_go(pair: Pair) -> None:
+async def test_a_region_written_from_is_unmapped_once_the_target_has_released_it(pair: Pair) -> None:
     for seed in range(5):
         with pair.agent.allocate(NBYTES, "short-lived") as region:
             region.array[:] = pattern(NBYTES, seed)

@@ -1,4 +1,4 @@
-"""What a ``Peer`` needs of its control connection, and the link that replaces it within one process."""
+"""The link of a ``Peer`` to its agent: a control connection, or an object within one process."""
 
 from __future__ import annotations
 
@@ -6,29 +6,12 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from moonpool.transfer.connections.control import Control
 from moonpool.transfer.connections.handshake import Identity
 from moonpool.transfer.connections.notification import Notification, Notifications
 from moonpool.transfer.connections.wire import RegionInfo
 from moonpool.transfer.memory.region import RegionTable
-
-
-class Link(Protocol):
-    """See ``Control``."""
-
-    @property
-    def open(self) -> bool: ...
-
-    async def region(self, region_id: int) -> RegionInfo: ...
-
-    def note(self, payload: bytes) -> None: ...
-
-    def on_region_closed(self, callback: Callable[[int], None]) -> None: ...
-
-    def release_region(self, region_id: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +36,7 @@ AGENTS: dict[tuple[int, bytes], LocalAgent] = {}
 
 
 class LocalLink:
-    """A ``Link`` to an agent of this process, which may run on another thread's event loop."""
+    """In place of a ``Control``, to an agent of this process, which may run on another event loop."""
 
     def __init__(
         self, here: LocalAgent, there: LocalAgent, on_lost: Callable[[LocalLink, str], None]
@@ -92,3 +75,6 @@ class LocalLink:
 
     def close(self) -> None:
         self._there.links.discard(self)
+
+
+Link = Control | LocalLink

@@ -25,8 +25,7 @@ class RdmaDevice:
     distance: int = 0
 
     def __str__(self) -> str:
-        near = f"NUMA node {self.numa_node}" if self.numa_node >= 0 else "no NUMA node"
-        near += f" at distance {self.distance}" if self.distance else ""
+        near = _near(self.numa_node, self.distance) or "no NUMA node"
         return f"{self.name} ({self.rate or 'unknown rate'}, {near}{'' if self.active else ', not active'})"
 
 
@@ -42,9 +41,14 @@ class Interface:
 
     def __str__(self) -> str:
         speed = f"{self.mbit_s / 1000:g} Gbit/s" if self.mbit_s else "unknown speed"
-        near = f", NUMA node {self.numa_node}" if self.numa_node >= 0 else ""
-        near += f" at distance {self.distance}" if self.distance else ""
-        return f"{self.name} ({speed}{near}{'' if self.up else ', down'})"
+        near = _near(self.numa_node, self.distance)
+        return f"{self.name} ({speed}{near and f', {near}'}{'' if self.up else ', down'})"
+
+
+def _near(numa_node: int, distance: int) -> str:
+    if numa_node < 0:
+        return ""
+    return f"NUMA node {numa_node}" + (f" at distance {distance}" if distance else "")
 
 
 def rdma_devices(root: Path = _RDMA, nodes: Path = _NODES) -> list[RdmaDevice]:
