@@ -5,24 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from moonpool.conductor.admission.tenants import Tenants
 from moonpool.conductor.api.context import ApiContext
 from moonpool.conductor.api.sampling_defaults import SamplingDefaults
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.fleet.served_model import ServedModel
-from moonpool.conductor.observing.about import about
 from moonpool.conductor.observing.request_metrics import RequestMetrics
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.server import ApiServer
 from moonpool.conductor.text.chat_template import load_chat_template
 from moonpool.conductor.text.tokenizer import Tokenizer
 from moonpool.runtime.config.agreement import agreement_of, own_version
+from moonpool.runtime.config.loading import shown_options
 from moonpool.runtime.config.options import Config
+from moonpool.runtime.machine.description import commit_here, describe_machine, versions_of
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 
 log = logging.getLogger("conductor")  # __name__ is __main__ here
+
+# Packages that affect how it serves.
+_PACKAGES = ("aiohttp", "grpcio", "protobuf", "redis", "hiredis", "orjson", "uvloop", "tokenizers", "numpy")
 
 
 async def main(config: Config, service: ServiceContext) -> None:
@@ -73,8 +80,20 @@ def make_context(config: Config, path: Path, conductor: Conductor) -> ApiContext
         options=config.conductor,
         log_options=config.log,
         tenants=Tenants.load(config.conductor.tenants_path),
-        about=about(config),
+        about=_about(config),
     )
+
+
+def _about(config: Config) -> dict[str, Any]:
+    """Plain JSON types, without secrets. Runs git, some milliseconds: call once."""
+    return {
+        "moonpool": version("moonpool"),
+        "commit": commit_here(),
+        "machine": describe_machine(),
+        "versions": versions_of(_PACKAGES),
+        "started_unix_s": time.time(),
+        "options": shown_options(config),
+    }
 
 
 def _reachable(host: str) -> str:

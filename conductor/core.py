@@ -8,6 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -176,10 +177,9 @@ class Conductor:
         layout = registry.layout
         nodes = []
         for node_id, member in registry.members.items():
-            facts = node_status(member, now_s) | {"num_index_blocks": mirror.num_blocks_of(node_id)}
+            nodes.append(node_status(member, now_s) | {"num_index_blocks": mirror.num_blocks_of(node_id)})
             if why := registry.incompatible(member.record):
-                facts |= {"state": "incompatible", "incompatible": why}
-            nodes.append(facts)
+                nodes[-1] |= {"state": "incompatible", "incompatible": why}
         return {
             "conductor_id": self._deps.conductor_id,
             "model": self.model.name,
@@ -187,11 +187,7 @@ class Conductor:
             "block_size": self.model.block_size,
             "block_nbytes": layout.block_nbytes if layout else None,
             "nodes": grouped(nodes),
-            "index": {
-                "connected": mirror.connected,
-                "lag_s": mirror.lag_s,
-                "num_blocks": mirror.num_blocks,
-            },
+            "index": {"connected": mirror.connected, "lag_s": mirror.lag_s, "num_blocks": mirror.num_blocks},
             "degraded": self.ready()[1],
             "num_other_conductors": self._deps.arbitration.num_others,
             "facts": self._other_conductors.facts,
@@ -218,17 +214,13 @@ class Conductor:
 
     def activity(self) -> dict[str, Any]:
         """For the dashboard: ``Activity.to_dict``, hot prefixes, transfer paths, latest predictions, SLO."""
-        slo = self._deps.slo
-        limits = {
-            "ttft_s": None if math.isinf(slo.ttft_s) else slo.ttft_s,
-            "tbt_s": None if math.isinf(slo.tbt_s) else slo.tbt_s,
-        }
+        slo = asdict(self._deps.slo).items()
         members = self._deps.registry.members.values()
         return self._deps.activity.to_dict() | {
             "prefixes": self._deps.replicator.hottest(_PREFIXES_SHOWN),
             "paths": paths_of(member.record for member in members),
             "predictions": {name: errors.latest() for name, errors in self._deps.cost_model.errors.items()},
-            "slo": limits,
+            "slo": {name: None if math.isinf(limit_s) else limit_s for name, limit_s in slo},
         }
 
     def ready(self) -> tuple[bool, list[str]]:
@@ -254,7 +246,6 @@ class Conductor:
                 degraded.append(f"node {node_id} at {member.client.address} cannot be reached")
             elif not member.healthy:
                 degraded.append(f"node {node_id} is unhealthy: {'; '.join(member.record.reasons)}")
-        records = [member.record for member in registry.members.values()]
-        for missing in missing_replicas(records):
+        for missing in missing_replicas(member.record for member in registry.members.values()):
             degraded.append(f"node {missing.node_id} has {missing.present} of its {missing.count} replicas")
         return serves, degraded

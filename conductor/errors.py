@@ -35,7 +35,6 @@ class DuplicateRequest(ConductorError):
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"request {request_id} is in flight already: ids must be unique")
-        self.request_id = request_id
 
 
 class ConductorClosed(ConductorError):
@@ -57,7 +56,6 @@ class NoNodes(ConductorError):
             f"no {role} node is available (waited {waited_s:.1f} s): start one, or see /v1/cluster"
         )
         self.role = role
-        self.waited_s = waited_s
 
 
 class DeadlineExceeded(ConductorError):
@@ -67,7 +65,6 @@ class DeadlineExceeded(ConductorError):
 
     def __init__(self, deadline_s: float, num_tokens: int) -> None:
         super().__init__(f"the request's deadline of {deadline_s:g} s passed after {num_tokens} tokens")
-        self.deadline_s = deadline_s
         self.num_tokens = num_tokens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -36,22 +36,8 @@ class SamplingParams:
 
     def to_proto(self, seed: int) -> node_pb2.Sampling:
         """The message for nodes; ``seed``: 64 bits."""
-        return node_pb2.Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=seed,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias,
-            num_logprobs=self.num_logprobs,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            max_tokens=self.max_tokens,
-            min_tokens=self.min_tokens,
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return node_pb2.Sampling(**values | {"seed": seed})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from moonpool.conductor.api.exchange import REQUEST_ID, REQUEST_ID_HEADER, chat_
 from moonpool.conductor.api.openapi import openapi
 from moonpool.conductor.dashboard import routes as dashboard_routes
 from moonpool.conductor.dashboard.benchmark_results import BenchResults
-from moonpool.conductor.dashboard.live_feed import LiveFeed
+from moonpool.conductor.dashboard.routes import LiveFeed
 from moonpool.runtime.errors import PortInUse
 
 log = logging.getLogger(__name__)

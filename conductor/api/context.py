@@ -39,7 +39,7 @@ class ApiContext:
     options: ConductorOptions
     log_options: LogOptions = field(default_factory=LogOptions)
     tenants: Tenants = field(default_factory=Tenants)
-    about: Mapping[str, Any] = field(default_factory=dict)  # from observing.about
+    about: Mapping[str, Any] = field(default_factory=dict)  # from the conductor's start
     recent: RecentRequests = field(default_factory=RecentRequests)
     clock: Callable[[], float] = time.perf_counter
     unix_clock: Callable[[], float] = time.time

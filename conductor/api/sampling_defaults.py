@@ -50,19 +50,15 @@ class SamplingDefaults:
         """
         for token_id in body.stop_token_ids:
             _check_token("stop_token_ids", token_id, model)
-        top_k = self.top_k if body.top_k is None else body.top_k
+        given = {field.name: getattr(body, field.name) for field in fields(self)}
+        chosen = {name: getattr(self, name) if value is None else value for name, value in given.items()}
+        chosen["top_k"] = max(chosen["top_k"], 0)  # -1 means off, too
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=self.temperature if body.temperature is None else body.temperature,
-            top_p=self.top_p if body.top_p is None else body.top_p,
-            top_k=max(top_k, 0),  # -1 means off, too
-            min_p=self.min_p if body.min_p is None else body.min_p,
+            **chosen,
             seed=None if body.seed is None else (body.seed + choice) & _SEED_MASK,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
-            repetition_penalty=(
-                self.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
-            ),
             logit_bias=_logit_bias(body, model),
             num_logprobs=num_logprobs,
             stop_token_ids=tuple(body.stop_token_ids),

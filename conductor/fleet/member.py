@@ -10,9 +10,8 @@ from google.protobuf.message import DecodeError
 
 from moonpool.conductor.costs.model import CostModel, Profile
 from moonpool.conductor.fleet.circuit_breaker import CircuitBreaker
-from moonpool.conductor.fleet.clock_offset import ClockOffset
 from moonpool.conductor.fleet.node_client import DecodeClient, NodeClient
-from moonpool.conductor.fleet.step_timing import StepWindow
+from moonpool.conductor.fleet.timing import ClockOffset, StepWindow
 from moonpool.conductor.placing.load_ledger import LoadLedger
 from moonpool.conductor.placing.node_view import NodeView
 from moonpool.kvstore.index.redis.node_record import NodeRecord

@@ -64,10 +64,6 @@ class Replicator:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    @property
-    def running(self) -> bool:
-        return self._task is not None and not self._task.done()
-
     def note(self, keys: Sequence[BlockKey], prefixes: Mapping[str, int], compute_s: float) -> None:
         """A request with these keys was placed; ``prefixes``: leading blocks of it on each node."""
         self._heat.touch(keys[: longest_blocks(prefixes)], self._clock(), compute_s)

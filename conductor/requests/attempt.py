@@ -38,17 +38,13 @@ class AttemptPlan:
     """The nodes and messages of one attempt."""
 
     key: RequestKey
-    work: node_pb2.Work
     placement: Placement
     prefill: Member
     decode: Member | None  # None: the prefill's token is the last one
-    fetch_from: node_pb2.KvAddress | None
-    num_fetch_blocks: int
-    num_hit_blocks: int  # on the prefill node itself, by the index
+    prefill_request: node_pb2.PrefillRequest
+    decode_request: node_pb2.DecodeRequest
     expected_tokens: int  # it will probably produce
     num_blocks: int  # of KV in the end, probably
-    prompt_logprobs: bool
-    conductor_id: str
     timeout_s: float
 
 
@@ -65,7 +61,7 @@ class Attempt:
         self._reply: node_pb2.PrefillReply | None = None
         self._tokens: deque[node_pb2.TokenOut] = deque()
         self._failure: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
         self._num_delivered = 0
         self._finished = False  # ended by the decode node itself
         self._calls: list[asyncio.Task[None]] = []
@@ -76,14 +72,14 @@ class Attempt:
         placement = plan.placement
         plan.prefill.load.begin_prefill(plan.key, placement.prefill.compute_s, placement.patience_s)
         if plan.decode is not None:
-            estimate = plan.placement.decode
+            estimate = placement.decode
             assert estimate is not None
             plan.decode.load.begin_decode(
                 plan.key,
-                len(plan.work.token_ids) // 4,
+                len(plan.decode_request.work.token_ids) // 4,
                 expected_tokens=plan.expected_tokens,
                 num_blocks=plan.num_blocks,
-                starts_in_s=plan.placement.prefill.ttft_s + estimate.transfer_s,
+                starts_in_s=placement.prefill.ttft_s + estimate.transfer_s,
                 lasts_s=estimate.total_s - estimate.transfer_s,
             )
             plan.decode.client.attach(plan.key, self)
@@ -102,21 +98,23 @@ class Attempt:
         while self._reply is None:
             if self._failure is not None:
                 raise self._failure
-            await self._wait()
+            await self._news.wait()
+            self._news.clear()
         return self._reply
 
     async def token(self) -> node_pb2.TokenOut:
         while not self._tokens:
             if self._failure is not None:
                 raise self._failure
-            await self._wait()
+            await self._news.wait()
+            self._news.clear()
         return self._tokens.popleft()
 
     def abort(self, error: Exception) -> None:
         """Make ``first`` and ``token`` raise ``error``. Only the first call has an effect."""
         if self._failure is None:
             self._failure = error
-            self._wake()
+            self._news.set()
 
     def close(self) -> None:
         """Idempotent."""
@@ -154,7 +152,7 @@ class Attempt:
             if self.plan.decode is not None:
                 self.plan.decode.breaker.succeeded()
         self._tokens.append(token)
-        self._wake()
+        self._news.set()
 
     def fail(self, error: NodeUnavailable) -> None:
         self._member(error.node_id).breaker.lost()
@@ -164,30 +162,16 @@ class Attempt:
 
     async def _prefill(self) -> None:
         plan = self.plan
-        request = node_pb2.PrefillRequest(
-            work=plan.work,
-            fetch_from=plan.fetch_from,
-            num_fetch_blocks=plan.num_fetch_blocks,
-            num_hit_blocks=plan.num_hit_blocks,
-            prompt_logprobs=plan.prompt_logprobs,
-            followed=plan.decode is not None,
-        )
-        reply = await plan.prefill.client.prefill(request, plan.timeout_s)
+        reply = await plan.prefill.client.prefill(plan.prefill_request, plan.timeout_s)
         if plan.prefill.load.prefilled_alone(plan.key):
             plan.prefill.breaker.took(plan.placement.prefill.compute_s, reply.compute_s)
         plan.prefill.load.end_prefill(plan.key)
         plan.prefill.breaker.succeeded()
         self._reply = reply
-        self._wake()
+        self._news.set()
 
     async def _decode(self, member: Member) -> None:
-        plan = self.plan
-        request = node_pb2.DecodeRequest(
-            work=plan.work,
-            conductor_id=plan.conductor_id,
-            prefill_address=plan.prefill.record.rpc_address,
-        )
-        await member.decode_client.decode(request, plan.timeout_s)
+        await member.decode_client.decode(self.plan.decode_request, self.plan.timeout_s)
 
     def _call_done(self, call: asyncio.Task[None]) -> None:
         error = None if call.cancelled() else call.exception()
@@ -227,16 +211,3 @@ class Attempt:
     def _member(self, node_id: str) -> Member:
         decode = self.plan.decode
         return decode if decode is not None and decode.node_id == node_id else self.plan.prefill
-
-    # ------------------------------------------------------------------ waiting
-
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -120,23 +120,29 @@ class RequestPlacer:
         estimate = placement.prefill
         fetch_from = members[estimate.fetch_from].kv_address if estimate.fetched_tokens else None
         num_blocks = estimate.prefix_tokens // deps.model.block_size
-        attempt = Attempt(
-            AttemptPlan(
-                key=(self._request.request_id, number),
-                work=self._work(number, placement.patience_s),
-                placement=placement,
-                prefill=members[estimate.node_id],
-                decode=members[placement.decode.node_id] if placement.decode else None,
+        prefill, decode = members[estimate.node_id], placement.decode
+        work = self._work(number, placement.patience_s)
+        plan = AttemptPlan(
+            key=(self._request.request_id, number),
+            placement=placement,
+            prefill=prefill,
+            decode=members[decode.node_id] if decode else None,
+            prefill_request=node_pb2.PrefillRequest(
+                work=work,
                 fetch_from=fetch_from,
                 num_fetch_blocks=num_blocks if fetch_from else 0,
                 num_hit_blocks=estimate.local_tokens // deps.model.block_size,
-                expected_tokens=self._expected_tokens(),
-                num_blocks=self.num_blocks,
                 prompt_logprobs=self._wants_prompt_logprobs,
-                conductor_id=deps.conductor_id,
-                timeout_s=max(self._ends_s - deps.clock(), 0.0) + _CALL_MARGIN_S,
-            )
+                followed=decode is not None,
+            ),
+            decode_request=node_pb2.DecodeRequest(
+                work=work, conductor_id=deps.conductor_id, prefill_address=prefill.record.rpc_address
+            ),
+            expected_tokens=self._expected_tokens(),
+            num_blocks=self.num_blocks,
+            timeout_s=max(self._ends_s - deps.clock(), 0.0) + _CALL_MARGIN_S,
         )
+        attempt = Attempt(plan)
         attempt.start()
         self._begin_fetch(estimate)
         if number == self.first_attempt:

@@ -8,9 +8,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from moonpool.conductor.costs.links import LinkModel
-from moonpool.conductor.costs.model import UNKNOWN, CostModel, NodeCost, Profile
-from moonpool.conductor.costs.prediction_errors import PredictionErrors
-from moonpool.conductor.fleet.step_timing import StepWindow
+from moonpool.conductor.costs.model import UNKNOWN, CostModel, NodeCost, PredictionErrors, Profile
+from moonpool.conductor.fleet.timing import StepWindow
 
 PROFILE = Profile(1e-3, 1e-5, 1e-9, 1e-3, 1e-4, 1e-8)
 

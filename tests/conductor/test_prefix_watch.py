@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.conductor.fleet.clock_offset import ClockOffset
+from moonpool.conductor.fleet.timing import ClockOffset
 from moonpool.conductor.observing.prefix_outcomes import _REMEMBERED, OUTCOMES, PrefixWatch
 from moonpool.kvstore.blocks.keys import chain
 

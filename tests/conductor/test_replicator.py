@@ -110,5 +110,5 @@ async def test_it_runs_by_itself_and_ends_with_the_conductor(redis: RedisProcess
     async with running(redis.url, "p0", "d0", namespace="runs") as cluster:
         replicator = cluster.conductor._deps.replicator
         await cluster.generate(request("first"))
-        assert replicator.running
-    assert not replicator.running
+        assert replicator._task is not None and not replicator._task.done()
+    assert replicator._task is None

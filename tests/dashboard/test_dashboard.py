@@ -140,10 +140,10 @@ async def test_the_playground_answers_and_says_what_is_wrong(page: Page, cluster
     form = page.locator("#playground form")
     await form.locator("textarea").fill(f"{MARKUP} The end")
     await form.get_by_role("button", name="Send").click()
-    await expect(form.locator("output")).to_contain_text("no API key")
+    await expect(form.locator("output")).to_contain_text("the API key is missing")
     await form.locator("#api-key").fill("sk-1")
     await form.get_by_role("button", name="Send").click()
-    await form.get_by_role("button", name="What happened to it").click()
+    await form.get_by_role("button", name="Timeline").click()
     await expect(page.locator("#timeline ol")).to_contain_text("first token")
 
 

@@ -1,12 +1,12 @@
 // Line charts of the last minutes. The page keeps at most this many seconds.
-import { byId } from "./draw.js";
+import { byId } from "./elements.js";
 
-const KEPT = 600;
+const KEPT = 600; // seconds
 const CHARTS = {
   "chart-tokens": { series: [["generated", "--accent"], ["prompt", "--soft"]] },
   "chart-requests": { series: [["running", "--accent"], ["waiting", "--warn"]] },
   "chart-goodput": { series: [["ended", "--soft"], ["good", "--good"], ["refused", "--bad"]] },
-  "chart-hits": { series: [["own", "--good"], ["another node's", "--accent"]], max: 100 },
+  "chart-hits": { series: [["own", "--good"], ["another node", "--accent"]], max: 100 },
   "chart-moved": { series: [["moved", "--accent"]] },
 };
 

@@ -1,6 +1,6 @@
 // The dashboard: reads a snapshot of the cluster from /v1/live once a second and draws it.
 import { benchmarkView, verdictOf } from "./benchmarks.js";
-import { byId, element, say, within } from "./draw.js";
+import { byId, element, say, within } from "./elements.js";
 import { draw } from "./panels.js";
 import * as playground from "./playground.js";
 import { startTheme } from "./theme.js";

@@ -1,16 +1,16 @@
 // The dashboard's panels, from one snapshot of /v1/live and the one before it.
-import { drawCache, parts } from "./cache.js";
+import { drawCache, parts } from "./cache_panel.js";
 import * as charts from "./charts.js";
-import { byId, bytes, cell, element, fill, format, patch, percent, pill, row, say, seconds, within } from "./draw.js";
-import { byName, drawMap, holders, stateClass, stateOf, tiers } from "./map.js";
+import { byId, bytes, cell, element, fill, format, patch, percent, pill, row, say, seconds, within } from "./elements.js";
+import { byName, drawMap, holders, stateClass, stateOf, tiers } from "./cluster_map.js";
 import { pathsWithRates, rate, rateOfAll, remember, withRates } from "./rates.js";
-import { drawEstimates, drawService } from "./service.js";
+import { drawEstimates, drawService } from "./latency.js";
 import { drawTransfers } from "./transfers.js";
 
 const LOST_SHOWN_S = 120; // how long a node stays listed after its lease has ended
 
 const roles = new Map(); // roles of all nodes seen, also of lost ones
-const nodeOf = new Map(); // the node of every replica seen
+const nodeOf = new Map(); // node of every replica seen
 
 // Current nodes, and nodes lost a moment ago.
 function withLost(now) {

@@ -1,5 +1,5 @@
 // The playground: a prompt, its streamed answer, and a link to its timeline.
-import { byId, element } from "./draw.js";
+import { byId, element } from "./elements.js";
 
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -28,7 +28,7 @@ async function send(form, showTimeline) {
     id = event.id;
     text.textContent += event.choices[0]?.text ?? "";
   }
-  const open = element("button", "What happened to it");
+  const open = element("button", "Timeline");
   open.type = "button";
   open.onclick = () => showTimeline(id);
   output.append(open);

@@ -1,6 +1,6 @@
 // A report of a cluster and its benchmarks, drawn from the data in this file, without network access.
 import { benchmarkView, verdictOf } from "./benchmarks.js";
-import { byId, element, row, scrolling, table, within } from "./draw.js";
+import { byId, element, row, scrolling, table, within } from "./elements.js";
 import { draw } from "./panels.js";
 import { startTheme } from "./theme.js";
 import { timelineView } from "./timeline.js";

@@ -1,6 +1,6 @@
 // Colour theme: the system's, light or dark. Print is light.
 import { redraw } from "./charts.js";
-import { byId } from "./draw.js";
+import { byId } from "./elements.js";
 
 const NAMES = ["auto", "light", "dark"];
 

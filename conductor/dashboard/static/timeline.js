@@ -1,5 +1,5 @@
 // One request's timeline: the spans of each process, placements and their reasons.
-import { cell, element, format, row, scrolling, seconds, svg, table, within } from "./draw.js";
+import { cell, element, format, row, scrolling, seconds, svg, table, within } from "./elements.js";
 
 const LINE = 22, NAME = 190, WIDTH = 620;
 
@@ -29,7 +29,7 @@ function spansPicture(spans) {
   const width = NAME + WIDTH + 20, height = lines.length * LINE + 20;
   const picture = svg("svg", {
     viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
-    "aria-label": `What was done in ${seconds(end)}; the list below says the same`,
+    "aria-label": `Spans of ${seconds(end)}; the list below has the same data`,
   });
   const x = (at) => NAME + Math.max(0, Math.min(at / end, 1)) * WIDTH;
   for (const share of [0, 0.25, 0.5, 0.75, 1]) {
@@ -45,7 +45,7 @@ function spansPicture(spans) {
   for (const span of spans) {
     picture.append(spanMark(span, x, lines.indexOf(line(span)) * LINE + 5, `process-${processes.indexOf(span.process) % 4}`));
   }
-  return scrolling("What was done when", picture);
+  return scrolling("Spans", picture);
 }
 
 // The candidates: estimated cost of each beside the chosen one.
@@ -54,7 +54,7 @@ function verdict(mine, chosen) {
   const later = (mine.ttft_s ?? mine.total_s) - (chosen?.ttft_s ?? chosen?.total_s);
   if (!Number.isFinite(later)) return cell("not chosen", "soft");
   const by = seconds(Math.abs(later));
-  return cell(by === "–" ? "as early, not chosen" : `${by} ${later > 0 ? "later" : "earlier, but in the way of others"}`, "soft");
+  return cell(by === "–" ? "as early, not chosen" : `${by} ${later > 0 ? "later" : "earlier, but would delay others"}`, "soft");
 }
 
 const time = (value) => cell(value ? seconds(value) : "0", "number");
@@ -65,13 +65,13 @@ function candidates(events) {
     const of = (list, id) => list.find((one) => one.node_id === id);
     const prefill = of(placement.prefill_candidates, placement.prefill);
     made.push(table(
-      ["prefill node", "verdict", "first token in", "queue", "fetch", "load", "compute", "holds, tokens", "fetches, tokens"],
+      ["prefill node", "verdict", "first token in", "queue", "fetch", "load", "compute", "cached tokens", "fetched tokens"],
       placement.prefill_candidates.map((one) => row(one.node_id, verdict(one, prefill), time(one.ttft_s), time(one.queue_s),
         time(one.fetch_s), time(one.load_s), time(one.compute_s), one.local_tokens ?? 0, one.fetched_tokens ?? 0)),
     ));
     const decode = of(placement.decode_candidates, placement.decode);
     if (decode) made.push(table(
-      ["decode node", "verdict", "last token in", "wait for room", "transfer", "a step", "running", "holds, tokens"],
+      ["decode node", "verdict", "last token in", "wait for room", "transfer", "a step", "running", "cached tokens"],
       placement.decode_candidates.map((one) => row(one.node_id, verdict(one, decode), time(one.total_s), time(one.wait_s),
         time(one.transfer_s), time(one.step_s), one.num_running ?? 0, one.local_tokens ?? 0)),
     ));

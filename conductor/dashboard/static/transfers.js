@@ -1,5 +1,5 @@
 // Transfers: per path over all nodes, and per pair of nodes.
-import { byId, bytes, cell, fill, row, seconds } from "./draw.js";
+import { byId, bytes, cell, fill, row, seconds } from "./elements.js";
 
 const number = (text) => cell(text, "number");
 const whileMoving = (one) => number(one.seconds ? `${bytes(one.nbytes / one.seconds)}/s` : "–");

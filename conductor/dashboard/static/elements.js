@@ -83,20 +83,22 @@ export function cell(text, className) { return element("td", text, className); }
 
 export function pill(text, className) { return within("td", "status", element("span", text, className)); }
 
-// A table; ``columns`` are headings, ``rows`` come from ``row``.
-export function table(columns, rows, caption) {
-  const made = element("table");
-  if (caption) made.append(element("caption", caption));
-  const head = element("tr");
-  for (const column of columns) {
-    const th = element("th", column);
-    th.scope = "col";
-    head.append(th);
-  }
+function addHead(made, columns) {
+  const head = within("tr", "", ...columns.map((column) => element("th", column)));
+  for (const th of head.cells) th.scope = "col";
   made.append(within("thead", "", head), element("tbody"));
+}
+
+// A table; ``columns`` are headings, ``rows`` come from ``row``.
+export function table(columns, rows) {
+  const made = element("table");
+  addHead(made, columns);
   fill(made, rows);
   return made;
 }
+
+// The tables of the page name their columns in an attribute.
+for (const made of document.querySelectorAll("table[data-columns]")) addHead(made, made.dataset.columns.split("|"));
 
 // Set a table's rows; without rows, show the sentence beside it.
 export function fill(target, rows) {

@@ -1,5 +1,5 @@
 // The cluster map: nodes in columns by role, the fill of their tiers, current transfers between them.
-import { byId, bytes, element, svg } from "./draw.js";
+import { byId, bytes, element, svg } from "./elements.js";
 
 const ROLES = ["prefill", "decode", "store"];
 const compact = new Intl.NumberFormat("en", { notation: "compact" });

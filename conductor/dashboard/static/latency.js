@@ -1,5 +1,5 @@
 // Service quality: latencies against the SLO, goodput, rejections, and prediction errors.
-import { bars, byId, cell, element, fill, format, patch, percent, row, say, seconds, svg, within } from "./draw.js";
+import { bars, byId, cell, element, fill, format, patch, percent, row, say, seconds, svg, within } from "./elements.js";
 import { rate } from "./rates.js";
 
 const STAGES = {
@@ -23,14 +23,14 @@ function drawLatency(id, histogram, limit_s) {
 
 function goal(slo) {
   const parts = [slo.ttft_s && `a first token in ${seconds(slo.ttft_s)}`, slo.tbt_s && `${seconds(slo.tbt_s)} a token`].filter(Boolean);
-  return parts.length ? parts.join(" and ") : "no SLO is set: whatever ended well";
+  return parts.length ? parts.join(" and ") : "no SLO is set: all that ended well";
 }
 
 function drawGoodput(now) {
   const ended = Object.values(now.metrics.requests ?? {}).reduce((sum, count) => sum + count, 0);
   const good = now.metrics.requests_within_slo, away = Object.values(now.rejections).reduce((sum, count) => sum + count, 0);
   const told = `${format.format(good)} of ${format.format(ended)} sequences that ended (${percent(good / ended)}), `
-    + `${rate(now, "requests_within_slo").toFixed(1)} a second now; ${format.format(away)} requests turned away.`;
+    + `${rate(now, "requests_within_slo").toFixed(1)} a second now; ${format.format(away)} requests rejected.`;
   say(byId("goodput"), ended || away ? `Good, that is ${goal(now.slo)}: ${told}` : `Good is ${goal(now.slo)}.`);
   const ends = Object.entries(now.metrics.requests ?? {}).sort((a, b) => b[1] - a[1]);
   bars(byId("ends"), ends);

@@ -1,10 +1,10 @@
 // Cache hits by tier and tenant, and the estimated hit ratio of other cache sizes.
-import { bars, byId, bytes, cell, element, fill, format, percent, row, say } from "./draw.js";
+import { bars, byId, bytes, cell, element, fill, format, percent, row, say } from "./elements.js";
 
 const SOURCES = { computed: "computed", pool: "its own pool", host: "host memory", ssd: "disk", fetched: "another node" };
 // Outcomes of prefix lookups; docs/troubleshooting.md explains each.
 const OUTCOMES = {
-  hit: "hit", off: "cache not asked", short: "no whole block", unused: "held, not used", pending: "just computed", dropped: "held no more",
+  hit: "hit", off: "cache not asked", short: "no whole block", unused: "cached, not used", pending: "just computed", dropped: "evicted",
   salted: "other tenant, salt", headed: "other head", new: "never seen",
 };
 const LOCAL = ["pool", "host", "ssd"];
@@ -47,7 +47,7 @@ function drawReuse(now) {
   const shown = begin < 0 ? [] : ratios.slice(Math.max(begin - 1, 0), end + 1);
   bars(byId("reuse"), shown.map(([blocks, ratio]) => [size(blocks), ratio]), percent, 1);
   const told = rooms(shown.length ? now.cluster.nodes : []).map(([title, blocks]) => ` As large as ${title} (${size(blocks)}): ${percent(ratioAt(ratios, blocks))}.`);
-  const uses = `Of ${format.format(now.reuse.num_uses)} uses of blocks, what one LRU cache for all would have found.`;
+  const uses = `Of ${format.format(now.reuse.num_uses)} uses of blocks, the hit rate of one LRU cache for all.`;
   say(byId("reuse").nextElementSibling, shown.length ? uses + told.join("") : "");
 }
 
@@ -60,6 +60,6 @@ export function drawCache(now) {
   bars(byId("outcomes"), outcomes.map(([name, count]) => [OUTCOMES[name] ?? name, count]));
   fill(byId("tenants"), Object.entries(now.tenants).map(([name, counts]) => tenantRow(name, counts)));
   fill(byId("prefixes"), now.prefixes.map((prefix) => row(element("th", prefix.key.slice(0, 12), "id"), prefix.blocks,
-    cell((60 * prefix.uses_per_s).toFixed(1), "number"), prefix.holders.length, cell(prefix.holders.join(", ") || "nobody now", "wrap"))));
+    cell((60 * prefix.uses_per_s).toFixed(1), "number"), prefix.holders.length, cell(prefix.holders.join(", ") || "none now", "wrap"))));
   drawReuse(now);
 }
