@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.model.transformer import Model
@@ -42,16 +43,29 @@ _SMALL_MOE = {
     "norm_topk_prob": True,
 }
 SHAPES: dict[str, dict[str, object]] = {"llama-3-8b": _LLAMA_8B, "small": _SMALL, "small-moe": _SMALL_MOE}
+# A small mixture of experts, some of which are hot.
+MIXTURE: dict[str, object] = {
+    "model_type": "mixtral",
+    "torch_dtype": "float32",
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": 4096,
+    "eos_token_id": None,
+}
 # The weights that send tokens to different experts, and make different tokens.
-_ROUTER = "mlp.gate.weight"
-_ROUTING = (_ROUTER, "embed_tokens.weight", "lm_head.weight")
+_ROUTING = ("mlp.gate.weight", "embed_tokens.weight", "lm_head.weight")
 
 
 def make_checkpoint(name: str, directory: Path, max_position: int) -> ModelConfig:
     """A bfloat16 checkpoint of this shape with all weights 0, as a sparse file.
 
-    In a mixture of experts the weights that choose experts are random, seeded. The scale of an expert's row
-    of the router sets how often it is chosen: neighbours are hot, others in each layer.
+    In a mixture of experts the weights that choose experts are random, and norms are 1.
     """
     words = {
         "model_type": "llama",
@@ -65,7 +79,6 @@ def make_checkpoint(name: str, directory: Path, max_position: int) -> ModelConfi
     (directory / "config.json").write_text(json.dumps(words))
     config = ModelConfig.from_checkpoint(directory)
     header, starts, end = {}, {}, 0
-    generator = torch.Generator().manual_seed(0)
     for tensor, shape in expected_tensors(config).items():
         begin, end = end, end + 2 * prod(shape)
         starts[tensor] = begin, shape
@@ -75,15 +88,27 @@ def make_checkpoint(name: str, directory: Path, max_position: int) -> ModelConfi
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         file.truncate(8 + len(encoded) + end)
         for tensor, (begin, shape) in starts.items():
-            if config.moe is None or not ("norm" in tensor or tensor.endswith(_ROUTING)):
-                continue
-            weight = torch.ones(shape) if "norm" in tensor else torch.randn(shape, generator=generator)
-            if tensor.endswith(_ROUTER):
-                order = torch.arange(shape[0]).roll(int(torch.randint(shape[0], (), generator=generator)))
-                weight *= 4 * (1 + order).rsqrt()[:, None] * shape[-1] ** -0.5
-            file.seek(8 + len(encoded) + begin)
-            file.write(weight.bfloat16().view(torch.uint8).numpy().tobytes())
+            if config.moe is not None and ("norm" in tensor or tensor.endswith(_ROUTING)):
+                weight = torch.ones(shape) if "norm" in tensor else torch.randn(shape)
+                file.seek(8 + len(encoded) + begin)
+                file.write(weight.bfloat16().view(torch.uint8).numpy().tobytes())
     return config
+
+
+def write_mixture(directory: Path) -> None:
+    """A seeded checkpoint of ``MIXTURE`` with random weights.
+
+    The scale of an expert's row of the router sets how often it is chosen; hot ones differ between layers.
+    """
+    torch.manual_seed(0)
+    (directory / "config.json").write_text(json.dumps(MIXTURE))
+    tensors = {}
+    for name, shape in expected_tensors(ModelConfig.from_checkpoint(directory)).items():
+        tensors[name] = torch.ones(shape) if "norm" in name else torch.randn(shape) * shape[-1] ** -0.5
+        if name.endswith(".gate.weight"):
+            order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(len(tensors)))
+            tensors[name] *= 4 * (1 + order).rsqrt()[:, None]
+    save_file(tensors, directory / "model.safetensors")
 
 
 @torch.inference_mode()

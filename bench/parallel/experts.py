@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from moonpool.bench.engine.driver import Session
-from moonpool.bench.engine.model_shapes import make_checkpoint
+from moonpool.bench.engine.model_shapes import write_mixture
 from moonpool.bench.harness.command import Run
 from moonpool.bench.harness.turns import spread, turns
 from moonpool.bench.parallel.steps import Settings, running
@@ -55,7 +55,7 @@ async def expert_rows(run: Run, settings: Settings) -> AsyncIterator[Row]:
     device = settings.device
     with TemporaryDirectory() as made:
         model = Path(made)
-        make_checkpoint("small-moe", model, 2 * max(PROMPTS))
+        write_mixture(model)
         async with running(model, device, ParallelOptions()) as session:
             alone = (await _first_tokens([session], run.rounds))[0]
         for n, seconds in alone.items():

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner
 
-from moonpool.bench.engine.model_shapes import SHAPES
+from moonpool.bench.engine.model_shapes import MIXTURE
 from moonpool.bench.parallel import experts, handover
 from moonpool.bench.parallel.command import parallel
 from moonpool.bench.parallel.handover import Pools, StridedCopy
@@ -120,7 +120,7 @@ def test_experts_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(experts, "PROMPTS", (9, 300))
     rows = measured(tmp_path, "--part", "experts")
     # To the experts of each layer, and back.
-    exchanges = 2 * SHAPES["small-moe"]["num_hidden_layers"]  # type: ignore[operator]
+    exchanges = 2 * MIXTURE["num_hidden_layers"]  # type: ignore[operator]
     assert rows["ep 2, all-to-all, prompt of 300", "all-to-alls"]["value"] == exchanges
     assert 0 < rows["ep 2, all-to-all, prompt of 300", "in all-to-all, most"]["value"] < 1
     assert ("ep 2, all ranks see all tokens, prompt of 300", "all-to-alls") not in rows
