@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: Redis, a conductor and its nodes as processes that we start and stop."""
+"""A whole cluster on this machine: Redis, a conductor and nodes as child processes."""
 
 from __future__ import annotations
 
@@ -31,23 +31,26 @@ from moonpool.runtime.service.fork_server import use_fork_server
 READY_TIMEOUT_S = 120.0  # a large checkpoint takes a while to load
 JOIN_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
-RESTARTS = 3  # of one child; after that something is wrong that a restart does not mend
+RESTARTS = 3  # of one child
 
 
 def _short_directory() -> Path:
-    """A fresh one for us alone, with room for a Unix socket's name under the 107 bytes its path may have."""
+    """Create a private directory; short, because a Unix socket's path is limited to 107 bytes."""
     base = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="moonpool-", dir=base if len(os.fsencode(base)) < 70 else "/tmp"))
 
 
 class LocalCluster:
-    """``async with LocalCluster(config) as cluster``: serving at ``cluster.url`` inside, all gone after.
+    """``async with LocalCluster(config) as cluster``: serving at ``cluster.url`` inside the block.
 
-    ``children`` are by name: redis (unless ``index.redis_url`` names one), conductor, prefill-0, decode-0, …
-    ``report`` gets a sentence for each thing that happens; ``loaded`` (a child's name, bytes, of bytes) is
-    called while weights are loaded. With ``restart`` a node or Redis that dies is
-    started again. Every child is killed by the kernel when this process ends, however it ends; its output is
-    in ``directory / NAME.log``. A directory we made is removed, unless something failed.
+    Args:
+        directory: for logs (``NAME.log``); by default a temporary one, removed unless something failed.
+        restart: restart a node or Redis that dies.
+        report: gets a sentence about each event.
+        loaded: gets a child's name, bytes loaded and all bytes while weights are loaded.
+
+    ``children`` by name: redis (unless ``index.redis_url`` is set), conductor, prefill-0, decode-0, …
+    The kernel kills every child when this process ends, however it ends.
     """
 
     def __init__(
@@ -72,50 +75,45 @@ class LocalCluster:
 
     @property
     def url(self) -> str:
-        """Of the API."""
+        """The API's URL."""
         return str(self.children["conductor"].ready["url"])
 
     @property
     def nodes(self) -> list[Child]:
-        return [
-            child
-            for name, child in self.children.items()
-            if name.startswith(("prefill-", "decode-", "store-"))
-        ]
+        return [child for name, child in self.children.items() if name not in ("redis", "conductor")]
 
     async def start(self) -> None:
         """Start everything; returns when the conductor serves and sees every node.
 
         Raises:
-            MoonpoolError: with what to do about it. Whatever had been started has been stopped.
+            MoonpoolError: says what to do. All children have been stopped.
         """
         if (server := use_fork_server(PRELOAD)) is not None:
-            server.start()  # it imports while we go on
+            server.start()  # it imports in the background
         await check_before_start(self.config)
         if self._remove_directory:
             self.directory = _short_directory()
         try:
             await self._start_redis()
             self._create_children()
-            speakers = [child for name, child in self.children.items() if name != "redis"]
             async with asyncio.TaskGroup() as group:
-                for child in speakers:
+                for child in (self.children["conductor"], *self.nodes):
                     group.create_task(self._start_child(child))
             await self._wait_joined()
         except BaseException as error:
             self._remove_directory &= not isinstance(error, Exception)
             await self.stop()
-            # What happened to one child is the news; that the others were stopped for it is not.
+            # Report the child that failed, not those that were stopped for it.
             raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
         for name in self.children:
             self._watchers[name] = asyncio.create_task(self._watch(name))
 
     async def wait_broken(self) -> None:
-        """Until the conductor has ended by itself; raises its ``ChildFailed``."""
+        """Wait until the conductor ends by itself; raises its ``ChildFailed``."""
         await asyncio.shield(self._broken)
 
     async def stop(self) -> None:
-        """Stop all, the conductor first, so that it does not see its nodes leave. Idempotent."""
+        """Stop all; the conductor first, so that it does not see its nodes leave. Idempotent."""
         for watcher in self._watchers.values():
             watcher.cancel()
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
@@ -127,7 +125,7 @@ class LocalCluster:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     async def restart(self, name: str) -> None:
-        """Start a child that has ended again; returns when it is ready."""
+        """Restart a child that has ended; returns when it is ready."""
         if name == "redis" and self.redis is not None:
             await self.redis.start()
         else:
@@ -161,7 +159,7 @@ class LocalCluster:
         file.touch(mode=0o600)
         file.write_text(to_toml(self.config), encoding="utf-8")
         environment = {
-            # Idle OpenMP threads that spin take the cores from the other processes of this machine.
+            # Idle OpenMP threads must not spin: other processes need the cores.
             "OMP_NUM_THREADS": str(self.config.engine.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
         }
@@ -197,7 +195,7 @@ class LocalCluster:
         self._report(f"{child.name} is ready after {asyncio.get_running_loop().time() - began_s:.1f} s")
 
     async def _wait_joined(self) -> None:
-        """Until the conductor sees every node ready."""
+        """Wait until the conductor sees every node ready."""
         missing = expected = {child.name for child in self.nodes}
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S), Client(self.url) as client:
@@ -215,11 +213,11 @@ class LocalCluster:
         try:
             cluster = await client.cluster()
         except ApiError:
-            return set()  # it may not answer before it has looked at the index
+            return set()  # it may not answer before it has read the index
         return {node["node_id"] for node in cluster["nodes"] if node["state"] in ("ready", "unhealthy")}
 
     async def _watch(self, name: str) -> None:
-        """Report a child's end, and start it again where that is asked for and may help."""
+        """Report a child's end; restart it if configured, at most ``RESTARTS`` times."""
         child = self.children[name]
         for restarts_left in range(RESTARTS if self._restart and name != "conductor" else 0, -1, -1):
             code = await child.wait()
@@ -234,7 +232,7 @@ class LocalCluster:
                 failure = error
                 break
         self._report(str(failure))
-        # Without a node, even without Redis, the rest serves on; without the conductor nothing does.
+        # The cluster serves without a node, and without Redis, but not without the conductor.
         if name == "conductor":
             self._broken.set_exception(failure)
-            self._broken.exception()  # seen: wait_broken need not be called
+            self._broken.exception()  # retrieved: wait_broken need not be called

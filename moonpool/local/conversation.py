@@ -1,4 +1,4 @@
-"""The conversation that `moonpool up` begins with, and the table of what happened on its way."""
+"""The first conversation of ``moonpool up``, and a table of its requests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from moonpool.client import Client, Message, Reply
+from moonpool.commands.options import plain_table
 from moonpool.errors import ApiError
 
-# As long as the instructions of an assistant are: too long to be computed anew in each turn.
+# As long as an assistant's instructions: reading it from the cache beats computing it in each turn.
 SYSTEM = """\
 You are a model that is served by Moonpool. You have read two old books, and you speak as they do. The one
 is the King James Bible, from the first chapter of Genesis, where God created the heaven and the earth, to
@@ -28,13 +29,13 @@ purpose under the heaven: a time to keep silence, and a time to speak. The words
 gracious; but the lips of a fool will swallow up himself."""
 TURNS = ("Who are you?", "Tell me about Moses.", "Go on.")
 MAX_TOKENS = 96
-# Fixed, so that the same checkpoint says the same thing on the same machine.
+# Reproducible for the same checkpoint and machine.
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7}
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One question, what came back, and the conductor's account of it (its timeline's summary)."""
+    """A question, its answer, and the summary of the request's timeline."""
 
     question: str
     reply: Reply
@@ -45,7 +46,7 @@ async def hold_conversation(client: Client, console: Console) -> list[Turn]:
     """Ask ``TURNS`` in one conversation, printing answers as they stream.
 
     Raises:
-        ApiError: a request failed; what streamed before it has been printed.
+        ApiError: a request failed; the text streamed so far has been printed.
     """
     turns: list[Turn] = []
     for question in TURNS:
@@ -87,12 +88,8 @@ async def _answer(
 
 
 def turns_table(turns: Sequence[Turn]) -> RenderableType:
-    """A row a turn: where it ran, what the cache held and where, what moved, how fast; then why there."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("turn", "prefill", "decode"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("prompt", "cached"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    """Return a table of the turns: nodes, cached tokens by source, bytes moved, latency, placement reason."""
+    table = plain_table(("turn", "prefill", "decode"), right=("prompt", "cached"))
     table.add_column("found in", no_wrap=True)
     for heading in ("moved", "GB/s", "TTFT", "TPOT"):
         table.add_column(heading, justify="right", no_wrap=True)

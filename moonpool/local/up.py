@@ -1,4 +1,4 @@
-"""``moonpool up``: a cluster on this machine, a first conversation with it, then serving until Ctrl-C."""
+"""``moonpool up``: start a local cluster, hold a first conversation, serve until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
 
     def interrupt() -> None:
         if task.cancelling():
-            os._exit(130)  # the kernel ends the children with us
+            os._exit(130)  # the kernel kills the children
         console.print()
         report("stopping (once more: at once)")
         task.cancel()
@@ -68,7 +68,7 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
             console.print()
             if once:
                 return 0
-            _say_where(cluster, console)
+            _print_urls(cluster, console)
             serving = True
             await cluster.wait_broken()
     except asyncio.CancelledError:
@@ -79,7 +79,7 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
     return 0
 
 
-def _say_where(cluster: LocalCluster, console: Console) -> None:
+def _print_urls(cluster: LocalCluster, console: Console) -> None:
     url = cluster.url
     lines = [
         ("API", f"{url}/v1"),
