@@ -136,7 +136,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
             self._outbox(request.conductor_id).put(
                 node_pb2.TokenOut(
                     request_id=key[0], attempt=key[1], finish_reason=node_pb2.FINISH_ERROR, error=reason
-                ),
+                )
             )
             return
         except BaseException:

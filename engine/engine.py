@@ -23,13 +23,7 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import fingerprint
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.device import Device
-from moonpool.engine.errors import (
-    DuplicateSequence,
-    EngineClosed,
-    RankLost,
-    SequenceTooLong,
-    UnknownToken,
-)
+from moonpool.engine.errors import DuplicateSequence, EngineClosed, RankLost, SequenceTooLong, UnknownToken
 from moonpool.engine.execution.cost_profile import NOT_MEASURED, measure
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.execution.step_loop import StepLoop
@@ -202,10 +196,7 @@ class Engine:
         if self.ranks is None:
             assert parallel.hosts == 1 or self._hosts is not None, "several hosts need a listener"
             self.ranks = RankGroup(
-                self.plan.world_size,
-                parallel.timeout_s,
-                self._hosts,
-                separate_pools=self._separate_pools,
+                self.plan.world_size, parallel.timeout_s, self._hosts, separate_pools=self._separate_pools
             )
             await self.ranks.start(self.options.threads)
         return await self.ranks.open(

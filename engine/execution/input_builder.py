@@ -51,13 +51,7 @@ class InputBuilder:
     """
 
     def __init__(
-        self,
-        *,
-        max_batch_size: int,
-        max_batch_tokens: int,
-        max_len: int,
-        block_size: int,
-        device: Device,
+        self, *, max_batch_size: int, max_batch_tokens: int, max_len: int, block_size: int, device: Device
     ) -> None:
         self._block_size = block_size
         self._shift = block_size.bit_length() - 1

@@ -113,23 +113,10 @@ def _attend(q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, **rules: An
     out = torch.empty_like(q)
     if n:
         paged_decode_attention(
-            q[:n],
-            pool,
-            layer,
-            inputs.decode_table,
-            inputs.decode_lens,
-            out=out[:n],
-            **rules,
+            q[:n], pool, layer, inputs.decode_table, inputs.decode_lens, out=out[:n], **rules
         )
     paged_prefill_attention(
-        q[n:],
-        pool,
-        layer,
-        inputs.chunk_table,
-        inputs.chunk_starts,
-        inputs.chunk_lens,
-        out=out[n:],
-        **rules,
+        q[n:], pool, layer, inputs.chunk_table, inputs.chunk_starts, inputs.chunk_lens, out=out[n:], **rules
     )
     return out
 

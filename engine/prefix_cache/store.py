@@ -126,10 +126,7 @@ class NodeStore:
         """Return the load rates of ``protos.Profile``."""
         stats = self.tiers.stats
         host = self.loader.host_load_nbytes_per_s or self._probed_nbytes_per_s
-        return {
-            "host_load_nbytes_per_s": host,
-            "ssd_load_nbytes_per_s": stats.ssd_load_nbytes_per_s,
-        }
+        return {"host_load_nbytes_per_s": host, "ssd_load_nbytes_per_s": stats.ssd_load_nbytes_per_s}
 
     def fill(self) -> dict[str, TierFill]:
         """Return the fill of the tiers below the pool, for the index."""
@@ -169,10 +166,5 @@ class NodeStore:
 
     def _evicted(self, block_id: int, key: BlockKey) -> None:
         memory = self._memory
-        self.tiers.demote(
-            key,
-            memory.pool.parent_of(block_id),
-            block_id,
-            surplus=key in memory.pool.surplus,
-        )
+        self.tiers.demote(key, memory.pool.parent_of(block_id), block_id, surplus=key in memory.pool.surplus)
         memory.forget(block_id)

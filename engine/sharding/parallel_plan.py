@@ -84,10 +84,7 @@ class ParallelPlan:
             layers=range(first_layer, first_layer + few + (stage < more)),
             heads=run_of(config.num_heads, self.tp, tp_rank),
             # With more ranks than KV heads, neighbours have the same head.
-            kv_heads=range(
-                first_kv := tp_rank * config.num_kv_heads // self.tp,
-                first_kv + num_kv_heads,
-            ),
+            kv_heads=range(first_kv := tp_rank * config.num_kv_heads // self.tp, first_kv + num_kv_heads),
             inter=run_of(config.intermediate_size, self.tp, tp_rank),
             expert_placement=self.expert_placement(config),
             all_to_all_tokens=self.all_to_all_tokens,
