@@ -91,7 +91,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         self.check_takes_work()
         work = request.work
         sequence = sequence_of(work, arrived_s=time.monotonic())
-        self.charge_tenant(work, sequence.keys)
+        self.tenants.charge(work, sequence.keys, self.store.tiers)
         num_local = len(self.engine.pool.match(block_keys.unpack(work.block_keys)))
         takeover = asyncio.create_task(self._take_over(request, sequence))
         self._requests[sequence.key] = _Request(

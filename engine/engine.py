@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.weights import fingerprint
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.device import Device
-from moonpool.engine.errors import DuplicateSequence, EngineClosed, RankLost, SequenceTooLong, UnknownToken
+from moonpool.engine.errors import DuplicateSequence, EngineClosed, RankLost
 from moonpool.engine.execution.cost_profile import NOT_MEASURED, measure
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.execution.step_loop import StepLoop
@@ -33,31 +32,9 @@ from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.engine.ranks.leader import ParallelRunner, StepTimes
 from moonpool.engine.setup import EngineSetup
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
+from moonpool.engine.stats import EngineStats
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.service.load_progress import Progress
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Current counts; totals are since the start."""
-
-    num_running: int
-    num_waiting: int  # queued, or waiting for a reservation
-    num_queued_tokens: int  # prompt tokens still to compute
-    num_blocks: int
-    num_free_blocks: int  # including cached ones, which can be evicted
-    num_expected_blocks: int  # to be reserved soon
-    num_used_blocks: int
-    num_cached_blocks: int
-    num_steps: int
-    num_failed_steps: int
-    num_preemptions: int
-    step_s: float  # the last step
-
-    @property
-    def num_available_blocks(self) -> int:
-        """Free blocks that no expected request needs."""
-        return max(self.num_free_blocks - self.num_expected_blocks, 0)
 
 
 class Engine:
@@ -293,7 +270,7 @@ class Engine:
         loop = self._running()
         if sequence.key in loop.sequences:
             raise DuplicateSequence(*sequence.key)
-        self._check(sequence)
+        sequence.check(self.max_model_len, self.config.vocab_size)
         sequence.prefill_only = prefill_only
         stop_ids = sequence.sampling.stop_token_ids
         if not sequence.sampling.ignore_eos:
@@ -345,7 +322,7 @@ class Engine:
         the sequence has no blocks.
         """
         self._running()
-        self._check(sequence)
+        sequence.check(self.max_model_len, self.config.vocab_size)
         if not self.reserve(sequence):
             await self._reservations.wait(sequence)
 
@@ -371,21 +348,8 @@ class Engine:
         self._scheduler.seal_computed(sequence)
 
     def stats(self) -> EngineStats:
-        scheduler, pool, loop = self._scheduler, self.pool, self._loop
-        queued = sum(s.num_tokens - s.num_computed_tokens for s in scheduler.waiting + scheduler.prefilling)
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + len(self._reservations),
-            num_queued_tokens=queued,
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_expected_blocks=self._num_expected_blocks,
-            num_used_blocks=pool.num_used,
-            num_cached_blocks=pool.num_cached,
-            num_steps=loop.num_steps if loop else 0,
-            num_failed_steps=loop.num_failed_steps if loop else 0,
-            num_preemptions=scheduler.num_preemptions,
-            step_s=loop.step_s if loop else 0.0,
+        return EngineStats.collect(
+            self._scheduler, self._loop, len(self._reservations), self._num_expected_blocks
         )
 
     def profile(self) -> dict[str, float]:
@@ -396,18 +360,6 @@ class Engine:
         if self._loop is None or self._task is None or self._task.done() or self._closed:
             raise EngineClosed("the engine is not running")
         return self._loop
-
-    def _check(self, sequence: Sequence) -> None:
-        """Reject a sequence that would fail the whole batch."""
-        if sequence.num_tokens >= self.max_model_len:
-            raise SequenceTooLong(sequence.num_tokens, self.max_model_len)
-        vocab_size = self.config.vocab_size
-        for token_id in (int(sequence.token_ids.min()), int(sequence.token_ids.max())):
-            if not 0 <= token_id < vocab_size:
-                raise UnknownToken(token_id, vocab_size, "token")
-        for token_id in sequence.sampling.logit_bias:
-            if not 0 <= token_id < vocab_size:
-                raise UnknownToken(token_id, vocab_size, "logit_bias for token")
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         return self._scheduler.take_blocks(sequence, sequence.num_tokens + 1, sequence.num_tokens)

@@ -81,7 +81,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         self.check_takes_work()
         received_s = time.monotonic()
         sequence = sequence_of(request.work, arrived_s=received_s, prompt_logprobs=request.prompt_logprobs)
-        self.charge_tenant(request.work, sequence.keys)
+        self.tenants.charge(request.work, sequence.keys, self.store.tiers)
         loaded, fetched, fetch_error = Loaded(), Fetched(), ""
         handover = self._handover(sequence.key) if request.followed else None
         try:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.engine.batching.sampling import Sampling
+from moonpool.engine.errors import SequenceTooLong, UnknownToken
 from moonpool.kvstore.blocks.keys import BlockKey, chain, extend
 
 
@@ -156,3 +157,14 @@ class Sequence:
             self.keys.append(extend(previous, tokens.tobytes()))
         else:
             self.keys += chain(self.root_key, tokens, block_size, start=previous)
+
+    def check(self, max_len: int, vocab_size: int) -> None:
+        """Reject a sequence that would fail its whole batch. Raises SequenceTooLong or UnknownToken."""
+        if self.num_tokens >= max_len:
+            raise SequenceTooLong(self.num_tokens, max_len)
+        for token_id in (int(self.token_ids.min()), int(self.token_ids.max())):
+            if not 0 <= token_id < vocab_size:
+                raise UnknownToken(token_id, vocab_size, "token")
+        for token_id in self.sampling.logit_bias:
+            if not 0 <= token_id < vocab_size:
+                raise UnknownToken(token_id, vocab_size, "logit_bias for token")

@@ -19,11 +19,11 @@ from moonpool.engine.node.first_connections import connect_nodes
 from moonpool.engine.node.metrics import NODE_JOIN_SECONDS, RANKS_LOST, observe_engine
 from moonpool.engine.prefix_cache.peer_exchange import PeerExchange
 from moonpool.engine.prefix_cache.store import NodeStore
+from moonpool.engine.prefix_cache.tenant_cache import TenantCache
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.events.publisher import EventPublisher
 from moonpool.kvstore.eviction.tenant_metrics import TenantLabels, observe_tenants
-from moonpool.kvstore.eviction.tenant_quota import TenantQuotas
 from moonpool.kvstore.index.node_publisher import IndexPublisher
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
@@ -118,7 +118,9 @@ class EngineNode:
         if self.health.judgement.fatal:
             self.draining.set()
         if self._enforcing is None or self._enforcing.done():
-            self._enforcing = asyncio.create_task(self.enforce_quotas(), name="enforce quotas")
+            self._enforcing = asyncio.create_task(
+                self.tenants.enforce(self.store.tiers), name="enforce quotas"
+            )
 
     def check_takes_work(self) -> None:
         if self.state != "ready":
@@ -197,7 +199,7 @@ class EngineNode:
         config, self.agent = self.config, agent
         self.engine = engine = memory.engine
         self.memory = memory.blocks
-        self.quotas = TenantQuotas(engine.layout.block_nbytes)
+        self.tenants = TenantCache(self.memory)
         self.exchange = PeerExchange(
             self.memory,
             agent,
@@ -243,7 +245,7 @@ class EngineNode:
         self._observed = [
             observe_engine(engine),
             observe_stores(lambda: [("kv", self.store.tiers)]),
-            observe_tenants(self.quotas, self.tenant_labels),
+            observe_tenants(self.tenants.quotas, self.tenant_labels),
         ]
         self._redis = connect(config.index.redis_url)
         index = KVIndex(self._redis, config.index.namespace)
@@ -379,27 +381,9 @@ class EngineNode:
         return self.engine.profile() | self.store.profile()
 
     def _on_tier_change(self, key: BlockKey, tier: Tier | None) -> None:
-        """Account for a block's fastest copy having moved to ``tier``; None: no copy is left."""
+        """Publish the tier of a block's fastest copy; None: no copy is left."""
+        self.tenants.on_tier_change(key, tier)
         if tier is None:
-            self.quotas.gone(key)
             self.publisher.removed(key)
-            return
-        if (block := self.engine.pool.block_of(key)) is not None:
-            self.quotas.stored(key, self.engine.pool.parent_of(block), tier)
         else:
-            self.quotas.moved(key, tier)
-        self.publisher.stored(key, tier)
-
-    # ------------------------------------------------------------------ tenant quotas
-
-    def charge_tenant(self, work: node_pb2.Work, chain: list[BlockKey]) -> None:
-        """Count the chain of a new request towards its tenant's quota, as used now."""
-        if work.tenant:
-            self.quotas.claim(work.tenant, work.tenant_cached_nbytes, chain, self.store.tiers.match(chain))
-
-    async def enforce_quotas(self) -> None:
-        """Evict unused blocks beyond the tenants' quotas from every tier."""
-        pool = self.engine.pool
-        victims = self.quotas.excess(lambda key: pool.block_of(key) is None or pool.evict(key))
-        if victims:
-            await self.store.tiers.remove(victims, reason="quota")
+            self.publisher.stored(key, tier)

@@ -75,7 +75,7 @@ async def test_a_prefix_is_fetched_from_a_store_node_when_its_makers_are_gone(
             await stub.Release(node_pb2.ReleaseRequest(lease_id=lease.lease_id))
             # It keeps one shape of blocks: another one is refused by name, and what it has stays.
             request.source.block_nbytes *= 2
-            with pytest.raises(AioRpcError, match="keeps KV blocks of layout"):
+            with pytest.raises(AioRpcError, match="KV blocks of layout"):
                 await stub.Replicate(request)
             # The store node itself is started again: what it had is on its disk, and published anew.
             await cluster.children["store-0"].stop(20.0)

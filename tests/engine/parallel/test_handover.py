@@ -231,7 +231,7 @@ async def test_what_cannot_be_converted_is_refused_by_name_and_wrong_bytes_are_n
         side(path, "large", 1, 1, block_size=16) as large,
         side(path, "same", 1, 1) as same,
     ):
-        with pytest.raises(PeerIncompatible, match="small keeps KV blocks of layout 3 layers × 2 KV heads"):
+        with pytest.raises(PeerIncompatible, match="small has KV blocks of layout 3 layers × 2 KV heads"):
             await large.exchange.connect(small.address)
         theirs, _ = await small.prefill(prompt(3))
         pool = small.memory.engine.ranks.pools[0]
