@@ -193,7 +193,7 @@ class Conductor:
             "facts": self._other_conductors.facts,
             "conductors": {name: dict(facts) for name, facts in self._other_conductors.others.items()},
             "prefixes": self._deps.prefixes.to_dict(),
-            "num_requests": len(self._deps.admission.runs),
+            "num_requests": self._deps.admission.num_requests,
             "prediction_errors": {
                 name: errors.to_dict() for name, errors in self._deps.cost_model.errors.items()
             },

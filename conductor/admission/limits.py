@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from moonpool.conductor.admission.tenants import Tenant
 from moonpool.conductor.errors import ConductorClosed, DuplicateRequest, RequestRejected
@@ -16,22 +16,11 @@ _WEIGHT = 1 / 16
 _BATCH_PART = 0.5
 
 
-class Run(Protocol):
-    """A request in flight."""
-
-    @property
-    def request(self) -> GenerateRequest: ...
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def started_s(self) -> float: ...
-
-    @property
-    def num_output_tokens(self) -> int: ...
-
-    def abort(self, error: Exception) -> None: ...
+@dataclass(frozen=True, slots=True)
+class _Run:
+    request: GenerateRequest
+    abort: Callable[[Exception], None]
+    started_s: float
 
 
 class TokenBucket:
@@ -65,7 +54,7 @@ class Admission:
         self._max_requests = max_requests
         self._max_batch = max(int(max_requests * _BATCH_PART), 1)
         self._clock = clock
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, _Run] = {}
         self._num_batch = 0
         self._of_tenant: Counter[str] = Counter()
         self._buckets: dict[str, TokenBucket] = {}
@@ -74,32 +63,35 @@ class Admission:
         self._empty: asyncio.Future[None] | None = None
 
     @property
-    def runs(self) -> Mapping[str, Run]:
-        return self._runs
+    def num_requests(self) -> int:
+        """Requests in flight."""
+        return len(self._runs)
 
-    def enter(self, run: Run) -> None:
-        """Admit ``run``. Raises ``RequestRejected``, ``DuplicateRequest`` or ``ConductorClosed``."""
+    def enter(self, request: GenerateRequest, abort: Callable[[Exception], None]) -> None:
+        """Admit a request; ``close`` calls its ``abort``.
+
+        Raises ``RequestRejected``, ``DuplicateRequest`` or ``ConductorClosed``.
+        """
         if self._closed:
             raise ConductorClosed
-        request = run.request
         self._check_total(request.batch)
         self._check_tenant(request.client)
-        if run.request_id in self._runs:
-            raise DuplicateRequest(run.request_id)
-        self._runs[run.request_id] = run
+        if request.request_id in self._runs:
+            raise DuplicateRequest(request.request_id)
+        self._runs[request.request_id] = _Run(request, abort, self._clock())
         self._num_batch += request.batch
         self._of_tenant[request.client.name] += 1
         self._use(request.client, len(request.prompt_token_ids))
 
-    def leave(self, run: Run) -> None:
-        """``run`` has ended. Idempotent."""
-        if self._runs.get(run.request_id) is not run:
+    def leave(self, request: GenerateRequest, num_output_tokens: int) -> None:
+        """The request has ended. Idempotent."""
+        run = self._runs.get(request.request_id)
+        if run is None or run.request is not request:
             return
-        del self._runs[run.request_id]
-        self._num_batch -= run.request.batch
-        client = run.request.client
-        self._of_tenant[client.name] -= 1
-        self._use(client, run.num_output_tokens)
+        del self._runs[request.request_id]
+        self._num_batch -= request.batch
+        self._of_tenant[request.client.name] -= 1
+        self._use(request.client, num_output_tokens)
         if not self._runs and self._empty is not None and not self._empty.done():
             self._empty.set_result(None)
         self._mean_s += _WEIGHT * (self._clock() - run.started_s - self._mean_s)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import overload
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +39,7 @@ _ROWS = 15
 _JITTER_S = 1e-7
 
 
-class NodeTable(Sequence[NodeView]):
+class NodeTable:
     """Nodes in no particular order. Call ``touch`` after every change of a view in it."""
 
     def __init__(self, nodes: Iterable[NodeView] = ()) -> None:
@@ -58,12 +57,8 @@ class NodeTable(Sequence[NodeView]):
     def __iter__(self) -> Iterator[NodeView]:
         return iter(self._nodes)
 
-    @overload
-    def __getitem__(self, index: int) -> NodeView: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[NodeView]: ...
-    def __getitem__(self, index: int | slice) -> NodeView | Sequence[NodeView]:
-        return self._nodes[index]
+    def __getitem__(self, position: int) -> NodeView:
+        return self._nodes[position]
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, NodeView) and self.get(node.node_id) is node

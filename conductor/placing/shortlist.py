@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +79,7 @@ def decode_shortlist(
     return _best(fleet, score, needed, view)
 
 
-def _fitting(nodes: Sequence[NodeView], needed: int, view: ClusterView) -> Sequence[NodeView]:
+def _fitting(nodes: Iterable[NodeView], needed: int, view: ClusterView) -> Sequence[NodeView]:
     """Without nodes with too small a pool, and without those to avoid if others are left."""
     fitting = [node for node in nodes if not 0 < node.num_blocks < needed]
     if view.avoid:

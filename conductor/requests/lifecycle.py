@@ -44,10 +44,9 @@ class RequestRun:
     """
 
     def __init__(self, request: GenerateRequest, deps: RequestDependencies) -> None:
-        self.request_id = request.request_id
-        self.started_s = deps.clock()
-        timeline = RequestTimeline(self.request_id, time.time(), self.started_s)
-        self.request = request
+        self._request = request
+        self._started_s = deps.clock()
+        timeline = RequestTimeline(request.request_id, time.time(), self._started_s)
         self._deps = deps
         self._recorder = Recorder(timeline, deps.cost_model, deps.activity, deps.clock, request.client.name)
         self._lineage = Lineage(request.prompt_token_ids, deps.model.block_size)
@@ -60,7 +59,7 @@ class RequestRun:
             self._lineage,
             limit=self._limit,
             timeout_s=self._timeout_s,
-            started_s=self.started_s,
+            started_s=self._started_s,
             started_unix_s=timeline.started_unix_s,
         )
         self._attempt: Attempt | None = None
@@ -72,13 +71,13 @@ class RequestRun:
         """See ``Conductor.generate``."""
         deps = self._deps
         try:
-            deps.admission.enter(self)
+            deps.admission.enter(self._request, self.abort)
         except RequestRejected as error:
             self._recorder.rejected(error)
             raise
         # A client may reuse an id when it retries. Attempt numbers continue, so that late messages about the
         # former request are not mistaken for this one.
-        former, timeline = deps.timelines.get(self.request_id), self._recorder.timeline
+        former, timeline = deps.timelines.get(self._request.request_id), self._recorder.timeline
         if former is not None:
             timeline.first_attempt = former.first_attempt + former.summary.attempts
         self._placer.first_attempt = timeline.first_attempt
@@ -117,11 +116,6 @@ class RequestRun:
         finally:
             self._end("cancelled")
 
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens streamed so far."""
-        return len(self._lineage.output_ids)
-
     def abort(self, error: Exception) -> None:
         """End the request: ``events`` raises ``error``."""
         self._ending = error
@@ -136,7 +130,7 @@ class RequestRun:
         if self._limit < 1:
             raise RequestInvalid(
                 f"the prompt has {self._lineage.num_prompt_tokens} tokens and "
-                f"{self.request.sampling.max_tokens} more are requested; the model supports "
+                f"{self._request.sampling.max_tokens} more are requested; the model supports "
                 f"{self._deps.model.max_model_len} together"
             )
 
@@ -144,10 +138,10 @@ class RequestRun:
         """Start the next attempt. A batch request waits for its turn and for idle capacity."""
         placer = self._placer
         begun = placer.num_attempts > 0
-        if not self.request.batch or begun:
+        if not self._request.batch or begun:
             return await self._start(await self._decide(), begun=begun)
         queue, fair_share = self._deps.batch_queue, self._deps.fair_share
-        order_s = self.started_s + fair_share.delay_s(self.request.client.name, self.started_s)
+        order_s = self._started_s + fair_share.delay_s(self._request.client.name, self._started_s)
         async with queue.turn(placer.priority, order_s, unless=self._aborted):
             while not placer.is_idle_enough(placement := await self._decide()):
                 await queue.wait(_LOOK_AGAIN_S)
@@ -206,7 +200,7 @@ class RequestRun:
             return self._event(token)
         self._recorder.first_token()
         prompt_logprobs = None
-        if self.request.prompt_logprobs:
+        if self._request.prompt_logprobs:
             prompt_logprobs = tuple(map(TokenLogprobs.from_proto, reply.prompt_logprobs))
         return self._event(token, reply.num_cached_tokens, prompt_logprobs)
 
@@ -269,7 +263,7 @@ class RequestRun:
         self._deadline = None
         if self._attempt is not None:
             self._attempt.close()
-        self._deps.admission.leave(self)
+        self._deps.admission.leave(self._request, len(self._lineage.output_ids))
         self._deps.batch_queue.notify()
         self._recorder.done(finish_reason, len(self._lineage.output_ids), error)
 

@@ -39,7 +39,7 @@ class Detokenizer(Protocol):
 
     def push(self, token_id: int) -> str: ...
 
-    def settle(self) -> str:
+    def complete(self) -> str:
         """The complete characters held back so far; called at the end of a prompt."""
         ...
 
@@ -60,7 +60,7 @@ class ByteLevelDetokenizer:
     def push(self, token_id: int) -> str:
         return self._decode(self._pieces[token_id])
 
-    def settle(self) -> str:
+    def complete(self) -> str:
         return ""
 
     def flush(self) -> str:
@@ -82,7 +82,7 @@ class SentencePieceDetokenizer:
         piece = self._pieces[token_id]
         if type(piece) is bytes:
             self._run += piece
-            return self.settle() if len(self._run) > MAX_PENDING_BYTES else ""
+            return self.complete() if len(self._run) > MAX_PENDING_BYTES else ""
         if piece is None:
             return ""
         if self._at_start and self._style.first_token_bare:
@@ -92,7 +92,7 @@ class SentencePieceDetokenizer:
             piece = self._end_run() + piece
         return self._begin(piece) if self._at_start else str(piece)
 
-    def settle(self) -> str:
+    def complete(self) -> str:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(self._run)
         self._run = decoder.getstate()[0]
@@ -134,7 +134,7 @@ class WindowDetokenizer:
             return ""
         return self._advance(text)
 
-    def settle(self) -> str:
+    def complete(self) -> str:
         return "" if self._unread().endswith(REPLACEMENT) else self.flush()
 
     def flush(self) -> str:
@@ -175,7 +175,7 @@ class DetokenizerFactory:
         detokenizer = self._bare(skip_special)
         for token_id in context[-CONTEXT_TOKENS:]:
             detokenizer.push(int(token_id))
-        detokenizer.settle()
+        detokenizer.complete()
         return detokenizer
 
     def token_bytes(self, token_id: int) -> bytes:
