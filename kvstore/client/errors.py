@@ -34,8 +34,6 @@ class NoStoreNodes(StoreClientError):
 
 
 class NoNodeAnswered(StoreClientError):
-    """The index names store nodes, but none of them answers."""
-
     code = "UNAVAILABLE"
 
     def __init__(self, node_ids: Sequence[str]) -> None:

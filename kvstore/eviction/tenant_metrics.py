@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import REGISTRY, CounterMetricFamily, GaugeMetricFamily, Metric
@@ -50,20 +51,19 @@ class _TenantCollector(Collector):
             "Blocks of such a tenant that left the node: quota (it had too many), room (as any may)",
             labels=["tenant", "reason"],
         )
-        held: dict[tuple[str, str], int] = {}
-        lost: dict[tuple[str, str], int] = {}
+        num_blocks: Counter[tuple[str, str]] = Counter()
+        num_evicted: Counter[tuple[str, str]] = Counter()
         for tenant, usage in self._quotas.usage().items():
             label = self._labels.of(tenant)
             for tier in Tier:
-                labels = (label, tier.name.lower())
-                held[labels] = held.get(labels, 0) + usage.num_blocks[tier]
+                num_blocks[label, tier.name.lower()] += usage.num_blocks[tier]
             for reason, count in usage.num_evicted.items():
-                lost[label, reason] = lost.get((label, reason), 0) + count
-        for labels, count in held.items():
+                num_evicted[label, reason] += count
+        for labels, count in num_blocks.items():
             blocks.add_metric(labels, count)
             nbytes.add_metric(labels, count * self._quotas.block_nbytes)
-        for reason_of, count in lost.items():
-            evicted.add_metric(reason_of, count)
+        for labels, count in num_evicted.items():
+            evicted.add_metric(labels, count)
         yield from (blocks, nbytes, evicted)
 
 

@@ -6,8 +6,6 @@ from moonpool.kvstore.errors import StoreError
 
 
 class NodeStopping(StoreError):
-    """The node drains and takes no new work."""
-
     code = "UNAVAILABLE"
 
     def __init__(self, node_id: str) -> None:
@@ -15,8 +13,6 @@ class NodeStopping(StoreError):
 
 
 class ObjectsOff(StoreError):
-    """This node has no memory for objects."""
-
     code = "FAILED_PRECONDITION"
 
     def __init__(self, node_id: str) -> None:
@@ -49,8 +45,6 @@ class OverQuota(StoreError):
 
 
 class PutUnknown(StoreError):
-    """No put has this id: it was finished, aborted, or not continued in time."""
-
     code = "NOT_FOUND"
 
     def __init__(self, put_id: int) -> None:
@@ -70,8 +64,6 @@ class BadRequest(StoreError):
 
 
 class OtherLayout(StoreError):
-    """The offered KV blocks have another layout than the node's."""
-
     code = "FAILED_PRECONDITION"
 
     def __init__(self, node_id: str, theirs: str, ours: str) -> None:

@@ -21,8 +21,6 @@ _CLOSE_AFTER_S = 0.02
 
 
 class SourceBusy(StoreError):
-    """The node has the object, and no free memory to read it from."""
-
     code = "RESOURCE_EXHAUSTED"
 
     def __init__(self, node_id: str, name: str) -> None:

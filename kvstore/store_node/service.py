@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,10 @@ from moonpool.runtime.errors import MoonpoolError
 from moonpool.transfer import Region, TransferAgent
 
 _PROGRESS_INTERVAL_S = 0.1
+_LIST_LIMIT = 1000
+_MOST_NAME_NBYTES = 4096
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +78,6 @@ async def _check(shelf: Shelf, progress: asyncio.Queue[tuple[int, int] | None]) 
         progress.put_nowait(None)
 
 
-log = logging.getLogger(__name__)
-
-_LIST_LIMIT = 1000
-_MOST_NAME_NBYTES = 4096
-
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
 class StoreService(store_pb2_grpc.StoreServicer):
     """Checks requests and returns offsets; ``ObjectShelf`` does the rest."""
 
@@ -115,32 +110,28 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def Begin(self, request: store_pb2.BeginRequest, context: Context) -> store_pb2.PutReply:
         self._check_takes_work()
         owner = _key(request.owner, "owner")
-        reply = store_pb2.PutReply(chunk_nbytes=self._objects.chunk_nbytes)
-        for info in request.objects:
-            try:
-                _check_info(info)
-                put_id, put = await self._objects.begin(owner, info, request.ttl_s)
-            except MoonpoolError as error:
-                metrics.PUTS.labels("failed").inc()
-                reply.steps.add(error=str(error))
-            else:
-                reply.steps.append(self._step(put_id, put))
-        return reply
+
+        async def begin(info: store_pb2.ObjectInfo) -> tuple[int, Put]:
+            _check_info(info)
+            return await self._objects.begin(owner, info, request.ttl_s)
+
+        steps = [await self._step(0, begin(info)) for info in request.objects]
+        return store_pb2.PutReply(chunk_nbytes=self._objects.chunk_nbytes, steps=steps)
 
     async def Commit(self, request: store_pb2.CommitRequest, context: Context) -> store_pb2.PutReply:
-        reply = store_pb2.PutReply()
-        for written in request.written:
-            try:
-                put = await self._objects.commit(written.put_id, list(written.checksum))
-            except MoonpoolError as error:
-                metrics.PUTS.labels("failed").inc()
-                reply.steps.add(put_id=written.put_id, error=str(error))
-            else:
-                reply.steps.append(self._step(written.put_id, put))
-        return reply
+        async def commit(written: store_pb2.WrittenChunks) -> tuple[int, Put]:
+            return written.put_id, await self._objects.commit(written.put_id, list(written.checksum))
 
-    def _step(self, put_id: int, put: Put) -> store_pb2.PutStep:
+        steps = [await self._step(written.put_id, commit(written)) for written in request.written]
+        return store_pb2.PutReply(steps=steps)
+
+    async def _step(self, put_id: int, call: Awaitable[tuple[int, Put]]) -> store_pb2.PutStep:
         assert self._region is not None
+        try:
+            put_id, put = await call
+        except MoonpoolError as error:
+            metrics.PUTS.labels("failed").inc()
+            return store_pb2.PutStep(put_id=put_id, error=str(error))
         offsets = put.offsets
         if not offsets:
             return store_pb2.PutStep(put_id=put_id, done=True)

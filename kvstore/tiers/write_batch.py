@@ -79,25 +79,17 @@ class BlockSources:
 
     async def in_main_memory(self, sources: Sequence[Source]) -> tuple[list[Bytes], list[int | None]]:
         """Return the blocks' bytes and known checksums; blocks outside main memory are copied there."""
-        device_blocks = [
-            source.block for source in sources if source.block is not None and source.bytes is None
-        ]
-        copies = [np.empty(self.host.layout.block_nbytes, np.uint8) for _ in device_blocks]
-        found: dict[int | None, tuple[Bytes, int]] = {}
-        if device_blocks:
-            pool = self._pool
+        found = {source.key: (source.bytes, source.checksum) for source in sources}
+        remote = [source for source in sources if source.bytes is None]
+        if remote:
+            pool, blocks = self._pool, [source.block for source in remote if source.block is not None]
             assert pool is not None
-            hashed = await self._copier.run(lambda: pool.copy_out(device_blocks, copies))
-            found = dict(zip(device_blocks, zip(copies, hashed, strict=True), strict=True))
-        blocks: list[Bytes] = []
-        checksums: list[int | None] = []
-        for source in sources:
-            here = (source.bytes, source.checksum)
-            bytes_, checksum = found[source.block] if source.bytes is None else here
-            assert bytes_ is not None
-            blocks.append(bytes_)
-            checksums.append(checksum)
-        return blocks, checksums
+            copies = [np.empty(self.host.layout.block_nbytes, np.uint8) for _ in blocks]
+            hashed = await self._copier.run(lambda: pool.copy_out(blocks, copies))
+            keys = (source.key for source in remote)
+            found |= dict(zip(keys, zip(copies, hashed, strict=True), strict=True))
+        blocks_found = [each for each, _ in found.values() if each is not None]
+        return blocks_found, [checksum for _, checksum in found.values()]
 
 
 class WriteBatch:

@@ -12,10 +12,10 @@ from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.eviction import make_policy
 from moonpool.kvstore.eviction.chain_cache import ChainCache
 from moonpool.kvstore.eviction.savings import SavedSeconds
+from moonpool.kvstore.tiers.protocols import Bytes
 from moonpool.kvstore.tiers.ssd.files.record import RecoveredIndex, StaleRecord
 from moonpool.kvstore.tiers.ssd.files.segments import Segments
 from moonpool.kvstore.tiers.ssd.jobs.read import WantedBlock
-from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes
 from moonpool.kvstore.tiers.ssd.jobs.write import NewBlock, WriteJob
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from moonpool.kvstore.blocks.layout import BlockFormat
 from moonpool.kvstore.errors import LayoutError
 from moonpool.kvstore.eviction import make_policy
 from moonpool.kvstore.eviction.savings import SavedSeconds
+from moonpool.kvstore.tiers.protocols import Bytes
 from moonpool.kvstore.tiers.ssd.files.directory import TierFormat
 from moonpool.kvstore.tiers.ssd.files.startup import open_directory
 from moonpool.kvstore.tiers.ssd.jobs.disk import Disk
 from moonpool.kvstore.tiers.ssd.jobs.read import WantedBlock
-from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes
 from moonpool.kvstore.tiers.ssd.slot_map import OnDropped, SlotMap, SsdTierStats
 from moonpool.kvstore.tiers.ssd.writer import BlockWriter
 

@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.tiers.protocols import Bytes
 from moonpool.kvstore.tiers.ssd.files.block_index import IndexWriteFailed
 from moonpool.kvstore.tiers.ssd.jobs.disk import Disk
-from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes
 from moonpool.kvstore.tiers.ssd.jobs.write import WriteJob
 from moonpool.kvstore.tiers.ssd.slot_map import SlotMap
 

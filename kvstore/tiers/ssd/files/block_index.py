@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
@@ -89,29 +90,30 @@ class BlockIndex:
 
         Raises ``IndexWriteFailed``: nothing is applied or, after a failed sync, possibly all.
         """
-        env = self._opened()
-        try:
-            with env.begin(write=True) as transaction:
-                for stale in gone:
-                    value = transaction.get(stale.key)
-                    if value is not None and sequence_of(value) == stale.sequence:
-                        transaction.delete(stale.key)
-                for record in stored:
-                    transaction.put(record.key, encode(record))
-                if num_segments is not None:
-                    transaction.put(_SEGMENTS, struct.pack("<Q", num_segments))
-        except lmdb.Error as error:
-            # After some errors LMDB refuses writes until it is opened again.
-            self.close()
-            raise IndexWriteFailed(self.path, str(error)) from error
+        with self._transaction() as transaction:
+            for stale in gone:
+                value = transaction.get(stale.key)
+                if value is not None and sequence_of(bytes(value)) == stale.sequence:
+                    transaction.delete(stale.key)
+            for record in stored:
+                transaction.put(record.key, encode(record))
+            if num_segments is not None:
+                transaction.put(_SEGMENTS, struct.pack("<Q", num_segments))
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Delete these keys durably. Raises ``IndexWriteFailed``."""
+        with self._transaction() as transaction:
+            for key in keys:
+                transaction.delete(key)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[lmdb.Transaction]:
+        env = self._opened()
         try:
-            with self._opened().begin(write=True) as transaction:
-                for key in keys:
-                    transaction.delete(key)
+            with env.begin(write=True) as transaction:
+                yield transaction
         except lmdb.Error as error:
+            # After some errors LMDB refuses writes until it is opened again.
             self.close()
             raise IndexWriteFailed(self.path, str(error)) from error
 

@@ -10,13 +10,11 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from moonpool.kvstore.tiers.protocols import Bytes
 from moonpool.transfer.memory.allocation import HUGE_PAGE_NBYTES, allocate
 
 log = logging.getLogger(__name__)
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class Job(Protocol):

@@ -15,11 +15,12 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.tiers.protocols import Bytes
 from moonpool.kvstore.tiers.ssd.files.block_index import BlockIndex, IndexWriteFailed
 from moonpool.kvstore.tiers.ssd.files.record import BlockRecord, StaleRecord
 from moonpool.kvstore.tiers.ssd.files.segments import CALL_NBYTES, Segments
 from moonpool.kvstore.tiers.ssd.jobs.batch import Batch, ThreadTask, runs
-from moonpool.kvstore.tiers.ssd.jobs.threads import Bytes, IoThreads, Worker
+from moonpool.kvstore.tiers.ssd.jobs.threads import IoThreads, Worker
 
 
 @dataclass(slots=True, eq=False)
