@@ -61,7 +61,10 @@ class Putter:
                 if upload.buffer is not None:
                     upload.buffer.close()
         infos = [upload.info for upload in batch]
-        await self._copy_all(nodes, infos, first, copies)
+        if copies > 1:
+            pairs = zip(infos, first, strict=True)
+            calls = (self.copy(nodes, info, [holder], copies, surplus=False) for info, holder in pairs)
+            await asyncio.gather(*calls)
         await self._forget_older(nodes, infos)
 
     def _upload(self, name: str, value: Any) -> Upload:
@@ -117,21 +120,6 @@ class Putter:
         except (NodeUnavailable, RemoteError, TransferError) as error:
             node.forget_peer()
             return [str(error)] * len(batch)
-
-    async def _copy_all(
-        self,
-        nodes: Mapping[str, RemoteStore],
-        infos: Sequence[store_pb2.ObjectInfo],
-        first: Sequence[str],
-        copies: int,
-    ) -> None:
-        if copies > 1:
-            await asyncio.gather(
-                *(
-                    self.copy(nodes, info, [holder], copies, surplus=False)
-                    for info, holder in zip(infos, first, strict=True)
-                )
-            )
 
     async def copy(
         self,

@@ -7,7 +7,8 @@ for another reason takes its descendants along. The first blocks may be in a fas
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 from moonpool.kvstore.eviction.policy import EvictionPolicy
@@ -176,7 +177,9 @@ class ChainCache(Generic[Key]):
             self.num_bypassed += 1
             return False
         # Pinned, so that the chain is not evicted to make room for its own end.
-        above = [] if parent is None else self._unpinned_above(parent)
+        above: list[int] = []
+        if parent is not None:
+            above += takewhile(lambda slot: slot not in self._pins, self._walk(parent))
         self.pin(above)
         try:
             # The slot of an evicted block that is pinned becomes free later.
@@ -187,22 +190,15 @@ class ChainCache(Generic[Key]):
         finally:
             self.unpin(above)
 
-    def _unpinned_above(self, key: Key) -> list[int]:
-        slots: list[int] = []
+    def _walk(self, key: Key) -> Iterator[int]:
         here: Key | None = key
-        while here is not None and (slot := self._slots.get(here)) is not None and slot not in self._pins:
-            slots.append(slot)
+        while here is not None and (slot := self._slots.get(here)) is not None:
+            yield slot
             here = self._parents.get(here)
-        return slots
 
     def lineage(self, key: Key) -> list[int]:
         """Slots of a block and of its predecessors here without a gap, the block's own first."""
-        slots: list[int] = []
-        here: Key | None = key
-        while here is not None and (slot := self._slots.get(here)) is not None:
-            slots.append(slot)
-            here = self._parents.get(here)
-        return slots
+        return list(self._walk(key))
 
     def parent_of(self, key: Key) -> Key | None:
         """The key before a block in its chain; None for the first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from moonpool.kvstore.eviction.life_table import LifeTable
@@ -26,16 +27,14 @@ _PRICE_STEP = math.sqrt(2)
 Group = tuple[int, int, int]  # kind, tick of last use, price
 
 
+@dataclass(slots=True)
 class _Seen:
     """What is remembered of a block, in the tier or not."""
 
-    __slots__ = ("kind", "price", "tick", "uses")
-
-    def __init__(self, kind: int, tick: int, uses: int, price: int) -> None:
-        self.kind = kind
-        self.tick = tick
-        self.uses = uses
-        self.price = price
+    kind: int
+    tick: int
+    uses: int
+    price: int
 
     @property
     def group(self) -> Group:

@@ -63,8 +63,6 @@ class Residency:
                 sources_settled=self.demoter.copied,
             )
 
-    # ------------------------------------------------------------------ lookup
-
     def tier_of(self, key: BlockKey) -> Tier | None:
         """The fastest tier that holds the block."""
         if self.pool is not None and key in self.pool:
@@ -107,8 +105,6 @@ class Residency:
             return Tier.HOST
         return Tier.SSD if self.disk is not None and key in self.disk else None
 
-    # ------------------------------------------------------------------ new blocks
-
     def stored(self, key: BlockKey) -> None:
         self.announce(key)
         if self._keep_until_written and self.writes is not None:
@@ -134,8 +130,6 @@ class Residency:
         """Queue a block and its missing predecessors for the disk."""
         if self.writes is not None and self.disk is not None and key not in self.disk:
             self.writes.offer(key)
-
-    # ------------------------------------------------------------------ eviction and removal
 
     def demote(self, key: BlockKey, parent: BlockKey | None, block: int, *, surplus: bool = False) -> None:
         """Keep in host memory a block that the pool drops now, unless it is ``surplus``, a copy that is no

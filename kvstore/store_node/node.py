@@ -66,8 +66,6 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         self._object_store: TieredStore | None = None
         self._publisher: IndexPublisher | None = None
 
-    # ------------------------------------------------------------------ life
-
     async def run(self, context: ServiceContext) -> None:
         """Start, announce, serve until told to stop, leave the index. Raises what prevents the start."""
         async with AsyncExitStack() as stack:
@@ -195,8 +193,6 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         if self.state != "ready":
             raise NodeStopping(self.node_id)
 
-    # ------------------------------------------------------------------ the node in the index
-
     def record(self) -> NodeRecord:
         num_blocks = num_held = 0
         if self._kv.store is not None:
@@ -237,8 +233,6 @@ class StoreNode(node_pb2_grpc.NodeServicer):
     def _shelves(self) -> list[Shelf]:
         stores = (("kv", self._kv.store), ("objects", self._object_store))
         return [Shelf(name, store) for name, store in stores if store is not None]
-
-    # ------------------------------------------------------------------ service Node
 
     async def Status(self, request: node_pb2.StatusRequest, context: Context) -> node_pb2.NodeStatus:
         return node_pb2.NodeStatus(

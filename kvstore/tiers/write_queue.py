@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from moonpool.kvstore.blocks.keys import BlockKey
@@ -55,6 +56,7 @@ class WriteQueue:
         self._queue: dict[BlockKey, None] = {}
         self._writing: set[BlockKey] = set()
         self._required: dict[BlockKey, list[int]] = {}  # host slots pinned for each
+        self._pinned: Counter[int] = Counter()  # the same slots: by how many blocks
         self._unwritten: dict[BlockKey, None] = {}  # required blocks after a failed write: tried again
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -87,8 +89,6 @@ class WriteQueue:
     def used_nbytes(self) -> int:
         """Bytes of the blocks that are queued or being written, predecessors included."""
         return (len(self._queue) + len(self._writing)) * self._block_nbytes
-
-    # ------------------------------------------------------------------ entrances
 
     def _has_room(self) -> bool:
         return len(self._queue) + len(self._writing) < self._max_blocks
@@ -127,11 +127,12 @@ class WriteQueue:
         # With its predecessors: eviction starts at an unpinned block and takes the end of its chain.
         slots = self._required[key] = self._host.lineage(key)
         self._host.pin(slots)
+        self._pinned.update(slots)
         self._enqueue(key)
 
     async def room(self) -> None:
-        """Wait until required blocks take at most half of host memory; not while the disk stalls."""
-        while len(self._required) > self._host.capacity // 2 and not self._disk.is_stalled:
+        """Wait until required blocks pin at most half of host memory; not while the disk stalls."""
+        while len(self._pinned) > self._host.capacity // 2 and not self._disk.is_stalled:
             await self._finished.wait()
 
     def drop_descendants(self, key: BlockKey) -> list[BlockKey]:
@@ -153,8 +154,6 @@ class WriteQueue:
             self._queue[key] = None
             self._idle.clear()
             self._wake.set()
-
-    # ------------------------------------------------------------------ writing
 
     async def _run(self) -> None:
         while True:
@@ -221,7 +220,12 @@ class WriteQueue:
         evicted = self.evicted.take(key)
         if evicted is not None:
             self._host.unpin((evicted.slot,))
-        self._host.unpin(self._required.pop(key, ()))
+        slots = self._required.pop(key, [])
+        self._host.unpin(slots)
+        self._pinned.subtract(slots)
+        for slot in slots:
+            if not self._pinned[slot]:
+                del self._pinned[slot]
 
     def _refuse(self, key: BlockKey, reason: str) -> None:
         metrics.DROPPED_WRITES.labels(reason).inc()

@@ -136,6 +136,25 @@ async def test_a_required_block_is_not_evicted_before_it_is_written() -> None:
     await store.close()
 
 
+async def test_predecessors_of_required_blocks_count_as_pinned_memory() -> None:
+    store, disk = await with_disk(8, 64, write_policy="write-through", keep_until_written=True)
+    await put(store, 4)
+    await settled(store)
+    disk.may_write.clear()
+    more = chain(6)[4:]
+    assert await store.put(more, [payload(name) for name in more], parent=key(3)) == 2
+    assert store.host.num_pinned == 6
+    room = asyncio.ensure_future(store.room())
+    await asyncio.sleep(0.01)
+    assert not room.done()
+    disk.may_write.set()
+    await room
+    await settled(store)
+    assert store.host.num_pinned == 0
+    assert disk.keys() == chain(6)
+    await store.close()
+
+
 async def test_waiting_for_room_ends_when_the_disk_stalls_and_what_was_required_is_written_later() -> None:
     store, disk = await with_disk(8, 64, write_policy="write-through", keep_until_written=True)
     disk.may_write.clear()

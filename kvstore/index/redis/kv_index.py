@@ -81,8 +81,6 @@ class KVIndex:
         self._marks, self._leases = f"{tag}:marks", f"{tag}:leases"
         self._node_prefix, self._log_prefix = f"{tag}:node:", f"{tag}:log:"
 
-    # ------------------------------------------------------------------ writes of a node
-
     async def register(self, record: NodeRecord, ttl_s: float, *, complete: bool = True) -> int:
         """Begin an epoch of a node, or the current one again: the index has none of its blocks afterwards.
 
@@ -151,8 +149,6 @@ class KVIndex:
         reply = await self.run("drop", scripts.drop, keys, args)
         return bool(reply[0] == b"OK")
 
-    # ------------------------------------------------------------------ reads of a mirror
-
     async def watch(self) -> StreamPosition:
         keys = [self._meta, self._leases, self._events, self._marks]
         instance, seq, lapsed = await self.run("watch", scripts.watch, keys, [token_hex(8)])
@@ -202,8 +198,6 @@ class KVIndex:
             if page is not None:
                 held[node_id] = replay(page.batches)
         return held
-
-    # ------------------------------------------------------------------ calls
 
     def _own(self, node_id: str) -> tuple[str, str]:
         return self._node_prefix + node_id, self._log_prefix + node_id

@@ -167,15 +167,12 @@ class SlotMap:
 
     def wanted(self, keys: Sequence[BlockKey], into: Sequence[Bytes | None]) -> list[WantedBlock | None]:
         """What to read for each key; None: it is not held. Pins the slots; ``read`` unpins them."""
-        found: list[WantedBlock | None] = []
-        for key, destination in zip(keys, into, strict=True):
-            slot = self.cache.slot_of(key)
-            if slot is None:
-                found.append(None)
-            else:
-                found.append(WantedBlock(key, slot, self._checksums[slot], destination))
-        self.cache.pin(block.slot for block in found if block is not None)
-        return found
+        slots = [self.cache.slot_of(key) for key in keys]
+        self.cache.pin(slot for slot in slots if slot is not None)
+        return [
+            None if slot is None else WantedBlock(key, slot, self._checksums[slot], destination)
+            for key, slot, destination in zip(keys, slots, into, strict=True)
+        ]
 
     def read(self, blocks: Sequence[WantedBlock]) -> bool:
         """A read has ended. Returns whether bad blocks were dropped."""
