@@ -16,8 +16,7 @@ from typing import Self
 
 from moonpool.client import Client
 from moonpool.errors import ApiError
-from moonpool.local.gpu_split import gpu_options
-from moonpool.local.node_configs import node_configs
+from moonpool.local.node_configs import gpu_options, node_configs
 from moonpool.local.preflight import check_before_start
 from moonpool.local.preload import PRELOAD
 from moonpool.local.redis_server import RedisServer

@@ -1,4 +1,4 @@
-"""Every mistake on the command line, and everything this machine lacks, is one sentence."""
+"""Errors of the command line and of the machine are one sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def moonpool(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """What looks like one from outside."""
+    """A directory with a checkpoint's files and no content."""
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (tmp_path / name).write_text("{}")
     return tmp_path
@@ -67,7 +67,7 @@ def test_too_little_memory(checkpoint: Path) -> None:
 
 
 def test_a_child_that_cannot_start_shows_its_log(checkpoint: Path) -> None:
-    """Its files are there and mean nothing: the conductor says so, and we say what it said."""
+    """The checkpoint is invalid: the error shows the end of the conductor's log."""
     stderr = sentence_of(moonpool("up", "--model", str(checkpoint), "--port", "0"), 1)
     assert "ended with code" in stderr or "before it was ready" in stderr
     directory = Path(stderr.split("The end of ")[1].split(".log")[0]).parent

@@ -1,4 +1,4 @@
-"""The model that ships: it loads elsewhere, talks in its format, reads as sentences, and has its papers."""
+"""The shipped model: it loads in transformers, answers in sentences, and states its licence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model() -> Iterator[Any]:
 
 
 def generate(model: Any, tokenizer: Any, prompt: str, count: int, *, greedy: bool = False) -> str:
-    """What follows ``prompt``: as the checkpoint's own settings sample it, with a fixed seed, or greedily."""
+    """Continue ``prompt`` with the checkpoint's sampling settings and a fixed seed, or greedily."""
     torch.manual_seed(0)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     out = model.generate(
@@ -50,7 +50,7 @@ COMMON = frozenset(
 
 
 def part_common(text: str) -> float:
-    """The part of the words that are common ones: about 0.7 in these books, 0 in noise."""
+    """Return the fraction of common words: about 0.7 in these books, 0 in noise."""
     words = re.findall(r"[a-z]+", text.lower())
     return sum(word in COMMON for word in words) / max(1, len(words))
 

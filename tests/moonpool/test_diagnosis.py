@@ -1,4 +1,4 @@
-"""What the doctor makes of figures that a small cluster does not come to by itself."""
+"""The doctor's findings for evidence that a small cluster does not produce."""
 
 from __future__ import annotations
 

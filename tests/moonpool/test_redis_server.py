@@ -1,4 +1,4 @@
-"""The private Redis: a real server, ready when we say so, and gone with us."""
+"""The private Redis: a real server that ends with its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moonpool up` on the shipped model: the whole path, and nothing left behind however it ends."""
+"""``moonpool up`` on the shipped model: the whole path, and no process left afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UP = [sys.executable, "-m", "moonpool", "up", "--port", "0", "--prefill", "1", "
 
 @pytest.fixture
 def cluster() -> Iterator[subprocess.Popen[str]]:
-    """One that serves: its conversation is over and its URLs are printed."""
+    """A cluster that serves: its conversation is over and its URLs are printed."""
     with subprocess.Popen(
         UP, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

@@ -1,4 +1,4 @@
-"""The papers' figures: those that are quick on the whole trace, the others on its beginning."""
+"""The papers' figures: quick ones on the whole trace, the others on its beginning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``moonpool plan``: what it looks at, what it finds, what it refuses."""
+"""``moonpool plan``: candidates, verdicts, refused options."""
 
 from __future__ import annotations
 

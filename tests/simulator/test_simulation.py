@@ -38,7 +38,7 @@ SMALL = Hardware(
 
 
 def run(scenario: Scenario, requests: list[TraceRequest]) -> tuple[Simulation, Outcome]:
-    """Ends in the checks that hold of every run: nothing lost, nothing held, nothing miscounted."""
+    """Run, and check the invariants: no request lost, no block pinned, no load counted at the end."""
     simulation = Simulation(scenario, requests)
     outcome = simulation.run()
     assert len(outcome.served) == len(requests)

@@ -1,4 +1,4 @@
-"""``--validate``: prompts have the blocks they should, and the fit makes simulated and real agree."""
+"""``--validate``: the prompts' blocks, and the fit of the simulated to the real cluster."""
 
 from __future__ import annotations
 
