@@ -108,10 +108,10 @@ class Member:
             self.view.cost.profile = Profile.from_record(record.profile)
         for other_id, nbytes_per_s in record.links.items():
             self._cost_model.links.measured(other_id, self.node_id, nbytes_per_s)
-        self.clock_offset.heard(record.unix_s, self._unix_clock())
+        self.clock_offset.observe(record.unix_s, self._unix_clock())
         self.record = record
         load = record.load
-        self.load.heard(
+        self.load.on_heartbeat(
             num_blocks=load.num_blocks,
             num_free_blocks=load.free_blocks,
             num_waiting=load.num_waiting,
@@ -129,7 +129,7 @@ class Member:
             predicted_s = steps.plain_s * cost.decode_correction.factor(now_s)
             self._cost_model.observe_steps(cost, plain_s=steps.plain_s, actual_s=steps.actual_s, now_s=now_s)
             self.breaker.took(predicted_s, steps.actual_s)
-        self.load.stepped(
+        self.load.on_step(
             num_delivered=num_delivered,
             num_running=step.num_running,
             num_waiting=step.num_waiting,

@@ -18,7 +18,7 @@ class ClockOffset:
     def __init__(self) -> None:
         self._late_s: deque[float] = deque(maxlen=_SAMPLES)
 
-    def heard(self, their_unix_s: float, our_unix_s: float) -> None:
+    def observe(self, their_unix_s: float, our_unix_s: float) -> None:
         """A heartbeat written at ``their_unix_s`` arrived; 0: it has no timestamp."""
         if their_unix_s:
             self._late_s.append(our_unix_s - their_unix_s)

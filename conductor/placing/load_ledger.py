@@ -95,7 +95,7 @@ class LoadLedger:
         self.schedule.begin(key, self._clock())
 
     def end_decode(self, key: Hashable, num_delivered: int) -> None:
-        """``num_delivered``: tokens of it that ``stepped`` has counted. Idempotent."""
+        """``num_delivered``: tokens of it that ``on_step`` has counted. Idempotent."""
         self.schedule.remove(key)
         decode = self._decodes.pop(key, None)
         if decode is not None:
@@ -105,7 +105,7 @@ class LoadLedger:
 
     # ------------------------------------------------------------------ reports
 
-    def stepped(
+    def on_step(
         self, *, num_delivered: int, num_waiting: int, num_free_blocks: int, num_running: int = 0
     ) -> None:
         """The node's batch has produced ``num_delivered`` tokens for requests placed here."""
@@ -115,7 +115,7 @@ class LoadLedger:
         self.view.num_free_blocks = num_free_blocks
         self._refresh()
 
-    def heard(
+    def on_heartbeat(
         self, *, num_blocks: int, num_free_blocks: int, num_waiting: int, num_running: int, queued_s: float
     ) -> None:
         """A heartbeat reported this of all requests; ``queued_s``: of prefills that wait."""

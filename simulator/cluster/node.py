@@ -219,7 +219,7 @@ class Node:
         return self.view
 
     def _report(self, num_delivered: int) -> None:
-        self.load.stepped(
+        self.load.on_step(
             num_delivered=num_delivered,
             num_waiting=len(self._waiting_for_blocks),
             num_free_blocks=self.memory.num_available,

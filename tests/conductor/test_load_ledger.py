@@ -39,7 +39,7 @@ def test_a_decode_is_scheduled_with_its_average_context(ledger: LoadLedger) -> N
 def test_context_follows_the_delivered_tokens_and_ends_at_zero(ledger: LoadLedger) -> None:
     begin_decode(ledger, "a")
     begin_decode(ledger, "b")
-    ledger.stepped(num_delivered=7, num_running=5, num_waiting=2, num_free_blocks=9)
+    ledger.on_step(num_delivered=7, num_running=5, num_waiting=2, num_free_blocks=9)
     view = ledger.view
     assert (view.num_running, view.num_context_tokens) == (5, 2007)
     assert (view.num_waiting, view.num_free_blocks) == (2, 9)
@@ -61,10 +61,10 @@ def test_a_request_with_both_stages_on_one_node_is_counted_once(ledger: LoadLedg
 def test_foreign_load_is_the_report_less_what_was_placed_here(ledger: LoadLedger) -> None:
     report = {"num_blocks": 100, "num_free_blocks": 50, "num_waiting": 0, "num_running": 0}
     ledger.begin_prefill("a", 2.0, 0.0)
-    ledger.heard(**report, queued_s=5.0)
+    ledger.on_heartbeat(**report, queued_s=5.0)
     assert ledger.view.foreign_queue_s == pytest.approx(3.0)
     ledger.book_foreign(Load(prefill_s=1.0))
-    ledger.heard(**report, queued_s=5.0)
+    ledger.on_heartbeat(**report, queued_s=5.0)
     assert ledger.view.foreign_queue_s == 1.0, "bookings are newer than heartbeats"
 
 

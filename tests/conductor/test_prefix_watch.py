@@ -89,8 +89,8 @@ def test_every_request_has_one_outcome(requests: list[tuple[int, bytes, int]]) -
 @given(st.floats(-100, 100), st.lists(st.floats(0, 1), min_size=16, max_size=40))
 def test_a_clock_is_off_by_what_the_quickest_heartbeat_says(ahead_s: float, ways_s: list[float]) -> None:
     offset = ClockOffset()
-    offset.heard(0.0, 5.0)  # of an older version, which does not say when
+    offset.observe(0.0, 5.0)  # of an older version, which does not say when
     assert offset.seconds is None
     for number, way_s in enumerate(ways_s):
-        offset.heard(1000.0 + number + ahead_s, 1000.0 + number + way_s)
+        offset.observe(1000.0 + number + ahead_s, 1000.0 + number + way_s)
     assert offset.seconds == pytest.approx(ahead_s - min(ways_s[-16:]), abs=1e-6)

@@ -20,21 +20,15 @@ function perSecond(now, before, value) {
 export const rate = (now, name) => perSecond(now, past.at(-1), (one) => one.metrics[name]);
 export const rateOfAll = (now, value) => perSecond(now, past.at(-1), (one) => sum(value(one)));
 
-export function withRates(now) {
-  const before = past.at(-1), key = (route) => `${route.source}\n${route.target}`;
+// Each of ``totals`` with its rate since the snapshot ``before``; ``first(total)``: the former bytes of a new one.
+function rated(now, before, totals, key, first) {
   const span = before ? now.unix_s - before.unix_s : 0;
-  const known = new Map((before?.routes ?? []).map((route) => [key(route), route.nbytes]));
-  return now.routes.map((route) => {
-    const nbytes = known.get(key(route)) ?? (before ? 0 : route.nbytes);
-    return { ...route, rate: span > 0 ? Math.max(0, route.nbytes - nbytes) / span : 0 };
+  const known = new Map((before?.[totals] ?? []).map((one) => [key(one), one.nbytes]));
+  return now[totals].map((one) => {
+    const more = one.nbytes - (known.get(key(one)) ?? first(one));
+    return { ...one, rate: span > 0 ? Math.max(0, more) / span : 0 };
   });
 }
 
-export function pathsWithRates(now) {
-  const before = past[0], span = before ? now.unix_s - before.unix_s : 0;
-  const known = new Map((before?.paths ?? []).map((path) => [path.path, path.nbytes]));
-  return now.paths.map((path) => {
-    const more = path.nbytes - (known.get(path.path) ?? path.nbytes);
-    return { ...path, rate: span > 0 ? Math.max(0, more) / span : 0 };
-  });
-}
+export const withRates = (now) => rated(now, past.at(-1), "routes", (route) => `${route.source}\n${route.target}`, () => 0);
+export const pathsWithRates = (now) => rated(now, past[0], "paths", (path) => path.path, (path) => path.nbytes);
