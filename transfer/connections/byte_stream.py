@@ -22,7 +22,7 @@ _TIMEVAL = struct.Struct("ll")
 # From this size on aligned bytes gain more than padding costs.
 _ALIGNED_NBYTES = 256 << 10
 _LINGER_RESET = struct.pack("ii", 1, 0)
-# In struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received.
+# tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info.
 _ACKED_AND_RECEIVED = struct.Struct("120xQQ")
 
 

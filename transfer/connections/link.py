@@ -36,7 +36,7 @@ AGENTS: dict[tuple[int, bytes], LocalAgent] = {}
 
 
 class LocalLink:
-    """In place of a ``Control``, to an agent of this process, which may run on another event loop."""
+    """Replaces ``Control`` for an agent of this process, which may run on another event loop."""
 
     def __init__(
         self, here: LocalAgent, there: LocalAgent, on_lost: Callable[[LocalLink, str], None]

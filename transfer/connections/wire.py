@@ -20,7 +20,7 @@ from moonpool.transfer.errors import TransferError
 from moonpool.transfer.memory.span import Spans
 
 MAX_FRAME_NBYTES = 64 << 10
-"""Of a control frame, without its header; also of a note."""
+"""Limit of a control frame without its header, and so of a note."""
 MAX_REQUEST_SPANS = 4096
 PAGE_NBYTES = 4096
 """Padding is shorter; see ``ByteStream.padding``."""
@@ -35,7 +35,7 @@ class WireError(TransferError):
 
 
 class Kind(enum.IntEnum):
-    """Of a connection."""
+    """Kind of a connection."""
 
     CONTROL = 1
     DATA = 2
@@ -43,7 +43,7 @@ class Kind(enum.IntEnum):
 
 
 class Op(enum.IntEnum):
-    """Of a request."""
+    """Operation of a request."""
 
     READ = 1  # the reply carries the spans' bytes
     WRITE = 2  # the spans' bytes follow the request
@@ -59,7 +59,7 @@ WRITES = frozenset({Op.WRITE, Op.PULL, Op.PULL_CHECKED, Op.FETCH})
 
 
 class Status(enum.IntEnum):
-    """Of a reply."""
+    """Status of a reply."""
 
     OK = 0
     BAD_SPAN = 1  # detail: the span's index in the request
@@ -68,7 +68,7 @@ class Status(enum.IntEnum):
 
 
 class Frame(enum.IntEnum):
-    """Of a control frame."""
+    """Kind of a control frame."""
 
     NOTE = 1
     ASK_REGION = 2  # region id u32
@@ -112,7 +112,7 @@ class Request:
 
     @property
     def body_nbytes(self) -> int:
-        """Of the spans and the sources of a PULL or FETCH, or of the numbers of an END."""
+        """Bytes of the spans and the sources of a PULL or FETCH, or of the numbers of an END."""
         if self.op is Op.END:
             return _NUMBER_NBYTES * self.num_spans
         return self.num_spans * (_SPAN_NBYTES + (_SOURCE_NBYTES if self.op in PULLS else 0))
@@ -127,7 +127,7 @@ class Request:
         if not 1 <= num_spans <= MAX_REQUEST_SPANS or not 1 <= nbytes <= most_nbytes:
             raise WireError(f"a request for {num_spans} spans and {nbytes} bytes exceeds the limits")
         if padding >= (PAGE_NBYTES if op == Op.WRITE else 1):
-            raise WireError(f"padding of {padding} bytes is over the limit")
+            raise WireError(f"padding of {padding} bytes exceeds the limit")
         return cls(Op(op), num_spans, budget_ms, nbytes, padding)
 
 
@@ -149,9 +149,9 @@ class Reply:
         if magic != _REPLY_MAGIC or status not in Status.__members__.values():
             raise WireError("not a reply")
         if nbytes > (MAX_REQUEST_NBYTES if status == Status.OK else MAX_MESSAGE_NBYTES):
-            raise WireError(f"a reply of {nbytes} bytes is over the limit")
+            raise WireError(f"a reply of {nbytes} bytes exceeds the limit")
         if padding >= PAGE_NBYTES:
-            raise WireError(f"padding of {padding} bytes is over the limit")
+            raise WireError(f"padding of {padding} bytes exceeds the limit")
         return cls(Status(status), detail, nbytes, padding)
 
 
@@ -162,7 +162,7 @@ def pack_end(numbers: Sequence[int], budget_ms: int) -> bytes:
 
 
 def unpack_numbers(body: bytes) -> list[int]:
-    """Of an END."""
+    """The connection numbers in the body of an END."""
     return [int(number) for number in np.frombuffer(body, np.uint32)]
 
 

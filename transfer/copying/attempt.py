@@ -19,7 +19,7 @@ _NONE: Index = np.empty(0, np.intp)
 
 
 class Attempt:
-    """What the threads of a path work on.
+    """The work of a path's threads.
 
     A thread calls ``enter`` before it touches the spans' bytes, and ``leave`` afterwards. ``stop`` refuses
     new threads and interrupts those inside. ``on_end`` is called once, by the last thread, when all chunks

@@ -72,7 +72,7 @@ class Rows:
 
 
 def based(region: U32, offset: U64, bases: Mapping[int, int]) -> U64:
-    """Where each ``offset`` is, of regions that begin at ``bases``, which names all of them: uint64 [n]."""
+    """The address of each ``offset``, if region ``id`` begins at ``bases[id]``: uint64 [n]."""
     if len(bases) == 1:
         (base,) = bases.values()
         return offset + np.uint64(base)

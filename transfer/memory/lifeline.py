@@ -140,7 +140,7 @@ def readable_process(pid: int, lifeline: int, incarnation: bytes) -> Process | N
 
 
 def readable_by_peers() -> bool:
-    """Whether other processes of this user can read this one, as far as it can tell itself."""
+    """Whether other processes of this user can probably read this one."""
     try:
         yama = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):

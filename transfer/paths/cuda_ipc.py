@@ -140,7 +140,7 @@ def _offset(region: RegionInfo) -> int:
 
 
 async def _wait_for(opening: asyncio.Future[_Mapping]) -> _Mapping:
-    """Its result. A cancellation waits too, then unmaps: the peer may wait for that to free the memory."""
+    """Wait for a mapping. When cancelled, wait too and unmap: the peer may wait for that to free memory."""
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
