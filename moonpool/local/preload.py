@@ -14,12 +14,12 @@ _CONDUCTOR = [
 PRELOAD = {
     "moonpool.conductor": _CONDUCTOR,
     "moonpool.kvstore.store_node": ["moonpool.kvstore.store_node.node"],
-    "moonpool.prefill_node": ["torch", "moonpool.prefill_node.node"],
+    "moonpool.prefill_node": ["torch", "moonpool.prefill_node.node", "moonpool.runtime.replicas.group"],
     "moonpool.decode_node": ["moonpool.decode_node.node"],
     "moonpool.engine.ranks.worker": [
         "moonpool.engine.ranks.link_factory",
         "moonpool.kvstore.remote.rank_reader",
     ],
-    "moonpool.engine.ranks.hosts.daemon": [],
+    "moonpool.engine.ranks.hosts.daemon": ["moonpool.engine.ranks.hosts.daemon_session"],
 }
 """By the module of each process; the processes that need torch come last."""

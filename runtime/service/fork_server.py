@@ -21,16 +21,22 @@ from collections.abc import Mapping, Sequence
 from moonpool.runtime.service import fork_server_main
 from moonpool.runtime.service.fork_server_main import Request, Served
 
-# Read by the interpreter or by a library when it is loaded: a process where one differs cannot be forked.
-_READ_AT_START = ("PYTHON", "LD_", "KMP_", "GOMP_", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "TRITON_")
+# Read by the interpreter, a library or one of our modules when it is loaded. A process for which one of these
+# differs is not forked.
+_READ_AT_START = (
+    *("PYTHON", "LD_", "MALLOC_", "XDG_CACHE_HOME", "CXX"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TRITON_", "MOONPOOL_KERNELS"),
+)
 # Nodes and ranks set their number of threads themselves.
 _SET_LATER = "OMP_NUM_THREADS"
-_SERVER_ENVIRONMENT = {
+SERVER_ENVIRONMENT = {
     # Idle OpenMP threads that spin take the cores from the other processes of this machine.
     "OMP_WAIT_POLICY": "PASSIVE",
     "OMP_NUM_THREADS": "1",
     # numpy starts its threads when it is imported, and a process with threads must not fork.
     "OPENBLAS_NUM_THREADS": "1",
+    # torch then counts GPUs without making the CUDA driver ready, which does not survive a fork.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 _MAIN = "import sys; from moonpool.runtime.service.fork_server_main import main; "
 
@@ -58,7 +64,7 @@ class ForkServer:
         """Whether ``command`` with ``environment`` runs the same when it is forked here."""
         if list(command[:2]) != [sys.executable, "-m"] or command[2] not in self._preload:
             return False
-        ours = {**self._environment, **_SERVER_ENVIRONMENT}
+        ours = {**self._environment, **SERVER_ENVIRONMENT}
         return all(
             environment.get(name) in (ours.get(name), self._environment.get(name))
             for name in {*ours, *environment} - {_SET_LATER}
@@ -76,7 +82,7 @@ class ForkServer:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", f"{_MAIN}main(*{arguments!r})"],
                     stdin=subprocess.DEVNULL,
-                    env={**self._environment, **_SERVER_ENVIRONMENT},
+                    env={**self._environment, **SERVER_ENVIRONMENT},
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )

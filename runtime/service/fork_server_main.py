@@ -75,6 +75,7 @@ class Server:
         self._preload = preload
         self._pid = os.getpid()
         self._first = connection
+        self._environment = dict(os.environ)
         self._parent_pid = parent_pid
         self._parent = os.pidfd_open(parent_pid)
         self._loaded: set[str] = set()
@@ -186,8 +187,10 @@ class Server:
         os.chdir(request.directory)
         if not sys.flags.safe_path:
             sys.path[0] = request.directory
+        # What modules set when they are imported stays.
+        imported = {name: word for name, word in os.environ.items() if name not in self._environment}
         os.environ.clear()
-        os.environ.update(request.environment)
+        os.environ.update(imported | request.environment)
         title = [sys.executable, "-m", request.module, *request.arguments]
         if request.parent != self._parent_pid:
             title.append(f"(of process {request.parent})")

@@ -188,7 +188,7 @@ def test_what_a_library_reads_when_it_is_loaded_is_not_served_otherwise() -> Non
     assert server.serves(command("1"), os.environ)
     assert server.serves(command("1"), {**os.environ, "COLOUR": "green", "OMP_NUM_THREADS": "3"})
     assert server.serves(command("1"), {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
-    for name in ("OMP_WAIT_POLICY", "LD_PRELOAD", "PYTHONPATH"):
+    for name in ("OMP_WAIT_POLICY", "LD_PRELOAD", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "MOONPOOL_KERNELS"):
         assert not server.serves(command("1"), {**os.environ, name: "other"})
     assert not server.serves([sys.executable, "-m", "json.tool"], os.environ)
     assert not server.serves(["/bin/true"], os.environ)
