@@ -76,7 +76,7 @@ async def test_a_port_in_use_is_said_so(api: Any) -> None:
     options = type(api.context.options)(port=api.server.port)
     context = api.context
     context.options = options
-    with pytest.raises(PortInUse, match=r"choose another conductor\.port"):
+    with pytest.raises(PortInUse, match=r"set another conductor\.port"):
         await ApiServer(context).start()
 
 
