@@ -47,8 +47,6 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         self._requests: dict[Key, _Request] = {}
         self._outboxes: dict[str, Outbox] = {}
 
-    # ------------------------------------------------------------------ EngineNode
-
     def servicers(self) -> list[rpc.Servicer]:
         self.engine.on_step = self._on_step
         return [*node_servicers(self), (node_pb2_grpc.add_DecodeNodeServicer_to_server, self)]
@@ -85,8 +83,6 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                 self.cancel(key)
             del self._outboxes[conductor_id]
 
-    # ------------------------------------------------------------------ service DecodeNode
-
     async def Decode(self, request: node_pb2.DecodeRequest, context: RpcContext) -> node_pb2.DecodeReply:
         self.check_takes_work()
         work = request.work
@@ -107,8 +103,6 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         async for message in self._outbox(request.conductor_id).messages():
             yield message
 
-    # ------------------------------------------------------------------ the work
-
     async def _take_over(self, request: node_pb2.DecodeRequest, sequence: Sequence) -> None:
         """Read the blocks and start decoding. Errors go to the conductor."""
         key, engine = sequence.key, self.engine
@@ -128,9 +122,11 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
             RECEIVED_BLOCKS.labels("local").inc(received.num_local_blocks)
             if not finished:
                 engine.add(sequence)
-        except (MoonpoolError, TimeoutError) as error:
+        except BaseException as error:
             engine.release(sequence)
             self._requests.pop(key, None)
+            if not isinstance(error, MoonpoolError | TimeoutError):
+                raise
             reason = str(error) or "the request's deadline passed"
             log.warning("%s was not taken over: %s", sequence.request_id, reason)
             self._outbox(request.conductor_id).put(
@@ -139,10 +135,6 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
                 )
             )
             return
-        except BaseException:
-            engine.release(sequence)
-            self._requests.pop(key, None)
-            raise
         self._outbox(request.conductor_id).put(
             node_pb2.TokenOut(request_id=key[0], attempt=key[1], received=received)
         )

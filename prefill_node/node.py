@@ -256,10 +256,11 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         num_ssd = min(loaded.num_ssd * block_size, num_cached - num_fetched)
         num_host = min(loaded.num_host * block_size, num_cached - num_fetched - num_ssd)
         num_pool = num_cached - num_fetched - num_ssd - num_host
+        chunks = []
         for began_s, ended_s, num_tokens in sequence.chunks:
-            tracing.record_span(
-                "compute chunk", ago_s=now_s - began_s, seconds=ended_s - began_s, num_tokens=num_tokens
-            )
+            ago_s, took_s = now_s - began_s, ended_s - began_s
+            tracing.record_span("compute chunk", ago_s=ago_s, seconds=took_s, num_tokens=num_tokens)
+            chunks.append(node_pb2.Stretch(ago_s=ago_s, seconds=took_s, num_tokens=num_tokens))
         by_source = {
             "computed": sequence.num_tokens - 1 - num_cached,
             "pool": num_pool,
@@ -283,8 +284,5 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             prompt_logprobs=[token_logprobs(entry) for entry in event.prompt_logprobs or ()],
             fetch_error=fetch_error,
             num_stale_blocks=loaded.num_stale + fetched.num_missing,
-            chunks=[
-                node_pb2.Stretch(ago_s=now_s - began_s, seconds=ended_s - began_s, num_tokens=num_tokens)
-                for began_s, ended_s, num_tokens in sequence.chunks
-            ],
+            chunks=chunks,
         )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from operator import attrgetter
 
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State, TokenLogprobs
 from moonpool.engine.batching.step_plan import Chunk, StepEvent, StepOutput, StepPlan
 from moonpool.engine.memory.block_pool import BlockPool
+
+_order = attrgetter("order")
 
 
 class Scheduler:
@@ -104,7 +107,7 @@ class Scheduler:
 
     def postprocess(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[StepEvent]:
         """Apply the step's results: append tokens, seal full blocks, release finished sequences."""
-        events = [_preempted(sequence) for sequence in plan.preempted]
+        events = plan.preemptions()
         block_size = self.pool.block_size
         logprobs = output.logprobs
         for i, sequence in enumerate(plan.decodes):
@@ -304,11 +307,3 @@ class Scheduler:
                     if i < len(queue) and queue[i] is sequence:
                         del queue[i]
                         break
-
-
-def _order(sequence: Sequence) -> tuple[int, float, str, int]:
-    return sequence.order
-
-
-def _preempted(sequence: Sequence) -> StepEvent:
-    return StepEvent(sequence, 0, preempted=True)

@@ -34,6 +34,9 @@ class StepPlan:
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
 
+    def preemptions(self) -> list[StepEvent]:
+        return [StepEvent(sequence, 0, preempted=True) for sequence in self.preempted]
+
     def sequences(self) -> Iterator[Sequence]:
         yield from self.decodes
         for chunk in self.chunks:

@@ -122,8 +122,6 @@ class SharedBoard:
     def close(self) -> None:
         self._memory.close()
 
-    # ------------------------------------------------------------------ words
-
     @staticmethod
     def _index(rank: int, word: BoardWord) -> int:
         return _GROUP_WORDS + _RANK_WORDS * rank + word
@@ -168,8 +166,6 @@ class SharedBoard:
             self._done[rank].wait(done, _MONITOR_S)
             self.check()
 
-    # ------------------------------------------------------------------ liveness
-
     def beat(self, age_ns: int = 0) -> None:
         """Post that this process ran ``age_ns`` ago. From any thread."""
         self.post(BoardWord.HEARTBEAT_NS, time.monotonic_ns() - age_ns)
@@ -195,8 +191,6 @@ class SharedBoard:
             raise RankLost(aborted - 1, "the group was aborted")
         if self.rank and (silent_s := self.silent_s(0)) > self.timeout_s:
             raise RankLost(0, f"the leader has been silent for {silent_s:.1f} s")
-
-    # ------------------------------------------------------------------ steps
 
     def publish(self, step: int, nbytes: int) -> None:
         """Publish ``payload[:nbytes]`` as the batch of ``step``. All ranks must be done with the step

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moonpool.engine.device.device import DeviceMemory, Event, Launched
+from moonpool.engine.device.device import DeviceMemory, Launched
 
 Result = TypeVar("Result")
 
@@ -30,20 +30,10 @@ def gpu_uuids(device: torch.device) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaEvent:
-    """An event recorded after an operation."""
-
-    cuda: torch.cuda.Event
-    kept: Any = None  # tensors that must live until then
-
-    def wait(self) -> None:
-        self.cuda.synchronize()
-
-
-@dataclass(frozen=True, slots=True)
 class _Launched(Generic[Result]):
     result: Result
     event: torch.cuda.Event
+    kept: Any = None  # tensors that must live until the end
 
     def wait(self) -> Result:
         self.event.synchronize()
@@ -95,7 +85,7 @@ class CudaDevice:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Launched[None]:
         stream = self._to_host if sources and sources[0].is_cuda else self._to_device
         with torch.cuda.stream(stream):
             for source, target in zip(sources, targets, strict=True):
@@ -103,7 +93,7 @@ class CudaDevice:
             # Blocking: waiting for copies is not urgent, and spinning would use a core.
             event = torch.cuda.Event(blocking=True)
             event.record(stream)
-        return CudaEvent(event, (sources, targets))
+        return _Launched(None, event, (sources, targets))
 
     def staging(self, *shape: int) -> npt.NDArray[np.uint8]:
         array: npt.NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()

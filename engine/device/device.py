@@ -15,18 +15,12 @@ Result = TypeVar("Result")
 Returned = TypeVar("Returned", covariant=True)
 
 
-class Event(Protocol):
-    """The end of a launched operation."""
-
-    def wait(self) -> None:
-        """Return when it has ended. From any thread; releases the GIL meanwhile."""
-
-
 class Launched(Protocol[Returned]):
-    """A running step."""
+    """A running step or copy."""
 
     def wait(self) -> Returned:
-        """Return the step's result after everything it launched has ended. Raises the step's error."""
+        """Return the result after everything launched has ended. From any thread; releases the GIL meanwhile.
+        Raises the step's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,7 @@ class Device(Protocol):
     def download(self, tensor: Tensor) -> Tensor:
         """Copy to host memory, valid when the current step has ended."""
 
-    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Launched[None]:
         """Launch copies between equal tensors, one of each pair in host memory. From any thread. Keep all
         tensors until the event has ended."""
 
@@ -101,7 +95,7 @@ class CpuDevice:
     def download(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Launched[None]:
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
         return _Done(None)

@@ -101,7 +101,7 @@ class StepLoop:
                 continue
             if not plan.decodes and not plan.chunks:
                 # All running sequences were preempted and wait for blocks.
-                self._publish([*events, *_preemptions(plan)])
+                self._publish([*events, *plan.preemptions()])
                 events = []
                 continue
             begun_s, predicted_s = self._clock(), self.costs.predict_s(plan)
@@ -180,7 +180,7 @@ class StepLoop:
         return output
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[StepEvent]:
-        events = _preemptions(plan)
+        events = plan.preemptions()
         message = f"{type(error).__name__}: {error}"
         for sequence in plan.sequences():
             if sequence.state is not State.FINISHED:
@@ -197,10 +197,6 @@ class StepLoop:
             if event.finish_reason and event.sequence.state is State.FINISHED:
                 self.sequences.pop(event.sequence.key, None)
         self._report(events)
-
-
-def _preemptions(plan: StepPlan) -> list[StepEvent]:
-    return [StepEvent(sequence, 0, preempted=True) for sequence in plan.preempted]
 
 
 def _request_ids(plan: StepPlan) -> str:

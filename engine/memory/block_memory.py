@@ -42,8 +42,6 @@ class BlockMemory:
         await self.bytes.close()
         await asyncio.to_thread(self._thread.shutdown)
 
-    # ------------------------------------------------------------------ PoolTier
-
     def __contains__(self, key: object) -> bool:
         return self.pool.block_of(key) is not None
 
@@ -77,8 +75,6 @@ class BlockMemory:
         block = self.pool.block_of(key)
         assert block is not None, "the pool has no block with this key"
         return block
-
-    # ------------------------------------------------------------------ bytes and spans
 
     def span(self, block_id: int) -> Span:
         nbytes = self.layout.block_nbytes

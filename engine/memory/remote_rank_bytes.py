@@ -131,8 +131,6 @@ class RemoteRankBytes(CopiedBytes):
                 found += [checksum(copy.data) for copy in memory]
         return found
 
-    # ------------------------------------------------------------------ the leader's memory
-
     def _registered(self, arrays: Sequence[Bytes]) -> _BlockSpans | None:
         """Return the spans of the arrays if one region of the agent has all of them."""
         if not arrays:
@@ -167,8 +165,6 @@ class RemoteRankBytes(CopiedBytes):
                 staged = _BlockSpans(self._staging.id, [i * nbytes for i in range(n)])
                 yield slice(first, first + n), staged, list(array[:n])
 
-    # ------------------------------------------------------------------ from a thread to the loop
-
     def _wait(self, move: Coroutine[Any, Any, None]) -> None:
         self._end(self._begin(move))
 
@@ -190,8 +186,6 @@ class RemoteRankBytes(CopiedBytes):
             moving.result()
         except concurrent.futures.CancelledError:
             raise AgentClosed(self._agent.agent_id) from None
-
-    # ------------------------------------------------------------------ on the loop
 
     async def _move(
         self, direction: Literal["read", "write"], block_ids: Sequence[int], spans: _BlockSpans

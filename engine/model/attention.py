@@ -49,21 +49,40 @@ class Attention:
         qkv: [num_tokens, (heads + 2 × kv_heads of the shard) × head_dim]. Returns [num_tokens, heads ×
         head_dim].
         """
-        # Only pages in float8 have scales.
+        # Only float8 pages have scales.
         scales: dict[str, Any] = {}
         if pool.dtype != self._dtype:
             scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
         rules = {"scale": self._scale, "window": layer.window, **scales}
         num_heads, head_dim = len(self._shard.heads), self._config.head_dim
+
+        def write(qkv: Tensor, tokens: StepInputs | RemoteTokens, num_heads: int) -> Tensor:
+            return rotate_and_write(
+                qkv,
+                tokens.positions,
+                self.cos,
+                self.sin,
+                pool,
+                i,
+                tokens.slots,
+                num_heads=num_heads,
+                num_kv_heads=len(self._shard.kv_heads),
+                head_dim=head_dim,
+                q_norm=layer.q_norm if num_heads else None,
+                k_norm=layer.k_norm,
+                eps=self._config.rms_norm_eps,
+                **scales,
+            )
+
         if not inputs.others:
-            q = self._write(qkv, inputs.positions, inputs.slots, pool, i, layer, num_heads, scales)
+            q = write(qkv, inputs, num_heads)
             return _attend(q, inputs, pool, i, **rules).view(len(qkv), -1)
         assert self._link is not None
         take = self._link.exchange_cp(qkv[:, num_heads * head_dim :], inputs.cp_token_counts)
-        q = self._write(qkv, inputs.positions, inputs.slots, pool, i, layer, num_heads, scales)
+        q = write(qkv, inputs, num_heads)
 
         def receive(other: RemoteTokens) -> None:
-            self._write(take(other.cp_rank), other.positions, other.slots, pool, i, layer, 0, scales)
+            write(take(other.cp_rank), other, 0)
 
         if layer.window:
             # A window is defined by positions in the whole block table.
@@ -73,34 +92,6 @@ class Attention:
         else:
             attended = _attend_in_parts(q, inputs, receive, pool, i, **rules)
         return attended.view(len(qkv), -1)
-
-    def _write(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        pool: Tensor,
-        i: int,
-        layer: Layer,
-        num_heads: int,
-        scales: dict[str, Any],
-    ) -> Tensor:
-        return rotate_and_write(
-            qkv,
-            positions,
-            self.cos,
-            self.sin,
-            pool,
-            i,
-            slots,
-            num_heads=num_heads,
-            num_kv_heads=len(self._shard.kv_heads),
-            head_dim=self._config.head_dim,
-            q_norm=layer.q_norm if num_heads else None,
-            k_norm=layer.k_norm,
-            eps=self._config.rms_norm_eps,
-            **scales,
-        )
 
 
 def _attend(q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, **rules: Any) -> Tensor:

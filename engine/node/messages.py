@@ -32,23 +32,18 @@ def sequence_of(work: node_pb2.Work, *, arrived_s: float, prompt_logprobs: bool 
 
 def token_out(event: StepEvent) -> node_pb2.TokenOut:
     """Return the message of one event: a token, the end, or a preemption."""
-    sequence = event.sequence
-    message = node_pb2.TokenOut(
+    sequence, logprobs = event.sequence, event.logprobs
+    return node_pb2.TokenOut(
         request_id=sequence.request_id,
         attempt=sequence.attempt,
+        has_token=event.token_id >= 0,
+        index=max(event.index, 0),
+        token_id=max(event.token_id, 0),
         finish_reason=node_pb2.FinishReason.ValueType(event.finish_reason),
+        logprobs=None if logprobs is None else token_logprobs(logprobs),
+        preempted=event.preempted,
+        error=event.error,
     )
-    if event.token_id >= 0:
-        message.has_token = True
-        message.index = event.index
-        message.token_id = event.token_id
-    if event.logprobs is not None:
-        message.logprobs.CopyFrom(token_logprobs(event.logprobs))
-    if event.preempted:
-        message.preempted = True
-    if event.error:
-        message.error = event.error
-    return message
 
 
 def token_logprobs(entry: TokenLogprobs) -> node_pb2.TokenLogprobs:

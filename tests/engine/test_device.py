@@ -133,7 +133,7 @@ async def test_weights_that_do_not_fit_are_named_with_what_is_free(checkpoint, s
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(runner, "Model", full)
-    with pytest.raises(WeightsTooLarge, match=r"2,147,483,648 bytes were free"):
+    with pytest.raises(WeightsTooLarge, match=r"in the 2,147,483,648 bytes of free GPU memory"):
         async with serve_on(LateDevice(DeviceMemory(80 * GIB, 2 * GIB, 0)), checkpoint.path):
             pass
 

@@ -228,7 +228,7 @@ def with_prefix(cluster: Cluster, name: str, prompt: list[int], num_blocks: int)
     blocks = cluster.pool.match(s.keys[:num_blocks])
     assert len(blocks) == num_blocks
     cluster.pool.acquire(blocks)
-    s.hold_prefix(blocks, BLOCK_SIZE)
+    s.set_prefix(blocks, BLOCK_SIZE)
     return s
 
 

@@ -79,8 +79,6 @@ class RelayConnection:
                 self._sending.release()
         self._shutdown(socket.SHUT_WR)
 
-    # ------------------------------------------------------------------ threads
-
     def _receive(self) -> None:
         frames = FrameReader()
         try:

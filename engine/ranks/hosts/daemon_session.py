@@ -73,8 +73,6 @@ class DaemonSession:
             self._exchange.close()
         self._board = self._exchange = None
 
-    # ------------------------------------------------------------------ frames of the leader
-
     def _on_frame(self, frame: Frame) -> bool:
         """Process frames that a step waits for, in the connection's thread."""
         board = self._board
@@ -125,8 +123,6 @@ class DaemonSession:
             case _:
                 return line
         return json.dumps(command).encode() + b"\n"
-
-    # ------------------------------------------------------------------ reports of the ranks
 
     async def _read(self, rank: int, channel: PipeChannel) -> None:
         async for line in channel.lines():
