@@ -1,2 +1,1 @@
-"""Where every KV block is: keys, layout, the tiers that hold blocks, and the index that says who holds
-what."""
+"""KV blocks: keys, layouts, the tiers that hold them, the index of their nodes, and named objects."""

@@ -109,27 +109,27 @@ async def _compare(index: KVIndex, mirrors: Mapping[str, AskMirror], ask: AskNod
     records = await index.nodes()
     named = await index.snapshot()
     for node_id, record in sorted(records.items()):
-        said, unasked = named.get(node_id, {}), ""
-        true = said
+        indexed, unasked = named.get(node_id, {}), ""
+        true = indexed
         differences = []
         if record.role == EXTERNAL_ROLE:
             unasked = "it is an external engine"
         else:
             try:
                 true = await ask(record)
-                differences.append(_difference("the index", said, true))
+                differences.append(_difference("the index", indexed, true))
             except (NodeUnavailable, RemoteError) as error:
                 unasked = str(error)
         for name, mirror in mirrors.items():
             differences.append(_difference(name, await mirror(node_id), true))
-        findings.append(NodeFinding(record, len(said), differences, unasked))
+        findings.append(NodeFinding(record, len(indexed), differences, unasked))
     return findings
 
 
-def _difference(subject: str, said: Held, true: Held) -> Difference:
+def _difference(subject: str, indexed: Held, true: Held) -> Difference:
     return Difference(
         subject,
-        {key: tier for key, tier in true.items() if key not in said},
-        {key: tier for key, tier in true.items() if said.get(key, tier) is not tier},
-        frozenset(said.keys() - true.keys()),
+        {key: tier for key, tier in true.items() if key not in indexed},
+        {key: tier for key, tier in true.items() if indexed.get(key, tier) is not tier},
+        frozenset(indexed.keys() - true.keys()),
     )

@@ -1,8 +1,10 @@
 """The directory of an SSD tier.
 
-lock locked by the process that uses the directory tier.json the format of the blocks (``TierFormat``),
-written first index/ LMDB: the block in each slot segment-00000.kv slots of block bytes set-aside-0/ files
-that could not be used, kept for inspection; never read again
+lock               locked by the process that uses the directory
+tier.json          the format of the blocks (``TierFormat``), written first
+index/             LMDB: the block in each slot
+segment-00000.kv   slots of block bytes
+set-aside-0/       files that could not be used, kept for inspection; never read again
 """
 
 from __future__ import annotations

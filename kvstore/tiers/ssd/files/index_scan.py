@@ -1,6 +1,6 @@
 """Read a whole LMDB and write its entries to stdout. A program of its own, because a damaged file kills it.
 
-python -P index_scan.py DIRECTORY
+    python -P index_scan.py DIRECTORY
 
 Each entry is two lengths, then key and value. It imports nothing of the project, to start quickly.
 """

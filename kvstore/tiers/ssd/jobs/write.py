@@ -1,6 +1,6 @@
 """Blocks on their way to the disk, in an order that survives a kill at any moment.
 
-delete the records of what the slots had → data → fdatasync → the new records, in one transaction
+    delete the records of what the slots had → data → fdatasync → the new records, in one transaction
 
 So no record ever names a slot with another block's bytes.
 """
