@@ -17,13 +17,12 @@ from moonpool.kernels.mode import mode
 
 Form = TypeVar("Form", bound=Callable[..., Any])
 
-_CPU_MODULES = ("operations",)
 _TRITON_MODULES = ("decode", "prefill", "merge", "rows", "kv", "experts", "adapters")
 
 
 def best(plain: Form) -> Form:
     """The fastest form of the operation with the torch form ``plain``; it has the same signature."""
-    form = plain if load() is None else _find("cpu", _CPU_MODULES, plain)
+    form = plain if load() is None else _find("cpu", ("operations",), plain)
     if torch.cuda.is_available():
         has_triton = mode() != "torch" and find_spec("triton") is not None
         form = _by_device(form, _find("triton", _TRITON_MODULES, plain) if has_triton else plain)

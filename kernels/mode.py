@@ -11,20 +11,13 @@ from functools import cache
 
 from moonpool.runtime.errors import ConfigError
 
-MODES = {
-    "auto": "the fastest form of each operation",
-    "torch": "the plain torch forms",
-    "checked": "the fastest forms, with checks of all arguments",
-}
+# The fastest form of each operation; the plain torch forms; the fastest with checks of all arguments.
+MODES = ("auto", "torch", "checked")
 
 
 @cache
 def mode() -> str:
-    """One of MODES; auto if the variable is unset.
-
-    Raises:
-        ConfigError: the variable has another value.
-    """
+    """One of MODES; auto if the variable is unset. Raises ConfigError for any other value."""
     selected = os.environ.get("MOONPOOL_KERNELS", "") or "auto"
     if selected not in MODES:
         raise ConfigError(f"MOONPOOL_KERNELS must be one of {', '.join(MODES)}, got {selected!r}")

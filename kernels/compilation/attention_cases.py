@@ -59,12 +59,7 @@ def decode_case(case: AttentionCase, arch: int, choice: Any = None) -> Case:
     choice = choice or decode_choice(case.head_dim, rows, case.q_dtype, case.pool_dtype, arch)
     pointer = POINTERS[case.q_dtype]
     constants = triton_decode.decode_constants(
-        queries=case.queries,
-        group=case.group,
-        head_dim=case.head_dim,
-        block_size=case.block_size,
-        batch=64,
-        choice=choice,
+        queries=case.queries, group=case.group, head_dim=case.head_dim, batch=64, choice=choice
     )
     return Case(
         f"decode {case.name}",
@@ -78,13 +73,8 @@ def decode_case(case: AttentionCase, arch: int, choice: Any = None) -> Case:
         },
         STRIDES | RULES | dict.fromkeys(("table_stride", "batch", "wanted"), "i32"),
         constants
-        | {
-            "ROWS": rows,
-            "BLOCK_SIZE": case.block_size,
-            "CAPPED": False,
-            "WRITE_LSE": False,
-            "FP8": fp8_mode(case.pool_dtype, arch),
-        },
+        | {"ROWS": rows, "BLOCK_SIZE": case.block_size, "FP8": fp8_mode(case.pool_dtype, arch)}
+        | {"CAPPED": False, "WRITE_LSE": False},
         choice.num_warps,
         choice.num_stages,
         multiplies_tiles=case.q_dtype != torch.float32,

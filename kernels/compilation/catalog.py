@@ -24,9 +24,7 @@ from moonpool.kernels.triton.launch import decode_choice
 def merge_cases() -> Iterator[Case]:
     shape = {"DIM": 128, "DIM_PADDED": 128, "PARTS_PER_STEP": triton_merge.PARTS_PER_STEP}
     choice = decode_choice(128, 16, torch.bfloat16, torch.bfloat16, 80)
-    constants = triton_decode.decode_constants(
-        queries=1, group=4, head_dim=128, block_size=16, batch=64, choice=choice
-    )
+    constants = triton_decode.decode_constants(queries=1, group=4, head_dim=128, batch=64, choice=choice)
     yield Case(
         "merge split",
         triton_merge.merge_partitions,
@@ -37,7 +35,6 @@ def merge_cases() -> Iterator[Case]:
         },
         dict.fromkeys(("batch", "wanted", "window"), "i32"),
         constants | shape | {"KV_HEADS": 8, "WRITE_LSE": True},
-        num_warps=4,
     )
     yield Case(
         "merge states",
@@ -45,7 +42,6 @@ def merge_cases() -> Iterator[Case]:
         {"outs": "*bf16", "lses": "*fp32", "out": "*bf16", "lse": "*fp32"},
         {"num_rows": "i32", "num_parts": "i32"},
         shape,
-        num_warps=4,
     )
 
 
@@ -67,7 +63,6 @@ def row_cases(dtype: torch.dtype) -> Iterator[Case]:
         dict.fromkeys(("gate_up", "out"), pointer),
         {"inter": "i32"},
         {"WIDTH": 1024},
-        num_warps=4,
         loads_nbytes=16,
         divisible=("inter",),
     )
@@ -83,7 +78,6 @@ def kv_cases(dtype: torch.dtype, pool_dtype: torch.dtype) -> Iterator[Case]:
         {"k": pointer, "v": pointer, "pool": stored, "slots": "*i64"},
         STRIDES | factors,
         {"HEADS": 8, "DIM": 128, "BLOCK_SIZE": 16, "WIDTH": 1024, "FP8": pool_dtype == FP8},
-        num_warps=4,
         loads_nbytes=16,
     )
     yield Case(
@@ -97,7 +91,6 @@ def kv_cases(dtype: torch.dtype, pool_dtype: torch.dtype) -> Iterator[Case]:
             **{"HALF": 64, "HALF_PADDED": 64, "REST_PADDED": 1, "FP8": pool_dtype == FP8},
             "TILE": triton_kv.HEADS_PER_PROGRAM,
         },
-        num_warps=4,
         loads_nbytes=16,
     )
 
@@ -125,7 +118,6 @@ def expert_and_adapter_cases(dtype: torch.dtype) -> Iterator[Case]:
         {"x": pointer, "a": pointer, "ids": "*i32", "low": "*fp32"},
         {"ins": "i32", "rank": "i32"},
         {"RANK": 16, "INS": triton_adapters.INS},
-        num_warps=4,
         divisible=("ins", "rank"),
     )
     yield Case(
@@ -134,7 +126,6 @@ def expert_and_adapter_cases(dtype: torch.dtype) -> Iterator[Case]:
         {"y": pointer, "b": pointer, "ids": "*i32", "scales": "*fp32", "low": "*fp32"},
         {"outs": "i32", "rank": "i32"},
         {"RANK": 16, "OUTS": triton_adapters.OUTS},
-        num_warps=4,
         divisible=("outs", "rank"),
     )
 

@@ -23,7 +23,7 @@ class Case:
     pointers: dict[str, str]
     scalars: dict[str, str]
     constants: dict[str, Any]
-    num_warps: int
+    num_warps: int = 4
     num_stages: int = 2
     multiplies_tiles: bool = False
     multiplies_warpgroups: bool = False

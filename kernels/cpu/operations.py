@@ -204,12 +204,7 @@ def _rules(options: AttentionOptions) -> tuple[float, float, int, float]:
 
 
 def _multi_query_decode(
-    q: Tensor,
-    pool: Tensor,
-    layer: int,
-    block_table: Tensor,
-    context_lens: Tensor,
-    **options: Unpack[AttentionOptions],
+    q: Tensor, pool: Tensor, layer: int, table: Tensor, lens: Tensor, **options: Unpack[AttentionOptions]
 ) -> Tensor:
     """Prefill of a few tokens a sequence, which reads each key once for all of them."""
     batch, q_len, num_heads, head_dim = q.shape
@@ -220,7 +215,7 @@ def _multi_query_decode(
     options["out"] = out.view(-1, num_heads, head_dim)
     options["lse"] = None if lse is None else lse.view(-1, num_heads)
     queries = q.reshape(-1, num_heads, head_dim)
-    paged_prefill_attention(queries, pool, layer, block_table, starts, context_lens, **options)
+    paged_prefill_attention(queries, pool, layer, table, starts, lens, **options)
     return out
 
 

@@ -146,22 +146,12 @@ def paged_decode_attention(
     out = torch.empty_like(q) if out is None else out
     batch, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     q_len = 1 if q.dim() == 3 else q.shape[1]
+    starts = torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32)
     paged_prefill_attention(
-        q.reshape(-1, num_heads, head_dim),
-        pool,
-        layer,
-        block_table,
-        torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32),
-        context_lens,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        q_positions=q_positions,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        out=out.view(-1, num_heads, head_dim),
-        lse=None if lse is None else lse.view(-1, num_heads),
-    )
+        q.reshape(-1, num_heads, head_dim), pool, layer, block_table, starts, context_lens, scale=scale,
+        window=window, soft_cap=soft_cap, q_positions=q_positions, k_scale=k_scale, v_scale=v_scale,
+        out=out.view(-1, num_heads, head_dim), lse=None if lse is None else lse.view(-1, num_heads),
+    )  # fmt: skip
     return out
 
 

@@ -21,8 +21,12 @@ from moonpool.kernels.triton.launch import (
     num_multiprocessors,
     padded,
 )
-from moonpool.kernels.triton.merge import PARTS_PER_STEP, merge_partitions
-from moonpool.kernels.triton.partition import MIN_PARTITION_TOKENS, partition_contexts
+from moonpool.kernels.triton.merge import (
+    MIN_PARTITION_TOKENS,
+    PARTS_PER_STEP,
+    merge_partitions,
+    partition_contexts,
+)
 
 
 # Values that change from step to step are not specialized, so that nothing compiles while serving.
@@ -136,14 +140,7 @@ def decode_partition(
 
 
 def decode_constants(
-    *,
-    queries: int,
-    group: int,
-    head_dim: int,
-    block_size: int,
-    batch: int,
-    choice: DecodeChoice,
-    positions: bool = False,
+    *, queries: int, group: int, head_dim: int, batch: int, choice: DecodeChoice, positions: bool = False
 ) -> dict[str, Any]:
     """Constants of both ``decode_partition`` and ``merge_partitions``."""
     return {
@@ -196,14 +193,9 @@ def paged_decode_attention(
     scratch = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     scratch_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     constants = decode_constants(
-        queries=queries,
-        group=group,
-        head_dim=head_dim,
-        block_size=block_size,
-        batch=batch,
-        choice=choice,
+        queries=queries, group=group, head_dim=head_dim, batch=batch, choice=choice,
         positions=q_positions is not None,
-    )
+    )  # fmt: skip
     strides = pool.stride()
     positions = context_lens if q_positions is None else q_positions
     lse_out = scratch_lse if lse is None else lse

@@ -167,22 +167,10 @@ def rotate_and_write(
     n, half = qkv.shape[0], cos.shape[1]
     if pool.dtype not in (qkv.dtype, FP8) or not qkv.is_contiguous():
         return reference.rotate_and_write(
-            qkv,
-            positions,
-            cos,
-            sin,
-            pool,
-            layer,
-            slot_mapping,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+            qkv, positions, cos, sin, pool, layer, slot_mapping, num_heads=num_heads,
+            num_kv_heads=num_kv_heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=eps,
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
     q = torch.empty((n, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if n:
         strides = pool.stride()

@@ -170,7 +170,7 @@ class LocalCluster:
             log = self.directory / f"{name}.log"
             loaded = partial(self._loaded, name)
             self.children[name] = Child(
-                name, command, log, environment=environment, speaks=True, on_loaded=loaded
+                name, command, log, environment=environment, sends_json=True, on_loaded=loaded
             )
 
         create("conductor", "moonpool.conductor")

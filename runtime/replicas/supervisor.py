@@ -120,7 +120,7 @@ class ReplicaProcess:
             return self._options.timeout_s if child.ready else self._options.start_timeout_s
 
         look_s = self._options.timeout_s / BEATS_PER_TIMEOUT
-        await until_silent(lambda: child.num_heard, bound_s, look_s)
+        await until_silent(lambda: child.num_messages, bound_s, look_s)
         if not self._ends:  # the duration of a drain has its own limit
             log.error("%s has been silent for %g s and is killed", child.name, bound_s())
             child.kill()

@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive us."""
+"""Child processes that end with this process."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from typing import Any
 from moonpool.runtime.errors import ChildFailed
 from moonpool.runtime.service.spawn import Process, spawn
 
-HEARS_LOADING = "MOONPOOL_HEARS_LOADING"
-"""Set for a child whose parent asks to hear how far it has loaded."""
+REPORTS_LOADING = "MOONPOOL_REPORTS_LOADING"
+"""Set for a child that should report the progress of loading."""
 BEAT_S = "MOONPOOL_BEAT_S"
-"""Set for a child whose parent asks to hear that often, in seconds, that it runs."""
+"""Interval in seconds of the heartbeats that a child should send."""
 _TAIL_NBYTES = 3000
-# Of what a child prints, lines longer than this are no messages.
+# Longer lines of output are not parsed as messages.
 _MAX_MESSAGE_NBYTES = 1 << 20
 
 
 class Child:
-    """A process tied to us. May be started again after it ended. ``ready`` holds what its ready line said,
-    empty before; ``num_heard`` counts what it said."""
+    """A process that ends with this one; it may be started again after its end.
+
+    ``ready``: the content of its ready line, empty before. ``num_messages`` counts its reads of output.
+    """
 
     def __init__(
         self,
@@ -33,28 +35,28 @@ class Child:
         log: Path | None,
         *,
         environment: Mapping[str, str] | None = None,
-        speaks: bool = False,
-        given: bytes = b"",
+        sends_json: bool = False,
+        stdin: bytes = b"",
         on_message: Callable[[dict[str, Any]], None] = lambda message: None,
         on_loaded: Callable[[int, int], None] | None = None,
         beat_s: float = 0.0,
     ) -> None:
-        """``log``: the file its output goes to; None: its stderr goes where ours goes.
+        """``log``: the file for its output; None: stderr is inherited.
 
-        ``speaks``: it prints JSON lines on stdout, the first of which is its ready line; ``on_message`` hears
-        those after it. ``on_loaded`` (bytes, of bytes): hears how far it is, before that and in later lives.
-        ``given``: what it finds on its stdin. ``beat_s``: how often it is to say that it runs; 0: never.
+        ``sends_json``: it prints JSON lines on stdout, first its ready line; ``on_message`` gets those after
+        it. ``on_loaded`` (bytes, of bytes) gets the progress of loading. ``stdin``: content of its stdin.
+        ``beat_s``: interval of its heartbeats; 0: none.
         """
         self.name = name
         self.log = log
         self.environment = {**os.environ, **(environment or {})}
-        self.environment[HEARS_LOADING] = "1" if on_loaded else ""
+        self.environment[REPORTS_LOADING] = "1" if on_loaded else ""
         self.environment[BEAT_S] = str(beat_s) if beat_s else ""
         self.ready: dict[str, Any] = {}
-        self.num_heard = 0
+        self.num_messages = 0
         self._command = list(command)
-        self._speaks = speaks
-        self._given = given
+        self._sends_json = sends_json
+        self._stdin = stdin
         self._on_message = on_message
         self._on_loaded = on_loaded
         self._process: Process | None = None
@@ -78,22 +80,22 @@ class Child:
             self._process = process = await spawn(
                 self._command,
                 environment=self.environment,
-                stdin=bool(self._given),
-                stdout=PIPE if self._speaks else None if log is None else log.fileno(),
+                stdin=bool(self._stdin),
+                stdout=PIPE if self._sends_json else None if log is None else log.fileno(),
                 stderr=None if log is None else log.fileno(),
             )
         finally:
             if log is not None:
                 log.close()
         if process.stdin is not None:
-            process.stdin.write(self._given)
+            process.stdin.write(self._stdin)
             process.stdin.close()
         if process.stdout is not None:
-            # Somebody must go on reading, or its next lines would block it.
+            # Read until its end, or a full pipe would block it.
             self._reader = asyncio.create_task(self._read(process.stdout), name=f"output of {self.name}")
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Until the child has printed its ready line.
+        """Wait until the child has printed its ready line.
 
         Raises:
             ChildFailed: it ended before, or was silent for ``timeout_s``; it may still run.
@@ -115,7 +117,7 @@ class Child:
     async def _read(self, stdout: asyncio.StreamReader) -> None:
         rest = b""
         while data := await stdout.read(1 << 16):
-            self.num_heard += 1
+            self.num_messages += 1
             *lines, rest = (rest + data).split(b"\n")
             if len(rest) > _MAX_MESSAGE_NBYTES:
                 rest = b""
@@ -124,13 +126,13 @@ class Child:
                     log.write(data)
             for line in lines:
                 if line.startswith(b"{"):
-                    self._hear(line)
+                    self._on_line(line)
 
-    def _hear(self, line: bytes) -> None:
+    def _on_line(self, line: bytes) -> None:
         try:
             message = json.loads(line)
         except ValueError:
-            return  # it prints other things too
+            return  # other output
         if "beat" in message:
             return
         if "loaded" in message:
@@ -143,12 +145,12 @@ class Child:
             self._is_ready.set()
 
     async def wait(self) -> int:
-        """Until it ends; its exit code, negative for a signal."""
+        """Wait for its end and return the exit code, negative for a signal."""
         assert self._process is not None
         return await self._process.wait()
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM, then SIGKILL after ``timeout_s``; returns when it is gone. Idempotent."""
+        """Send SIGTERM, then SIGKILL after ``timeout_s``; return when it has ended. Idempotent."""
         if self._process is None or self._process.returncode is not None:
             return
         self.terminate()
@@ -159,17 +161,17 @@ class Child:
             await self.wait()
 
     def terminate(self) -> None:
-        """SIGTERM. Nothing where it has ended."""
+        """Send SIGTERM; no effect after its end."""
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would look to the others. Nothing where it has ended."""
+        """Send SIGKILL; no effect after its end."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     def failure(self, what: str) -> ChildFailed:
-        """The error that says what happened to this child, with the end of its log."""
+        """A ChildFailed with this text and the end of the log."""
         if self.log is None:
             return ChildFailed(self.name, what)
         text = self.log.read_bytes()[-_TAIL_NBYTES:].decode(errors="replace") if self.log.exists() else ""

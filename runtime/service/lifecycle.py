@@ -1,4 +1,4 @@
-"""A daemon's life: options, logs, the ready line its parent waits for, signals, exit code."""
+"""The life cycle of a service: options, logs, ready line, signals, exit code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ConfigError, MoonpoolError
 from moonpool.runtime.observing.log import setup_logging
 from moonpool.runtime.observing.tracing import setup_tracing
-from moonpool.runtime.service.child import BEAT_S, HEARS_LOADING
+from moonpool.runtime.service.child import BEAT_S, REPORTS_LOADING
 from moonpool.runtime.service.heartbeat import Heartbeat
 
 log = logging.getLogger(__name__)
@@ -33,30 +33,29 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class ServiceContext:
-    """What a daemon's main function gets besides its configuration. ``arguments``: of its command line."""
+    """The second argument of a service's main function. ``arguments``: of its command line."""
 
     def __init__(self, role: str, arguments: argparse.Namespace | None = None) -> None:
         self.role = role
         self.arguments = arguments or argparse.Namespace()
         self._lock = threading.Lock()
-        self.draining = asyncio.Event()  # set by the first SIGTERM or SIGINT: finish what runs, then return
+        self.draining = asyncio.Event()  # set by the first SIGTERM or SIGINT
 
     def ready(self, **facts: object) -> None:
-        """Tell whoever started us that we serve: one JSON line on stdout, with where to reach us."""
+        """Tell the parent that the service is ready: one JSON line on stdout with its addresses."""
         self._tell({"ready": True, "role": self.role, "pid": os.getpid(), **facts})
 
     def drains(self) -> None:
-        """Tell whoever started us that somebody else than they asked us to drain."""
+        """Tell the parent that another process requested a drain."""
         self._tell({"draining": True})
 
     def loaded(self, nbytes_done: int, nbytes_total: int) -> None:
-        """Tell how far we are with what we load before we are ready; from any thread. A ``Child``'s parent
-        that asked hears it, nobody else: who reads our stdout otherwise finds the ready line first."""
-        if os.environ.get(HEARS_LOADING):
+        """Tell the parent the progress of loading, from any thread, if it requested that."""
+        if os.environ.get(REPORTS_LOADING):
             self._tell({"loaded": [nbytes_done, nbytes_total]})
 
     def beat(self) -> None:
-        """Tell whoever started us that we run; from any thread."""
+        """Send a heartbeat to the parent, from any thread."""
         self._tell({"beat": 1})
 
     def _tell(self, message: dict[str, object]) -> None:
@@ -89,7 +88,7 @@ def run_service(
     except ConfigError as error:
         print(f"moonpool {role}: {error}", file=sys.stderr)
         return 2
-    # A time of creation beside each counter would nearly double a scrape, and nobody reads it.
+    # A creation time for each counter would nearly double a scrape, without use.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     setup_logging(config.log, config.node.id or role)
     end_tracing = setup_tracing(config.tracing, config.node.id or role)

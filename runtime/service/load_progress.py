@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-from moonpool.runtime.service.child import HEARS_LOADING
+from moonpool.runtime.service.child import REPORTS_LOADING
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class LoadProgress:
         self._name = name
         self._tell = tell
         console = Console(file=sys.stderr)
-        self._draws = console.is_terminal and not os.environ.get(HEARS_LOADING)
+        self._draws = console.is_terminal and not os.environ.get(REPORTS_LOADING)
         self._bars = LoadBars(console)
         self._lock = threading.Lock()
         self._hundredths = -1

@@ -31,7 +31,7 @@ async def second(cluster: LocalCluster) -> AsyncIterator[Child]:
         "conductor-2",
         [sys.executable, "-m", "moonpool.conductor", *options],
         cluster.directory / "conductor-2.log",
-        speaks=True,
+        sends_json=True,
     )
     await child.start()
     await child.wait_ready(60)

@@ -129,7 +129,7 @@ def child(cluster: LocalCluster, name: str, module: str, *options: str) -> Child
     own = ("conductor.port=0",) if module == "conductor" else (f"node.id={name}", "node.port=0")
     for option in (*own, "node.metrics_port=0", *options):
         command += ["--set", option]
-    return Child(name, command, cluster.directory / f"{name}.log", speaks=True)
+    return Child(name, command, cluster.directory / f"{name}.log", sends_json=True)
 
 
 async def doctor(cluster: LocalCluster, *, redis: bool = False) -> list[Finding]:

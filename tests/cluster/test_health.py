@@ -78,7 +78,7 @@ def more(cluster: LocalCluster, name: str, module: str, *options: str) -> Child:
     ]
     for option in (f"node.id={name}", "node.port=0", "node.metrics_port=0", *options):
         command += ["--set", option]
-    return Child(name, command, cluster.directory / f"{name}.log", speaks=True)
+    return Child(name, command, cluster.directory / f"{name}.log", sends_json=True)
 
 
 async def ask(client: Client, number: int) -> str:

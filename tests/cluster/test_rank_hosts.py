@@ -34,7 +34,7 @@ def daemon(directory: Path, name: str, module: str, *options: str) -> Child:
     command = [sys.executable, "-m", module]
     for option in (f"node.id={name}", *options):
         command += ["--set", option] if "=" in option else [option]
-    return Child(name, command, directory / f"{name}.log", speaks=True)
+    return Child(name, command, directory / f"{name}.log", sends_json=True)
 
 
 @pytest.mark.slow

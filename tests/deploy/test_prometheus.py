@@ -126,7 +126,7 @@ async def prometheus(
         "web.listen-address": "127.0.0.1:0",
     }
     command = [str(PROMETHEUS), *(f"--{name}={value}" for name, value in arguments.items())]
-    child = Child("prometheus", command, port_file, speaks=False)
+    child = Child("prometheus", command, port_file, sends_json=False)
     await child.start()
     try:
 

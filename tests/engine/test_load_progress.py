@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moonpool.runtime.service.child import HEARS_LOADING
+from moonpool.runtime.service.child import REPORTS_LOADING
 from moonpool.runtime.service.load_progress import LoadProgress
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def test_ranks_load_behind_one_bar_on_a_terminal(make_checkpoint: Any) -> None:
 
 def test_elsewhere_it_is_logged_and_told_to_a_parent_that_asked(make_checkpoint: Any) -> None:
     path = make_checkpoint("llama").path
-    with start(path, subprocess.PIPE, **{HEARS_LOADING: "1"}) as process:
+    with start(path, subprocess.PIPE, **{REPORTS_LOADING: "1"}) as process:
         out, log = process.communicate(timeout=60)
     assert process.returncode == 0, log.decode()
     assert "━" not in log.decode()

@@ -1,4 +1,4 @@
-"""One suite for every form: the plain torch one, and the compiled one where there is a compiler."""
+"""Fixtures that run the suite for every form: torch, and compiled if there is a compiler."""
 
 from __future__ import annotations
 

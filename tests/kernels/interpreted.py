@@ -104,8 +104,8 @@ def test_a_padded_batch_row_gives_zeros(num_programs: int) -> None:
     assert not out.isnan().any()
 
 
-def test_queries_that_see_nothing_or_all() -> None:
-    """Positions that differ from the end of the table: what a rank of context parallelism asks."""
+def test_queries_that_see_no_key_or_all_keys() -> None:
+    """Positions that differ from the end of the table, as in context parallelism."""
     batch = PagedBatch(Shape(((1, 40), (1, 60)), window=16), device=DEVICE)
     lse = torch.zeros(2, 4)
     out = decode(triton_decode, batch, q_positions=batch.context_lens + 100, lse=lse)
@@ -142,7 +142,7 @@ def test_parts_merge_to_the_whole() -> None:
 
 
 @pytest.mark.parametrize("num_programs", [2, 14])
-def test_however_the_contexts_are_cut(num_programs: int) -> None:
+def test_any_number_of_partitions(num_programs: int) -> None:
     """One long sequence among short ones; the result differs by rounding only."""
     batch = PagedBatch(
         Shape(((1, 3), (1, 900), (1, 64), (1, 257)), num_heads=2, num_kv_heads=1), device=DEVICE
@@ -178,7 +178,7 @@ def test_more_heads_than_rows() -> None:
 
 @pytest.mark.parametrize("lens", [[1], [3, 4], [128, 1, 1, 200, 0, 0, 31], [0, 0, 1], [1] * 9])
 def test_every_token_has_exactly_one_tile(lens: list[int]) -> None:
-    """The law behind sequence_of: tiles starts[i] // T + i … are sequence i's, and there are enough."""
+    """The numbering behind sequence_of: sequence i has the tiles from starts[i] // T + i on."""
     tokens = 16
     starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
     covered = []
@@ -314,7 +314,7 @@ def test_adapters(dtype: torch.dtype) -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """The last blocks of a pool of more than 2^31 elements, of which only what is touched exists."""
+    """The last blocks of a pool of more than 2^31 elements, in sparse memory."""
     if INTERPRETED:
         memory = mmap.mmap(-1, (1 << 31) + (4 << 20), flags=mmap.MAP_PRIVATE)
         pool = torch.frombuffer(memory, dtype=FP8).view(-1, 1, 2, 2, 16, 64)
@@ -340,20 +340,22 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 def test_lengths_and_batches_compile_nothing_new() -> None:
-    """What changes from step to step is no constant of the kernels."""
-    shape = {"group": 4, "head_dim": 64, "block_size": 16}
+    """Lengths and batch sizes are no constants of the kernels."""
+    shape = {"group": 4, "head_dim": 64}
     choice = launch.decode_choice(64, 16, torch.float16, torch.float16, 90)
     decodes = [
         triton_decode.decode_constants(queries=1, batch=n, choice=choice, **shape) for n in (1, 7, 256)
     ]
     assert decodes[0] == decodes[1] == decodes[2]
     chunks = launch.prefill_choice(64, torch.float16, torch.float16, 90)
-    prefills = [triton_prefill.prefill_constants(batch=n, choice=chunks, **shape) for n in (1, 7, 256)]
+    prefills = [
+        triton_prefill.prefill_constants(batch=n, choice=chunks, block_size=16, **shape) for n in (1, 7, 256)
+    ]
     assert prefills[0] == prefills[1] == prefills[2]
 
 
 def any_shape(chance: random.Random) -> Shape:
-    """Without hypothesis, which a machine with a GPU need not have."""
+    """A random shape, without hypothesis, which GPU machines may lack."""
     kv_heads, lens = chance.randint(1, 2), [chance.randint(1, 100) for _ in range(chance.randint(1, 3))]
     fp8: dict[str, Any] = {"kv_dtype": FP8, "k_scale": 0.05, "v_scale": 0.02}
     return Shape(
@@ -382,7 +384,7 @@ def test_any_shape(seed: int) -> None:
 
 
 def test_a_pool_with_any_strides() -> None:
-    """Of another layout, with its dimensions brought into ours; results go where they are wanted."""
+    """A pool of another layout, permuted; and the ``out`` argument."""
     batch = PagedBatch(replace(CHUNKS, lens=((5, 20), (20, 50))), device=DEVICE)
     batch.pool = batch.pool.permute(1, 2, 0, 3, 4, 5).contiguous().permute(2, 0, 1, 3, 4, 5)
     assert not batch.pool.is_contiguous()

@@ -1,4 +1,4 @@
-"""All numbers of e4m3, and those that lie between them."""
+"""All numbers of e4m3, and numbers between them."""
 
 from __future__ import annotations
 

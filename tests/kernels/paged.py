@@ -1,4 +1,4 @@
-"""Paged sequences to test attention with, and what attention over them must give, computed in float64."""
+"""Paged sequences for tests of attention, with the expected results in float64."""
 
 from __future__ import annotations
 

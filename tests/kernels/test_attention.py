@@ -1,4 +1,4 @@
-"""Attention over pages equals attention by its definition, and reads nothing it must not."""
+"""Paged attention against its definition; unused memory is never read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_block_sizes(form: ModuleType, dtype: torch.dtype, block_size: int) -> N
 
 @pytest.mark.parametrize("window", [1, 7, 16, 17, 64, 1000])
 def test_sliding_window(form: ModuleType, window: int) -> None:
-    """Blocks before the window are -1 in the table: they may be gone."""
+    """Blocks before the window are -1 in the table."""
     batch = PagedBatch(Shape(DECODES, window=window))
     assert_near(decode(form, batch), batch.expected(), torch.float32)
     batch = PagedBatch(Shape(CHUNKS, window=window))
@@ -96,7 +96,7 @@ def test_out_is_filled_and_returned(form: ModuleType) -> None:
 
 
 def test_a_pool_with_any_strides(form: ModuleType) -> None:
-    """A pool may be a view: here one of another layout, with its dimensions brought into ours."""
+    """The pool is a permuted view of another layout."""
     batch = PagedBatch(Shape(CHUNKS))
     expected = prefill(form, batch)
     layer_major = batch.pool.permute(1, 2, 0, 3, 4, 5).contiguous().permute(2, 0, 1, 3, 4, 5)
@@ -114,7 +114,7 @@ def test_large_scores_stay_finite(form: ModuleType) -> None:
     assert_near(decode(form, batch), batch.expected(), torch.float32, factor=300)
 
 
-def test_nan_in_a_key_that_is_seen_is_not_hidden(form: ModuleType) -> None:
+def test_nan_in_a_visible_key_reaches_the_result(form: ModuleType) -> None:
     batch = PagedBatch(Shape(((1, 20), (1, 20))))
     place = batch.block_table[0, 0]
     batch.pool[place, batch.shape.layer, 0, :, 3] = float("nan")
@@ -127,8 +127,8 @@ needs_library = pytest.mark.skipif(load() is None, reason="no compiler here")
 
 
 @needs_library
-def test_a_sequence_does_not_depend_on_its_batch() -> None:
-    """Bit for bit: whoever else is in the batch, and however a prompt is cut into chunks."""
+def test_sequence_is_independent_of_its_batch() -> None:
+    """Bit-identical in any batch and for any chunks of a prompt."""
     from moonpool.kernels.cpu import operations as ops
 
     batch = PagedBatch(Shape(DECODES))
@@ -146,8 +146,8 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
 
 
 @needs_library
-def test_a_prompt_may_be_cut_anywhere() -> None:
-    """Bit for bit the same, with a window too."""
+def test_result_is_independent_of_chunks() -> None:
+    """Bit-identical, also with a window."""
     from moonpool.kernels.cpu import operations as ops
 
     complete = PagedBatch(Shape(((150, 150),)))

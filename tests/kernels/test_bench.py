@@ -1,4 +1,4 @@
-"""The benchmark of the kernels measures something, in the one shape of all benchmarks."""
+"""The benchmark of the kernels: its report, goals and tuning."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_goals_of_a_gpu() -> None:
     assert goal(Prefill(Heads(32, 8, 64, 16), wide, wide, 8192, 8192).case, "SDPA cuDNN") is None
 
 
-def test_the_sweep_of_a_gpu_covers_what_it_must() -> None:
+def test_gpu_sweep_covers_required_cases() -> None:
     cases = decode_cases(cuda=True, quick=False)
     assert {case.pages for case in cases} == {torch.bfloat16, torch.float8_e4m3fn}
     assert len({case.case for case in cases}) == len(cases)
@@ -75,7 +75,7 @@ def test_the_sweep_of_a_gpu_covers_what_it_must() -> None:
     assert others == set(product((1, 4, 8), (64, 128), (16, 64, 256)))
 
 
-def test_what_does_not_fit_is_said_in_a_row() -> None:
+def test_case_that_does_not_fit_gives_a_row() -> None:
     machine = Machine(torch.device("cpu"), CpuClock(), 1, torch.bfloat16, {})
     case = next(c for c in decode_cases(True, False) if (c.batch, c.context) == (256, 128 << 10))
     (row,) = case.rows(machine, ())
@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_said_in_a_row() -> None:
     assert row.value > 2
 
 
-def test_tuning_needs_a_gpu_and_says_so(
+def test_tuning_without_gpu_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if torch.cuda.is_available():
@@ -97,7 +97,7 @@ def test_tuning_needs_a_gpu_and_says_so(
     assert len(capsys.readouterr().out.splitlines()) == len(list(tune.slots())) == 18
 
 
-def test_a_row_that_is_put_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tuned_row_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = launch.TABLE_PATH.read_text()
     monkeypatch.setattr(launch, "TABLE_PATH", tmp_path / "launch.json")
     (tmp_path / "launch.json").write_text(text)

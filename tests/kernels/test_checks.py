@@ -1,4 +1,4 @@
-"""The debug checks name what a caller got wrong, before memory is touched."""
+"""The argument checks reject wrong calls with a message."""
 
 from __future__ import annotations
 

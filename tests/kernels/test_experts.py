@@ -16,7 +16,7 @@ from tests.kernels.paged import assert_near
 
 
 def dense(x: Tensor, logits: Tensor, k: int, up: Tensor, *, renormalize: bool) -> Tensor:
-    """Every expert computes every token, in float64; what was not chosen counts zero."""
+    """Every expert computes every token, in float64; experts that are not chosen have weight zero."""
     probabilities = logits.double().softmax(-1)
     kept = torch.zeros_like(probabilities)
     for row, values in enumerate(probabilities.tolist()):
@@ -50,7 +50,7 @@ def test_only_the_chosen_experts_compute_and_the_sum_is_the_dense_one(
     assert_near(sparse(x, logits, k, up, renormalize=renormalize), expected, dtype, factor=4)
 
 
-def test_of_equal_experts_the_first_is_chosen() -> None:
+def test_first_of_equal_experts_is_chosen() -> None:
     weights, ids = kernels.route_experts(torch.zeros(3, 8), 2, renormalize=True)
     assert ids.tolist() == [[0, 1]] * 3
     assert weights.eq(0.5).all()
@@ -75,8 +75,8 @@ def test_every_form_routes_as_the_plain_one(dtype, renormalize, num_experts, k) 
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
 
 
-def test_a_broken_token_is_still_routed_to_experts_that_there_are() -> None:
-    """NaN must reach the answer, where it can be seen, and no memory."""
+def test_nan_logits_are_routed_to_existing_experts() -> None:
+    """NaN must reach the result and no memory outside."""
     logits = torch.randn(3, 20)
     logits[1] = torch.nan
     logits[2, 4] = torch.nan
@@ -94,8 +94,8 @@ def test_rows_beyond_the_last_experts_are_zeros() -> None:
     assert not out[7:].any()
 
 
-def test_no_tokens_are_no_rows() -> None:
-    """A rank whose share of a step is empty."""
+def test_no_tokens() -> None:
+    """A rank without tokens in a step."""
     weights, ids = kernels.route_experts(torch.zeros(0, 4), 2, renormalize=True)
     order, offsets = kernels.group_by_expert(ids, 4)
     rows = kernels.PackedExperts(torch.randn(4, 17, 24))(torch.zeros(0, 24), offsets)

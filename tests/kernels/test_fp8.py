@@ -1,4 +1,4 @@
-"""K and V kept as e4m3 with scales: what is stored, and what attention makes of it."""
+"""Float8 pools with scales: stored values and attention."""
 
 from __future__ import annotations
 

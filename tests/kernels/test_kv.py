@@ -1,4 +1,4 @@
-"""K and V on their way into the pool."""
+"""Rotation and writes of K and V into the pool."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_rotate_and_write(
     assert int((~pool.isnan()).sum()) == 2 * int(kept.sum()) * KV_HEADS * head_dim
 
 
-def test_k_and_v_without_queries(form: ModuleType, dtype: torch.dtype) -> None:
-    """What a rank writes that another one has computed."""
+def test_rotate_and_write_without_queries(form: ModuleType, dtype: torch.dtype) -> None:
+    """A rank writes K and V that another one computed."""
     qkv, k_norm = torch.randn(9, (HEADS + 2 * KV_HEADS) * 32).to(dtype), torch.randn(32).to(dtype)
     angles, positions, slots = torch.rand(50, 16) * 7, torch.randint(0, 50, (9,)), torch.randperm(7 * 8)[:9]
     pools = empty_pool(32, dtype), empty_pool(32, dtype)

@@ -1,4 +1,4 @@
-"""Pools of more than 2^31 elements: memory that is mapped, of which only what is touched exists."""
+"""Pools of more than 2^31 elements, in sparse memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def large_pool(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [FP8, torch.float16], ids=str)
 def test_the_last_blocks_are_reached(form: ModuleType, dtype: torch.dtype) -> None:
-    """Written, attended over, gathered and copied where an offset of 32 bits would be somewhere else."""
+    """Writes and attention beyond the range of 32-bit offsets."""
     pool = large_pool(dtype)
     ids = [NUM_BLOCKS - 1, 3, NUM_BLOCKS - 700]
     n = 40
@@ -54,7 +54,7 @@ def test_the_last_blocks_are_reached(form: ModuleType, dtype: torch.dtype) -> No
 
 
 def test_contexts_of_a_million_tokens(form: ModuleType) -> None:
-    """All blocks but a few are one and the same, as only the memory of a few is there."""
+    """All blocks but a few are the same block, to save memory."""
     size, n = 512, 1_000_000
     pool = torch.zeros(3, 1, 2, 1, size, 32)
     pool[1] = torch.randn(pool[1].shape) * 0.1

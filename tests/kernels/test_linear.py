@@ -36,7 +36,7 @@ def test_float32_activations_with_a_narrow_weight(stored: torch.dtype, rows: int
     assert_near(y, expected(x, weight, None), torch.float32)
 
 
-def test_a_float32_weight_that_is_bfloat16_is_kept_so() -> None:
+def test_float32_weight_with_bfloat16_values_is_packed_as_bfloat16() -> None:
     weight = torch.randn(64, 64).bfloat16().float()
     linear, wide = PackedLinear(weight), PackedLinear(torch.randn(64, 64))
     if load() is not None:
@@ -51,7 +51,7 @@ def test_a_float32_weight_that_is_bfloat16_is_kept_so() -> None:
 @given(
     st.integers(1, 150), st.integers(1, 70), st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 )
-def test_the_weight_comes_back(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+def test_unpacked_weight_equals_the_original(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     weight = torch.randn(outputs, inputs).to(dtype)
     assert torch.equal(PackedLinear(weight).weight, weight)
 

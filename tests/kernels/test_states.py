@@ -36,7 +36,7 @@ def test_lse_is_the_logarithm_of_the_sum(
         assert_near(lse, expected_lse, torch.float32, factor=4)
 
 
-def test_a_query_that_sees_nothing_gives_zeros_and_no_weight(form: ModuleType) -> None:
+def test_query_that_sees_no_key(form: ModuleType) -> None:
     batch = PagedBatch(replace(DECODES, window=4))
     lse = torch.zeros(batch.q.shape[:2])
     # Every query stands far behind the last key, whose window does not reach back to it.
@@ -54,7 +54,7 @@ def test_a_query_that_sees_nothing_gives_zeros_and_no_weight(form: ModuleType) -
 
 
 def test_queries_behind_all_keys_see_them_all(form: ModuleType) -> None:
-    """What a rank does that holds none of the new tokens."""
+    """The queries of a rank without new tokens."""
     batch = PagedBatch(replace(CHUNKS, lens=((5, 20),)))
     out = prefill(form, batch, q_positions=torch.tensor([20], dtype=torch.int32))
     last = PagedBatch(replace(CHUNKS, lens=((5, 20),)))
@@ -106,7 +106,7 @@ def test_parts_merge_to_the_whole(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    """Context parallelism: whoever holds which blocks, merging gives attention over all of them."""
+    """Context parallelism: for any split of the blocks, the merge equals attention over all of them."""
     shape = Shape(
         tuple((min(new, total), total) for new, total in lens), window=window, soft_cap=soft_cap, dtype=dtype
     )
@@ -137,7 +137,7 @@ def test_a_few_queries_a_sequence(form: ModuleType, q_len: int, variant: dict[st
 
 
 def test_queries_before_the_first_token_give_zeros(form: ModuleType) -> None:
-    """A batch padded to one length: a sequence of two tokens asked about four, and one of none."""
+    """A padded batch: a sequence of two tokens with four queries, and an empty one."""
     batch = PagedBatch(Shape(((1, 2), (1, 20))))
     lens = torch.tensor([2, 0], dtype=torch.int32)
     batch.block_table[1] = -1
@@ -148,8 +148,8 @@ def test_queries_before_the_first_token_give_zeros(form: ModuleType) -> None:
     assert out[1].eq(0).all()
 
 
-def test_several_queries_are_as_many_single_ones(form: ModuleType, dtype: torch.dtype) -> None:
-    """Within the dtype's tolerance: a guessed token's logits do not depend on how many were guessed."""
+def test_multi_query_decode_equals_single_queries(form: ModuleType, dtype: torch.dtype) -> None:
+    """The result of a speculated token does not depend on their number, within the tolerance."""
     batch = PagedBatch(Shape(((4, 40), (4, 77)), dtype=dtype))
     q = batch.q.view(2, 4, 4, 32)
     together = decode(form, batch, q=q)
@@ -196,7 +196,7 @@ def test_merging_parts_gives_the_whole() -> None:
     assert_near(merged_lse, lse, torch.float32)
 
 
-def test_a_part_that_saw_nothing_is_not_looked_at() -> None:
+def test_part_without_visible_keys_is_ignored() -> None:
     outs, lses = torch.randn(2, 4, 1, 8), torch.zeros(2, 4, 1)
     outs[1, :2], lses[1, :2] = float("nan"), float("-inf")
     outs[:, 3], lses[:, 3] = float("nan"), float("-inf")

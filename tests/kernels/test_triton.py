@@ -1,4 +1,4 @@
-"""The Triton forms without a GPU: right in the interpreter, and fit for use as compiled for one."""
+"""The Triton forms without a GPU: results in the interpreter, and resources as compiled."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from moonpool.kernels.triton.launch import decode_choice, prefill_choice, table
 ROOT = Path(__file__).parents[2]
 
 
-def test_right_in_the_interpreter() -> None:
-    """In a process of its own: whether kernels are interpreted is decided when they are defined."""
+def test_triton_forms_in_the_interpreter() -> None:
+    """Runs in a separate process, because the interpreter is chosen when kernels are defined."""
     done = subprocess.run(
         [
             sys.executable,
@@ -64,7 +64,7 @@ def test_everything_compiles(arch: int) -> None:
 
 
 def test_every_row_of_the_launch_table_is_compiled() -> None:
-    """What is chosen for some shape is among the cases of the report."""
+    """Every choice of the launch table is a case of the compilation."""
     compiled = {
         (case.constants["DIM"], case.constants["TILE"], case.num_warps, case.num_stages)
         for arch in (80, 90)
@@ -89,7 +89,7 @@ def test_every_row_of_the_launch_table_is_compiled() -> None:
         assert (choice["rows"], choice["tile"], choice["num_warps"], choice["num_stages"]) in prefills
 
 
-def test_a_kernel_that_is_unfit_is_a_fault() -> None:
+def test_faults_of_an_unfit_kernel() -> None:
     case = next(iter(all_cases(90)))
     made = Resources("some kernel", 90, 4, 255, 8, 300 << 10, 0, 0, 4)
     found = " ".join(made.faults(replace(case, multiplies_warpgroups=True)))

@@ -1,4 +1,4 @@
-"""Without a compiler, or where the library is not wanted, everything still works, and says so once."""
+"""The fallback to torch forms without a compiler or on request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print(report["form"], "|", report["reason"])
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the choice of forms is made once, at import."""
+    """Run in a separate process, because forms are chosen at import."""
     return subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -85,7 +85,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert done.stdout.startswith("torch | the CPU kernels could not be compiled (cannot write")
 
 
-def test_the_plain_forms_on_demand() -> None:
+def test_torch_forms_on_request() -> None:
     done = run(PROGRAM, MOONPOOL_KERNELS="torch")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("torch | MOONPOOL_KERNELS=torch")
@@ -96,13 +96,13 @@ def test_every_form_passes_its_own_checks() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_asking_for_something_unknown_is_refused() -> None:
+def test_unknown_mode_is_rejected() -> None:
     done = run(PROGRAM, MOONPOOL_KERNELS="chekced")
     assert done.returncode != 0
     assert "MOONPOOL_KERNELS must be" in done.stderr
 
 
-def test_the_package_alone_loads_nothing() -> None:
+def test_import_loads_neither_torch_nor_the_library() -> None:
     done = run(
         "import sys, moonpool.kernels\n"
         "assert not {'torch', 'moonpool.kernels.cpu', 'moonpool.kernels.dispatch'} & sys.modules.keys()"
@@ -110,7 +110,7 @@ def test_the_package_alone_loads_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_library_is_named_after_all_it_depends_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_library_name_depends_on_all_inputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text("1")

@@ -1,4 +1,4 @@
-"""A child is ready when it says so, and its failure carries its log."""
+"""Child processes: ready line, messages, stop, and errors with the end of the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moonpool.runtime.service.child import Child
 
 
 def python(program: str, tmp_path: Path) -> Child:
-    return Child("worker", [sys.executable, "-c", program], tmp_path / "worker.log", speaks=True)
+    return Child("worker", [sys.executable, "-c", program], tmp_path / "worker.log", sends_json=True)
 
 
 async def test_ready_line_and_a_clean_stop(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ async def test_death_before_ready_shows_the_log(tmp_path: Path) -> None:
         await child.wait_ready(10)
 
 
-async def test_silence_is_not_waited_for_ever(tmp_path: Path) -> None:
+async def test_wait_ready_times_out(tmp_path: Path) -> None:
     child = python("import time; time.sleep(60)", tmp_path)
     await child.start()
     with pytest.raises(ChildFailed, match="was not ready within 0 s"):
@@ -50,7 +50,7 @@ async def test_silence_is_not_waited_for_ever(tmp_path: Path) -> None:
     await child.stop(10)
 
 
-async def test_what_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+async def test_stop_kills_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
     program = (
         "import signal, time; signal.signal(15, signal.SIG_IGN); print('{}', flush=True); time.sleep(60)"
     )
@@ -61,15 +61,15 @@ async def test_what_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert child.returncode == -9
 
 
-async def test_it_finds_what_it_is_given_and_is_heard_after_it_is_ready(tmp_path: Path) -> None:
+async def test_stdin_and_messages_after_ready(tmp_path: Path) -> None:
     heard: list[dict[str, object]] = []
     program = "import sys; print('{}'); print(sys.stdin.read()); print('{no JSON'); print('{\"n\": 2}')"
     child = Child(
         "worker",
         [sys.executable, "-c", program],
         None,
-        speaks=True,
-        given=b'{"n": 1}',
+        sends_json=True,
+        stdin=b'{"n": 1}',
         on_message=heard.append,
     )
     await child.start()

@@ -1,4 +1,4 @@
-"""A configuration is exactly what was written, or an error that says where and what was meant."""
+"""Configuration from files and --set, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_option_is_explained() -> None:
     assert all(row.unit and row.meaning for row in rows.values())
 
 
-def test_a_value_may_stand_in_a_file(tmp_path: Path) -> None:
+def test_value_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s3cret\n")
     assert load_config(None, [f"transfer.secret=@{tmp_path}/secret"]).transfer.secret == "s3cret"
     with pytest.raises(ConfigError, match=r"--set transfer\.secret=@.*nothing.*No such file"):

@@ -112,7 +112,9 @@ async def test_exit_codes_and_streams(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("server")
 async def test_many_at_once_end_each_by_itself(tmp_path: Path) -> None:
     async def one(number: int) -> int:
-        child = Child(f"child {number}", command("facts", str(number)), tmp_path / f"{number}", speaks=True)
+        child = Child(
+            f"child {number}", command("facts", str(number)), tmp_path / f"{number}", sends_json=True
+        )
         await child.start()
         await child.wait_ready(60)
         return await child.wait()
@@ -122,7 +124,7 @@ async def test_many_at_once_end_each_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("server")
 async def test_signals_reach_it(tmp_path: Path) -> None:
-    child = Child("sleeper", command("facts", "sleep"), tmp_path / "log", speaks=True)
+    child = Child("sleeper", command("facts", "sleep"), tmp_path / "log", sends_json=True)
     for end, code in ((child.terminate, -signal.SIGTERM), (child.kill, -signal.SIGKILL)):
         await child.start()
         await child.wait_ready(60)

@@ -1,4 +1,4 @@
-"""Log lines: readable or JSON, with the request they are about, and never a flood of one sentence."""
+"""Log lines: text or JSON, with the request id, and a limit on repeated messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_json_lines_name_process_request_and_error(capsys: pytest.CaptureFixture
     assert "ValueError: no" in line["exception"]
 
 
-def test_one_sentence_cannot_flood_the_log() -> None:
+def test_repeated_messages_are_dropped() -> None:
     now_s = 0.0
     limit = RepeatLimit(lambda: now_s)
 

@@ -1,4 +1,4 @@
-"""A node of several replicas is one process to its operator: it starts, drains and ends as one, and mends."""
+"""A node of several replicas: start, drain, restarts and end."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def page(url: str) -> str:
         return str(answer.read().decode())
 
 
-def test_it_is_ready_once_and_drains_as_one(tmp_path: Path) -> None:
+def test_group_is_ready_once_and_drains_together(tmp_path: Path) -> None:
     with node(tmp_path, "n", "transfer.secret=hush") as running:
         ready = running.ready()
         assert ready["node_id"] == "n"
@@ -139,7 +139,7 @@ def test_it_is_ready_once_and_drains_as_one(tmp_path: Path) -> None:
     assert "drained n.1" in log
 
 
-def test_one_that_dies_is_started_again_beside_the_other(tmp_path: Path) -> None:
+def test_dead_replica_is_restarted(tmp_path: Path) -> None:
     with node(tmp_path, "n") as running:
         url = running.ready()["metrics_url"]
         before = running.replicas()
@@ -155,7 +155,7 @@ def test_one_that_dies_is_started_again_beside_the_other(tmp_path: Path) -> None
     assert "replica n.1 ended by signal 9 and is restarted" in log
 
 
-def test_one_that_is_stopped_is_started_again_and_one_that_is_busy_is_not(tmp_path: Path) -> None:
+def test_silent_replica_is_restarted_and_busy_replica_is_not(tmp_path: Path) -> None:
     with node(tmp_path, "busy", "engine.parallel.timeout_s=1.5") as running:
         url = running.ready()["metrics_url"]
         before = running.replicas()
@@ -177,7 +177,7 @@ def test_one_that_is_stopped_is_started_again_and_one_that_is_busy_is_not(tmp_pa
     assert "busy.0 has been silent" not in log
 
 
-def test_one_that_is_stopped_before_it_serves_is_noticed_too(tmp_path: Path) -> None:
+def test_replica_silent_before_ready_ends_the_node(tmp_path: Path) -> None:
     with node(tmp_path, "slow", "engine.parallel.start_timeout_s=5") as running:
         until(lambda: running.replicas().keys() == {"slow.0", "slow.1"})
         running.replicas()["slow.1"].suspend()
@@ -187,7 +187,7 @@ def test_one_that_is_stopped_before_it_serves_is_noticed_too(tmp_path: Path) -> 
     assert "replica slow.1 ended by signal 9 before it was ready" in log
 
 
-def test_killed_it_takes_its_replicas_along(tmp_path: Path) -> None:
+def test_replicas_die_with_the_node(tmp_path: Path) -> None:
     with node(tmp_path, "n") as running:
         running.ready()
         replicas = list(running.replicas().values())
@@ -196,7 +196,7 @@ def test_killed_it_takes_its_replicas_along(tmp_path: Path) -> None:
         assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
-def test_short_lives_end_it_with_a_sentence(tmp_path: Path) -> None:
+def test_crash_loop_ends_the_node(tmp_path: Path) -> None:
     with node(tmp_path, "short") as running:
         code, log = running.end()
     assert code == 1
@@ -204,7 +204,7 @@ def test_short_lives_end_it_with_a_sentence(tmp_path: Path) -> None:
     assert "the other replicas drain and the node ends" in log
 
 
-def test_options_that_one_refuses_are_refused(tmp_path: Path) -> None:
+def test_rejected_options_end_the_node(tmp_path: Path) -> None:
     with node(tmp_path, "refused") as running:
         code, log = running.end()
     assert code == 2
@@ -212,7 +212,7 @@ def test_options_that_one_refuses_are_refused(tmp_path: Path) -> None:
     assert "replica refused.1 rejected its options" in log
 
 
-def test_one_that_is_told_to_drain_drains_all(tmp_path: Path) -> None:
+def test_drain_of_one_replica_drains_all(tmp_path: Path) -> None:
     with node(tmp_path, "told") as running:
         running.ready()
         (tmp_path / "node.py.told").touch()
@@ -237,8 +237,8 @@ def test_the_first_signal_ends_a_start_and_the_second_a_drain(tmp_path: Path) ->
         assert not any(process.is_running() for process in replicas)
 
 
-@pytest.mark.slow  # It waits for what nobody would wait for in practice.
-def test_one_that_does_not_drain_is_killed(tmp_path: Path) -> None:
+@pytest.mark.slow  # It waits for the whole grace time.
+def test_replica_that_does_not_drain_is_killed(tmp_path: Path) -> None:
     with node(tmp_path, "n", "node.drain_s=0", "store.flush_s=0") as running:
         running.ready()
         replicas = running.replicas()
@@ -250,7 +250,7 @@ def test_one_that_does_not_drain_is_killed(tmp_path: Path) -> None:
     assert "replica n.1 did not end within 10 s of the request to drain" in log
 
 
-def test_pages_of_replicas_are_one_page() -> None:
+def test_metrics_pages_are_merged() -> None:
     text = '# HELP a_total As\n# TYPE a_total counter\na_total{kind="x"} 1.0\n'
     (family,) = merged({0: text, 1: text})
     assert [sample.labels for sample in family.samples] == [
@@ -272,7 +272,7 @@ def config(device: str = "cpu", *, port: int = 0, **parallel: Any) -> Config:
     )
 
 
-def test_each_has_its_own_of_what_there_is_once() -> None:
+def test_replica_configs() -> None:
     told = replica_configs(config(port=7000, dp=3))
     assert [one.node.id for one in told] == ["n.0", "n.1", "n.2"]
     assert [one.node.port for one in told] == [7000, 7001, 7002]
@@ -285,7 +285,7 @@ def test_each_has_its_own_of_what_there_is_once() -> None:
         replica_configs(config(port=65535, dp=2))
 
 
-def test_each_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "num_gpus", lambda: 8)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
     told = replica_configs(config("auto", dp=2, tp=2, pp=2))
@@ -296,7 +296,7 @@ def test_each_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         replica_configs(config("cuda", dp=3, tp=4))
 
 
-def test_a_replica_is_told_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_identity_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Replica.ours() is None
     replica = Replica("n", 1, 2, 17, "http://here/metrics", start_number=3)
     for name, value in replica.environment().items():

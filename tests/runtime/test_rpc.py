@@ -58,7 +58,7 @@ async def test_request_id_travels() -> None:
         assert (await stub.Status(node_pb2.StatusRequest())).node_id == ""
 
 
-async def test_our_error_arrives_with_its_sentence() -> None:
+async def test_moonpool_error_arrives_with_its_text() -> None:
     async with served() as (_, _, channel):
         stub: Any = node_pb2_grpc.NodeStub(channel)
         with pytest.raises(RemoteError, match="node n: the sentence") as caught, rpc.node_errors("n"):

@@ -1,4 +1,4 @@
-"""A daemon says when it is ready, drains on the first signal, and cannot outlive its parent."""
+"""The service life cycle: ready line, signals, and end with the parent."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_ready_then_drain() -> None:
         assert daemon.wait(10) == 0
 
 
-def test_second_signal_stops_what_does_not_drain() -> None:
+def test_second_signal_cancels_a_drain() -> None:
     with start(DAEMON, "--set", "node.id=stuck") as daemon:
         line(daemon)
         daemon.send_signal(signal.SIGTERM)
@@ -94,7 +94,7 @@ def test_a_tied_child_dies_with_a_killed_parent() -> None:
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_tied_command_whose_parent_is_gone_does_not_start() -> None:
+def test_tied_command_without_parent_does_not_start() -> None:
     command = tied_command(["/bin/true"])
     command[command.index(str(os.getpid()))] = "1999999999"
     assert subprocess.run(command, check=False).returncode == 1

@@ -49,7 +49,7 @@ class StoreCluster:
             command = [sys.executable, "-m", "moonpool.kvstore.store_node"]
             for key, value in settings.items():
                 command += ["--set", f"{key}={value}"]
-            child = self.nodes[name] = Child(name, command, self.directory / f"{name}.log", speaks=True)
+            child = self.nodes[name] = Child(name, command, self.directory / f"{name}.log", sends_json=True)
         await child.start()
         await child.wait_ready(READY_TIMEOUT_S)
         return child

@@ -6,7 +6,7 @@
 #include "lanes.h"
 #include "run.h"
 
-// Lanes whose sum is q · k, for N vectors of dimensions; N = 0: for any number of dimensions.
+// Lanes with the sum q · k, for N vectors of dimensions; N = 0: any number of dimensions.
 template <int N, class T>
 MP_INLINE vf products_of(const T* q, const T* k, int64_t dim) {
     vf products = {};

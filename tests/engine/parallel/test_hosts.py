@@ -35,7 +35,7 @@ def rank_host(port: int, name: str, log: Path | None) -> Child:
     command = [sys.executable, "-m", "moonpool.engine.ranks.hosts.daemon", "--leader", f"127.0.0.1:{port}"]
     for item in (f"node.id={name}", f"transfer.secret={SECRET}"):
         command += ["--set", item]
-    return Child(name, command, log, speaks=True)
+    return Child(name, command, log, sends_json=True)
 
 
 def door(num_hosts: int = 1, timeout_s: float = 5.0, port: int = 0) -> HostListener:

@@ -1,4 +1,4 @@
-"""A GPU as NVML would tell of it, through the real binding: faults of hardware cannot be made here."""
+"""A simulated GPU behind the real NVML binding, for hardware faults."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _compiled() -> ctypes.CDLL:
 
 
 def gpu_stand_in(monkeypatch: pytest.MonkeyPatch) -> GpuState:
-    """One GPU that is well, ``UUID``; what is written into it is what NVML answers from then on."""
+    """One healthy GPU, ``UUID``; NVML answers with the content of the returned struct."""
     library = _compiled()
     # Where the binding keeps the library once it is loaded, and the functions found in it.
     monkeypatch.setattr(pynvml, "nvmlLib", library)

@@ -1,4 +1,4 @@
-"""What makes a node unhealthy, what brings it back, and that nothing flaps."""
+"""Decisions on the health of a node: faults, recovery, hysteresis."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SWITCHED_OFF = HealthOptions(
 
 
 def after(count: int, now: Readings, before: Judgement, limits: HealthOptions = LIMITS) -> Judgement:
-    """``count`` more such readings, 5 seconds apart; counts of errors go on as they did in ``now``."""
+    """``count`` more such readings, 5 seconds apart, with the error counts of ``now``."""
     start_s = before.latest.now_s if before.latest else 0.0
     for number in range(1, count + 1):
         host = replace(now.host, network_errors=now.host.network_errors * number)
@@ -67,7 +67,7 @@ def test_every_check_has_a_fault() -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_fault_that_lasts_makes_a_node_unhealthy_and_says_why(check: str) -> None:
+def test_lasting_fault_makes_a_node_unhealthy(check: str) -> None:
     # Throttling counts from the first reading that shows it, for 30 s; then come three readings as of all.
     needed = 3 + (7 if check == "gpu_throttled" else 0)
     assert after(needed - 1, FAULTS[check], well()).healthy
@@ -84,7 +84,7 @@ def test_a_limit_of_zero_switches_a_check_off(check: str) -> None:
 
 
 @pytest.mark.parametrize("check", sorted(set(CHECKS) - {"gpu_lost", "gpu_memory_errors"}))
-def test_a_node_is_well_again_when_the_fault_has_been_gone_for_long_enough(check: str) -> None:
+def test_node_recovers_after_good_readings(check: str) -> None:
     ill = after(12, FAULTS[check], well())
     assert not ill.healthy
     assert not after(LIMITS.good_readings - 1, WELL, ill).healthy
@@ -95,7 +95,7 @@ def test_errors_from_before_the_start_are_not_counted() -> None:
     assert after(10, WELL, Judgement()).healthy
 
 
-def test_a_write_that_fails_says_what_the_disk_said() -> None:
+def test_failed_write_reports_the_error() -> None:
     full = replace(WELL, disk=replace(DISK, error="No space left on device"))
     assert "No space left on device" in after(3, full, well()).reasons[0]
 
@@ -106,7 +106,7 @@ def test_software_power_cap_is_no_fault() -> None:
 
 @given(st.lists(st.sampled_from([WELL, FAULTS["host_memory"]]), max_size=60))
 def test_a_value_at_its_limit_does_not_flap(readings: list[Readings]) -> None:
-    """Between two changes of mind lie at least as many readings in a row as are asked for."""
+    """Between two changes there are at least as many readings in a row as configured."""
     held, changes = Judgement(), 0
     for number, reading in enumerate(readings):
         was = held.healthy

@@ -1,4 +1,4 @@
-"""Readings of a real host, of a real disk that fills up or hangs, and of a GPU that NVML tells of."""
+"""Readings of a real host, of a real disk that is full or hangs, and of a simulated GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fast(**limits: object) -> HealthOptions:
     return HealthOptions(interval_s=60, bad_readings=1, good_readings=1, **limits)  # type: ignore[arg-type]
 
 
-def test_a_host_has_what_psutil_says() -> None:
+def test_host_reading_equals_psutil() -> None:
     reading = HostWatch().read()
     memory = psutil.virtual_memory()
     assert 0 < reading.memory_available_nbytes <= reading.memory_nbytes <= memory.total
@@ -55,10 +55,10 @@ def test_a_host_has_what_psutil_says() -> None:
         ),
     ],
 )
-def test_a_container_has_what_its_group_leaves(
+def test_memory_limit_of_a_container(
     tmp_path: Path, line: str, folder: str, files: tuple[str, str, str]
 ) -> None:
-    """The limit of a group above counts; what is cached and can be dropped is not in use."""
+    """The limit of a parent group counts; reclaimable cache does not count as used."""
     (tmp_path / "own").write_text(f"9:name=systemd:/\n{line}\n")
     group = tmp_path / folder
     group.mkdir(parents=True)
@@ -81,9 +81,7 @@ def test_a_disk_that_fills_up_is_too_full_and_then_fails(small_disk: Path) -> No
     monitor.close()
 
 
-def test_a_write_that_does_not_end_counts_as_long_as_it_lasts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_write_counts_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(os, "fdatasync", lambda fd: hangs.wait(90))
     monitor = HealthMonitor(fast(disk_write_s=0.2), disk=str(tmp_path))
@@ -100,7 +98,7 @@ def test_a_write_that_does_not_end_counts_as_long_as_it_lasts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_nvml_there_is_a_sentence_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nvml_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     watch = GpuWatch([UUID])
@@ -109,7 +107,7 @@ def test_without_nvml_there_is_a_sentence_and_no_failure(monkeypatch: pytest.Mon
     assert GpuWatch([]).missing == ""
 
 
-def test_a_gpu_is_read_as_nvml_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     state = gpu_stand_in(monkeypatch)
     state.reasons = 0x8 | 0x40 | 0x4  # slowed down by hardware, by heat, and by the power cap
     watch = GpuWatch([UUID, "GPU-another"])
@@ -133,7 +131,7 @@ def test_a_gpu_that_falls_off_the_bus_is_lost(monkeypatch: pytest.MonkeyPatch) -
     assert monitor.judgement.reasons == ("GPU 3 is lost: GPU is lost",)
 
 
-def test_what_was_read_is_on_the_metrics_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_readings_on_the_metrics_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     state = gpu_stand_in(monkeypatch)
     state.celsius = 89
     monitor = HealthMonitor(fast(), gpus=[UUID], disk=str(tmp_path))
