@@ -41,9 +41,9 @@ PARTS = (
     Part(
         "engine",
         240,
-        (*_PYTEST, *_workers(4), "-m", "gpu", "tests/engine", "--ignore", "tests/engine/parallel"),
+        (*_PYTEST, *_workers(4), "-m", "gpu", "tests/engine", "--ignore", "tests/engine/ranks"),
     ),
-    Part("ranks", 240, (*_PYTEST, "-m", "gpu", "tests/engine/parallel/test_gpus.py"), gpus=2),
+    Part("ranks", 240, (*_PYTEST, "-m", "gpu", "tests/engine/ranks/test_gpus.py"), gpus=2),
     _bench("engine", 150),
     _bench("transfer", 120, "--memory", "cuda"),
     _bench("parallel", 300, "--device", "cuda", gpus=2),

@@ -17,7 +17,7 @@ from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config, HostTierOptions, StoreOptions
 from tests.engine.conftest import make_checkpoint
-from tests.engine.parallel.test_handover import Side, prompt, side
+from tests.engine.ranks.test_handover import Side, prompt, side
 
 __all__ = ["make_checkpoint"]
 

@@ -20,7 +20,7 @@ from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import Config, EngineOptions, ModelOptions, ParallelOptions
 from moonpool.transfer import ChecksumMismatch, TransferAgent
 from tests.engine.conftest import Driver, Result
-from tests.engine.parallel.test_exact import SHAPE
+from tests.engine.ranks.test_exact import SHAPE
 
 PLANS = [*itertools.product((1, 2), (1, 2)), (1, 1, 2), (2, 1, 2)]  # tp, pp, cp
 NUM_TOKENS = 12

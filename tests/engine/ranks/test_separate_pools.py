@@ -33,9 +33,9 @@ from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.service.child import Child
 from moonpool.transfer import ChecksumMismatch, DeadlineExceeded, checksum
 from tests.engine.late_device import LateDevice
-from tests.engine.parallel.test_exact import SHAPE
-from tests.engine.parallel.test_handover import NUM_TOKENS, Side, continues_exactly, prompt, side
-from tests.engine.parallel.test_hosts import SECRET, rank_host
+from tests.engine.ranks.test_exact import SHAPE
+from tests.engine.ranks.test_handover import NUM_TOKENS, Side, continues_exactly, prompt, side
+from tests.engine.ranks.test_hosts import SECRET, rank_host
 
 PLANS = [
     pytest.param(1, 2, id="pp2"),

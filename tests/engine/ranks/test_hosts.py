@@ -23,9 +23,9 @@ from moonpool.engine.ranks.group import RankGroup
 from moonpool.engine.ranks.hosts.listener import HostListener
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.service.child import Child
-from tests.engine.parallel.conftest import serving
-from tests.engine.parallel.test_exact import MODELS, NUM_TOKENS, SHAPE, named, prompts
-from tests.engine.parallel.test_group import edited
+from tests.engine.ranks.conftest import serving
+from tests.engine.ranks.test_exact import MODELS, NUM_TOKENS, SHAPE, named, prompts
+from tests.engine.ranks.test_group import edited
 from tests.processes import children_of
 
 SECRET = "as long as it is the same"

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, generate_latest
 from moonpool.engine.node.metrics import observe_engine
 from moonpool.engine.sharding.expert_placement import skew
 from tests.engine.conftest import Reference
-from tests.engine.parallel.conftest import serving
+from tests.engine.ranks.conftest import serving
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 3
 DENSE = 1

@@ -12,7 +12,7 @@ import transformers
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.sharding.expert_placement import plan_experts
-from tests.engine.parallel.conftest import ranks, serving
+from tests.engine.ranks.conftest import ranks, serving
 
 # Heads for four ranks, of which pairs share a KV head; and what differs between the families.
 SHAPE: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 160}

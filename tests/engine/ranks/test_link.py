@@ -22,8 +22,8 @@ from moonpool.engine.ranks.link_factory import choose_link, exchange_shape, open
 from moonpool.engine.sharding.parallel_plan import ParallelPlan
 from moonpool.runtime.config.options import EngineOptions, ParallelOptions
 from moonpool.runtime.errors import ConfigError
-from tests.engine.parallel import link_rank
-from tests.engine.parallel.test_exact import SHAPE
+from tests.engine.ranks import link_rank
+from tests.engine.ranks.test_exact import SHAPE
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 2.0
@@ -55,7 +55,7 @@ def linked(
     nbytes = plan.world_size * exchange_shape(assignment, config).rank_nbytes
     boards = [SharedBoard.create(plan.world_size, 8, TIMEOUT_S) for _ in range(hosts)]
     exchanges = [SharedMemory.create("exchange", nbytes) for _ in range(hosts)]
-    command = [sys.executable, "-m", "tests.engine.parallel.link_rank"]
+    command = [sys.executable, "-m", "tests.engine.ranks.link_rank"]
     ranks = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         for _ in range(plan.world_size)

@@ -18,8 +18,8 @@ from moonpool.engine.prefix_cache.store import NodeStore
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.runtime.config.options import Config, HostTierOptions, StoreOptions
 from moonpool.transfer import checksum
-from tests.engine.parallel.test_exact import SHAPE
-from tests.engine.parallel.test_handover import NUM_TOKENS, continues_exactly, prompt, side
+from tests.engine.ranks.test_exact import SHAPE
+from tests.engine.ranks.test_handover import NUM_TOKENS, continues_exactly, prompt, side
 
 PLANS = [pytest.param(2, 1, id="tp2"), pytest.param(1, 2, id="pp2")]
 WORDS = {"device": "cuda", "max_batch_size": 8}

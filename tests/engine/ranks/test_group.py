@@ -17,8 +17,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from moonpool.engine.errors import CheckpointError, RankDiverged, RankLost, RankRefused
-from tests.engine.parallel.conftest import ranks, serving
-from tests.engine.parallel.test_exact import SHAPE
+from tests.engine.ranks.conftest import ranks, serving
+from tests.engine.ranks.test_exact import SHAPE
 
 PROMPT = list(range(1, 20))
 
