@@ -9,7 +9,7 @@ from moonpool.conductor.api.errors import bad_request
 from moonpool.conductor.api.schemas import GenerationBody
 from moonpool.conductor.fleet.served_model import ServedModel
 from moonpool.conductor.request import SamplingParams
-from moonpool.conductor.text.tokenizer import read_json
+from moonpool.conductor.text.checkpoint_json import read_json
 from moonpool.runtime.errors import ConfigError
 
 _SEED_MASK = 2**64 - 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moonpool.conductor.text.tokenizer import read_json
+from moonpool.conductor.text.checkpoint_json import read_json
 from moonpool.kvstore.blocks.layout import DTYPE_NBYTES, KVLayout
 from moonpool.runtime.errors import ConfigError
 

@@ -13,7 +13,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from moonpool.conductor.text.tokenizer import fingerprint_of, read_json
+from moonpool.conductor.text.checkpoint_json import read_json
+from moonpool.conductor.text.tokenizer import fingerprint_of
 from moonpool.runtime.errors import ConfigError, MoonpoolError
 
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer as TokenizerCore
 
+from moonpool.conductor.text.checkpoint_json import read_json
 from moonpool.conductor.text.detokenizer import Detokenizer, DetokenizerFactory, decode_all
 from moonpool.runtime.errors import ConfigError
 
@@ -105,23 +105,6 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; special tokens by their name; empty for an id without text."""
         return self._detokenizers.token_bytes(token_id)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a checkpoint; {} if the file does not exist.
-
-    Raises:
-        ConfigError: it is not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}", "model.path") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a JSON object", "model.path")
-    return value
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

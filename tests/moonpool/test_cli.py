@@ -44,7 +44,7 @@ def test_a_daemon_checks_its_options_too() -> None:
 
 
 def test_impossible_number_of_nodes() -> None:
-    assert "cluster.decode must be 1 or more, got 0" in sentence_of(moonpool("up", "--decode", "0"), 2)
+    assert "cluster.decode must be at least 1, got 0" in sentence_of(moonpool("up", "--decode", "0"), 2)
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
