@@ -155,8 +155,8 @@ class Conductor:
             RequestRejected: nothing was computed; carries ``retry_after_s``.
             RequestInvalid: it does not fit, or a node found it invalid.
             DuplicateRequest: another request with this id is in flight.
-            NoNodes: no node of a role is left; tokens streamed before are valid.
-            DeadlineExceeded, RequestFailed (all attempts failed), ConductorClosed: likewise.
+            NoNodes, DeadlineExceeded, RequestFailed (all attempts failed), ConductorClosed: tokens streamed
+                before are valid.
         """
         return RequestRun(request, self._deps).events()
 

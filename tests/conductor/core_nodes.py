@@ -88,7 +88,7 @@ class ScriptedNode(
         self.works: list[node_pb2.Work] = []
         self.prefills: list[node_pb2.PrefillRequest] = []
         self.cancelled: list[tuple[str, int]] = []
-        self.copied: list[tuple[str, int]] = []  # from whom, how many blocks
+        self.copied: list[tuple[str, int]] = []  # source, number of blocks
         self.stop_at = -1  # index of the token that ends a sequence by itself; -1: none
         self.dead = False
         self.deaf = False  # cancels do not reach it

@@ -82,7 +82,7 @@ async def test_the_deadline_ends_it_everywhere(url: str, index: int) -> None:
         await cluster.until(lambda: ("r", 0) in cluster.nodes["d0"].cancelled)
         if index == 0:
             await cluster.until(lambda: ("r", 0) in cluster.nodes["p0"].cancelled)
-        # A deadline is nobody's fault.
+        # A deadline is no node's fault.
         assert cluster.state("p0") == cluster.state("d0") == "ready"
         assert await cluster.generate(request("next")) == continuation(PROMPT, 8)
 
@@ -113,7 +113,7 @@ async def test_closing_the_stream_cancels_it_everywhere(url: str, index: int) ->
         assert timeline.summary.finish_reason == "cancelled"
 
 
-async def test_blocks_that_nobody_took_are_let_go_on_the_prefill_node(url: str) -> None:
+async def test_unread_blocks_are_released_on_the_prefill_node(url: str) -> None:
     async with running(url, "p0", "d0", namespace="untaken") as cluster:
         cluster.nodes["d0"].tell = lambda *a: None  # type: ignore[method-assign]  # never says it has them
         stream = cluster.conductor.generate(request())

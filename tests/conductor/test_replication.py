@@ -1,4 +1,4 @@
-"""Hot prefixes: what is counted, what is copied where, and what is let go again."""
+"""Hot prefixes: their counts, copies and releases."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_bandwidth_is_kept_and_what_is_faster_computed_is_not_copied() -> No
     assert plan_replication(heat, held(p0=10), fleet, slow, SHAPE, budget_nbytes=1e9, now_s=0.0) == []
 
 
-def test_copies_nobody_wants_any_more_are_let_go_and_one_always_stays() -> None:
+def test_unwanted_copies_are_released_and_one_always_stays() -> None:
     fleet = NodeTable([node(f"p{i}") for i in range(4)])
     heat = in_demand(1.4)
     made = plan(heat, held(p0=10), fleet)
@@ -163,4 +163,4 @@ def test_nothing_is_lent_that_was_used_once_or_costs_too_much_or_has_no_place() 
     assert len(lend(once, held(p0=10), "s0")) == 1
     assert lend(once, held(p0=10), "s0", budget_nbytes=655359) == []
     assert lend(once, held(p0=10)) == []
-    assert lend(once, held(p0=9), "s0") == [], "nobody has all of it"
+    assert lend(once, held(p0=9), "s0") == [], "no node has all of it"

@@ -31,7 +31,7 @@ def replicator_of(conductor: Conductor, clock_s: list[float]) -> Replicator:
     )
 
 
-async def test_a_hot_prefix_is_copied_and_let_go_when_it_has_cooled(redis: RedisProcess) -> None:
+async def test_a_hot_prefix_is_copied_and_released_when_it_has_cooled(redis: RedisProcess) -> None:
     async with running(redis.url, "p0", "p1", "p2", "d0", replicate_nbytes_per_s=0) as cluster:
         clock_s = [0.0]
         replicator = replicator_of(cluster.conductor, clock_s)
