@@ -39,7 +39,7 @@ class FakePool:
             self.store.sealed(key)
 
     def evict(self, key: BlockKey) -> bool:
-        """Evict the end of the chain that goes through ``key``; False when it is held by somebody."""
+        """Evict the end of the chain that goes through ``key``; False when it is pinned."""
         assert self.store is not None
         while child := next((k for k, parent in self._parents.items() if parent == key), None):
             key = child

@@ -1,4 +1,4 @@
-"""Stores of a few small blocks whose bytes follow from their names."""
+"""Stores of a few small blocks with bytes that are derived from their keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks whose bytes follow from their names, and tiers on disk to put them in."""
+"""Blocks with bytes derived from their keys, and tiers on disk to put them in."""
 
 from __future__ import annotations
 

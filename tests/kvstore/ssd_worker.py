@@ -2,7 +2,7 @@
 
     python -m tests.kvstore.ssd_worker DIRECTORY
 
-It reads a seed a line; a child forked for each works on the tier, and is killed by whoever reads its
+It reads a seed a line; a child forked for each works on the tier, and is killed by the reader of its
 process id. The child prints a line once it has begun.
 """
 

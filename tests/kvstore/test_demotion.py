@@ -97,7 +97,7 @@ class _CountedKey(bytes):
 
 
 async def test_to_drop_a_block_costs_the_same_however_many_are_dropped_at_once() -> None:
-    """Where each pushes another out for good, whose followers are looked for among those being copied."""
+    """Each evicts another; its descendants are looked up among the blocks being copied."""
     layout, num_blocks = OpaqueLayout(64 << 10, b"demotion-16-byte"), 512
     pool = FakePool(np.zeros((num_blocks, layout.block_nbytes), np.uint8))
     store = TieredStore(layout, LRU, np.ones(2 * num_blocks * layout.block_nbytes, np.uint8), pool=pool)
@@ -140,7 +140,7 @@ def seconds_to_copy() -> float:
 async def test_the_loop_goes_on_while_a_gibibyte_is_evicted_and_the_disk_stalls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """16 times 64 MiB at once, from pool to host memory that is full, over a disk whose writes hang."""
+    """16 times 64 MiB at once, from the pool to full host memory, over a disk with writes that hang."""
     answers = threading.Event()
     monkeypatch.setattr(Segments, "write", lambda *_, **__: answers.wait())
     disk = await SsdTier.open(tmp_path, LAYOUT, capacity_nbytes=64 * MIB, io_deadline_s=0.05)

@@ -90,9 +90,7 @@ async def test_what_nodes_say_is_what_the_mirror_finds(
     await late.close()
 
 
-async def test_a_node_is_seen_joining_changing_its_state_and_leaving(
-    watcher: Watcher, index: KVIndex
-) -> None:
+async def test_a_node_is_seen_joining_changing_its_state_and_gone(watcher: Watcher, index: KVIndex) -> None:
     node = await FakeNode(index, "a").start()
     await watcher.mirror.caught_up()
     assert watcher.joined == [("a", 1)]

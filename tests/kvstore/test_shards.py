@@ -32,7 +32,7 @@ def pairs(draw: st.DrawFn) -> tuple[KVLayout, list[BlockShard], list[BlockShard]
 
 
 def num_tasks(layout: KVLayout, shards: list[BlockShard]) -> list[np.ndarray]:
-    """Each shard's bytes of a block whose every byte is another."""
+    """Each shard's bytes of a block without equal bytes."""
     whole = np.arange(layout.block_nbytes, dtype=np.int32).reshape(*layout.shape, -1)
     return [
         whole[shard.layers.start : shard.layers.stop, :, shard.heads.start : shard.heads.stop].reshape(-1)

@@ -64,7 +64,7 @@ async def test_a_flipped_bit_is_a_miss_for_good(tmp_path: Path, caplog: pytest.L
         assert await check_every_block(tier) == 20
 
 
-async def test_a_bit_flipped_while_nobody_looked(tmp_path: Path) -> None:
+async def test_a_bit_flipped_while_the_tier_was_closed(tmp_path: Path) -> None:
     async with await open_tier(tmp_path) as tier:
         await put_chain(tier, chain(10))
     flip_a_bit(tmp_path / "segment-00000.kv", 3 * SLOT_NBYTES)

@@ -53,7 +53,7 @@ async def read_all(store: TieredStore) -> None:
         await store.get(held, spans)
         assert all(np.array_equal(span, payload(key)) for key, span in zip(held, spans, strict=True))
         num_held += len(held)
-    assert num_held == len(list(store.blocks())), "a block nobody can reach"
+    assert num_held == len(list(store.blocks())), "a block that cannot be reached"
     store.check_integrity()
 
 

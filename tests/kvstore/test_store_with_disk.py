@@ -276,7 +276,7 @@ async def test_a_block_gone_bad_on_disk_is_a_miss() -> None:
     await store.close()
 
 
-async def test_prefetch_brings_blocks_up_once_for_all_who_ask() -> None:
+async def test_prefetch_reads_each_block_once_for_all_requests() -> None:
     store, disk = await with_disk(16, 64, write_policy="write-through")
     await put(store, 6)
     await settled(store)

@@ -36,7 +36,7 @@ def test_the_end_of_the_chain_unused_for_longest_goes() -> None:
     quotas.check_integrity()
 
 
-def test_nobody_pays_for_another() -> None:
+def test_a_tenant_over_quota_evicts_only_its_own_blocks() -> None:
     quotas = TenantQuotas(NBYTES)
     fill(quotas, "small", chain("s", 4))
     fill(quotas, "", chain("n", 50))
@@ -75,7 +75,7 @@ def test_what_a_tenant_has_is_counted_by_tier_and_what_it_lost_by_reason() -> No
     fill(quotas, "acme", keys)
     quotas.moved(keys[5], Tier.HOST)
     quotas.moved(keys[4], Tier.SSD)
-    quotas.moved(BlockKey(b"nobody's".ljust(16)), Tier.SSD)
+    quotas.moved(BlockKey(b"unowned".ljust(16)), Tier.SSD)
     assert quotas.usage()["acme"].num_blocks == [4, 1, 1]
     quotas.gone(keys[5])
     quotas.excess(lambda _: True)

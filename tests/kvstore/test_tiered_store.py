@@ -58,7 +58,7 @@ async def test_a_block_that_changed_in_memory_is_a_counted_miss() -> None:
     store.check_integrity()
 
 
-async def test_a_put_whose_checksum_is_wrong_keeps_nothing() -> None:
+async def test_a_put_with_a_wrong_checksum_stores_nothing() -> None:
     store = make(8)
     with pytest.raises(BlockCorrupt):
         await store.put([key(0)], [payload(key(0))], checksums=[1])
@@ -67,7 +67,7 @@ async def test_a_put_whose_checksum_is_wrong_keeps_nothing() -> None:
     store.check_integrity()
 
 
-async def test_nobody_finds_a_block_before_it_is_complete() -> None:
+async def test_a_block_is_not_visible_before_it_is_complete() -> None:
     store = make(8)
     with store.reserve(chain(3)) as reservation:
         assert len(reservation.spans) == 3

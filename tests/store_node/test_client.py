@@ -1,4 +1,4 @@
-"""What is put comes back, as it was, to whoever may have it."""
+"""Objects come back as they were put, to their tenant only."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ async def test_a_tenant_neither_sees_nor_touches_anothers(shared: StoreCluster) 
     async with (
         shared.client(tenant="one", salt="s3cret") as one,
         shared.client(tenant="one", salt="guess") as guesser,
-        shared.client(tenant="two", salt="s3cret") as nobody,
+        shared.client(tenant="two", salt="s3cret") as salted,
     ):
         await one.put("mine", np.arange(4))
-        for other in (guesser, nobody):
+        for other in (guesser, salted):
             assert await other.get("mine") is None
             assert await other.exists("mine") is False
             assert await other.ls() == []
@@ -130,7 +130,7 @@ async def test_a_tenant_neither_sees_nor_touches_anothers(shared: StoreCluster) 
         assert (await one.get("mine") == np.arange(4)).all()
 
 
-async def test_at_the_node_s_own_door_nobody_but_its_owner_touches_an_object(shared: StoreCluster) -> None:
+async def test_a_node_serves_an_object_to_its_owner_only(shared: StoreCluster) -> None:
     async with shared.client(tenant="one", salt="s3cret") as one, shared.client(tenant="two") as two:
         await one.put("mine", np.arange(4), node="a")
         node = (await one.nodes())["a"]

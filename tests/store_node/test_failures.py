@@ -135,7 +135,7 @@ async def test_a_stopped_node_is_no_hang(cluster: StoreCluster) -> None:
         assert (await store.get("new") == np.arange(3)).all()
 
 
-async def test_nobody_answering_is_not_an_object_missing(cluster: StoreCluster) -> None:
+async def test_no_answer_is_not_a_missing_object(cluster: StoreCluster) -> None:
     await cluster.start("a", index__lease_ttl_s=60.0)
     async with cluster.client(deadline_s=2.0) as store:
         await store.put("x", np.arange(3))

@@ -19,7 +19,9 @@ def value(number: int, num_chunks: int = 4) -> np.ndarray[tuple[int], np.dtype[n
     return np.full(num_chunks * CHUNK, number, np.uint8)
 
 
-async def test_who_puts_too_much_loses_what_it_used_least_and_nobody_else_does(cluster: StoreCluster) -> None:
+async def test_a_tenant_over_quota_loses_its_least_used_objects_and_others_lose_none(
+    cluster: StoreCluster,
+) -> None:
     await cluster.start("a", store_node__tenant_nbytes=16 * CHUNK)
     async with cluster.client(tenant="greedy") as greedy, cluster.client(tenant="other") as other:
         await other.put("theirs", value(99))

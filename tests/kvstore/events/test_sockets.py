@@ -191,7 +191,7 @@ async def test_missed_batches_are_asked_for(index: KVIndex, mirror: IndexMirror,
 
 
 @pytest.mark.parametrize("replay", [True, False])
-async def test_a_hole_nobody_can_fill_forgets_what_was_known(
+async def test_a_gap_that_cannot_be_replayed_forgets_the_engine(
     index: KVIndex, mirror: IndexMirror, engine: Engine, replay: bool
 ) -> None:
     engine.history = 1
