@@ -12,6 +12,10 @@ from hypothesis import settings
 settings.register_profile("moonpool", deadline=None, derandomize=False)
 settings.load_profile("moonpool")
 
+# Processes of tests that are forked too, and what they import.
+_EARLY = {"tests.transfer.peer_process": ["moonpool.transfer", "uvloop"]}
+_LATE: dict[str, list[str]] = {"tests.engine.ranks.link_rank": []}
+
 pytest_plugins = ["tests.shared_cluster", "tests.ci_skips"]
 if find_spec("pytest_asyncio") is None:
     pytest_plugins.append("tests.plain_asyncio")
@@ -25,7 +29,7 @@ def pytest_configure() -> None:
         from moonpool.local.preload import PRELOAD
         from moonpool.runtime.service.fork_server import use_fork_server
 
-        use_fork_server(PRELOAD)
+        use_fork_server(_EARLY | PRELOAD | _LATE)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

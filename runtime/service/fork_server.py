@@ -95,19 +95,29 @@ class ForkServer:
 
         Returns when the process exists. Raises OSError: the server is gone.
         """
-        self.start()
-        assert self._connection is not None
-        request = Request(command[2], list(command[3:]), dict(environment), os.getcwd(), os.getpid())
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        process = ForkedProcess(ours)
+        process = ForkedProcess(self.ask(command, environment, files))
         try:
-            with theirs, self._lock:
-                socket.send_fds(self._connection, [request.pack()], [theirs.fileno(), *files])
             await process.wait_started()
         except BaseException:
             process.close()
             raise
         return process
+
+    def ask(
+        self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int]
+    ) -> socket.socket:
+        """Ask for a process as ``fork`` does, and return its status socket. Raises OSError."""
+        self.start()
+        assert self._connection is not None
+        request = Request(command[2], list(command[3:]), dict(environment), os.getcwd(), os.getpid())
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs, self._lock:
+                socket.send_fds(self._connection, [request.pack()], [theirs.fileno(), *files])
+        except BaseException:
+            ours.close()
+            raise
+        return ours
 
 
 class ForkedProcess:

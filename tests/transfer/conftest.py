@@ -17,12 +17,13 @@ import pytest
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.transfer import AgentDescriptor, TransferAgent
 from moonpool.transfer.native.compiled_copy import compiled_copy
+from tests.forked import PipedProcess, start_module
 from tests.transfer.cables import Cabled, obstacle
 
 if TYPE_CHECKING:
     import trustme
 
-ROOT = Path(__file__).parents[2]
+_MODULE = "tests.transfer.peer_process"
 
 
 class RemotePeer:
@@ -39,17 +40,17 @@ class RemotePeer:
         namespace: str = "",
         **environment: str,
     ) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(("ip", "netns", "exec", namespace) if namespace else ()),
-                sys.executable,
-                str(Path(__file__).with_name("peer_process.py")),
-                *(transports, str(epoch), str(port), secret, "forbid" if forbid else ""),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])} | environment,
-        )
+        arguments = (transports, str(epoch), str(port), secret, "forbid" if forbid else "")
+        self.process: PipedProcess | subprocess.Popen[bytes]
+        if namespace:
+            self.process = subprocess.Popen(
+                ["ip", "netns", "exec", namespace, sys.executable, "-m", _MODULE, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+            )
+        else:
+            self.process = start_module(_MODULE, *arguments, environment=os.environ | environment)
         assert self.process.stdout is not None
         self.descriptor = AgentDescriptor.unpack(self.process.stdout.readline().strip())
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +22,8 @@ from moonpool.runtime.config.options import EngineOptions, ParallelOptions
 from moonpool.runtime.errors import ConfigError
 from tests.engine.ranks import link_rank
 from tests.engine.ranks.test_exact import SHAPE
+from tests.forked import PipedProcess, start_module
 
-ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 2.0
 TENSOR, CONTEXT, STAGES = ParallelPlan(3), ParallelPlan(cp=3), ParallelPlan(pp=3)
 CPU = torch.device("cpu")
@@ -34,7 +32,7 @@ CPU = torch.device("cpu")
 @contextmanager
 def linked(
     path: Path, plan: ParallelPlan, link: str, hosts: int, rounds: int
-) -> Iterator[tuple[list[SharedBoard], list[subprocess.Popen[str]]]]:
+) -> Iterator[tuple[list[SharedBoard], list[PipedProcess]]]:
     """Processes that exchange, and the boards of those who lead them: machines share none, nor memory, and
     have each an address of their own."""
     config = ModelConfig.from_checkpoint(path)
@@ -55,11 +53,7 @@ def linked(
     nbytes = plan.world_size * exchange_shape(assignment, config).rank_nbytes
     boards = [SharedBoard.create(plan.world_size, 8, TIMEOUT_S) for _ in range(hosts)]
     exchanges = [SharedMemory.create("exchange", nbytes) for _ in range(hosts)]
-    command = [sys.executable, "-m", "tests.engine.ranks.link_rank"]
-    ranks = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        for _ in range(plan.world_size)
-    ]
+    ranks = [start_module("tests.engine.ranks.link_rank") for _ in range(plan.world_size)]
     try:
         for number, rank in enumerate(ranks):
             host = number * hosts // plan.world_size
@@ -70,24 +64,25 @@ def linked(
                 exchange=exchanges[host].path,
                 address=f"127.0.0.{1 + host}",
             )
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps({"assignment": assigned.pack(), "rounds": rounds}) + "\n")
+            line = json.dumps({"assignment": assigned.pack(), "rounds": rounds})
+            rank.stdin.write(line.encode() + b"\n")
             rank.stdin.flush()
         yield boards, ranks
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()
+            rank.stdin.close()
+            rank.stdout.close()
+            rank.wait()
         for memory in [*exchanges, *boards]:
             memory.close()
 
 
-def next_line(rank: subprocess.Popen[str]) -> str:
-    assert rank.stdout is not None
-    return rank.stdout.readline().strip()
+def next_line(rank: PipedProcess) -> str:
+    return rank.stdout.readline().decode().strip()
 
 
-def last_line(rank: subprocess.Popen[str]) -> str:
+def last_line(rank: PipedProcess) -> str:
     """The first that says something else than that all were right."""
     while (line := next_line(rank)) == "all were right":
         pass
