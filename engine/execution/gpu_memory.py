@@ -59,7 +59,7 @@ def choose_num_blocks(
 ) -> int:
     """Return ``num_blocks``, or where it is None as many blocks of ``layout`` as fit on the GPU.
 
-    On a GPU it runs a step of the largest shape, unless the model is one rank's part, whose step needs the
+    On a GPU it runs a step of the largest shape, unless the model is one rank's part: that step needs the
     other ranks. Raises GpuMemoryShort where the blocks, or a single one, do not fit.
     """
     if device.memory() is None:

@@ -1,4 +1,4 @@
-"""The tokens of a step whose logits are computed, in order."""
+"""The rows of a step for logits, in order."""
 
 from __future__ import annotations
 

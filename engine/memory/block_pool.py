@@ -225,7 +225,7 @@ class BlockPool:
             if parent >= 0:
                 children[parent] += 1
                 assert self._keys[parent] is not None, f"block {block} has lost its parent"
-                assert refs == 0 or self._refs[parent] > 0, f"block {block} is held without its parent"
+                assert refs == 0 or self._refs[parent] > 0, f"block {block} is used without its parent"
         assert children == self._num_children, "child counts are off"
         assert all(key in self._block_of for key in self.surplus.unused()), "a copy that is not there"
         assert len(self._block_of) == sum(key is not None for key in self._keys), "a key names no block"

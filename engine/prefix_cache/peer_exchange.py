@@ -116,7 +116,7 @@ class PeerExchange:
                     checksums=checksums or (),
                 )
             else:
-                remote = [Span(*place, nbytes) for place in zip(regions, offsets, strict=True)]
+                remote = [Span(*where, nbytes) for where in zip(regions, offsets, strict=True)]
                 local = [self._memory.span(block) for block in block_ids]
                 report = await source.peer.read(local, remote, deadline_s=deadline_s, checksums=checksums)
             span.set_attribute("transport", report.transport)

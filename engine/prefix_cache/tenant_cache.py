@@ -1,4 +1,4 @@
-"""Tenants' shares of a node's cached blocks, and their quotas."""
+"""Cached blocks of a node by tenant, and the tenants' quotas."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ async def test_short_steps_share_messages_and_none_is_lost() -> None:
     assert len(messages) < 51
 
 
-async def test_a_held_message_goes_by_itself() -> None:
+async def test_an_unsent_message_goes_by_itself() -> None:
     outbox = new_outbox()
     outbox.put_step(step(0))
     outbox.put_step(step(1))

@@ -78,7 +78,7 @@ async def test_a_first_token_that_ends_the_request_still_waits_for_release(check
         assert not driver.engine.cancel(*sequence.key)
 
 
-async def test_a_sequence_whose_kv_is_here_but_whose_token_is_not(checkpoint, serve) -> None:
+async def test_a_sequence_with_all_kv_but_without_its_next_token(checkpoint, serve) -> None:
     """All blocks of its tokens are cached: one is computed again, into a block of its own."""
     tokens = prompt(24)
     expected = checkpoint.greedy(tokens, 10)
@@ -110,7 +110,9 @@ async def test_equal_prompts_at_once_share_their_blocks_in_the_end(checkpoint, s
         assert driver.engine.pool.num_cached == (40 + 19) // 8
 
 
-async def test_cancelling_at_any_time_frees_the_blocks_and_disturbs_nobody(checkpoint, serve) -> None:
+async def test_cancelling_at_any_time_frees_the_blocks_and_disturbs_no_other_sequence(
+    checkpoint, serve
+) -> None:
     tokens = prompt(12)
     expected = checkpoint.greedy(tokens, 60)
     async with serve(checkpoint.path, max_batch_size=3, max_batch_tokens=16) as driver:

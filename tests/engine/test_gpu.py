@@ -79,7 +79,7 @@ async def test_padded_rows_write_nothing(checkpoint, serve_on) -> None:
 
 
 @pytest.mark.gpu
-async def test_the_pool_is_what_its_share_leaves(checkpoint, serve_on) -> None:
+async def test_the_pool_is_sized_by_the_memory_fraction(checkpoint, serve_on) -> None:
     device = choose_device("cuda")
     memory = device.memory()
     assert memory is not None

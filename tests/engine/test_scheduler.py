@@ -154,7 +154,7 @@ def test_nothing_is_dropped_repeated_or_leaked(requests, num_blocks, max_batch_s
         assert [event.index for event in events if event.token_id >= 0] == list(range(len(tokens)))
 
 
-def test_those_who_come_first_are_admitted_first_and_urgent_ones_before_them() -> None:
+def test_admission_is_by_priority_then_arrival() -> None:
     cluster = Cluster(num_blocks=32, max_batch_size=1)
     for i, priority in enumerate([1, 1, 0, 1]):
         cluster.scheduler.add(sequence(f"r{i}", [i] * 6, 2, priority, float(i)))
@@ -185,7 +185,7 @@ def test_the_youngest_gives_its_blocks_and_loses_nothing() -> None:
         assert sum(e.sequence is s and e.token_id >= 0 for e in cluster.events) == n
 
 
-def test_a_long_prompt_does_not_stop_those_who_decode() -> None:
+def test_a_long_prompt_does_not_stop_decoding() -> None:
     cluster = Cluster(num_blocks=40, max_batch_size=4, max_batch_tokens=8)
     talker = sequence("talker", [0], 12, 0, 0.0)
     cluster.scheduler.add(talker)

@@ -27,7 +27,7 @@ def loads(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(load=loads(), num_ranks=st.integers(1, 6), num_replicas=st.integers(0, 8))
-def test_every_expert_is_held_and_no_rank_is_worse_off_than_by_a_plain_deal(
+def test_every_expert_is_placed_and_no_rank_is_worse_than_with_the_even_placement(
     load: np.ndarray, num_ranks: int, num_replicas: int
 ) -> None:
     assume(num_ranks <= load.shape[1])

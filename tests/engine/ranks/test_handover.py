@@ -215,7 +215,7 @@ async def test_blocks_of_the_pool_and_of_host_memory_come_in_one_read(make_check
         assert await target.decode(ours, first) == reference.greedy(tokens, NUM_TOKENS)
 
 
-async def test_kv_heads_held_twice_go_to_all_who_hold_them(make_checkpoint) -> None:
+async def test_replicated_kv_heads_reach_all_their_ranks(make_checkpoint) -> None:
     reference = make_checkpoint("llama", **SHAPE | {"num_key_value_heads": 1})
     async with side(reference.path, "two", 2, 1) as two, side(reference.path, "one", 1, 1) as one:
         await continues_exactly(reference, two, one, 1)

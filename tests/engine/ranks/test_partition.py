@@ -77,57 +77,60 @@ BATCHES = st.builds(
 
 
 @given(BATCHES, st.integers(1, 3), st.integers(1, 40))
-def test_pieces_of_a_pipeline(whole: StepInputs, num_stages: int, max_tokens: int) -> None:
+def test_micro_batches_of_a_pipeline(whole: StepInputs, num_stages: int, max_tokens: int) -> None:
     portions = micro_batches(whole, num_stages, max_tokens)
     check(portions, whole)
     if num_stages > 1:
         assert all(len(portion) <= max(max_tokens, len(portion.decodes)) for portion in portions)
         rows = np.concatenate([portion.rows(whole.num_decodes) for portion in portions])
-        assert (np.diff(rows) == 1).all(), "a piece reads what those before it wrote"
+        assert (np.diff(rows) == 1).all(), "a micro-batch reads what those before it wrote"
 
 
 @given(BATCHES, st.integers(2, 4), st.integers(1, 3), st.sampled_from([1, BLOCK_SIZE]))
-def test_shares_of_the_pieces(whole: StepInputs, num_shares: int, num_stages: int, block_size: int) -> None:
+def test_micro_batches_split_over_cp_ranks(
+    whole: StepInputs, cp_size: int, num_stages: int, block_size: int
+) -> None:
     offsets = chunk_offsets(whole)
-    pieces = [
-        split_tokens(piece, num_shares, offsets, block_size) for piece in micro_batches(whole, num_stages, 32)
+    split = [
+        split_tokens(micro_batch, cp_size, offsets, block_size)
+        for micro_batch in micro_batches(whole, num_stages, 32)
     ]
-    for shares in pieces:
-        sizes = [len(share) for share in shares]
+    for slices in split:
+        sizes = [len(one) for one in slices]
         assert min(sizes) > 0
         assert max(sizes) - min(sizes) <= (2 if block_size == 1 else 4 * block_size)
-    # Of too few tokens all shares get all.
-    alone = [shares[:1] if shares[0] == shares[-1] else shares for shares in pieces]
-    check([share for shares in alone for share in shares], whole)
+    # With too few tokens every slice has all of them.
+    distinct = [slices[:1] if slices[0] == slices[-1] else slices for slices in split]
+    check([one for slices in distinct for one in slices], whole)
 
 
 @given(st.integers(0, 500), st.integers(1, 50), st.integers(1, 5), st.sampled_from([1, BLOCK_SIZE]))
-def test_shares_of_a_prompt_attend_to_as_much(
-    cached: int, size: int, num_shares: int, block_size: int
+def test_slices_of_a_prompt_attend_to_equally_many_keys(
+    cached: int, size: int, cp_size: int, block_size: int
 ) -> None:
-    """Exactly so where its blocks can be divided; and no share has only early ones, or late ones."""
+    """Exactly so if its blocks can be divided evenly."""
     cached *= block_size
-    whole = batch(0, [(cached, 2 * num_shares * size * block_size)])
-    (piece,) = micro_batches(whole, 1, 1)
-    shares = split_tokens(piece, num_shares, chunk_offsets(whole), block_size)
-    seen = [int((cached + share.rows(0) + 1).sum()) for share in shares]
+    whole = batch(0, [(cached, 2 * cp_size * size * block_size)])
+    (micro_batch,) = micro_batches(whole, 1, 1)
+    slices = split_tokens(micro_batch, cp_size, chunk_offsets(whole), block_size)
+    seen = [int((cached + one.rows(0) + 1).sum()) for one in slices]
     assert len(set(seen)) == 1
 
 
 @settings(max_examples=30)
 @given(BATCHES, st.integers(2, 4), st.integers(1, 3))
-def test_keys_of_all_shares_are_those_a_token_attends_to(
-    whole: StepInputs, num_shares: int, num_stages: int
+def test_keys_of_all_cp_ranks_are_those_a_token_attends_to(
+    whole: StepInputs, cp_size: int, num_stages: int
 ) -> None:
     """Each of them once, and none that is written later."""
     offsets = chunk_offsets(whole)
-    for piece in micro_batches(whole, num_stages, 32):
-        portions = split_tokens(piece, num_shares, offsets, BLOCK_SIZE)
+    for micro_batch in micro_batches(whole, num_stages, 32):
+        portions = split_tokens(micro_batch, cp_size, offsets, BLOCK_SIZE)
         if portions[0] == portions[-1]:
             continue
-        for share, portion in enumerate(portions):
+        for cp_rank, portion in enumerate(portions):
             part = portion.select(whole)
-            keys = chunk_keys(piece, portions, share, whole, offsets, BLOCK_SIZE)
+            keys = chunk_keys(micro_batch, portions, cp_rank, whole, offsets, BLOCK_SIZE)
             starts = [] if part.chunk_starts is None else part.chunk_starts.tolist()
             for chunk, (start, end) in enumerate(pairwise(starts)):
                 for i, row in enumerate(range(start, end)):
@@ -142,7 +145,7 @@ def test_keys_of_all_shares_are_those_a_token_attends_to(
                     at = torch.arange(position + 1)
                     expected = part.chunk_table[chunk][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
                     assert sorted(seen) == expected.tolist()
-                    # The newest is its own: what comes from other shares is all before it.
-                    own = keys[share]
+                    # The newest is its own: keys of other cp ranks are all before it.
+                    own = keys[cp_rank]
                     assert own is not None
                     assert int(own.first[chunk]) + i < int(own.lens[chunk])

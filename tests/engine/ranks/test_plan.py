@@ -138,7 +138,7 @@ def test_the_ranks_hold_every_element_once_a_share(config, mixtures, tp, pp, cp,
 
 
 @given(tp=st.integers(1, 4), pp=st.integers(1, 3), cp=st.integers(1, 3))
-def test_every_rank_has_its_stage_share_and_place(config, tp: int, pp: int, cp: int) -> None:
+def test_every_rank_has_its_stage_cp_rank_and_tp_rank(config, tp: int, pp: int, cp: int) -> None:
     shards = ParallelPlan(tp, pp, cp=cp).shards(config)
     assert len({(s.stage, s.cp_rank, s.tp_rank) for s in shards}) == len(shards) == tp * pp * cp
     for shard in shards:

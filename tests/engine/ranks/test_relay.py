@@ -141,7 +141,7 @@ async def test_lines_reach_a_rank_and_come_back_and_its_end_is_told() -> None:
 
 
 @pytest.mark.usefixtures("repeating")
-async def test_hearts_are_told_as_ages_and_a_silent_one_is_seen_on_both_sides() -> None:
+async def test_heartbeats_travel_as_ages_and_silence_is_detected_on_both_sides() -> None:
     async with relayed(PLAIN) as relay:
         beaten = relay.rank(1)
         began_s = time.monotonic()
@@ -167,7 +167,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-async def test_who_does_not_belong_is_refused_by_name_on_both_sides(
+async def test_a_wrong_rank_host_is_refused_by_name_on_both_sides(
     what: str, encrypted: TransferOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     door = HostListener(1, "127.0.0.1:0", "near", TIMEOUT_S, encrypted if what == "tls" else PLAIN)

@@ -165,7 +165,7 @@ async def test_what_they_save_any_plan_loads(make_checkpoint, tmp_path, tp, pp) 
         assert all(np.array_equal(a, b) for a, b in zip(content, contents[0], strict=True))
 
 
-async def test_prompts_go_on_exactly_from_and_to_ranks_apart(make_checkpoint) -> None:
+async def test_prompts_continue_exactly_between_ranks_with_separate_pools(make_checkpoint) -> None:
     reference = make_checkpoint("llama", **SHAPE)
     network = replace(Config(), transfer=TransferOptions(transports=("local", "tcp")))
     async with (
@@ -195,7 +195,7 @@ async def test_prompts_go_on_exactly_from_and_to_ranks_apart(make_checkpoint) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-async def test_every_plan_apart_goes_on_with_what_any_began(make_checkpoint, family) -> None:
+async def test_every_plan_with_separate_pools_continues_prompts_of_any(make_checkpoint, family) -> None:
     reference = make_checkpoint(family, **SHAPE)
     async with AsyncExitStack() as stack:
         sides = [
@@ -247,7 +247,7 @@ async def two_machines(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-async def test_ranks_of_another_machine_are_ranks_apart(make_checkpoint, monkeypatch, tp) -> None:
+async def test_ranks_of_another_machine_have_separate_pools(make_checkpoint, monkeypatch, tp) -> None:
     reference = make_checkpoint("llama", **SHAPE)
     peers = replace(Config(), transfer=TransferOptions(secret=SECRET))
     async with (
