@@ -1,4 +1,4 @@
-"""What the commands share: the console, tables, options, and a connected client."""
+"""Shared by the commands: the console, tables, options, and a connected client."""
 
 from __future__ import annotations
 
