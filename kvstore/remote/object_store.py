@@ -73,7 +73,7 @@ class RemoteStore:
             return await getattr(self._stub, method)(request, timeout=self._deadline_s)
 
     def verify(self) -> Any:
-        """The stream of ``VerifyProgress``; iterate it inside ``rpc.calling``. It may take minutes."""
+        """The stream of ``VerifyProgress``; iterate it inside ``rpc.node_errors``. It may take minutes."""
         return self._stub.Verify(store_pb2.VerifyRequest())
 
     async def kv_address(self) -> node_pb2.KvAddress:

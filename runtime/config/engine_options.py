@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from moonpool.runtime.config.section import Section, option, require, section
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOptions(Section):
-    NAME: ClassVar[str] = "model"
-
+class ModelOptions(Section, name="model"):
     path: str = option(
         "", "path", "Hugging Face checkpoint directory; empty: the model that ships with Moonpool"
     )
@@ -47,9 +44,7 @@ class ModelOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelOptions(Section):
-    NAME: ClassVar[str] = "engine.parallel"
-
+class ParallelOptions(Section, name="engine.parallel"):
     tp: int = option(1, "ranks", "tensor parallel: ranks that each layer is split over", least=1)
     pp: int = option(1, "stages", "pipeline parallel: stages that the layers are split into", least=1)
     ep: int = option(1, "ranks", "expert parallel: TP ranks that MoE experts are distributed over", least=1)
@@ -134,9 +129,7 @@ class ParallelOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions(Section):
-    NAME: ClassVar[str] = "engine"
-
+class EngineOptions(Section, name="engine"):
     block_size: int = option(16, "tokens", "tokens in a KV block", choices=(8, 16, 32, 64, 128, 256, 512))
     kv_dtype: str = option(
         "auto",

@@ -77,8 +77,12 @@ class Section:
     """
 
     __slots__ = ()
-    # Dotted name of the section, as in a TOML file.
     NAME: ClassVar[str]
+
+    def __init_subclass__(cls, name: str = "") -> None:
+        """``name``: the dotted name in a TOML file; empty in the copy made by ``dataclass(slots=True)``."""
+        if name:
+            cls.NAME = name
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses

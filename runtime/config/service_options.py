@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from moonpool.runtime.config.section import Section, option, require
 
 
 @dataclass(frozen=True, slots=True)
-class NodeOptions(Section):
-    NAME: ClassVar[str] = "node"
-
+class NodeOptions(Section, name="node"):
     id: str = option("", "text", "name of this node; empty: its role, host and port")
     host: str = option("127.0.0.1", "address", "address to listen on and to announce to the cluster")
     port: int = option(0, "port", "gRPC port; 0: a free one", least=0, most=65535)
@@ -23,9 +20,7 @@ class NodeOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class ConductorOptions(Section):
-    NAME: ClassVar[str] = "conductor"
-
+class ConductorOptions(Section, name="conductor"):
     host: str = option("127.0.0.1", "address", "address of the API")
     port: int = option(8000, "port", "port of the API; 0: a free one", least=0, most=65535)
     max_body_nbytes: int = option(8 << 20, "bytes", "largest request body", least=1)
@@ -64,9 +59,7 @@ class ConductorOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterOptions(Section):
-    NAME: ClassVar[str] = "cluster"
-
+class ClusterOptions(Section, name="cluster"):
     prefill: int = option(2, "nodes", "prefill nodes `moonpool up` starts", least=1)
     decode: int = option(2, "nodes", "decode nodes `moonpool up` starts", least=1)
     store: int = option(0, "nodes", "store nodes `moonpool up` starts", least=0)
@@ -77,9 +70,7 @@ class ClusterOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class HealthOptions(Section):
-    NAME: ClassVar[str] = "health"
-
+class HealthOptions(Section, name="health"):
     interval_s: float = option(
         5.0, "seconds", "how often a node reads the state of its host and GPUs; 0: never", least=0
     )
@@ -123,9 +114,7 @@ class HealthOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class LogOptions(Section):
-    NAME: ClassVar[str] = "log"
-
+class LogOptions(Section, name="log"):
     level: str = option(
         "info", "name", "least level of log lines", choices=("debug", "info", "warning", "error")
     )
@@ -139,9 +128,7 @@ class LogOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class TracingOptions(Section):
-    NAME: ClassVar[str] = "tracing"
-
+class TracingOptions(Section, name="tracing"):
     otlp_endpoint: str = option(
         "",
         "URL",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from moonpool.runtime.config.section import Section, option, require, section
 
@@ -11,9 +10,7 @@ EVICTION_POLICIES = ("lru", "prefix")
 
 
 @dataclass(frozen=True, slots=True)
-class HostTierOptions(Section):
-    NAME: ClassVar[str] = "store.host"
-
+class HostTierOptions(Section, name="store.host"):
     capacity_nbytes: int = option(
         256 << 20, "bytes", "host memory of one node for KV blocks, besides its pool", least=1
     )
@@ -29,9 +26,7 @@ class HostTierOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class SsdTierOptions(Section):
-    NAME: ClassVar[str] = "store.ssd"
-
+class SsdTierOptions(Section, name="store.ssd"):
     path: str = option(
         "", "path", "directory for KV blocks on disk, with one subdirectory a node; empty: no SSD tier"
     )
@@ -52,9 +47,7 @@ class SsdTierOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreOptions(Section):
-    NAME: ClassVar[str] = "store"
-
+class StoreOptions(Section, name="store"):
     lease_ttl_s: float = option(
         10.0, "seconds", "longest a peer may keep blocks pinned without a renewal", above=0
     )
@@ -73,9 +66,7 @@ class StoreOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class IndexOptions(Section):
-    NAME: ClassVar[str] = "index"
-
+class IndexOptions(Section, name="index"):
     redis_url: str = option(
         "", "URL", "redis:// or unix:// URL of the index; empty: `moonpool up` starts its own Redis"
     )
@@ -94,9 +85,7 @@ class IndexOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class EventsOptions(Section):
-    NAME: ClassVar[str] = "events"
-
+class EventsOptions(Section, name="events"):
     zmq_endpoint: str = option(
         "",
         "address",
@@ -121,9 +110,7 @@ class EventsOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreNodeOptions(Section):
-    NAME: ClassVar[str] = "store_node"
-
+class StoreNodeOptions(Section, name="store_node"):
     object_nbytes: int = option(
         256 << 20, "bytes", "memory of a store node for objects; 0: none. KV blocks use store.host", least=0
     )

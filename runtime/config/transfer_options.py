@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from moonpool.runtime.config.section import Section, option, require, section
 
 
 @dataclass(frozen=True, slots=True)
-class TcpOptions(Section):
-    NAME: ClassVar[str] = "transfer.tcp"
-
+class TcpOptions(Section, name="transfer.tcp"):
     streams: int = option(
         2, "connections", "parallel connections to each address of a peer", least=1, most=64
     )
@@ -26,9 +23,7 @@ class TcpOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class TlsOptions(Section):
-    NAME: ClassVar[str] = "transfer.tls"
-
+class TlsOptions(Section, name="transfer.tls"):
     cert: str = option("", "path", "this node's certificate (PEM); empty: no TLS between transfer agents")
     key: str = option("", "path", "private key of the certificate (PEM)")
     ca: str = option("", "path", "the authority that signed the certificates of all nodes (PEM)")
@@ -39,9 +34,7 @@ class TlsOptions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class TransferOptions(Section):
-    NAME: ClassVar[str] = "transfer"
-
+class TransferOptions(Section, name="transfer"):
     transports: tuple[str, ...] = option(
         ("local", "cuda-ipc", "shm", "tcp"),
         "names",
