@@ -25,7 +25,7 @@ S = TypeVar("S")
 Rows = AsyncIterator[Row] | Iterator[Row]
 
 _FILE = click.Path(path_type=Path)
-_QUICK_ROUNDS = 2
+_QUICK_ROUNDS = 1
 
 
 @dataclass
