@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,19 @@ def test_toml_round_trip(tmp_path: Path) -> None:
 def test_every_option_is_explained() -> None:
     rows = {row.key: row for row in explain()}
     assert rows["transfer.tcp.streams"].default == 2
+    assert rows["transfer.tcp.streams"].meaning.endswith("(from 1 to 64)")
+    assert rows["log.format"].meaning.endswith("(one of text, json)")
     assert all(row.unit and row.meaning for row in rows.values())
+
+
+def test_sections_have_the_names_of_their_keys() -> None:
+    """Errors name an option by its section's name, which must be the key in a file."""
+    for key in (row.key for row in explain()):
+        section: Any = Config()
+        *parents, _ = key.split(".")
+        for name in parents:
+            section = getattr(section, name)
+        assert section.NAME == ".".join(parents)
 
 
 def test_value_from_a_file(tmp_path: Path) -> None:
