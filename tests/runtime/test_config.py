@@ -96,7 +96,7 @@ def test_sections_have_the_names_of_their_keys() -> None:
         *parents, _ = key.split(".")
         for name in parents:
             section = getattr(section, name)
-        assert section.NAME == ".".join(parents)
+        assert ".".join(parents) == section.NAME
 
 
 def test_value_from_a_file(tmp_path: Path) -> None:
