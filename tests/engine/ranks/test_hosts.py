@@ -155,8 +155,10 @@ async def test_another_checkpoint_at_the_same_path_is_refused_by_name_on_both_si
     says = r"rank 1 on far-1 \(127\.0\.0\.1\) is refused: its model is \w+, the group's \w+"
     options = {"pp": 2, "hosts": 2, "listen": "127.0.0.1:0"}
     async with far_ranks(2, log=tmp_path / "far.log") as (group, _):
+        (rank,) = group.ranks
+        load = rank.load
         monkeypatch.setattr(
-            group, "assign", lambda leader, rank: replace(leader, rank=rank, model=str(other))
+            rank, "load", lambda part, progress: load(replace(part, model=str(other)), progress)
         )
         with pytest.raises(RankRefused, match=says):
             async with serving(path, group, **options):
