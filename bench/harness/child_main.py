@@ -41,7 +41,7 @@ async def _serve(make: Any, keywords: dict[str, Any], answers: Any) -> None:
         try:
             result = getattr(served, call.pop("call"))(**call)
             answer({"result": await result if inspect.isawaitable(result) else result})
-        except Exception as error:  # likewise
+        except Exception as error:  # reported too
             traceback.print_exc()
             answer({"error": f"{type(error).__name__}: {error}"})
     if hasattr(served, "close"):

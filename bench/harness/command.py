@@ -76,7 +76,7 @@ def benchmark(
     """Make a command of a function, which has ``run`` and its own options as parameters.
 
     The function checks the options and returns the settings that each part gets. Its docstring is the help.
-    packages: the distributions whose versions the report states. peers: name to a function that raises
+    packages: the distributions that the report states the versions of. peers: name to a function that raises
     ``PeerAbsent``; called before anything is measured. default: the parts without ``--part``; None: all.
     """
     known_peers = dict(peers or {})

@@ -11,7 +11,7 @@ from moonpool.runtime.reports.report import Row
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound on the rows whose case, metric and peer match these regular expressions.
+    """A bound on the rows with a case, metric and peer that match these regular expressions.
 
     It is a bound on the ratio to the peer; on the value where the row has no ratio.
     """
@@ -61,23 +61,25 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         least(0.85, r"remote/get/(64 × 1 MiB|\d × 64 MiB)", "bandwidth", "the transfer path itself"),
     ),
     "transfer": (
-        least(0.85, r"shm/64KiB/1024/read/checksum-off", "bandwidth", _MACHINE),
-        least(0.55, r"shm/64KiB/1024/read/checksum-on", "bandwidth", _MACHINE),
-        least(0.95, rf"(shm|tcp)/1MiB/64/{_READ_WRITE}/checksum-off", "bandwidth", _MACHINE),
-        least(0.6, rf"(shm|tcp)/1MiB/64/{_READ_WRITE}/checksum-on", "bandwidth", _MACHINE),
-        least(1.3, r"shm/4MiB/64/read/checksum-off", "bandwidth", _MACHINE),
-        least(1.5, r"shm/1MiB/64/read/x2/checksum-off", "bandwidth", _MACHINE),
-        least(0.7, r"ucx/64KiB/1024/read/checksum-off", "bandwidth", _MACHINE),
-        least(0.45, r"ucx/64KiB/1024/read/checksum-on", "bandwidth", _MACHINE),
-        least(0.85, r"ucx/1MiB/64/read/checksum-off", "bandwidth", _MACHINE),
-        least(0.55, r"ucx/1MiB/64/read/checksum-on", "bandwidth", _MACHINE),
-        least(0.7, r"ucx-tcp/1MiB/64/read/checksum-off", "bandwidth", _MACHINE),
-        least(0.45, r"ucx-tcp/1MiB/64/read/checksum-on", "bandwidth", _MACHINE),
-        least(1.8, rf"shm/1MiB/64/{_READ_WRITE}/.*", "bandwidth", "nixl"),
-        least(1.0, rf"shm/1MiB/64/{_READ_WRITE}/.*", "bandwidth", "nixl no-thread"),
-        least(2.0, rf"tcp/1MiB/64/{_READ_WRITE}/.*", "bandwidth", "mooncake"),
-        least(2.5, rf"tcp/1MiB/64/{_READ_WRITE}/.*", "bandwidth", "nixl tcp"),
-        least(300_000.0, r"(shm|ucx)/4KiB/4096/read/.*", "spans"),
+        # (case, bound without checksums, bound with).
+        *(
+            least(bound, f"{case}/checksum-{checksum}", "bandwidth", _MACHINE)
+            for case, off, on in (
+                (r"shm/64KiB/1024/read", 0.85, 0.55),
+                (rf"(shm|tcp)/1MiB/64/{_READ_WRITE}", 0.95, 0.6),
+                (r"shm/4MiB/64/read", 1.3, None),
+                (r"shm/1MiB/64/read/x2", 1.5, None),
+                (r"ucx(-tcp/1MiB/64|/64KiB/1024)/read", 0.7, 0.45),
+                (r"ucx/1MiB/64/read", 0.85, 0.55),
+            )
+            for checksum, bound in (("off", off), ("on", on))
+            if bound is not None
+        ),
+        least(1.8, rf"shm/1MiB/64/{_READ_WRITE}/checksum-off", "bandwidth", "nixl"),
+        least(1.0, rf"shm/1MiB/64/{_READ_WRITE}/checksum-off", "bandwidth", "nixl no-thread"),
+        least(2.0, rf"tcp/1MiB/64/{_READ_WRITE}/checksum-off", "bandwidth", "mooncake"),
+        least(2.5, rf"tcp/1MiB/64/{_READ_WRITE}/checksum-off", "bandwidth", "nixl tcp"),
+        least(300_000.0, r"(shm|ucx)/4KiB/4096/read/checksum-(on|off)", "spans"),
         most(120.0, r".*/note/64B", "latency"),
         most(1.0, r".*/idle", "processor"),
     ),

@@ -108,7 +108,7 @@ class _Index:
         return rows
 
     async def _lookups(self, mirror: IndexMirror, length: int) -> Row:
-        """Chains with a random part known. The limit: a plain dict of key to int, searched likewise."""
+        """Chains with a random part known. The limit: a plain dict of key to int, searched alike."""
         rng = random.Random(length)
         queries = []
         for _ in range(_LOOKUPS):

@@ -59,7 +59,7 @@ _QUICK = {"requests": 8, "output_tokens": 16}
 @click.option("--turn-tokens", default=32, show_default=True, help="load: added by a later turn.")
 @click.option("--seed", type=int, help="Of prompts and arrivals; without it a new one, which is printed.")
 @click.option("--slo-ttft", default=0.0, metavar="SECONDS", help="load: bound of a good request.")
-@click.option("--slo-tpot", default=0.0, metavar="SECONDS", help="load: likewise, per token.")
+@click.option("--slo-tpot", default=0.0, metavar="SECONDS", help="load: the same, per token.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Option of the local cluster.")
 @click.option(
     "--against-set",
