@@ -167,7 +167,7 @@ class Work(_message.Message):
     num_prompt_tokens: _builtins.int
     """those of token_ids that are the prompt"""
     root_key: _builtins.bytes
-    """16 bytes, see kvstore.keys"""
+    """16 bytes, see moonpool.kvstore.blocks.keys"""
     block_keys: _builtins.bytes
     """16 bytes for each full block of token_ids"""
     priority: _builtins.int
@@ -291,7 +291,7 @@ class KvAddress(_message.Message):
     agent: _builtins.bytes
     """transfer.AgentDescriptor, packed"""
     layout_fingerprint: _builtins.bytes
-    """kvstore.KVLayout.fingerprint; only equal layouts exchange blocks"""
+    """KVLayout.fingerprint; only equal layouts exchange blocks"""
     block_nbytes: _builtins.int
     layout: _builtins.str
     """the layout as text"""
@@ -732,7 +732,7 @@ class BlockListing(_message.Message):
     CHANGES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     changes: _builtins.bytes
-    """kvstore.changes: keys by their fastest tier"""
+    """moonpool.kvstore.index.redis.changes: keys by their fastest tier"""
     def __init__(
         self,
         *,
