@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -15,6 +18,7 @@ import pytest_asyncio
 from moonpool.client import Client
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import Config
+from moonpool.runtime.service.child import Child
 
 
 def small_config() -> Config:
@@ -43,6 +47,37 @@ async def eventually(holds: Callable[[], Awaitable[object]], *, timeout_s: float
 def kill(cluster: LocalCluster, name: str) -> None:
     """kill -9, for real."""
     os.kill(cluster.children[name].pid, signal.SIGKILL)
+
+
+async def nodes(client: Client) -> dict[str, dict[str, Any]]:
+    """What the conductor says of each node, by its id."""
+    return {node["node_id"]: node for node in (await client.cluster())["nodes"]}
+
+
+def another(cluster: LocalCluster, name: str, module: str, *options: str) -> Child:
+    """One more process of ``cluster``, not started: a node, or a conductor."""
+    command = [
+        sys.executable,
+        "-m",
+        f"moonpool.{module}",
+        "--config",
+        str(cluster.directory / "cluster.toml"),
+    ]
+    own = ("conductor.port=0",) if module == "conductor" else (f"node.id={name}", "node.port=0")
+    for option in (*own, "node.metrics_port=0", *options):
+        command += ["--set", option]
+    return Child(name, command, cluster.directory / f"{name}.log", sends_json=True)
+
+
+@asynccontextmanager
+async def started(*children: Child) -> AsyncIterator[None]:
+    """All of them ready inside, and ended after."""
+    await asyncio.gather(*(child.start() for child in children))
+    try:
+        await asyncio.gather(*(child.wait_ready(60) for child in children))
+        yield
+    finally:
+        await asyncio.gather(*(child.stop(10) for child in children))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.service.child import Child
-from tests.cluster.conftest import eventually
+from tests.cluster.conftest import another, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,13 +25,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 600, "ignore_eos": Tru
 @pytest_asyncio.fixture(loop_scope="module")
 async def second(cluster: LocalCluster) -> AsyncIterator[Child]:
     """Another conductor on the same Redis, which sees all nodes."""
-    options = ["--config", str(cluster.directory / "cluster.toml"), "--set", "conductor.port=0"]
-    child = Child(
-        "conductor-2",
-        [sys.executable, "-m", "moonpool.conductor", *options],
-        cluster.directory / "conductor-2.log",
-        sends_json=True,
-    )
+    child = another(cluster, "conductor-2", "conductor")
     await child.start()
     await child.wait_ready(60)
     async with Client(str(child.ready["url"])) as client:

@@ -8,7 +8,6 @@ import io
 import json
 import re
 import shutil
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -27,9 +26,8 @@ from moonpool.doctor.finding import Finding
 from moonpool.local.cluster import LocalCluster
 from moonpool.prefill_node.node import PrefillNode
 from moonpool.runtime.config.options import Config
-from moonpool.runtime.service.child import Child
 from moonpool.runtime.service.lifecycle import ServiceContext
-from tests.cluster.conftest import eventually, small_config
+from tests.cluster.conftest import another, eventually, small_config, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -98,8 +96,8 @@ async def misfits(cluster: LocalCluster, relay: Relay, client: Client) -> AsyncI
         f"index.redis_url=unix://{relay.path}",
     )
     children = [
-        child(cluster, "coarse", "prefill_node", "engine.block_size=32"),
-        child(cluster, "apart", "prefill_node", *on_its_own),
+        another(cluster, "coarse", "prefill_node", "engine.block_size=32"),
+        another(cluster, "apart", "prefill_node", *on_its_own),
     ]
     async with started(*children):
 
@@ -108,28 +106,6 @@ async def misfits(cluster: LocalCluster, relay: Relay, client: Client) -> AsyncI
 
         await eventually(all_seen)
         yield
-
-
-@contextlib.asynccontextmanager
-async def started(*children: Child) -> AsyncIterator[None]:
-    await asyncio.gather(*(each.start() for each in children))
-    await asyncio.gather(*(each.wait_ready(60) for each in children))
-    yield
-    await asyncio.gather(*(each.stop(10) for each in children))
-
-
-def child(cluster: LocalCluster, name: str, module: str, *options: str) -> Child:
-    command = [
-        sys.executable,
-        "-m",
-        f"moonpool.{module}",
-        "--config",
-        str(cluster.directory / "cluster.toml"),
-    ]
-    own = ("conductor.port=0",) if module == "conductor" else (f"node.id={name}", "node.port=0")
-    for option in (*own, "node.metrics_port=0", *options):
-        command += ["--set", option]
-    return Child(name, command, cluster.directory / f"{name}.log", sends_json=True)
 
 
 async def doctor(cluster: LocalCluster, *, redis: bool = False) -> list[Finding]:
@@ -207,7 +183,7 @@ async def test_what_does_not_fit_together_is_named(cluster: LocalCluster, misfit
     with (model / "tokenizer.json").open("a") as file:
         file.write("\n")
     options = ("node.metrics_port=0", f"model.path={model}", "model.name=moonpool-demo")
-    async with started(child(cluster, "other", "conductor", *options)):
+    async with started(another(cluster, "other", "conductor", *options)):
         other = await finds(cluster, "conductors", "another tokenizer")
         assert "model.path" in other.advice
 

@@ -6,7 +6,6 @@ import asyncio
 import io
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from itertools import count, islice
@@ -24,9 +23,8 @@ from moonpool.commands.status import cluster_view
 from moonpool.local.cluster import LocalCluster
 from moonpool.prefill_node.node import PrefillNode
 from moonpool.runtime.health.monitor import NodeUnfit
-from moonpool.runtime.service.child import Child
 from moonpool.runtime.service.lifecycle import ServiceContext
-from tests.cluster.conftest import eventually, kill, small_config
+from tests.cluster.conftest import another, eventually, kill, small_config, started
 from tests.dashboard.conftest import CHROMIUM, NEEDS_BROWSER, SCREENSHOTS
 from tests.runtime.health.stand_in import UUID, gpu_stand_in
 
@@ -59,26 +57,11 @@ async def node(cluster: LocalCluster, disk: Path) -> AsyncIterator[str]:
     quick = ("health.interval_s=0.1", "health.bad_readings=2", "health.good_readings=3")
     on_disk = (f"store.ssd.path={disk}", "store.ssd.capacity_nbytes=16MiB", "health.disk_free_nbytes=16MiB")
     children = [
-        more(cluster, "small", "prefill_node", *quick, *on_disk),
-        more(cluster, "poor", "decode_node", *quick, "health.host_memory_free=0.999"),
+        another(cluster, "small", "prefill_node", *quick, *on_disk),
+        another(cluster, "poor", "decode_node", *quick, "health.host_memory_free=0.999"),
     ]
-    await asyncio.gather(*(child.start() for child in children))
-    await asyncio.gather(*(child.wait_ready(60) for child in children))
-    yield "small"
-    await asyncio.gather(*(child.stop(10) for child in children))
-
-
-def more(cluster: LocalCluster, name: str, module: str, *options: str) -> Child:
-    command = [
-        sys.executable,
-        "-m",
-        f"moonpool.{module}",
-        "--config",
-        str(cluster.directory / "cluster.toml"),
-    ]
-    for option in (f"node.id={name}", "node.port=0", "node.metrics_port=0", *options):
-        command += ["--set", option]
-    return Child(name, command, cluster.directory / f"{name}.log", sends_json=True)
+    async with started(*children):
+        yield "small"
 
 
 async def ask(client: Client, number: int) -> str:

@@ -17,8 +17,8 @@ import pytest
 from moonpool.client import Client, Reply
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.service.child import Child
-from tests.cluster.conftest import eventually, small_config
-from tests.cluster.test_ranks import GREEDY, is_back, nodes, serves_exactly, whole
+from tests.cluster.conftest import eventually, nodes, small_config
+from tests.cluster.test_ranks import GREEDY, is_back, serves_exactly, whole
 from tests.processes import children_of
 
 TIMEOUT_S = 2.0

@@ -24,7 +24,7 @@ from moonpool.client import Client, Reply
 from moonpool.commands.status import cluster_view
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.config.options import Config, ParallelOptions
-from tests.cluster.conftest import eventually, small_config
+from tests.cluster.conftest import eventually, nodes, small_config
 from tests.processes import children_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -71,10 +71,6 @@ async def whole(client: Client, prompt: str, **parameters: Any) -> str:
     async for _ in client.complete(prompt, reply, **{**GREEDY, **parameters}):
         pass
     return reply.text
-
-
-async def nodes(client: Client) -> dict[str, dict[str, Any]]:
-    return {node["node_id"]: node for node in (await client.cluster())["nodes"]}
 
 
 def rank_pid(cluster: LocalCluster, name: str) -> int:

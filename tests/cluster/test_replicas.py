@@ -28,7 +28,7 @@ from moonpool.kvstore.index.redis.kv_index import replay
 from moonpool.local.cluster import LocalCluster
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
-from tests.cluster.conftest import eventually, kill, small_config
+from tests.cluster.conftest import eventually, kill, nodes, small_config
 from tests.processes import are_gone, children_of, descendants_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -60,10 +60,6 @@ async def ask(client: Client, prompt: str, **parameters: Any) -> Reply:
 async def summary(client: Client, reply: Reply) -> dict[str, Any]:
     found: dict[str, Any] = (await client.timeline(reply.id))["summary"]
     return found
-
-
-async def nodes(client: Client) -> dict[str, dict[str, Any]]:
-    return {node["node_id"]: node for node in (await client.cluster())["nodes"]}
 
 
 async def replicas(client: Client) -> dict[str, dict[str, Any]]:

@@ -163,7 +163,7 @@ async def test_waiting_for_room_ends_when_the_disk_stalls_and_what_was_required_
     await asyncio.sleep(0.01)
     assert not room.done()
     disk.is_stalled = True
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await room
         await store.room()
         await settled(store)
@@ -186,7 +186,7 @@ async def test_a_flush_ends_when_the_disk_stalls() -> None:
     await asyncio.sleep(0.01)
     assert not flush.done()
     disk.is_stalled = True
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await flush
     assert store.match(chain(20)) == [Tier.HOST] * 20
     await store.close()

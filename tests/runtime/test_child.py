@@ -21,17 +21,17 @@ async def test_ready_line_and_a_clean_stop(tmp_path: Path) -> None:
         "import time; print('warming up'); print('{\"url\": \"here\"}', flush=True); time.sleep(60)", tmp_path
     )
     await child.start()
-    await child.wait_ready(10)
+    await child.wait_ready(60)
     assert child.ready == {"url": "here"}
-    await child.stop(10)
+    await child.stop(60)
     assert child.returncode == -15
-    await child.stop(10)
+    await child.stop(60)
 
 
 async def test_output_after_ready_does_not_block_it(tmp_path: Path) -> None:
     child = python("print('{}', flush=True); print('x' * 1_000_000, flush=True)", tmp_path)
     await child.start()
-    await child.wait_ready(10)
+    await child.wait_ready(60)
     assert await child.wait() == 0
 
 
@@ -39,7 +39,7 @@ async def test_death_before_ready_shows_the_log(tmp_path: Path) -> None:
     child = python("raise SystemExit('out of luck')", tmp_path)
     await child.start()
     with pytest.raises(ChildFailed, match=r"(?s)worker ended with code 1 .*worker\.log:\nout of luck"):
-        await child.wait_ready(10)
+        await child.wait_ready(60)
 
 
 async def test_wait_ready_times_out(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ async def test_wait_ready_times_out(tmp_path: Path) -> None:
     await child.start()
     with pytest.raises(ChildFailed, match="was not ready within 0 s"):
         await child.wait_ready(0.05)
-    await child.stop(10)
+    await child.stop(60)
 
 
 async def test_stop_kills_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ async def test_stop_kills_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
     )
     child = python(program, tmp_path)
     await child.start()
-    await child.wait_ready(10)
+    await child.wait_ready(60)
     await child.stop(0.1)
     assert child.returncode == -9
 
@@ -73,7 +73,7 @@ async def test_stdin_and_messages_after_ready(tmp_path: Path) -> None:
         on_message=heard.append,
     )
     await child.start()
-    await child.wait_ready(10)
+    await child.wait_ready(60)
     assert await child.wait() == 0
     while len(heard) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.01)

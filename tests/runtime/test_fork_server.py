@@ -19,7 +19,7 @@ from moonpool.runtime.service.child import Child
 from moonpool.runtime.service.fork_server import ForkServer
 from moonpool.runtime.service.spawn import spawn
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 MODULE = "tests.runtime.fork_target"
 PRELOAD = {MODULE: ["xml.dom.minidom"]}
 
@@ -61,7 +61,7 @@ async def facts_of(*words: str, **environment: str) -> dict[str, Any]:
 
 def is_gone(pid: int) -> bool:
     try:
-        psutil.wait_procs([psutil.Process(pid)], timeout=20)
+        psutil.wait_procs([psutil.Process(pid)], timeout=60)
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True

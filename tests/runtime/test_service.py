@@ -64,7 +64,7 @@ def test_ready_then_drain() -> None:
         assert ready == {"ready": True, "role": "test-node", "pid": daemon.pid, "node_id": "a"}
         daemon.send_signal(signal.SIGTERM)
         assert line(daemon) == "drained"
-        assert daemon.wait(10) == 0
+        assert daemon.wait(60) == 0
 
 
 def test_second_signal_cancels_a_drain() -> None:
@@ -73,7 +73,7 @@ def test_second_signal_cancels_a_drain() -> None:
         daemon.send_signal(signal.SIGTERM)
         assert line(daemon) == "drained"
         daemon.send_signal(signal.SIGTERM)
-        assert daemon.wait(10) == 1
+        assert daemon.wait(60) == 1
 
 
 def test_wrong_option_ends_with_a_sentence() -> None:
@@ -89,7 +89,7 @@ def test_a_tied_child_dies_with_a_killed_parent() -> None:
     with start(PARENT) as parent:
         child = psutil.Process(int(line(parent)))
         parent.kill()
-        parent.wait(10)
+        parent.wait(60)
         psutil.wait_procs([child], timeout=60)
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
