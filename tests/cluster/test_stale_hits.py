@@ -122,6 +122,6 @@ async def test_index_verify_finds_and_repairs_what_a_real_cluster_has_wrong(
     assert code == 1, text
     assert "--repair" in text
     code, text = await command("--repair")
-    assert (code, "put right: " in text) == (1, True), text
+    assert (code, "corrected: " in text) == (1, True), text
     code, text = await command()
     assert code == 0, text
