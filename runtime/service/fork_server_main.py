@@ -27,7 +27,7 @@ _NUM_FILES = 4  # the status socket, stdin, stdout, stderr
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Run ``module`` as ``python -m`` would. ``directory``: the working directory. ``parent``: who asks."""
+    """Run ``module`` as ``python -m`` would, in ``directory``. ``parent``: the process that asks."""
 
     module: str
     arguments: list[str]
