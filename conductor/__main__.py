@@ -26,7 +26,7 @@ from moonpool.runtime.config.options import Config
 from moonpool.runtime.machine.description import commit_here, describe_machine, versions_of
 from moonpool.runtime.service.lifecycle import ServiceContext, run_service
 
-log = logging.getLogger("conductor")  # __name__ is __main__ here
+log = logging.getLogger("moonpool.conductor")  # __name__ is __main__ here
 
 # Packages that affect how it serves.
 _PACKAGES = ("aiohttp", "grpcio", "protobuf", "redis", "hiredis", "orjson", "uvloop", "tokenizers", "numpy")

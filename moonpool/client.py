@@ -33,7 +33,8 @@ class Client:
     """``async with Client(url)``. Every method raises ``ApiError``: no answer, or an error of the API."""
 
     def __init__(self, url: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.url = url.rstrip("/")
+        # The base URL of OpenAI clients, which ends in /v1, is accepted too.
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._clock = clock
         self._session = aiohttp.ClientSession(
             read_bufsize=1 << 22,  # an event of /v1/live is one line

@@ -43,8 +43,10 @@ def exit_on_error(command: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         _exit(error, 2)
-    except (MoonpoolError, OSError) as error:
+    except MoonpoolError as error:
         _exit(error, 1)
+    except OSError as error:
+        _exit(f"{error.filename}: {error.strerror}" if error.filename else error, 1)
     except ModuleNotFoundError as error:
         for extra, (_, modules) in _EXTRAS.items():
             if error.name is not None and error.name.startswith(modules):
@@ -52,7 +54,7 @@ def exit_on_error(command: str) -> Iterator[None]:
         raise
 
 
-def _exit(error: Exception, code: int) -> None:
+def _exit(error: Exception | str, code: int) -> None:
     print(f"moonpool: {error}", file=sys.stderr)
     sys.exit(code)
 

@@ -23,7 +23,7 @@ _STYLES = {
 
 
 _TEXTS = ("node", "role", "state", "host", "pid", "ranks", "joined in")
-_FIGURES = ("running", "waiting", "queued tokens", "pool blocks used", "host blocks", "disk blocks", "placed")
+_FIGURES = ("running", "waiting", "queued tokens", "pool in use", "host blocks", "disk blocks", "placed")
 
 
 @click.command("status")

@@ -56,8 +56,16 @@ class Rates:
 
 
 async def show_top(client: Client, console: Console) -> None:
-    """Redraw until interrupted; retry a conductor that does not answer."""
+    """Redraw until interrupted; retry a conductor that does not answer. Not on a terminal: print once.
+
+    Raises:
+        ApiError: not on a terminal, and the conductor did not answer.
+    """
     rates = Rates()
+    if not console.is_terminal:
+        async with contextlib.aclosing(client.live()) as snapshots:
+            console.print(top_view(client.url, await anext(snapshots), rates))
+        return
     with Live(Text(f"waiting for {client.url}"), console=console, auto_refresh=False, screen=True) as view:
         while True:
             try:

@@ -65,7 +65,7 @@ class LocalCluster:
         self.directory = directory or Path()  # chosen in start
         self.redis: RedisServer | None = None
         self.children: dict[str, Child] = {}
-        self._remove_directory = directory is None
+        self._made_directory = self._remove_directory = directory is None
         self._restart = restart
         self._report = report
         self._loaded = loaded
@@ -122,6 +122,8 @@ class LocalCluster:
             await self.redis.stop()
         if self._remove_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
+        elif self._made_directory:
+            self._report(f"something failed: the logs are kept in {self.directory}")
 
     async def restart(self, name: str) -> None:
         """Restart a child that has ended; returns when it is ready."""

@@ -156,7 +156,9 @@ async def evict_command(client: StoreClient, names: tuple[str, ...], everything:
         raise click.UsageError("name the objects to drop, or give --all")
     wanted = [each.name for each in await client.ls()] if everything else list(names)
     num_removed = await client.batch_remove(wanted)
-    messages.print(f"{num_removed} of {len(wanted)} objects dropped")
+    missing = len(wanted) - num_removed
+    absent = f"; {missing} did not exist" if missing else ""
+    messages.print(f"{num_removed} of {len(wanted)} objects dropped{absent}")
     return 0 if num_removed == len(wanted) else 1
 
 

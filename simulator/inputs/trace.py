@@ -61,7 +61,7 @@ def load_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> list[TraceReq
                     requests.append(_request(where, line, block_tokens))
                     _check_chain(where, requests[-1].block_ids, parents)
     except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise TraceInvalid(f"{path} cannot be read: {error}") from error
+        raise TraceInvalid(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not requests:
         raise TraceInvalid(f"{path} has no requests")
     return sorted(requests, key=lambda request: request.arrival_s)
