@@ -187,13 +187,18 @@ async def test_replicas_are_drawn_inside_their_node(page: Page, cluster: LocalCl
     )
     async with Client(cluster.url) as client:
         (first,) = [one for one in (await client.cluster())["nodes"] if one["node_id"] == "prefill-0"]
-    os.kill(first["replicas"][1]["pid"], signal.SIGKILL)
-    await expect(node).to_have_class(re.compile("warn"), timeout=60_000)
-    await expect(node).to_contain_text("1 of 2 serve")
-    # It is its node that lacks something, and no node that has gone.
-    await expect(page.locator("#nodes tbody tr", has_text="prefill-0.1").locator(".bad")).to_have_count(
-        0, timeout=60_000
-    )
+    # The node would start the replica again before the page shows that it is gone.
+    os.kill(cluster.children["prefill-0"].pid, signal.SIGSTOP)
+    try:
+        os.kill(first["replicas"][1]["pid"], signal.SIGKILL)
+        await expect(node).to_have_class(re.compile("warn"), timeout=60_000)
+        await expect(node).to_contain_text("1 of 2 serve")
+        # The node lacks a replica; it is not a node that is gone.
+        await expect(page.locator("#nodes tbody tr", has_text="prefill-0.1").locator(".bad")).to_have_count(
+            0, timeout=60_000
+        )
+    finally:
+        os.kill(cluster.children["prefill-0"].pid, signal.SIGCONT)
     await expect(node).to_have_class(re.compile("good"), timeout=60_000)
 
 

@@ -40,6 +40,8 @@ asyncio.run(main())
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> ForkServer:
+    # Some tests leave the repository's folder, and the module that is run is not installed.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     server = ForkServer(PRELOAD)
     monkeypatch.setattr(fork_server_module, "_current", server)
     return server
@@ -72,7 +74,6 @@ async def test_it_is_what_exec_would_have_made(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(tmp_path)
     forked = await facts_of("1", COLOUR="green")
     monkeypatch.setattr(fork_server_module, "_current", None)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     executed = await facts_of("1", COLOUR="green")
     assert forked["preloaded"]
     assert not executed["preloaded"]
