@@ -40,6 +40,7 @@ def test_lru_on_the_trace_is_what_its_readme_says() -> None:
 
 
 @needs_trace
+@pytest.mark.slow
 @pytest.mark.parametrize(("capacity", "least"), [(1_000, 0.08), (10_000, 0.24)])
 def test_the_prefix_policy_reaches_its_hit_rates_on_the_trace(capacity: int, least: float) -> None:
     assert replay(recorded(), "prefix", capacity).hit_rate >= least

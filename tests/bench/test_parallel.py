@@ -37,6 +37,7 @@ def test_a_plan_that_is_none_is_refused() -> None:
     assert "two is not TP,PP or TP,PP,CP" in result.output
 
 
+@pytest.mark.slow
 def test_steps_of_two_ranks(tmp_path: Path) -> None:
     plot_path = tmp_path / "plot.png"
     arguments = ["--plan", "2,1", "--plan", "1,1,2", "--part", "steps", "--plot", str(plot_path)]

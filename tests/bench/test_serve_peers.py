@@ -10,6 +10,8 @@ from moonpool.bench.harness.peers import PeerFailed
 from moonpool.bench.serve.peers.contestants import transformers_peer
 from moonpool.runtime.config.options import ModelOptions
 
+pytestmark = pytest.mark.slow  # each starts a Python with transformers
+
 
 async def test_transformers_generates_in_a_process_of_its_own() -> None:
     pytest.importorskip("transformers")

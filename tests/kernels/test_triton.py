@@ -47,6 +47,7 @@ def test_triton_forms_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow  # 18 s on both cores
 def test_what_is_served_compiles_for_a_hopper() -> None:
     """No spills, shared memory within bounds, tensor cores by warp groups, loads of 16 bytes, and as many
     programs on a multiprocessor as the launch table counts on."""
