@@ -137,8 +137,16 @@ def measure_environment(
         versions_of(packages),
         commit_here(),
         date.isoformat(timespec="seconds"),
-        command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command or _command_line(),
     )
+
+
+def _command_line() -> str:
+    """This process's command, as a user would type it."""
+    program = Path(sys.argv[0]).name
+    if program == "__main__.py":  # python -m PACKAGE
+        return shlex.join(["python", *sys.orig_argv[1:]])
+    return shlex.join([program, *sys.argv[1:]])
 
 
 def write(report: Report, path: Path) -> None:
