@@ -31,9 +31,9 @@ from tests.processes import children_of
 SECRET = "as long as it is the same"
 
 
-def rank_host(port: int, name: str, log: Path | None) -> Child:
+def rank_host(port: int, name: str, log: Path | None, *options: str) -> Child:
     command = [sys.executable, "-m", "moonpool.engine.ranks.hosts.daemon", "--leader", f"127.0.0.1:{port}"]
-    for item in (f"node.id={name}", f"transfer.secret={SECRET}"):
+    for item in (f"node.id={name}", f"transfer.secret={SECRET}", *options):
         command += ["--set", item]
     return Child(name, command, log, sends_json=True)
 

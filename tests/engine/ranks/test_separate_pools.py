@@ -232,7 +232,7 @@ async def two_machines(
 
     async def come() -> Child:
         await door.opened.wait()
-        child = rank_host(door.port, "transfer.transports=local,tcp")
+        child = rank_host(door.port, "far", None, "transfer.transports=local,tcp")
         await child.start()
         return child
 
