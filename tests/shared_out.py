@@ -41,7 +41,8 @@ TOGETHER = {
 
 def num_workers(cores: int, free_nbytes: int) -> int:
     """Workers for a machine; 0: the tests run in pytest's own process."""
-    workers = min(cores, free_nbytes // WORKER_NBYTES, MOST_WORKERS)
+    # One more than cores: tests also wait, for processes, disks and deadlines.
+    workers = min(cores + 1 if cores > 1 else 1, free_nbytes // WORKER_NBYTES, MOST_WORKERS)
     return workers if workers > 1 else 0
 
 
