@@ -114,7 +114,8 @@ def test_clusters_keep_to_half_of_the_workers_while_there_is_something_else(
 
 
 @pytest.mark.parametrize(
-    ("cores", "free_gib", "workers"), [(1, 64, 0), (2, 20, 3), (2, 6, 2), (2, 5, 0), (64, 256, 8), (64, 14, 4)]
+    ("cores", "free_gib", "workers"),
+    [(1, 64, 0), (2, 20, 3), (2, 6, 2), (2, 5, 0), (64, 256, 8), (64, 14, 4)],
 )
 def test_workers_are_as_many_as_cores_and_memory_allow(cores: int, free_gib: int, workers: int) -> None:
     assert num_workers(cores, free_gib * GIB) == workers
