@@ -51,13 +51,14 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", MODULE, *words]
 
 
-async def facts_of(*words: str, **environment: str) -> dict[str, Any]:
-    process = await spawn(command("facts", *words), environment={**os.environ, **environment})
+async def facts_of(code: str, **environment: str) -> dict[str, Any]:
+    """What a process says that ends with ``code``, if it is not killed before."""
+    process = await spawn(command("facts", code), environment={**os.environ, **environment})
     assert process.stdout is not None
     facts: dict[str, Any] = json.loads(await process.stdout.readline())
     assert facts["pid"] == process.pid
     process.kill()
-    assert await process.wait() in (0, -signal.SIGKILL)
+    assert await process.wait() in (int(code), -signal.SIGKILL)
     return facts
 
 
