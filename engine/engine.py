@@ -19,7 +19,7 @@ from moonpool.engine.batching.scheduler import Scheduler
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State
 from moonpool.engine.batching.step_plan import StepEvent
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.weights import fingerprint
+from moonpool.engine.checkpoint.fingerprint import fingerprint
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.device import Device
 from moonpool.engine.errors import DuplicateSequence, EngineClosed, RankLost

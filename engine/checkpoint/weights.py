@@ -7,7 +7,6 @@ import logging
 import mmap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ Part = tuple[slice, ...]
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _MAX_HEADER_NBYTES = 100 << 20
-_SAMPLE_NBYTES = 4096
-_NUM_SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ class Checkpoint:
         self._part = part
         self._entries: dict[str, _Entry] = {}
         self._maps: dict[Path, mmap.mmap] = {}
-        for file in _shards(path):
+        for file in weight_files(path):
             self._entries.update(_read_header(path, file))
         self._nbytes_total = self._nbytes_done = 0
         self._unread: set[str] = set()
@@ -131,27 +128,8 @@ class Checkpoint:
         return nbytes * _DTYPES[entry.dtype].itemsize
 
 
-def fingerprint(path: Path) -> bytes:
-    """Return a 16-byte name of the weights, equal on every host for equal files.
-
-    Hashes size, header and sample pages of each file, in milliseconds for any size.
-    """
-    digest = blake2b(digest_size=16, person=b"moonpool-model")
-    for file in [path / "config.json", *_shards(path)]:
-        try:
-            with file.open("rb") as data:
-                nbytes = file.stat().st_size
-                digest.update(f"{file.name}:{nbytes}:".encode())
-                for i in range(_NUM_SAMPLES + 1):
-                    data.seek(max(0, nbytes - _SAMPLE_NBYTES) * i // _NUM_SAMPLES)
-                    digest.update(data.read(_SAMPLE_NBYTES))
-        except OSError as error:
-            raise CheckpointError(path, f"{file.name} cannot be read: {error}") from error
-    return digest.digest()
-
-
-def _shards(path: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files in order of their names."""
+def weight_files(path: Path) -> list[Path]:
+    """Return the checkpoint's safetensors files in order of their names. Raises CheckpointError."""
     index = path / "model.safetensors.index.json"
     if index.exists():
         try:

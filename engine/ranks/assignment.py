@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.weights import fingerprint
+from moonpool.engine.checkpoint.fingerprint import fingerprint
 from moonpool.engine.errors import RankRefused
 from moonpool.engine.execution.logit_rows import LOGIT_ROWS
 from moonpool.engine.sharding.expert_placement import ExpertPlacement

@@ -26,6 +26,12 @@ from moonpool.runtime.machine.processor import processor_name
 log = logging.getLogger(__name__)
 
 
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/moonpool, by default ~/.cache/moonpool. It need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "moonpool"
+
+
 class BuildFailed(MoonpoolError):
     """A library could not be compiled. Its fallback is used; nothing else is affected."""
 
@@ -69,14 +75,13 @@ class CompiledLibrary:
         return [*self.flags, *os.environ.get("CXXFLAGS", "").split()]
 
     def path(self, compiler: Compiler) -> Path:
-        """The library's file: under $XDG_CACHE_HOME/moonpool, by default ~/.cache/moonpool."""
+        """The library's file, below ``cache_folder()``."""
         digest = hashlib.sha256()
         for file in sorted([*self.folder.glob("*.h"), *self.folder.glob("*.cpp")]):
             digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
         for fact in (compiler.identity(), processor_name(), " ".join(self._flags())):
             digest.update(fact.encode() + b"\0")
-        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        return Path(base) / "moonpool" / self.name / f"{self.name}-{digest.hexdigest()[:20]}.so"
+        return cache_folder() / self.name / f"{self.name}-{digest.hexdigest()[:20]}.so"
 
     def build(self) -> Path:
         """Compile the library if necessary and return its path.

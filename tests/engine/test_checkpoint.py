@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from moonpool.engine.checkpoint import fingerprint as fingerprints
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.weights import Checkpoint, fingerprint
+from moonpool.engine.checkpoint.fingerprint import fingerprint
+from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.engine import Engine
 from moonpool.engine.errors import CheckpointError, PoolTooSmall, UnsupportedModel
 from moonpool.engine.sharding.tensor_slices import expected_tensors
@@ -234,6 +237,52 @@ def test_the_fingerprint_names_the_weights(copy) -> None:
     assert fingerprint(path) == fingerprint(same)
     edit_tensors(same, lambda t: t.update({"model.norm.weight": t["model.norm.weight"] + 1}))
     assert fingerprint(path) != fingerprint(same)
+
+
+@pytest.fixture
+def hashed(monkeypatch, tmp_path) -> list[str]:
+    """The names of the files whose bytes are read, in order."""
+    names: list[str] = []
+    read = fingerprints._hash
+    monkeypatch.setattr(fingerprints, "_hash", lambda file: names.append(file.name) or read(file))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return names
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_any_byte_changes_the_fingerprint_and_bytes_are_read_once(
+    tmp_path, hashed, monkeypatch, read_only
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(ModelOptions().directory, path)
+    (path / ".moonpool-fingerprint").unlink(missing_ok=True)
+    file = path / "model.safetensors"
+    if read_only:  # also for root
+        (path / ".moonpool-fingerprint").mkdir()
+    os.utime(file, ns=(1, 1))
+    before = fingerprint(path)
+    assert fingerprint(path) == before
+    assert hashed == ["model.safetensors"]
+    # Among the bytes of a large file, few pages of which would be a sample.
+    with file.open("r+b") as data:
+        data.seek(file.stat().st_size * 37 // 100)
+        byte = data.read(1)
+        data.seek(-1, os.SEEK_CUR)
+        data.write(bytes([byte[0] ^ 1]))
+    assert fingerprint(path) != before
+    # Just changed, and so perhaps not for the last time: not kept.
+    assert fingerprint(path) != before
+    assert hashed == ["model.safetensors"] * 3
+
+
+def test_damaged_hashes_are_made_again(copy, hashed) -> None:
+    path = copy()
+    os.utime(path / "model.safetensors", ns=(1, 1))
+    expected = fingerprint(path)
+    for damage in ("", "[1]", '{"model.safetensors:1:1:1": "00"}'):
+        (path / ".moonpool-fingerprint").write_text(damage)
+        assert fingerprint(path) == expected
+    assert len(hashed) == 4
 
 
 def test_impossible_options_are_refused(make_checkpoint) -> None:
