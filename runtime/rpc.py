@@ -1,17 +1,18 @@
-"""gRPC servers and channels: limits, keepalive, request ids, and the mapping of errors."""
+"""gRPC servers and channels: limits, keepalive, request ids, ranges of numbers, and the mapping of errors."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 
 from moonpool.runtime.errors import MoonpoolError, NodeUnavailable, PortInUse, RemoteError
+from moonpool.runtime.number_checks import NumberOutOfRange, check_message
 from moonpool.runtime.observing import tracing
 from moonpool.runtime.observing.log import request_id
 
@@ -53,8 +54,9 @@ Servicer = tuple[Callable[[Any, Any], None], object]
 async def serve(servicers: Sequence[Servicer], host: str, port: int) -> tuple[grpc.aio.Server, int]:
     """Start a server for pairs of ``(add_XServicer_to_server, servicer)``; return it and its port (0: any).
 
-    A ``MoonpoolError`` raised by a method becomes its ``code`` with its text as details; any other exception
-    is logged and becomes INTERNAL.
+    A request with a number out of its range is refused before a method sees it. A ``MoonpoolError`` raised
+    by a method becomes its ``code`` with its text as details; any other exception is logged and becomes
+    INTERNAL.
 
     Raises:
         PortInUse: another process listens there.
@@ -71,8 +73,12 @@ async def serve(servicers: Sequence[Servicer], host: str, port: int) -> tuple[gr
 
 
 def channel(address: str) -> grpc.aio.Channel:
-    """A channel to ``host:port``; it connects on first use and reconnects after failures."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    """A channel to ``host:port``; it connects on first use and reconnects after failures.
+
+    A reply with a number out of its range raises ``NumberOutOfRange``; ``node_errors`` converts it.
+    """
+    channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return cast(grpc.aio.Channel, _CheckedChannel(channel))
 
 
 def request_metadata() -> tuple[tuple[str, str], ...]:
@@ -97,6 +103,58 @@ def node_errors(node_id: str) -> Iterator[None]:
             reason = details if status == "UNAVAILABLE" else f"{status.lower()}: {details}"
             raise NodeUnavailable(node_id, reason) from error
         raise RemoteError(node_id, kind, status, details) from error
+    except NumberOutOfRange as error:
+        raise RemoteError(node_id, type(error).__name__, "DATA_LOSS", f"its reply: {error}") from error
+
+
+class _CheckedChannel:
+    """A channel whose calls check their replies. No interceptor: see ``request_metadata``."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    async def __aenter__(self) -> grpc.aio.Channel:
+        return cast(grpc.aio.Channel, self)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close(None)
+
+    def unary_unary(self, *args: Any, **options: Any) -> Callable[..., _CheckedCall]:
+        method = self._channel.unary_unary(*args, **options)
+        return lambda *request, **about: _CheckedCall(method(*request, **about))
+
+    def unary_stream(self, *args: Any, **options: Any) -> Callable[..., _CheckedCall]:
+        method = self._channel.unary_stream(*args, **options)
+        return lambda *request, **about: _CheckedCall(method(*request, **about))
+
+
+class _CheckedCall:
+    """A call in progress: awaited or iterated."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._replies: AsyncIterator[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        reply = yield from self._call.__await__()
+        check_message(reply)
+        return reply
+
+    def __aiter__(self) -> _CheckedCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._replies is None:
+            self._replies = aiter(self._call)
+        reply = await anext(self._replies)
+        check_message(reply)
+        return reply
 
 
 def _value(metadata: Any, key: str) -> str:
@@ -132,6 +190,7 @@ def _unary(behaviour: Any, method: str, about: str, parent: str) -> Callable[[An
         request_id.set(about)
         try:
             with tracing.server_span(_short(method), parent), _logged(method, about):
+                check_message(request)
                 return await behaviour(request, context)
         except grpc.aio.AbortError:
             raise
@@ -146,6 +205,7 @@ def _stream(behaviour: Any, method: str, about: str, parent: str) -> Callable[[A
         request_id.set(about)
         try:
             with tracing.server_span(_short(method), parent), _logged(method, about):
+                check_message(request)
                 async for response in behaviour(request, context):
                     yield response
         except grpc.aio.AbortError:

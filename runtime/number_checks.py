@@ -1,0 +1,174 @@
+"""Ranges of the numbers that other processes send: by RPC, HTTP, Redis and ZeroMQ.
+
+``BY_FIELD`` has a range for every ``float`` and ``double`` of the services' messages, and for integers that
+may not use their whole type. A test finds fields without one. ``check_message`` applies it; the RPC boundary
+does so for every request and reply. Records in other formats use ``number`` and ``integer``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from moonpool.runtime.errors import MoonpoolError
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """From ``low`` to ``high``, both included. NaN is in no range."""
+
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        return f"from {self.low:.15g} to {self.high:.15g}"
+
+
+class NumberOutOfRange(MoonpoolError):
+    """A number that another process sent is not finite or not in its range. Nothing has been done with it."""
+
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, value: object, allowed: Range, kind: str = "a number") -> None:
+        super().__init__(f"{field} must be {kind} {allowed}, got {str(value)[:64]}")
+        self.field = field
+
+
+# Leases, waits and limits: what a process is asked to do for so long.
+DURATION_S = Range(0.0, 30 * 86_400.0)
+# Differences of two clock readings; parts that overlap may make one negative.
+MEASURED_S = Range(-1e9, 1e9)
+UNIX_S = Range(0.0, 1e11)  # until the year 5138
+NBYTES = Range(0, 1 << 60)
+NBYTES_PER_S = Range(0.0, 1e15)
+COUNT = Range(0, (1 << 53) - 1)  # what JSON readers keep exactly
+FINITE = Range(-1.7976931348623157e308, 1.7976931348623157e308)
+_COST_S = Range(0.0, 1e6)
+_LOGPROB = Range(-math.inf, 1e-3)  # -inf: the token was forbidden
+
+BY_FIELD: Mapping[str, Range] = {
+    "moonpool.Sampling.temperature": Range(0.0, 100.0),
+    "moonpool.Sampling.top_p": Range(0.0, 1.0),
+    "moonpool.Sampling.top_k": Range(-1, (1 << 31) - 1),
+    "moonpool.Sampling.min_p": Range(0.0, 1.0),
+    "moonpool.Sampling.presence_penalty": Range(-2.0, 2.0),
+    "moonpool.Sampling.frequency_penalty": Range(-2.0, 2.0),
+    "moonpool.Sampling.repetition_penalty": Range(0.0, 100.0),
+    "moonpool.Sampling.logit_bias": Range(-100.0, 100.0),
+    "moonpool.Sampling.num_logprobs": Range(-1, 1 << 20),
+    "moonpool.Work.deadline_unix_s": UNIX_S,
+    "moonpool.Work.patience_s": DURATION_S,
+    "moonpool.Work.tenant_cached_nbytes": NBYTES,
+    "moonpool.TokenLogprobs.logprob": _LOGPROB,
+    "moonpool.TokenLogprobs.top_logprobs": _LOGPROB,
+    "moonpool.Stretch.ago_s": MEASURED_S,
+    "moonpool.Stretch.seconds": MEASURED_S,
+    "moonpool.KvAddress.block_nbytes": NBYTES,
+    "moonpool.BlockSpans.offset": NBYTES,
+    "moonpool.ExpertLoadReply.skew": Range(0.0, 1e9),
+    "moonpool.Profile.prefill_base_s": _COST_S,
+    "moonpool.Profile.prefill_token_s": _COST_S,
+    "moonpool.Profile.prefill_attention_s": _COST_S,
+    "moonpool.Profile.decode_base_s": _COST_S,
+    "moonpool.Profile.decode_sequence_s": _COST_S,
+    "moonpool.Profile.decode_context_s": _COST_S,
+    "moonpool.Profile.host_load_nbytes_per_s": NBYTES_PER_S,
+    "moonpool.Profile.ssd_load_nbytes_per_s": NBYTES_PER_S,
+    "moonpool.LeaseRequest.ttl_s": DURATION_S,
+    "moonpool.ReplicateReply.seconds": MEASURED_S,
+    "moonpool.PrefillReply.queued_s": MEASURED_S,
+    "moonpool.PrefillReply.fetch_s": MEASURED_S,
+    "moonpool.PrefillReply.compute_s": MEASURED_S,
+    "moonpool.PrefillReply.load_s": MEASURED_S,
+    "moonpool.KvReceived.seconds": MEASURED_S,
+    "moonpool.ObjectInfo.nbytes": NBYTES,
+    "moonpool.ObjectInfo.shape": NBYTES,
+    "moonpool.BeginRequest.ttl_s": DURATION_S,
+    "moonpool.OpenRequest.ttl_s": DURATION_S,
+    "moonpool.OpenObject.first_chunk": NBYTES,
+    "moonpool.CopyReply.seconds": MEASURED_S,
+}
+
+
+def number(field: str, value: object, allowed: Range) -> float:
+    """``value``, a number in range, as a float. ``field`` is for the error. Raises ``NumberOutOfRange``."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or value not in allowed:
+        raise NumberOutOfRange(field, value, allowed)
+    return float(value)
+
+
+def integer(field: str, value: object, allowed: Range) -> int:
+    """``value``, which must be an integer in range. Raises ``NumberOutOfRange``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
+        raise NumberOutOfRange(field, value, allowed, "an integer")
+    return value
+
+
+def check_message(message: Message) -> None:
+    """Check every number of a message and of the messages in it. Raises ``NumberOutOfRange``."""
+    if (plan := _plan(message.DESCRIPTOR)) is not None:
+        plan.check(message)
+
+
+class _Plan:
+    """What to check in messages of a type: (name, full name, range) of numbers, (name, plan) of messages."""
+
+    __slots__ = ("many_messages", "many_numbers", "messages", "numbers")
+
+    def __init__(self) -> None:
+        self.numbers: list[tuple[str, str, Range]] = []
+        self.many_numbers: list[tuple[str, str, Range]] = []
+        self.messages: list[tuple[str, _Plan]] = []
+        self.many_messages: list[tuple[str, _Plan]] = []
+
+    def check(self, message: Any) -> None:
+        for name, field, allowed in self.numbers:
+            if (value := getattr(message, name)) not in allowed:
+                raise NumberOutOfRange(field, value, allowed)
+        for name, field, allowed in self.many_numbers:
+            values = getattr(message, name)
+            for value in values.values() if hasattr(values, "values") else values:
+                if value not in allowed:
+                    raise NumberOutOfRange(field, value, allowed)
+        for name, plan in self.messages:
+            if message.HasField(name):
+                plan.check(getattr(message, name))
+        for name, plan in self.many_messages:
+            for each in getattr(message, name):
+                plan.check(each)
+
+
+_plans: dict[str, _Plan | None] = {}
+
+
+def _plan(descriptor: Any) -> _Plan | None:
+    """The plan of a message type; None: there is nothing to check. No message contains its own type."""
+    name: str = descriptor.full_name
+    if name not in _plans:
+        plan = _Plan()
+        for field in descriptor.fields:
+            _add(plan, field)
+        useful = plan.numbers or plan.many_numbers or plan.messages or plan.many_messages
+        _plans[name] = plan if useful else None
+    return _plans[name]
+
+
+def _add(plan: _Plan, field: Any) -> None:
+    entry = field.message_type
+    repeated = field.is_repeated
+    if entry is not None and not entry.GetOptions().map_entry:
+        if (inner := _plan(entry)) is not None:
+            (plan.many_messages if repeated else plan.messages).append((field.name, inner))
+        return
+    value = field if entry is None else entry.fields_by_name["value"]
+    # Without a range of its own a number must at least be finite.
+    fallback = FINITE if value.cpp_type in (value.CPPTYPE_DOUBLE, value.CPPTYPE_FLOAT) else None
+    if (allowed := BY_FIELD.get(field.full_name, fallback)) is not None:
+        (plan.many_numbers if repeated else plan.numbers).append((field.name, field.full_name, allowed))
