@@ -35,6 +35,16 @@ def test_documented_example_is_valid() -> None:
     assert documented == set(Row.__dataclass_fields__)
 
 
+def test_committed_results_name_their_command_and_commit() -> None:
+    results = Path(__file__).parents[2] / "bench" / "results"
+    files = sorted(results.glob("*.json"))
+    assert files
+    for file in files:
+        environment = report.read(file).environment
+        assert "moonpool bench" in environment.command, file.name
+        assert re.fullmatch("[0-9a-f]{7,40}", environment.commit), f"{file.name}: uncommitted changes"
+
+
 def test_written_report_is_read_back(tmp_path: Path) -> None:
     written = Report(ENVIRONMENT, [FULL, Row("case", "ttft", 0.01, "s")])
     report.write(written, tmp_path / "report.json")
