@@ -47,7 +47,7 @@ class GenerateRequest:
     request_id: str  # unique among requests in flight
     prompt_token_ids: npt.NDArray[np.int32]  # [num_prompt_tokens], at least one
     sampling: SamplingParams
-    priority: int = 0  # lower runs first
+    priority: int = 0  # among the requests of its tenant: lower runs first
     deadline_s: float | None = None  # seconds from now; None: conductor.request_timeout_s
     tenant: str = ""  # ``Tenant.salt``: prefixes are shared only within one
     client: Tenant = ANYONE  # the tenant with the limits and weight

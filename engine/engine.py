@@ -316,7 +316,7 @@ class Engine:
         return self._take_blocks(sequence)
 
     async def reserved(self, sequence: Sequence) -> None:
-        """Wait until ``reserve`` succeeds, in order of (priority, arrival).
+        """Wait until ``reserve`` succeeds, in the order of turns.
 
         Raises as ``add``; EngineClosed also when the engine stops meanwhile. After an error or a cancellation
         the sequence has no blocks.

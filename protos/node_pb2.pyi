@@ -171,12 +171,12 @@ class Work(_message.Message):
     block_keys: _builtins.bytes
     """16 bytes for each full block of token_ids"""
     priority: _builtins.int
-    """lower runs first"""
+    """lower runs first, among the requests of its tenant"""
     deadline_unix_s: _builtins.float
     attempt: _builtins.int
     """0 at first, plus one for each new placement; it identifies late messages"""
     patience_s: _builtins.float
-    """requests of equal priority that arrive within this time may run first"""
+    """requests that arrive within this time may run first"""
     tenant: _builtins.str
     """the tenant that its cached blocks count for; "": none"""
     tenant_cached_nbytes: _builtins.int

@@ -3,43 +3,62 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from moonpool.runtime import turns
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    tenant: str
+    rank: tuple[Any, ...]
+    order: tuple[Any, ...]
+    granted: asyncio.Future[None]
 
 
 class BatchQueue:
-    """A lock with an order: waiters get it by (priority, order), the smallest first, then by arrival."""
+    """A lock with an order: waiters get it by ``order_s``, the smallest first.
+
+    A ``priority`` (lower first) exchanges turns with waiters of the same tenant only.
+    """
 
     def __init__(self) -> None:
         self._taken = False
         self._count = 0
-        self._waiters: list[tuple[int, float, int, asyncio.Future[None]]] = []
+        self._waiters: list[_Waiter] = []
         self._notified: asyncio.Future[None] | None = None
 
     @property
     def num_waiting(self) -> int:
-        return sum(not waiter.done() for *_, waiter in self._waiters)
+        return len(self._waiters)
 
     @asynccontextmanager
-    async def turn(self, priority: int, order_s: float, unless: asyncio.Future[None]) -> AsyncIterator[None]:
+    async def turn(
+        self, tenant: str, priority: int, order_s: float, unless: asyncio.Future[None]
+    ) -> AsyncIterator[None]:
         """Hold the lock. When ``unless`` is done first, the body runs without it: the caller must check.
 
         A cancelled waiter leaves the queue as if it had never been there.
         """
         if self._taken and not unless.done():
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiters, (priority, order_s, self._count, waiter))
+            order = (order_s, self._count)
+            granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiter = _Waiter(tenant, (priority, *order), order, granted)
             self._count += 1
+            turns.join(self._waiters, waiter)
             try:
-                await asyncio.wait((waiter, unless), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((granted, unless), return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError:
-                if waiter.done():
+                if granted.done():
                     self._pass_on()  # the turn and the cancellation came together
-                waiter.cancel()
+                else:
+                    self._waiters.remove(waiter)
                 raise
-            if not waiter.done():
-                waiter.cancel()
+            if not granted.done():
+                self._waiters.remove(waiter)
                 yield
                 return
         self._taken = True
@@ -59,10 +78,6 @@ class BatchQueue:
             self._notified.set_result(None)
 
     def _pass_on(self) -> None:
-        self._taken = False
-        while self._waiters:
-            *_, waiter = heapq.heappop(self._waiters)
-            if not waiter.done():
-                self._taken = True  # no newcomer may take the lock before this waiter runs
-                waiter.set_result(None)
-                return
+        self._taken = bool(self._waiters)  # no newcomer may take the lock before the next waiter runs
+        if self._waiters:
+            self._waiters.pop(0).granted.set_result(None)

@@ -141,8 +141,9 @@ class RequestRun:
         if not self._request.batch or begun:
             return await self._start(await self._decide(), begun=begun)
         queue, fair_share = self._deps.batch_queue, self._deps.fair_share
-        order_s = self._started_s + fair_share.delay_s(self._request.client.name, self._started_s)
-        async with queue.turn(placer.priority, order_s, unless=self._aborted):
+        client = self._request.client.name
+        order_s = self._started_s + fair_share.delay_s(client, self._started_s)
+        async with queue.turn(client, placer.priority, order_s, unless=self._aborted):
             while not placer.is_idle_enough(placement := await self._decide()):
                 await queue.wait(_LOOK_AGAIN_S)
             return await self._start(placement, begun=False)

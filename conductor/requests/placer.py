@@ -20,7 +20,8 @@ from moonpool.protos import node_pb2
 # The request's deadline must fire before the call's: a call that times out looks like a dead node.
 _CALL_MARGIN_S = 1.0
 
-# On a node, batch requests come after all interactive ones, ordered by their own priority.
+# On a node, batch requests come after all interactive ones: after those of other tenants by their lag, after
+# those of their own by priority.
 _BATCH_PRIORITY = 1 << 30
 _BATCH_LAG_S = 1e6
 # Batch requests start only while the next prefill would begin at once and a step is well within its SLO, so
@@ -194,7 +195,7 @@ class RequestPlacer:
 
     @property
     def priority(self) -> int:
-        """Priority on the nodes: lower runs first, and is preempted last."""
+        """Priority among the requests of its tenant on a node: lower runs first, and is preempted last."""
         most = _BATCH_PRIORITY // 2
         asked = max(-most, min(self._request.priority, most))
         return asked + _BATCH_PRIORITY if self._request.batch else asked

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from bisect import insort
 from collections.abc import Callable
 
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.errors import EngineClosed
+from moonpool.runtime import turns
 
 
 class Reservations:
-    """A queue by (priority, arrival). ``take``: allocates a sequence's blocks, or returns False."""
+    """A queue in the order of turns. ``take``: allocates a sequence's blocks, or returns False."""
 
     def __init__(self, take: Callable[[Sequence], bool], give_back: Callable[[Sequence], None]) -> None:
         self._take = take
         self._give_back = give_back
-        self._queue: list[tuple[Sequence, asyncio.Future[None]]] = []
+        self._queue: list[Sequence] = []
+        self._granted: dict[Sequence, asyncio.Future[None]] = {}  # of those in the queue
         self._closed = False
 
     def __len__(self) -> int:
@@ -25,7 +26,7 @@ class Reservations:
     @property
     def first(self) -> Sequence | None:
         """The next sequence to get blocks."""
-        return self._queue[0][0] if self._queue else None
+        return self._queue[0] if self._queue else None
 
     async def wait(self, sequence: Sequence) -> None:
         """Wait until the sequence has its blocks. Raises EngineClosed when the queue is closed meanwhile.
@@ -33,13 +34,14 @@ class Reservations:
         After an error or a cancellation the sequence has no blocks.
         """
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (sequence, granted)
-        insort(self._queue, entry, key=lambda e: e[0].order)
+        self._granted[sequence] = granted
+        turns.join(self._queue, sequence)
         try:
             await granted
         except asyncio.CancelledError:
-            if entry in self._queue:
-                self._queue.remove(entry)
+            if sequence in self._granted:
+                del self._granted[sequence]
+                self._queue.remove(sequence)
             if granted.done() and not granted.cancelled():
                 # Granted and cancelled in one turn of the loop.
                 self._give_back(sequence)
@@ -50,15 +52,17 @@ class Reservations:
     def grant(self) -> None:
         """Allocate blocks for sequences in order, until there is no room for the first."""
         while self._queue:
-            sequence, granted = self._queue[0]
+            sequence = self._queue[0]
+            granted = self._granted[sequence]
             if not granted.done():
                 if not self._take(sequence):
                     return
                 granted.set_result(None)
-            self._queue.pop(0)
+            del self._queue[0], self._granted[sequence]
 
     def close(self) -> None:
         self._closed = True
-        for _, granted in self._queue:
+        for granted in self._granted.values():
             granted.cancel()
         self._queue.clear()
+        self._granted.clear()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable
 from operator import attrgetter
 
 from moonpool.engine.batching.sequence import FinishReason, Sequence, State, TokenLogprobs
 from moonpool.engine.batching.step_plan import Chunk, StepEvent, StepOutput, StepPlan
 from moonpool.engine.memory.block_pool import BlockPool
+from moonpool.runtime import turns
 
 _order = attrgetter("order")
 
@@ -16,10 +17,11 @@ _order = attrgetter("order")
 class Scheduler:
     """Continuous batching with chunked prefill, over a BlockPool. Pure bookkeeping, one thread.
 
-    Every step has all decoding sequences; prompts get the rest of the token budget, oldest first. A prompt is
-    admitted with all its blocks, so a running prefill never waits for one. When a decoding sequence needs a
-    block and none is free, the last sequence by (priority, arrival) is preempted: it loses its blocks and is
-    computed again later. Its sealed blocks stay cached, so that usually costs little.
+    Every step has all decoding sequences; prompts get the rest of the token budget, oldest first. A prompt
+    is admitted with all its blocks, so a running prefill never waits for one. When a decoding sequence
+    needs a block and none is free, the last sequence is preempted: it loses its blocks and is computed
+    again later. A sequence's priority orders it among those of its tenant only. Its sealed blocks stay
+    cached, so that usually costs little.
     """
 
     def __init__(self, pool: BlockPool, *, max_batch_size: int, max_batch_tokens: int, max_len: int) -> None:
@@ -58,7 +60,7 @@ class Scheduler:
         else:
             queue = self.waiting
         sequence.state = State.WAITING
-        insort(queue, sequence, key=_order)
+        turns.join(queue, sequence)
 
     def take_blocks(self, sequence: Sequence, num_tokens: int, max_hit_tokens: int) -> bool:
         """Allocate blocks for ``num_tokens`` tokens, at most ``max_hit_tokens`` of them cached.
@@ -263,14 +265,14 @@ class Scheduler:
         return preempted
 
     def _preempt(self) -> Sequence:
-        victim = max(self.decoding + self.prefilling, key=_order)
+        victim = turns.last(self.decoding + self.prefilling)
         self._remove(victim)
         self._strip(victim)
         victim.prompt_rows.clear()
         victim.num_preemptions += 1
         self.num_preemptions += 1
         victim.state = State.WAITING
-        insort(self.waiting, victim, key=_order)
+        turns.join(self.waiting, victim)
         return victim
 
     def _drop_last_block(self, sequence: Sequence) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +53,8 @@ class Sequence:
     block_table[i]: the pool block of tokens [i * block_size, (i + 1) * block_size). num_computed_tokens:
     leading tokens with their KV in the pool. num_cached_tokens: tokens found in caches at first admission.
 
-    Sequences are ordered by (priority, arrived_s + patience_s). The last one is preempted first.
+    ``order`` is the sequence's turn: arrived_s + patience_s, until it is exchanged with one of the same
+    tenant, whose sequences run by ``rank`` (see ``runtime.turns``). The last one is preempted first.
     """
 
     def __init__(
@@ -74,8 +76,9 @@ class Sequence:
     ) -> None:
         """``keys`` may be shorter than the full blocks of ``token_ids``; the rest is hashed when needed.
 
-        ``arrived_s``: by the engine's clock. Sequences of the same priority that arrive within ``patience_s``
-        may go first. With ``prompt_logprobs`` all prompt tokens are computed, without the prefix cache.
+        ``arrived_s``: by the engine's clock. Sequences that arrive within ``patience_s`` may go first.
+        ``priority``: among those of its tenant, lower first. With ``prompt_logprobs`` all prompt tokens are
+        computed, without the prefix cache.
         """
         tokens = np.asarray(token_ids, dtype=np.int32)
         assert tokens.ndim == 1
@@ -94,7 +97,8 @@ class Sequence:
         self.priority = priority
         self.deadline_unix_s = deadline_unix_s
         self.arrived_s = arrived_s
-        self.order = (priority, arrived_s + patience_s, request_id, attempt)
+        self.order: tuple[Any, ...] = (arrived_s + patience_s, request_id, attempt)
+        self.rank: tuple[Any, ...] = (priority, *self.order)
         self.tenant = tenant  # owner of its cached blocks
         self.prompt_logprobs = prompt_logprobs
         self.prompt_rows: list[TokenLogprobs] = []  # of the prompt tokens computed so far, if requested

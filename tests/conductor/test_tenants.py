@@ -124,15 +124,16 @@ async def test_batch_turns_come_by_priority_then_order() -> None:
     queue, came = BatchQueue(), list[str]()
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def take(name: str, priority: int, order_s: float) -> None:
-        async with queue.turn(priority, order_s, unless=never):
+    async def take(name: str, priority: int, order_s: float, tenant: str = "a") -> None:
+        async with queue.turn(tenant, priority, order_s, unless=never):
             came.append(name)
 
-    async with asyncio.TaskGroup() as group, queue.turn(0, 0.0, unless=never):
+    async with asyncio.TaskGroup() as group, queue.turn("a", 0, 0.0, unless=never):
         for name, priority, order_s in (("late", 1, 2.0), ("urgent", 0, 9.0), ("early", 1, 1.0)):
             group.create_task(take(name, priority, order_s))
-        await until_waiting(queue, 3)
-    assert came == ["urgent", "early", "late"]
+        group.create_task(take("other", 5, 1.5, tenant="b"))
+        await until_waiting(queue, 4)
+    assert came == ["urgent", "other", "early", "late"]
 
 
 async def test_who_is_cancelled_or_aborted_at_the_door_holds_nobody_up() -> None:
@@ -142,10 +143,10 @@ async def test_who_is_cancelled_or_aborted_at_the_door_holds_nobody_up() -> None
     aborted: asyncio.Future[None] = loop.create_future()
 
     async def take(unless: asyncio.Future[None]) -> None:
-        async with queue.turn(0, 0.0, unless=unless):
+        async with queue.turn("a", 0, 0.0, unless=unless):
             pass
 
-    async with queue.turn(0, 0.0, unless=never):
+    async with queue.turn("a", 0, 0.0, unless=never):
         cancelled, thrown_out, third = (asyncio.create_task(take(f)) for f in (never, aborted, never))
         await until_waiting(queue, 3)
         cancelled.cancel()
@@ -153,5 +154,5 @@ async def test_who_is_cancelled_or_aborted_at_the_door_holds_nobody_up() -> None
         await thrown_out
         assert queue.num_waiting == 1
     await asyncio.wait_for(third, 60)
-    async with asyncio.timeout(60), queue.turn(0, 0.0, unless=never):
+    async with asyncio.timeout(60), queue.turn("a", 0, 0.0, unless=never):
         pass

@@ -27,7 +27,13 @@ def next_token(tokens: np.ndarray) -> int:
 
 
 def sequence(
-    name: str, prompt: list[int], max_tokens: int, priority: int, arrived_s: float, patience_s: float = 0.0
+    name: str,
+    prompt: list[int],
+    max_tokens: int,
+    priority: int,
+    arrived_s: float,
+    patience_s: float = 0.0,
+    tenant: str = "",
 ) -> Sequence:
     return Sequence(
         name,
@@ -39,6 +45,7 @@ def sequence(
         priority=priority,
         arrived_s=arrived_s,
         patience_s=patience_s,
+        tenant=tenant,
     )
 
 
@@ -114,6 +121,7 @@ REQUESTS = st.lists(
         st.lists(st.integers(0, 1), min_size=1, max_size=20),  # prompt
         st.integers(1, 12),  # max_tokens
         st.integers(0, 1),  # priority
+        st.sampled_from(["", "a"]),  # tenant
         st.integers(0, 15),  # step it arrives at
         st.one_of(st.none(), st.integers(0, 40)),  # step it is cancelled at
     ),
@@ -128,9 +136,9 @@ def test_nothing_is_dropped_repeated_or_leaked(requests, num_blocks, max_batch_s
     cluster = Cluster(num_blocks, max_batch_size)
     sequences = {}
     for step in range(80):
-        for i, (prompt, max_tokens, priority, arrives, cancelled) in enumerate(requests):
+        for i, (prompt, max_tokens, priority, tenant, arrives, cancelled) in enumerate(requests):
             if arrives == step:
-                sequences[i] = sequence(f"r{i}", prompt, max_tokens, priority, float(step))
+                sequences[i] = sequence(f"r{i}", prompt, max_tokens, priority, float(step), tenant=tenant)
                 cluster.scheduler.add(sequences[i])
             if cancelled == step and i in sequences and sequences[i].state is not State.FINISHED:
                 cluster.scheduler.finish(sequences[i], FinishReason.CANCELLED, cluster.events)
@@ -161,6 +169,31 @@ def test_admission_is_by_priority_then_arrival() -> None:
     cluster.run()
     finished = [e.sequence.request_id for e in cluster.events if e.finish_reason]
     assert finished == ["r2", "r0", "r1", "r3"]
+
+
+def test_a_priority_is_heard_by_its_own_tenant_only() -> None:
+    cluster = Cluster(num_blocks=32, max_batch_size=1)
+    asked = [("a", 0), ("b", 0), ("a", 0), ("a", -9), ("b", -1)]
+    for i, (tenant, priority) in enumerate(asked):
+        cluster.scheduler.add(sequence(f"{tenant}{i}", [i] * 6, 2, priority, float(i), tenant=tenant))
+    cluster.run()
+    finished = [e.sequence.request_id for e in cluster.events if e.finish_reason]
+    assert finished == ["a3", "b4", "a0", "a2", "b1"]
+
+
+def test_a_priority_preempts_nobody_elses() -> None:
+    def preempted(*priorities: int) -> list[str]:
+        cluster = Cluster(num_blocks=12, max_batch_size=3)
+        for i, (tenant, priority) in enumerate(zip("aba", priorities, strict=True)):
+            name = f"{tenant}{i}"
+            cluster.scheduler.add(sequence(name, [i] * 6, 20, priority, float(i), tenant=tenant))
+        cluster.run()
+        return [event.sequence.request_id for event in cluster.events if event.preempted]
+
+    plain, bold = preempted(0, 0, 0), preempted(0, 5, -9)
+    assert plain[0] == "a2"
+    assert bold[0] == "a0", "its own tenant's"
+    assert [name[0] for name in bold] == [name[0] for name in plain]
 
 
 def test_a_patient_one_lets_those_pass_that_come_in_time() -> None:
