@@ -105,10 +105,10 @@ class LocalCluster:
             # Report the child that failed, not those that were stopped for it.
             raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
         for name in self.children:
-            self._watchers[name] = asyncio.create_task(self._watch(name))
+            self._start_watching(name)
 
     async def wait_broken(self) -> None:
-        """Wait until the conductor ends by itself; raises its ``ChildFailed``."""
+        """Wait until the cluster cannot go on; raises the error: ``ChildFailed`` if the conductor ended."""
         await asyncio.shield(self._broken)
 
     async def stop(self) -> None:
@@ -133,7 +133,7 @@ class LocalCluster:
             await self._start_child(self.children[name])
         if watcher := self._watchers.get(name):
             watcher.cancel()
-        self._watchers[name] = asyncio.create_task(self._watch(name))
+        self._start_watching(name)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -217,6 +217,20 @@ class LocalCluster:
             return set()  # it may not answer before it has read the index
         return {node["node_id"] for node in cluster["nodes"] if node["state"] in ("ready", "unhealthy")}
 
+    def _start_watching(self, name: str) -> None:
+        watcher = self._watchers[name] = asyncio.create_task(self._watch(name), name=f"watch {name}")
+        watcher.add_done_callback(self._watcher_ended)
+
+    def _watcher_ended(self, watcher: asyncio.Task[None]) -> None:
+        """Without its watcher a child would die unseen."""
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        if not self._broken.done():
+            self._broken.set_exception(error)
+            self._broken.exception()  # retrieved: wait_broken need not be called
+
     async def _watch(self, name: str) -> None:
         """Report a child's end; restart it if configured, at most ``RESTARTS`` times."""
         child = self.children[name]
@@ -235,5 +249,4 @@ class LocalCluster:
         self._report(str(failure))
         # The cluster serves without a node, and without Redis, but not without the conductor.
         if name == "conductor":
-            self._broken.set_exception(failure)
-            self._broken.exception()  # retrieved: wait_broken need not be called
+            self._break(failure)

@@ -24,7 +24,7 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
     Ctrl-C or SIGTERM stops every process in order, a second one at once.
 
     Raises:
-        MoonpoolError: something did not start, the conversation failed, or the conductor died.
+        MoonpoolError: something did not start, the conductor died, or the conversation failed with ``once``.
     """
     began_s = time.perf_counter()
 
@@ -59,12 +59,15 @@ async def up(config: Config, console: Console, *, once: bool) -> int:
             async with Client(cluster.url) as client:
                 try:
                     turns = await hold_conversation(client, console)
-                except ApiError:
+                    console.print()
+                    console.print(turns_table(turns))
+                except ApiError as error:
                     console.print()
                     report(f"the conversation failed; the logs are in {cluster.directory}")
-                    raise
-            console.print()
-            console.print(turns_table(turns))
+                    if once:
+                        raise
+                    # As any request may, while nodes are started again.
+                    report(str(error))
             console.print()
             if once:
                 return 0
@@ -85,7 +88,7 @@ def _print_urls(cluster: LocalCluster, console: Console) -> None:
         ("API", f"{url}/v1"),
         ("dashboard", f"{url}/"),
         ("metrics", f"{url}/metrics"),
-        *((child.name, child.ready["metrics_url"]) for child in cluster.nodes),
+        *((child.name, child.ready.get("metrics_url", "not ready")) for child in cluster.nodes),
         ("logs", str(cluster.directory)),
     ]
     for name, where in lines:

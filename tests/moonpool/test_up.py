@@ -100,3 +100,28 @@ def test_a_killed_node_is_started_again(cluster: subprocess.Popen[str]) -> None:
     while decode_pid() in (None, before):
         assert time.monotonic() < deadline, "the new decode-0 is not in the cluster"
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_node_killed_in_the_first_conversation_is_started_again() -> None:
+    command = [*UP[: UP.index("--decode")], "--decode", "2"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            read_until(process, "you ")
+            victims = [
+                child
+                for child in psutil.Process(process.pid).children(recursive=True)
+                if "node.id=decode-1" in " ".join(child.cmdline())
+            ]
+            assert len(victims) == 1
+            victims[0].kill()
+            seen = read_until(process, "Serving.")
+            if "decode-1 is ready" not in seen:
+                seen += read_until(process, "decode-1 is ready")
+            assert "decode-1 ended with code -9: starting it again" in seen
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
