@@ -84,17 +84,6 @@ class TooLittleMemory(LocalClusterError):
         )
 
 
-class ModelMissing(LocalClusterError):
-    """The directory is not a checkpoint. Nothing has been started."""
-
-    def __init__(self, directory: Path, reason: str) -> None:
-        super().__init__(
-            f"{directory} {reason}: name a Hugging Face checkpoint directory (config.json, tokenizer.json, "
-            "*.safetensors) with --model"
-        )
-        self.directory = directory
-
-
 class IndexUnreachable(LocalClusterError):
     """The configured Redis does not answer. Nothing has been started."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from moonpool.conductor.text.checkpoint_json import read_json
 from moonpool.kvstore.blocks.layout import DTYPE_NBYTES, KVLayout
+from moonpool.runtime.config.model_directory import read_model_config
 from moonpool.runtime.errors import ConfigError
 
 
@@ -33,12 +34,7 @@ class ServedModel:
         Raises:
             ConfigError: the file is missing, is not JSON or lacks a field; ``max_model_len`` is beyond it.
         """
-        config, generation = read_json(path / "config.json"), read_json(path / "generation_config.json")
-        if not config:
-            raise ConfigError(
-                f"{path / 'config.json'} does not exist: model.path must be a checkpoint directory",
-                "model.path",
-            )
+        config, generation = read_model_config(path), read_json(path / "generation_config.json")
         try:
             num_heads = int(config["num_attention_heads"])
             longest = int(config["max_position_embeddings"])

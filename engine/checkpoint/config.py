@@ -10,6 +10,7 @@ from typing import Any
 
 from moonpool.engine.checkpoint.rope import RopeConfig
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
+from moonpool.runtime.config.model_directory import read_model_config
 
 # Defaults of transformers for fields that config.json omits, by family.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -93,11 +94,11 @@ class ModelConfig:
     def from_checkpoint(cls, path: Path | str) -> ModelConfig:
         """Read config.json (fields of transformers 5 and older) and generation_config.json.
 
-        Raises CheckpointError for unreadable or contradictory files, UnsupportedModel for features the engine
-        lacks. Both name the field.
+        Raises ModelMissing without a config.json, CheckpointError for unreadable or contradictory files,
+        UnsupportedModel for features the engine lacks. The latter two name the field.
         """
         path = Path(path)
-        raw = _read_json(path, "config.json")
+        raw = read_model_config(path)
         family = raw.get("model_type")
         if family not in _FAMILY_DEFAULTS:
             known = ", ".join(_FAMILY_DEFAULTS)
@@ -167,12 +168,8 @@ class _ConfigReader:
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
-    if not path.is_dir():
-        raise CheckpointError(path, "is not a directory")
     try:
         value = json.loads((path / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(path, f"has no {name}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(path, f"{name} cannot be read: {error}") from error
     if not isinstance(value, dict):

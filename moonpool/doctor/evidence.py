@@ -76,6 +76,16 @@ class Evidence:
         """The entries with a name in the index: the replicas of a node that has several, else the node."""
         return [holder for node in self.nodes for holder in holders(dict(node))]
 
+    @property
+    def ended(self) -> dict[str, str]:
+        """The nodes that ended without notice, among the latest events, and how: the end of a sentence."""
+        how = {"lapsed": "was gone: its lease lapsed", "restarted": "ended and was started again"}
+        return {
+            event["node"]: how[event["text"]]
+            for event in self.live.get("events", ())
+            if event["kind"] == "left" and event["text"] in how
+        }
+
     def page(self, holder: Mapping[str, Any]) -> Page:
         """Return the samples of this holder; empty if its page could not be read."""
         replica = holder.get("replica")

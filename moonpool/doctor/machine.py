@@ -14,13 +14,12 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-import psutil
-
 from moonpool.doctor.finding import Finding
 from moonpool.errors import ExtraMissing, LocalClusterError, has_extra
 from moonpool.local.node_configs import pools_nbytes
-from moonpool.local.preflight import check_memory, check_model
+from moonpool.local.preflight import available_nbytes, check_memory, check_model
 from moonpool.local.redis_server import find_redis
+from moonpool.runtime.config.model_directory import ModelMissing
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.gpu import nvml_report
 from moonpool.runtime.health.monitor import HealthMonitor
@@ -61,31 +60,20 @@ def model(config: Config) -> Finding:
     directory = config.model.directory
     try:
         check_model(directory)
-    except LocalClusterError as error:
+    except ModelMissing as error:
         return Finding("model", "missing", str(directory), str(error))
     nbytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return Finding("model", "ok", f"{directory}, {nbytes / 2**20:.0f} MiB of weights")
 
 
 def memory(config: Config) -> Finding:
-    fact = f"{psutil.virtual_memory().available / 2**30:.1f} GiB free"
+    # Pools are anonymous or memfds: the size of /dev/shm does not limit them.
+    fact = f"{available_nbytes() / 2**30:.1f} GiB free, {pools_nbytes(config) / 2**30:.1f} GiB for pools"
     try:
         check_memory(config)
     except LocalClusterError as error:
         return Finding("memory", "missing", fact, str(error))
     return Finding("memory", "ok", fact)
-
-
-def shared_memory(config: Config) -> Finding:
-    try:
-        free = shutil.disk_usage("/dev/shm").free
-    except FileNotFoundError:
-        return Finding("/dev/shm", "slow", "absent", "mount a tmpfs there")
-    needed, fact = pools_nbytes(config), f"{free / 2**30:.1f} GiB free"
-    if free < needed:
-        advice = f"the nodes' pools need {needed / 2**30:.1f} GiB; in a container: --shm-size"
-        return Finding("/dev/shm", "slow", fact, advice)
-    return Finding("/dev/shm", "ok", fact)
 
 
 # Read one byte of the parent process, as a node reads another's pool.
@@ -183,5 +171,5 @@ def disk(config: Config) -> Finding:
 
 
 _Check = Callable[[Config], Finding]
-_ENGINE_CHECKS: tuple[_Check, ...] = (compiler, redis, model, memory, shared_memory, threads)
+_ENGINE_CHECKS: tuple[_Check, ...] = (compiler, redis, model, memory, threads)
 _CHECKS: tuple[_Check, ...] = (peer_memory, host_health, open_files, huge_pages, clock, disk)

@@ -28,7 +28,7 @@ def check_paths(evidence: Evidence) -> Iterator[Finding]:
     found: list[Finding] = []
     for route in routes:
         found += _same_host(route, nodes[route["source"]], nodes[route["target"]])
-        found += _failing(route)
+        found += _failing(route, nodes, evidence)
     found += _slower_than_others(routes)
     for node in evidence.holders:
         found += _of_node(node, evidence)
@@ -50,22 +50,31 @@ def _same_host(route: Route, source: Mapping[str, Any], target: Mapping[str, Any
         advice = f"transfer.transports of {', '.join(lacking)} lacks shm: leave it at its default ({default})"
     else:
         advice = (
-            "shm failed or was slower: in containers they need one /dev/shm and PID namespace, or --cap-add "
-            "SYS_PTRACE (kernel.yama.ptrace_scope=0); `moonpool doctor` on that host says which"
+            "shm failed or was slower: containers need one network namespace, and one PID namespace or "
+            "--cap-add SYS_PTRACE (kernel.yama.ptrace_scope=0); `moonpool doctor` on that host says which"
         )
     fact = f"goes by {route['transport']} though both are on one host ({_bandwidth(route)} while moving)"
     yield Finding(_pair(route), "slow", fact, advice)
 
 
-def _failing(route: Route) -> Iterator[Finding]:
+def _failing(route: Route, nodes: Mapping[str, Mapping[str, Any]], evidence: Evidence) -> Iterator[Finding]:
     tries = route["transfers"] + route["failures"]
-    if route["failures"] > _MAX_FAILURE_FRACTION * tries:
-        yield Finding(
-            _pair(route),
-            "wrong",
-            f"{route['failures']} of {tries} reads failed; their blocks were computed instead",
-            "the reader's log has each cause; do both have the same transfer.secret and transfer.tls?",
-        )
+    if route["failures"] <= _MAX_FAILURE_FRACTION * tries:
+        return
+    fact = f"{route['failures']} of {tries} reads failed; their blocks were computed instead"
+    ended = evidence.ended
+    for name in (route["source"], route["target"]):
+        if nodes[name].get("state") == "unreachable" or name in ended:
+            how = "cannot be reached" if nodes[name].get("state") == "unreachable" else ended[name]
+            yield Finding(
+                _pair(route),
+                "slow",
+                f"{fact}. {name} {how}: reads fail when one of the two ends",
+                f"see the log of {name} for why; nothing to do here unless reads fail while both run",
+            )
+            return
+    advice = "the reader's log has each cause; do both have the same transfer.secret and transfer.tls?"
+    yield Finding(_pair(route), "wrong", fact, advice)
 
 
 def _slower_than_others(routes: Sequence[Route]) -> Iterator[Finding]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
+import resource
 import socket
 from pathlib import Path
 
-import psutil
 from redis.exceptions import RedisError
 
-from moonpool.errors import IndexUnreachable, ModelMissing, TooLittleMemory
+from moonpool.errors import IndexUnreachable, TooLittleMemory
 from moonpool.kvstore.errors import StoreError
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.local.node_configs import pools_nbytes
+from moonpool.runtime.config.model_directory import ModelMissing, read_model_config
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import PortInUse
+from moonpool.runtime.health.host import HostWatch
 from moonpool.runtime.machine.gpus import computes_on_gpus
 
 _REDIS_S = 5.0
@@ -33,15 +34,9 @@ async def check_before_start(config: Config) -> None:
 
 def check_model(directory: Path) -> None:
     """Raise ``ModelMissing`` if ``directory`` is not a checkpoint."""
-    if not directory.is_dir():
-        raise ModelMissing(directory, "is not a directory")
-    for name in ("config.json", "tokenizer.json"):
-        if not (directory / name).is_file():
-            raise ModelMissing(directory, f"has no {name}")
-    try:
-        json.loads((directory / "config.json").read_bytes())
-    except ValueError as error:
-        raise ModelMissing(directory, f"has a config.json that is not JSON ({error})") from error
+    read_model_config(directory)
+    if not (directory / "tokenizer.json").is_file():
+        raise ModelMissing(directory, "has no tokenizer.json")
     if not any(directory.glob("*.safetensors")):
         raise ModelMissing(directory, "has no *.safetensors")
 
@@ -64,9 +59,16 @@ def check_memory(config: Config) -> None:
     lent = config.store.host.capacity_nbytes + config.store_node.object_nbytes
     pools = 0 if computes_on_gpus(config) else pools_nbytes(config)
     needed = pools + config.cluster.store * lent
-    available = psutil.virtual_memory().available
+    available = available_nbytes()
     if needed > available:
         raise TooLittleMemory(needed, available)
+
+
+def available_nbytes() -> int:
+    """Return the memory that pools may take: of the machine, the container, and the process (ulimit -v)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    available = HostWatch().read().memory_available_nbytes
+    return available if limit == resource.RLIM_INFINITY else min(available, limit)
 
 
 async def check_redis(url: str) -> None:

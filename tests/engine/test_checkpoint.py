@@ -21,6 +21,7 @@ from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.engine import Engine
 from moonpool.engine.errors import CheckpointError, PoolTooSmall, UnsupportedModel
 from moonpool.engine.sharding.tensor_slices import expected_tensors
+from moonpool.runtime.config.model_directory import ModelMissing
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
 from moonpool.runtime.errors import ConfigError
 
@@ -217,9 +218,9 @@ def test_missing_files_are_named(copy, tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"has no model.safetensors"):
         check(path)
     (path / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no config.json"):
+    with pytest.raises(ModelMissing, match=r"has no config.json"):
         ModelConfig.from_checkpoint(path)
-    with pytest.raises(CheckpointError, match="is not a directory"):
+    with pytest.raises(ModelMissing, match="is not a directory"):
         ModelConfig.from_checkpoint(tmp_path / "nowhere")
 
 

@@ -48,7 +48,7 @@ def test_impossible_number_of_nodes() -> None:
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    stderr = sentence_of(moonpool("up", "--model", str(tmp_path)), 1)
+    stderr = sentence_of(moonpool("up", "--model", str(tmp_path)), 2)
     assert f"{tmp_path} has no config.json" in stderr
     assert "--model" in stderr
 
@@ -100,7 +100,7 @@ def test_doctor_looks_at_everything() -> None:
     for what in (
         "python",
         "redis",
-        "/dev/shm",
+        "memory",
         "process_vm_readv",
         "open files",
         "disk",
@@ -108,3 +108,15 @@ def test_doctor_looks_at_everything() -> None:
         "GPU",
     ):
         assert what in done.stdout
+
+
+@pytest.mark.slow
+def test_daemons_refuse_a_wrong_model_path_alike(tmp_path: Path) -> None:
+    """With the code of a wrong option, so that a supervisor does not start them again."""
+    path = tmp_path / "nowhere"
+    for command in ("conductor", "prefill-node", "decode-node"):
+        done = moonpool(
+            command, "--set", f"model.path={path}", "--set", "index.redis_url=redis://127.0.0.1:1"
+        )
+        assert done.returncode == 2, done.stderr
+        assert f"{path} is not a directory: set model.path (--model) to a Hugging Face" in done.stderr

@@ -115,8 +115,34 @@ def test_a_pair_far_below_the_others_or_that_fails_is_told() -> None:
     assert "100 MB/s" in slow.fact
     (failing,) = check_paths(evidence(*nodes, live={"routes": [route("a", "d", 1e9, failures=30)]}))
     assert failing.state == "wrong"
+    assert "transfer.secret" in failing.advice
     (well,) = check_paths(evidence(*nodes, live={"routes": routes[:2]}))
     assert well.state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("state", "events", "truth"),
+    [
+        (
+            "ready",
+            [("left", "a", "lapsed"), ("joined", "a", "prefill at h:1")],
+            "a was gone: its lease lapsed",
+        ),
+        ("ready", [("left", "b", "restarted")], "b ended and was started again"),
+        ("unreachable", [], "a cannot be reached"),
+    ],
+)
+def test_reads_that_failed_because_a_node_ended_are_no_question_of_secrets(
+    state: str, events: list[tuple[str, str, str]], truth: str
+) -> None:
+    live = {
+        "routes": [route("a", "b", 1e9, failures=30)],
+        "events": [{"kind": kind, "node": name, "text": text} for kind, name, text in events],
+    }
+    (failing,) = check_paths(evidence(node("a", state=state), node("b"), live=live))
+    assert truth in failing.fact
+    assert "secret" not in failing.advice
+    assert failing.state == "slow"
 
 
 def test_clocks_and_options_that_differ_are_told() -> None:
