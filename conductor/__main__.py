@@ -41,7 +41,9 @@ async def main(config: Config, service: ServiceContext) -> None:
         name=config.model.served_name,
         max_model_len=config.model.max_model_len,
     )
-    conductor = Conductor(model, config.conductor, config.index)
+    conductor = Conductor(
+        model, config.conductor, config.index, peer_host=config.node.host, peer_port=config.node.port
+    )
     server = ApiServer(await asyncio.to_thread(make_context, config, path, conductor))
     # Listen first: a port in use is a common error, and nothing needs undoing then.
     await server.start()

@@ -17,7 +17,6 @@ from moonpool.conductor.admission.fair_share import FairShare
 from moonpool.conductor.admission.limits import Admission
 from moonpool.conductor.admission.rejection import REJECTIONS
 from moonpool.conductor.coordination.arbitration import Arbitration
-from moonpool.conductor.coordination.bookings import Bookings
 from moonpool.conductor.coordination.other_conductors import OtherConductors
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.fleet.node_status import node_status
@@ -63,10 +62,14 @@ class Conductor:
         options: ConductorOptions,
         index: IndexOptions,
         *,
+        peer_host: str = "127.0.0.1",
+        peer_port: int = 0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """``clock`` must run with the event loop's time. Raises ``ConfigError`` without a Redis URL."""
+        """``clock`` must run with the event loop's time. Other conductors connect to ``peer_host`` and
+        ``peer_port`` (0: a free one). Raises ``ConfigError`` without a Redis URL.
+        """
         if not index.redis_url:
             raise ConfigError("index.redis_url is empty: say where the index is", "index.redis_url")
         self.model = model
@@ -76,8 +79,6 @@ class Conductor:
         conductor_id = f"conductor-{uuid.UUID(int=rng.getrandbits(128)).hex[:12]}"
         self._redis = connect(index.redis_url)
         kv_index = KVIndex(self._redis, index.namespace)
-        self._other_conductors = OtherConductors(kv_index, conductor_id)
-        self.describe(model=model.name, block_size=model.block_size, policy=options.policy)
         registry = NodeRegistry(
             kv_index,
             index.lease_ttl_s,
@@ -88,13 +89,18 @@ class Conductor:
             clock=clock,
             rng=rng,
         )
+        arbitration = Arbitration(
+            registry, conductor_id, lease_ttl_s=index.lease_ttl_s, host=peer_host, port=peer_port
+        )
+        self._other_conductors = OtherConductors(
+            kv_index, conductor_id, arbitration.peers.meet, lease_ttl_s=index.lease_ttl_s
+        )
+        self.describe(model=model.name, block_size=model.block_size, policy=options.policy)
         self._deps = RequestDependencies(
             conductor_id=conductor_id,
             model=model,
             registry=registry,
-            arbitration=Arbitration(
-                Bookings(kv_index, conductor_id, lease_ttl_s=index.lease_ttl_s), registry
-            ),
+            arbitration=arbitration,
             cost_model=cost_model,
             activity=activity,
             admission=Admission(options.max_requests, clock),
@@ -127,10 +133,14 @@ class Conductor:
         """Read the index and connect to the nodes in it. Does not wait for nodes: see ``ready``.
 
         Raises:
-            IndexUnavailable: Redis does not answer; nothing runs then.
+            IndexUnavailable: Redis does not answer.
+            PortInUse: another process listens on the port for other conductors.
+        After an error, ``close`` it.
         """
         await self._deps.registry.start()
-        await self._deps.arbitration.start()
+        peers = self._deps.arbitration.peers
+        await peers.start()
+        self.describe(peer_address=peers.address)
         self._deps.replicator.start()
         self._other_conductors.start()
 
@@ -140,7 +150,7 @@ class Conductor:
         # The consumers of the streams must run once, so that nodes are told.
         await self._deps.admission.emptied(_CLOSE_WAIT_S)
         await self._other_conductors.close()
-        await self._deps.arbitration.close()
+        await self._deps.arbitration.peers.close()
         await self._deps.replicator.close()
         await self._deps.registry.close()
         await self._redis.aclose()
@@ -189,7 +199,7 @@ class Conductor:
             "nodes": grouped(nodes),
             "index": {"connected": mirror.connected, "lag_s": mirror.lag_s, "num_blocks": mirror.num_blocks},
             "degraded": self.ready()[1],
-            "num_other_conductors": self._deps.arbitration.num_others,
+            "num_other_conductors": self._deps.arbitration.peers.num_live,
             "facts": self._other_conductors.facts,
             "conductors": {name: dict(facts) for name, facts in self._other_conductors.others.items()},
             "prefixes": self._deps.prefixes.to_dict(),
@@ -239,6 +249,7 @@ class Conductor:
                 "Redis does not answer: the index is out of date, nodes are followed by their connections"
             )
         degraded += self._other_conductors.differences()
+        degraded += self._deps.arbitration.peers.silent()
         for node_id, member in sorted(registry.members.items()):
             if why := registry.incompatible(member.record):
                 degraded.append(f"node {node_id} is not used: {why}")

@@ -1,15 +1,17 @@
-"""What the conductors of one namespace announce about themselves, and where they disagree.
+"""What the conductors of one namespace announce about themselves in Redis, and where they disagree.
 
-    {ns}:facts  hash  conductor id -> JSON
+    {ns}:conductors  sorted set  conductor id by the millisecond its lease ends, on Redis's clock
+    {ns}:facts       hash        conductor id -> JSON
 
-Each announcement also removes the entries of conductors with an ended lease (see ``bookings``).
+Each announcement renews the lease and removes the entries of conductors with an ended one. No request waits
+for it: the others themselves tell their load (see ``peers``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -21,6 +23,7 @@ from moonpool.kvstore.index.redis.lua_scripts import Script
 log = logging.getLogger(__name__)
 
 _PERIOD_S = 5.0
+_LEASE_PERIODS = 3
 # Facts that block keys depend on: where they differ, one conductor misses what another one's requests cached.
 KEY_FACTS = {
     "tokenizer": "another tokenizer (tokenizer.json): the same prompt becomes other tokens",
@@ -33,11 +36,21 @@ KEY_FACTS = {
 class OtherConductors:
     """``facts``: ours; set them before ``start``. ``others``: the latest announcements, by conductor id."""
 
-    def __init__(self, index: KVIndex, conductor_id: str) -> None:
+    def __init__(
+        self,
+        index: KVIndex,
+        conductor_id: str,
+        meet: Callable[[Mapping[str, str]], None],
+        *,
+        lease_ttl_s: float,
+    ) -> None:
+        """``meet``: called with the address of each other conductor by its id, after each announcement."""
         self.facts: dict[str, Any] = {}
         self.others: Mapping[str, Mapping[str, Any]] = {}
         self._index = index
         self._conductor_id = conductor_id
+        self._meet = meet
+        self._period_s = min(_PERIOD_S, lease_ttl_s / _LEASE_PERIODS)
         self._keys = [f"{{{index.namespace}}}:{name}" for name in ("conductors", "facts")]
         self._task: asyncio.Task[None] | None = None
 
@@ -45,11 +58,16 @@ class OtherConductors:
         self._task = asyncio.create_task(self._run(), name="announcements")
 
     async def close(self) -> None:
-        """Idempotent. Our announcement ends with our lease."""
+        """Idempotent. Without Redis, our announcement ends with our lease."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait((task,))
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.wait((task,))
+        try:
+            await self._index.run("leave", _LEAVE, self._keys, [self._conductor_id])
+        except IndexUnavailable as error:
+            log.info("the announcement stays until the lease ends: %s", error)
 
     def differences(self) -> Iterator[str]:
         """A sentence for each fact of another conductor that differs from ours."""
@@ -66,33 +84,47 @@ class OtherConductors:
         while True:
             try:
                 self.others = await self._announce()
+                self._meet({name: str(facts.get("peer_address", "")) for name, facts in self.others.items()})
             except IndexUnavailable as error:
                 log.debug("this conductor is not announced: %s", error)
             for sentence in set(self.differences()) - logged:
                 log.warning("%s", sentence)
                 logged.add(sentence)
-            await asyncio.sleep(_PERIOD_S)
+            await asyncio.sleep(self._period_s)
 
     async def _announce(self) -> dict[str, dict[str, Any]]:
-        """Replace our facts; returns those of the others, by conductor id. Raises ``IndexUnavailable``."""
-        args: list[object] = [self._conductor_id, orjson.dumps(self.facts)]
+        """Renew our lease and replace our facts. Returns the facts of the others, by conductor id.
+
+        Raises ``IndexUnavailable``.
+        """
+        lease_ms = round(_LEASE_PERIODS * self._period_s * 1000)
+        args: list[object] = [self._conductor_id, orjson.dumps(self.facts), lease_ms]
         flat = await self._index.run("announce", _ANNOUNCE, self._keys, args)
         found = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
         found.pop(self._conductor_id, None)
         return {name: orjson.loads(facts) for name, facts in found.items()}
 
 
-# KEYS conductors facts | ARGV id json
+# KEYS conductors facts | ARGV id json lease_ms
 _ANNOUNCE = Script(
     """
 redis.replicate_commands()
-redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+redis.call('ZADD', KEYS[1], now + ARGV[3], ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 for _, id in ipairs(redis.call('HKEYS', KEYS[2])) do
-  local ends = redis.call('ZSCORE', KEYS[1], id)
-  if id ~= ARGV[1] and (not ends or tonumber(ends) < now) then redis.call('HDEL', KEYS[2], id) end
+  if not redis.call('ZSCORE', KEYS[1], id) then redis.call('HDEL', KEYS[2], id) end
 end
 return redis.call('HGETALL', KEYS[2])
+"""
+)
+
+# KEYS conductors facts | ARGV id
+_LEAVE = Script(
+    """
+redis.call('HDEL', KEYS[2], ARGV[1])
+return redis.call('ZREM', KEYS[1], ARGV[1])
 """
 )

@@ -14,7 +14,7 @@ rejections = Counter(
 bookings = Counter(
     "moonpool_bookings_total",
     "Placements booked among several conductors: kept, moved (the node got foreign load), full (no "
-    "decode node had room), unavailable (Redis did not answer)",
+    "decode node had room), unavailable (the arbiter did not answer in time)",
     ["outcome"],
 )
 prefix_outcomes = Counter(

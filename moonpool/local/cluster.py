@@ -175,7 +175,7 @@ class LocalCluster:
                 name, command, log, environment=environment, sends_json=True, on_loaded=loaded
             )
 
-        create("conductor", "moonpool.conductor")
+        create("conductor", "moonpool.conductor", "node.port=0")
         counts = self.config.cluster
         roles: tuple[tuple[str, str, int, tuple[str, ...]], ...] = (
             ("prefill", "moonpool.prefill_node", counts.prefill, counts.prefill_options),

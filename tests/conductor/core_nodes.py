@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import time
 import zlib
@@ -376,6 +377,13 @@ class RedisProcess:
                 assert self._process.poll() is None, "redis-server ended"
                 time.sleep(0.005)
         client.close()
+
+    def stop(self) -> None:
+        """SIGSTOP: connections stand, and nothing is answered."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()

@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import pytest
+
+from moonpool.conductor.coordination import peers
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.cluster_view import PlaceRequest
@@ -60,11 +63,24 @@ async def small(nodes: Sequence[ScriptedNode]) -> None:
         await node.announce()
 
 
+async def dies(conductor: Conductor) -> None:
+    """Its peers hear no more of it, and no farewell."""
+    links = conductor._deps.arbitration.peers
+    server, links._server = links._server, None
+    assert server is not None
+    for peer in links._peers.values():
+        await links._end(peer)
+    await server.stop(None)
+
+
 async def hangs(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
     await asyncio.Event().wait()
 
 
-async def test_three_conductors_never_give_one_nodes_room_away_twice(url: str) -> None:
+async def test_three_conductors_never_give_one_nodes_room_away_twice(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "ANSWER_S", 30.0)  # all three run on one busy loop
     async with (
         running(url, "p0", "d0", "d1", namespace="three") as cluster,
         conductors(url, cluster, 3) as every,
@@ -105,25 +121,12 @@ async def test_a_conductor_that_dies_holds_nothing_back(url: str) -> None:
         await anext(stream)
         member = survivor._deps.registry.members["d0"]
         await cluster.until(lambda: member.load._foreign is not None and member.load._foreign.num_blocks == 3)
-        arbitration = victim._deps.arbitration
-        assert arbitration._task is not None
-        arbitration._task.cancel()  # no more beats, and no farewell
-        arbitration._task = None
-        await cluster.until(lambda: survivor._deps.arbitration.num_others == 0)
+        await dies(victim)
+        await cluster.until(lambda: survivor._deps.arbitration.peers.num_live == 0)
         assert member.load._foreign is None
         cluster.nodes["d0"].script = lambda *_: asyncio.sleep(0)
         assert await cluster.generate(request("mine")) == continuation(PROMPT, 8)
         await stream.aclose()
-
-
-async def test_without_redis_placements_go_on(url: str) -> None:
-    async with (
-        running(url, "p0", "d0", namespace="redisless") as cluster,
-        conductors(url, cluster, 2) as (one, _),
-    ):
-        index = one._deps.arbitration._bookings._index
-        index._timeout_s = 1e-9  # as if it did not answer
-        assert await cluster.generate(request()) == continuation(PROMPT, 8)
 
 
 async def uneven(cluster: Cluster, every: Sequence[Conductor]) -> None:
@@ -159,7 +162,12 @@ async def test_a_choice_stands_until_others_take_it_and_who_looks_at_no_load_is_
         for placement in placements:
             assert await arbitration.book(placement, 3) == placement, placement.policy
         # An hour of prefill, more than any estimate of the other node.
-        incarnation = registry.members["p1"].incarnation
-        await other._deps.arbitration._bookings.beat({incarnation: Load(prefill_s=3600.0)})
-        moved = {p.policy for p in placements if (await arbitration.book(p, 3)).prefill.node_id == "p0"}
+        theirs = registry.members["p1"].load, other._deps.registry.members["p1"].load
+        theirs[1].begin_prefill("long", 3600.0, 0.0)
+        await cluster.until(lambda: theirs[0]._foreign is not None and theirs[0]._foreign.prefill_s > 3000)
+        moved = set()
+        for placement in placements:
+            registry.members["p1"].view.foreign_queue_s = 0.0  # as the placement saw it
+            if (await arbitration.book(placement, 3)).prefill.node_id == "p0":
+                moved.add(placement.policy)
         assert moved == {"goodput", "kv-aware", "local-cache", "least-loaded"}
