@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 _NAMES = (
-    *("conductor", "engine", "eviction", "index", "kernels", "parallel", "serve", "simulate", "store"),
-    "transfer",
+    *("chaos", "conductor", "engine", "eviction", "index", "kernels", "parallel", "serve", "simulate"),
+    *("store", "transfer"),
 )
 _FOLDERS = {"simulate": "simulation"}
 

@@ -42,6 +42,7 @@ class Run:
     quick: bool
     named: bool
     say: Callable[[str], None]
+    failed: list[str] = field(default_factory=list)
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     machine: str = ""
     curves: list[Curve] = field(default_factory=list)
@@ -69,7 +70,7 @@ def benchmark(
     *,
     packages: Sequence[str],
     peers: Mapping[str, Callable[[], object]] | None = None,
-    rounds: int = 5,
+    rounds: int | None = 5,
     part_options: Sequence[str] = ("--part",),
     default: Sequence[str] | None = None,
 ) -> Callable[[Callable[..., S]], click.Command]:
@@ -77,7 +78,8 @@ def benchmark(
 
     The function checks the options and returns the settings that each part gets. Its docstring is the help.
     packages: the distributions that the report states the versions of. peers: name to a function that raises
-    ``PeerAbsent``; called before anything is measured. default: the parts without ``--part``; None: all.
+    ``PeerAbsent``; called before anything is measured. rounds: the default; None: there is no such option.
+    default: the parts without ``--part``; None: all.
     """
     known_peers = dict(peers or {})
     common = [
@@ -88,13 +90,18 @@ def benchmark(
             type=click.Choice(tuple(parts)),
             help=f"Repeatable; default: {'all' if default is None else ', '.join(default)}.",
         ),
-        click.option(
-            "--rounds", default=rounds, show_default=True, type=click.IntRange(1), help="Repetitions."
-        ),
         click.option("--quick", is_flag=True, help="A few small cases, in seconds: to see that it works."),
         click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Write the report there."),
         click.option("--plot", "plot_path", type=_FILE, metavar="FILE", help="Draw it there (PNG, SVG)."),
     ]
+    if rounds is not None:
+        repetitions = click.IntRange(1)
+        common.insert(
+            1,
+            click.option(
+                "--rounds", default=rounds, show_default=True, type=repetitions, help="Repetitions."
+            ),
+        )
     if known_peers:
         help_text = "Also measure another system; repeatable."
         choice = click.Choice(tuple(known_peers))
@@ -104,11 +111,11 @@ def benchmark(
         @wraps(function)
         def command(
             names: tuple[str, ...],
-            rounds: int,
             quick: bool,
             json_path: Path | None,
             plot_path: Path | None,
             peers: tuple[str, ...] = (),
+            rounds: int = 1,
             **options: Any,
         ) -> None:
             if plot_path is not None:
@@ -150,6 +157,9 @@ def benchmark(
             with asyncio.Runner(loop_factory=_new_event_loop) as runner:
                 runner.run(measure())
             finish(result(), json_path, plot_path)
+            if run.failed:
+                console.print(f"failed: {'; '.join(run.failed)}", style="bold red")
+                context.exit(1)
 
         decorated: Callable[..., Any] = command
         for option in reversed(common):

@@ -16,13 +16,18 @@ MODEL = "fake"
 class FakeServer:
     """Streams ``max_tokens`` tokens with ids 7, 8, …; keeps what it was asked. ``failing`` answers 429.
 
-    Answers nobody until ``party`` requests are there together.
+    Answers nobody until ``party`` requests are there together. ``first_id``: the id of the first token; each
+    answer adds ``step`` to it. ``hanging`` answers when it closes.
     """
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.failing = False
         self.party = 1
+        self.first_id = 7
+        self.step = 0
+        self.hanging = False
+        self._closing = asyncio.Event()
         self._arrived = 0
         self._complete = asyncio.Event()
         self.url = ""
@@ -48,13 +53,16 @@ class FakeServer:
         try:
             yield self
         finally:
+            self._closing.set()
             await runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": MODEL}]})
 
     async def _cluster(self, request: web.Request) -> web.Response:
-        return web.json_response({"nodes": [{"metrics_url": f"{self.url}/metrics"}]})
+        return web.json_response(
+            {"nodes": [{"metrics_url": f"{self.url}/metrics", "state": "ready", "tiers": []}]}
+        )
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text='moonpool_model_seconds_sum{kind="decode"} 0.5\n')
@@ -72,6 +80,9 @@ class FakeServer:
         self.asked.append(body | {"request_id": request.headers.get("x-request-id")})
         if self.failing:
             return web.json_response({"error": {"message": "too many"}}, status=429)
+        if self.hanging:
+            await self._closing.wait()
+        self.first_id += self.step
         self._arrived += 1
         if self._arrived >= self.party:
             self._complete.set()
@@ -83,7 +94,7 @@ class FakeServer:
             last = index == body["max_tokens"] - 1
             choice = {
                 "text": f" t{index}",
-                "token_ids": [7 + index],
+                "token_ids": [self.first_id + index],
                 "finish_reason": "length" if last else None,
             }
             await _send(response, {"id": "cmpl-1", "choices": [choice]})

@@ -1,0 +1,1 @@
+"""Chaos: faults in a running cluster under load, and whether the answers stay the same."""

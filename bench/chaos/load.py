@@ -1,0 +1,115 @@
+"""Load whose answers are known before the first fault."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import orjson
+
+from moonpool.bench.serve.client.answer import Answer, AnswerInvalid, read_answer
+from moonpool.bench.serve.client.http_client import ServerUnreachable
+from moonpool.bench.serve.client.server import COMPLETIONS, RequestFailed, Server
+from moonpool.bench.serve.client.workload import Prompts
+
+_GROUPS = 4  # of prompts with a common prefix
+_GROUP_PROMPTS = 6
+_PREFIX_TOKENS = 192
+_PROMPT_TOKENS = 256
+_OUTPUT_TOKENS = (32, 160)
+_RETRY_PAUSE_S = 0.2
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the requests. ``different`` has the request ids."""
+
+    same: int = 0
+    different: list[str] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    hung: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return self.same + len(self.different) + self.errors.total() + self.hung
+
+
+class KnownLoad:
+    """Prompts with their answers: half greedy, half sampled with a seed. Both must be repeatable."""
+
+    def __init__(self, server: Server, seed: int, hung_after_s: float) -> None:
+        """hung_after_s: a request that has not ended by then counts as hung and is given up."""
+        self.server = server
+        self._hung_after_s = hung_after_s
+        rng = random.Random(f"chaos load {seed}")
+        self._bodies: list[bytes] = []
+        for group in range(_GROUPS):
+            prompts = Prompts(seed, f"chaos {group}", _PREFIX_TOKENS)
+            for number in range(_GROUP_PROMPTS):
+                fields = {
+                    "model": server.dialect.model,
+                    "prompt": prompts.draw(_PROMPT_TOKENS),
+                    "max_tokens": rng.randint(*_OUTPUT_TOKENS),
+                    "ignore_eos": True,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                    "return_token_ids": True,
+                }
+                sampled = {"temperature": 0.9, "seed": rng.randrange(1 << 31)}
+                self._bodies.append(orjson.dumps(fields | (sampled if number % 2 else {"temperature": 0})))
+        self._expected: list[tuple[int, ...]] = []
+
+    async def learn(self) -> None:
+        """Ask each prompt twice, without faults. Raises ``RequestFailed``: an error, or two answers."""
+        for body in self._bodies:
+            first, second = [await self._ask(body) for _ in range(2)]
+            for answer in (first, second):
+                if answer.error:
+                    raise RequestFailed(f"before the first fault: {answer.error}")
+            if first.token_ids != second.token_ids:
+                raise RequestFailed(f"two answers to one prompt without a fault: {first.id}, {second.id}")
+            self._expected.append(first.token_ids)
+
+    async def run(self, streams: int, until: asyncio.Event, rng: random.Random, counts: Counts) -> None:
+        """Keep ``streams`` requests running until the event is set; those under way are finished."""
+
+        async def work() -> None:
+            while not until.is_set():
+                if not await self._once(rng.randrange(len(self._bodies)), counts):
+                    await asyncio.sleep(_RETRY_PAUSE_S)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(streams):
+                group.create_task(work())
+
+    async def run_once(self, counts: Counts) -> None:
+        """Every prompt once, one after the other."""
+        for number in range(len(self._bodies)):
+            await self._once(number, counts)
+
+    async def _once(self, number: int, counts: Counts) -> bool:
+        """Returns whether the answer was complete."""
+        try:
+            async with asyncio.timeout(self._hung_after_s):
+                answer = await self._ask(self._bodies[number])
+        except TimeoutError:
+            counts.hung += 1
+            return False
+        if answer.error:
+            counts.errors[answer.error] += 1
+            return False
+        counts.ttft_s.append(answer.ttft_s)
+        if answer.token_ids == self._expected[number]:
+            counts.same += 1
+        else:
+            counts.different.append(answer.id)
+        return True
+
+    async def _ask(self, body: bytes) -> Answer:
+        try:
+            return read_answer(await self.server.http.post(COMPLETIONS, body))
+        except (ServerUnreachable, AnswerInvalid) as error:
+            return Answer(0.0, 0.0, error=str(error))
