@@ -100,9 +100,21 @@ class OtherConductors:
         lease_ms = round(_LEASE_PERIODS * self._period_s * 1000)
         args: list[object] = [self._conductor_id, orjson.dumps(self.facts), lease_ms]
         flat = await self._index.run("announce", _ANNOUNCE, self._keys, args)
-        found = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+        found = {flat[i].decode(errors="replace"): flat[i + 1] for i in range(0, len(flat), 2)}
         found.pop(self._conductor_id, None)
-        return {name: orjson.loads(facts) for name, facts in found.items()}
+        return {name: facts for name, packed in found.items() if (facts := _facts(name, packed)) is not None}
+
+
+def _facts(name: str, packed: bytes) -> dict[str, Any] | None:
+    """None: they cannot be read."""
+    try:
+        facts = orjson.loads(packed)
+    except orjson.JSONDecodeError:
+        facts = None
+    if not isinstance(facts, dict):
+        log.error("the announcement of conductor %s was skipped: it is not JSON: %.200r", name, packed)
+        return None
+    return facts
 
 
 # KEYS conductors facts | ARGV id json lease_ms

@@ -10,9 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from moonpool.kvstore.errors import ChangesCorrupt
 from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.mirror_state import MirrorState
-from moonpool.kvstore.index.redis.kv_index import Event, KVIndex, StreamPosition
+from moonpool.kvstore.index.redis.kv_index import Event, KVIndex, StreamPosition, skipped
+from moonpool.kvstore.index.redis.node_record import RecordCorrupt
 
 _log = logging.getLogger(__name__)
 
@@ -118,10 +120,16 @@ class Follower:
         self.instance, self.seq, self._last = tip.instance, tip.seq, None
 
     async def _read_node(self, node_id: str) -> bool:
-        """Replay one node's log. False: the node is gone."""
+        """Replay one node's log, without what is corrupt in it. False: the node is gone, or its record cannot
+        be read and was never read."""
         position, epoch = 0, -1
         while True:
-            page = await self._index.read_log(node_id, position)
+            try:
+                page = await self._index.read_log(node_id, position)
+            except RecordCorrupt as error:
+                # Its next heartbeat replaces the record. ``MirrorCheck`` has it read again.
+                skipped("the record", node_id, error)
+                return node_id in self._copy.nodes
             if page is None:
                 return False
             if page.epoch != epoch or page.base > position > 0:
@@ -129,7 +137,10 @@ class Follower:
                 self._copy.join(page.record)
                 epoch, position = page.epoch, page.base
             for batch in page.batches:
-                self._copy.change(node_id, batch)
+                try:
+                    self._copy.change(node_id, batch)
+                except ChangesCorrupt as error:
+                    skipped("a batch in the log", node_id, error)
             position = max(position, page.base) + len(page.batches)
             await asyncio.sleep(0)
             if not page.batches:

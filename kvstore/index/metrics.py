@@ -22,8 +22,9 @@ mirror_lag = Gauge(
 mirror_blocks = Gauge("moonpool_index_mirror_blocks", "Different blocks in the mirror.")
 mirror_nodes = Gauge("moonpool_index_mirror_nodes", "Nodes in the mirror.")
 mirror_events = Counter("moonpool_index_mirror_events_total", "Stream entries applied.")
-mirror_corrupt_events = Counter(
-    "moonpool_index_mirror_corrupt_events_total", "Corrupt stream entries that were skipped."
+corrupt_entries = Counter(
+    "moonpool_index_corrupt_entries_total",
+    "Records, batches and stream entries of the index that could not be read and were skipped.",
 )
 mirror_snapshots = Counter(
     "moonpool_index_mirror_snapshots_total", "Times the whole index was read.", ["cause"]

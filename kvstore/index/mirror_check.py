@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.errors import ChangesCorrupt
 from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.follower import Follower
 from moonpool.kvstore.index.mirror_state import MirrorState
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, pick
-from moonpool.kvstore.index.redis.kv_index import KVIndex, LogPage
+from moonpool.kvstore.index.redis.kv_index import KVIndex, LogPage, skipped
+from moonpool.kvstore.index.redis.node_record import RecordCorrupt
 
 _log = logging.getLogger(__name__)
 
@@ -89,19 +92,19 @@ class MirrorCheck:
         held: dict[bytes, Tier] = {}
         position, epoch = 0, -1
         while True:
-            page = await self._index.read_log(node_id, position)
+            try:
+                page = await self._index.read_log(node_id, position)
+            except RecordCorrupt as error:
+                skipped("the record", node_id, error)
+                return held, None
             if page is None:
                 return held, None
             if page.epoch != epoch or page.base > position > 0:
                 held, epoch, position = {}, page.epoch, page.base
             for batch in page.batches:
-                for op, packed in decode(batch):
-                    keys = pick(packed, part, num_parts)
-                    if op == REMOVED:
-                        for key in keys:
-                            held.pop(key, None)
-                    else:
-                        held.update(dict.fromkeys(keys, Tier(op)))
+                # The follower has logged what is corrupt, and skipped it as here.
+                with contextlib.suppress(ChangesCorrupt):
+                    _apply(batch, part, num_parts, held)
             if not page.batches:
                 return held, page
             position = max(position, page.base) + len(page.batches)
@@ -114,3 +117,14 @@ class MirrorCheck:
             follower.advanced.clear()
             await follower.advanced.wait()
         return follower.instance == instance
+
+
+def _apply(batch: bytes, part: int, num_parts: int, held: dict[bytes, Tier]) -> None:
+    """Raises ``ChangesCorrupt`` after applying the groups before."""
+    for op, packed in decode(batch):
+        keys = pick(packed, part, num_parts)
+        if op == REMOVED:
+            for key in keys:
+                held.pop(key, None)
+        else:
+            held.update(dict.fromkeys(keys, Tier(op)))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Protocol
 
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import ChangesCorrupt
-from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.block_map import BlockMap
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, split
-from moonpool.kvstore.index.redis.kv_index import Event
+from moonpool.kvstore.index.redis.kv_index import UNREADABLE, Event, skipped
 from moonpool.kvstore.index.redis.node_record import NodeRecord, RecordCorrupt
-
-_log = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
@@ -47,25 +43,26 @@ class MirrorState:
         try:
             self._apply(event)
         except (ChangesCorrupt, RecordCorrupt) as error:
-            metrics.mirror_corrupt_events.inc()
-            _log.error("event %d of node %s skipped: %s", event.seq, event.node_id, error)
+            skipped(f"event {event.seq}", event.node_id, error)
 
     def _apply(self, event: Event) -> None:
         node_id = event.node_id
         known = self.nodes.get(node_id)
+        if event.kind == UNREADABLE:
+            raise RecordCorrupt(event.data.decode())
         if event.kind == b"J":
-            self.join(NodeRecord.from_json(event.data))
+            self.join(_record_in(event))
         elif known is None or known.epoch != event.epoch:
             return  # of another epoch
         elif event.kind == b"B":
             self.change(node_id, event.data)
         elif event.kind == b"H":
-            self.nodes[node_id] = record = NodeRecord.from_json(event.data)
+            self.nodes[node_id] = record = _record_in(event)
             self._listener.updated(record)
         elif event.kind == b"C":
             self.complete(node_id)
         elif event.kind == b"L":
-            self.leave(node_id, event.data.decode())
+            self.leave(node_id, event.data.decode(errors="replace"))
 
     def change(self, node_id: str, changes: bytes) -> None:
         """Apply a batch of ``index.redis.changes``. Raises ``ChangesCorrupt`` after applying the groups
@@ -122,3 +119,11 @@ class MirrorState:
 
     def unwatch(self, node_id: str) -> None:
         self._watched.pop(node_id, None)
+
+
+def _record_in(event: Event) -> NodeRecord:
+    """Raises ``RecordCorrupt``."""
+    record = NodeRecord.from_json(event.data)
+    if (record.node_id, record.epoch) != (event.node_id, event.epoch):
+        raise RecordCorrupt(f"it has the record of {record.node_id} in epoch {record.epoch}")
+    return record

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
-from moonpool.kvstore.errors import EpochSuperseded, IndexUnavailable, NodeUnknown
+from moonpool.kvstore.errors import ChangesCorrupt, EpochSuperseded, IndexUnavailable, NodeUnknown
 from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, encode, split
-from moonpool.kvstore.index.redis.kv_index import KVIndex
-from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.kvstore.index.redis.kv_index import KVIndex, skipped
+from moonpool.kvstore.index.redis.node_record import NodeRecord, RecordCorrupt
 from moonpool.runtime.config.options import IndexOptions
 
 _log = logging.getLogger(__name__)
@@ -228,15 +228,20 @@ class IndexPublisher:
         are still true, and drop these batches."""
         record = self._record_fn()
         while self._log_blocks > 1.5 * len(self._held) + 8 * BATCH_BLOCKS:
-            page = await self._index.read_log(record.node_id, self._log_base, _TIDY_BATCHES)
-            if page is None or page.epoch != record.epoch or page.base != self._log_base:
-                raise NodeUnknown(record.node_id, record.epoch)
-            named = [
-                (BlockKey(key), op)
-                for batch in page.batches
-                for op, packed in decode(batch)
-                for key in split(packed)
-            ]
+            try:
+                page = await self._index.read_log(record.node_id, self._log_base, _TIDY_BATCHES)
+                if page is None or page.epoch != record.epoch or page.base != self._log_base:
+                    raise NodeUnknown(record.node_id, record.epoch)
+                named = [
+                    (BlockKey(key), op)
+                    for batch in page.batches
+                    for op, packed in decode(batch)
+                    for key in split(packed)
+                ]
+            except (RecordCorrupt, ChangesCorrupt) as error:
+                # Registering again replaces the record and the log.
+                skipped("the log", record.node_id, error)
+                raise NodeUnknown(record.node_id, record.epoch) from error
             live = {key: self._held[key] for key, op in named if op != REMOVED and key in self._held}
             await self._index.publish_changes(
                 record.node_id,

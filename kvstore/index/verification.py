@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.errors import ChangesCorrupt
 from moonpool.kvstore.index.redis.kv_index import KVIndex, replay
 from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
 from moonpool.protos import node_pb2, node_pb2_grpc
@@ -55,7 +56,7 @@ class NodeFinding:
 
 
 async def ask_node(record: NodeRecord) -> Held:
-    """The blocks a node says it holds. Raises ``NodeUnavailable``, ``RemoteError``."""
+    """The blocks a node says it holds. Raises ``NodeUnavailable``, ``RemoteError``, ``ChangesCorrupt``."""
     held: Held = {}
     async with rpc.channel(record.rpc_address) as channel:
         with rpc.node_errors(record.node_id):
@@ -118,7 +119,7 @@ async def _compare(index: KVIndex, mirrors: Mapping[str, AskMirror], ask: AskNod
             try:
                 true = await ask(record)
                 differences.append(_difference("the index", indexed, true))
-            except (NodeUnavailable, RemoteError) as error:
+            except (NodeUnavailable, RemoteError, ChangesCorrupt) as error:
                 unasked = str(error)
         for name, mirror in mirrors.items():
             differences.append(_difference(name, await mirror(node_id), true))

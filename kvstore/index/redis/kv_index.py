@@ -8,6 +8,7 @@ are dropped at once with the node's log.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
@@ -17,15 +18,27 @@ from redis.exceptions import NoScriptError, RedisError
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
-from moonpool.kvstore.errors import EpochSuperseded, IndexUnavailable, NodeUnknown, StoreError
+from moonpool.kvstore.errors import (
+    ChangesCorrupt,
+    EpochSuperseded,
+    IndexUnavailable,
+    NodeUnknown,
+    StoreError,
+)
+from moonpool.kvstore.index import metrics
 from moonpool.kvstore.index.redis import lua_scripts as scripts
 from moonpool.kvstore.index.redis.changes import REMOVED, decode, encode, split
-from moonpool.kvstore.index.redis.node_record import NodeRecord
+from moonpool.kvstore.index.redis.node_record import NodeRecord, RecordCorrupt
+
+UNREADABLE = b"?"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One entry of the stream. kind: J joined, H heartbeat, B blocks changed, C complete, L left."""
+    """One entry of the stream. kind: J joined, H heartbeat, B blocks changed, C complete, L left, or
+    ``UNREADABLE`` with the reason as ``data``."""
 
     seq: int
     kind: bytes
@@ -152,30 +165,39 @@ class KVIndex:
     async def watch(self) -> StreamPosition:
         keys = [self._meta, self._leases, self._events, self._marks]
         instance, seq, lapsed = await self.run("watch", scripts.watch, keys, [token_hex(8)])
-        return StreamPosition(instance.decode(), int(seq), tuple(name.decode() for name in lapsed))
+        return StreamPosition(_text(instance), int(seq), tuple(map(_text, lapsed)))
 
     async def node_ids(self) -> list[str]:
-        return [name.decode() for name in await self._do("ZRANGE", self._leases, 0, -1)]
+        return [_text(name) for name in await self._do("ZRANGE", self._leases, 0, -1)]
 
     async def nodes(self) -> dict[str, NodeRecord]:
-        """Every registered node's record, including expired ones until they are dropped."""
+        """Every registered node's record, including expired ones until they are dropped. Corrupt ones are
+        left out, logged and counted."""
         found: dict[str, NodeRecord] = {}
         for node_id in await self.node_ids():
-            record = await self._do("HGET", self._node_prefix + node_id, "record")
-            if record is not None:
-                found[node_id] = NodeRecord.from_json(record)
+            try:
+                page = await self.read_log(node_id, 0, 0)
+            except RecordCorrupt as error:
+                skipped("the record", node_id, error)
+                continue
+            if page is not None:
+                found[node_id] = page.record
         return found
 
     async def read_log(self, node_id: str, position: int = 0, count: int = 64) -> LogPage | None:
-        """Up to ``count`` batches of a node's log from an absolute position; None: no such node."""
+        """Up to ``count`` batches of a node's log from an absolute position; None: no such node. Raises
+        ``RecordCorrupt``."""
         keys = [*self._own(node_id), self._meta]
         reply = await self.run("read_log", scripts.read, keys, [position, count])
         if not reply:
             return None
+        if reply[0] == b"CORRUPT":
+            raise RecordCorrupt(f"Redis has no readable entry of node {node_id}: {_text(reply[1])}")
         epoch, record, complete, base, batches, seq = reply
-        return LogPage(
-            int(epoch), NodeRecord.from_json(record), complete == b"1", int(base), batches, int(seq)
-        )
+        read = NodeRecord.from_json(record)
+        if read.node_id != node_id or str(read.epoch).encode() != epoch:
+            raise RecordCorrupt(f"node {node_id} of epoch {_text(epoch)} has the record {record[:200]!r}")
+        return LogPage(read.epoch, read, complete == b"1", int(base), batches, int(seq))
 
     async def read_events(self, after: int, count: int, block_s: float = 0.0) -> list[Event]:
         """Events after a number, in order, waiting up to ``block_s`` for the first. Its number shows whether
@@ -191,12 +213,23 @@ class KVIndex:
         return _event(reply[0]) if reply else None
 
     async def snapshot(self) -> dict[str, dict[BlockKey, Tier]]:
-        """The blocks of every node, by replaying every log; slow, for checks."""
+        """The blocks of every node, by replaying every log; slow, for checks. Corrupt records and batches are
+        left out, logged and counted."""
         held: dict[str, dict[BlockKey, Tier]] = {}
         for node_id in await self.node_ids():
-            page = await self.read_log(node_id, 0, 1 << 30)
-            if page is not None:
-                held[node_id] = replay(page.batches)
+            try:
+                page = await self.read_log(node_id, 0, 1 << 30)
+            except RecordCorrupt as error:
+                skipped("the record", node_id, error)
+                continue
+            if page is None:
+                continue
+            held[node_id] = {}
+            for batch in page.batches:
+                try:
+                    replay([batch], held[node_id])
+                except ChangesCorrupt as error:
+                    skipped("a batch in the log", node_id, error)
         return held
 
     def _own(self, node_id: str) -> tuple[str, str]:
@@ -205,7 +238,7 @@ class KVIndex:
     @staticmethod
     def _checked(reply: Sequence[Any], node_id: str, epoch: int) -> Sequence[Any]:
         if reply[0] == b"SUPERSEDED":
-            raise EpochSuperseded(node_id, epoch, int(reply[1]))
+            raise EpochSuperseded(node_id, epoch, int(reply[1]))  # digits: see ``newer`` in the scripts
         if reply[0] == b"UNKNOWN":
             raise NodeUnknown(node_id, epoch)
         return reply
@@ -239,9 +272,16 @@ def _raise_if_cancelled(task: asyncio.Task[Any], cancels: int) -> None:
         raise asyncio.CancelledError
 
 
-def replay(batches: Iterable[bytes]) -> dict[BlockKey, Tier]:
-    """The blocks a node holds after these batches of changes."""
-    held: dict[BlockKey, Tier] = {}
+def skipped(what: str, node_id: str, error: Exception) -> None:
+    """Count and log something of a node that cannot be read. The rest of the index is used."""
+    metrics.corrupt_entries.inc()
+    _log.error("%s of node %s was skipped: %s", what, node_id, error)
+
+
+def replay(batches: Iterable[bytes], held: dict[BlockKey, Tier] | None = None) -> dict[BlockKey, Tier]:
+    """The blocks a node holds after these batches of changes; ``held``: before, it is changed. Raises
+    ``ChangesCorrupt`` after applying the groups before."""
+    held = {} if held is None else held
     for batch in batches:
         for op, packed in decode(batch):
             for key in split(packed):
@@ -266,7 +306,16 @@ def _entries(reply: Any) -> list[Any]:
     return list(reply[0][1])
 
 
+def _text(name: bytes) -> str:
+    """Names are UTF-8; another one is of no node."""
+    return name.decode(errors="replace")
+
+
 def _event(entry: Any) -> Event:
     identity, fields = entry
     seq = int(identity.split(b"-")[0])
-    return Event(seq, fields[b"k"], fields[b"n"].decode(), int(fields[b"e"]), fields[b"d"])
+    node_id = _text(fields.get(b"n", b""))
+    try:
+        return Event(seq, fields[b"k"], node_id, int(fields[b"e"]), fields[b"d"])
+    except (KeyError, ValueError) as error:
+        return Event(seq, UNREADABLE, node_id, 0, f"it is not a change: {error!r}".encode())

@@ -21,9 +21,9 @@ local function now_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
--- Epochs are 64-bit and Lua's numbers are not: compare them as decimal text.
+-- Epochs are 64-bit and Lua's numbers are not: compare them as decimal text. Other text is older than any.
 local function newer(a, b)
-  return #a > #b or (#a == #b and a > b)
+  return string.match(a, '^%d+$') and (#a > #b or (#a == #b and a > b))
 end
 -- The refusal of an epoch that is not current; nil: it is current.
 local function refusal(node, epoch)
@@ -73,11 +73,14 @@ class Script:
 
 # KEYS node log leases events meta marks | ARGV id epoch record ttl_ms instance budget complete
 register = Script("""
+-- What is no hash is no node's.
+if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then redis.call('UNLINK', KEYS[1]) end
+if redis.call('TYPE', KEYS[2]).ok ~= 'list' then redis.call('UNLINK', KEYS[2]) end
 local current = redis.call('HGET', KEYS[1], 'epoch')
 if current and newer(current, ARGV[2]) then return {'SUPERSEDED', current} end
 open(KEYS[5], KEYS[4], KEYS[6], ARGV[5])
 -- The base only ever grows, so that a reader half way through the old log starts over.
-local base = tonumber(redis.call('HGET', KEYS[1], 'base') or '0') + redis.call('LLEN', KEYS[2]) + 1
+local base = (tonumber(redis.call('HGET', KEYS[1], 'base') or '0') or 0) + redis.call('LLEN', KEYS[2]) + 1
 redis.call('UNLINK', KEYS[2])
 redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'record', ARGV[3], 'complete', ARGV[7], 'base', base)
 redis.call('ZADD', KEYS[3], now_ms() + tonumber(ARGV[4]), ARGV[1])
@@ -142,9 +145,16 @@ return {redis.call('HGET', KEYS[1], 'instance'), seq, redis.call('ZRANGEBYSCORE'
 # KEYS node log meta | ARGV position count
 # Batches from an absolute position of the log on, and where the stream stood then.
 read = Script("""
-local head = redis.call('HMGET', KEYS[1], 'epoch', 'record', 'complete', 'base')
+local head = redis.pcall('HMGET', KEYS[1], 'epoch', 'record', 'complete', 'base')
+if head.err then return {'CORRUPT', head.err} end
 if not head[1] then return {} end
-local first = math.max(tonumber(ARGV[1]) - tonumber(head[4]), 0)
-local batches = redis.call('LRANGE', KEYS[2], first, first + tonumber(ARGV[2]) - 1)
-return {head[1], head[2], head[3], head[4], batches, redis.call('HGET', KEYS[3], 'seq') or '0'}
+local base = tonumber(head[4])
+if not base or not head[2] then return {'CORRUPT', 'its hash lacks base or record'} end
+local first = math.max(tonumber(ARGV[1]) - base, 0)
+local batches = {}
+if tonumber(ARGV[2]) > 0 then
+  batches = redis.pcall('LRANGE', KEYS[2], first, first + tonumber(ARGV[2]) - 1)
+  if batches.err then return {'CORRUPT', batches.err} end
+end
+return {head[1], head[2], head[3] or '0', head[4], batches, redis.call('HGET', KEYS[3], 'seq') or '0'}
 """)

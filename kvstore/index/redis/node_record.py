@@ -11,6 +11,17 @@ from typing import Any
 import orjson
 
 from moonpool.kvstore.errors import StoreError
+from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.number_checks import (
+    BY_FIELD,
+    COUNT,
+    FINITE,
+    NBYTES_PER_S,
+    UNIX_S,
+    Range,
+    integer,
+    number,
+)
 from moonpool.runtime.replicas.identity import Replica
 
 # The role of an external engine that is followed by its KV events.
@@ -72,24 +83,41 @@ class NodeRecord:
 
     @classmethod
     def from_json(cls, data: bytes | str) -> NodeRecord:
-        """Read a record of this version or a newer one. Raises ``RecordCorrupt``."""
+        """Read a record of this version or a newer one.
+
+        Raises ``RecordCorrupt``: a field is missing, of another type, or a number out of its range.
+        """
         try:
             body = orjson.loads(data)
             known = {name: body.pop(name) for name in _FIELDS if name in body}
-            known["epoch"] = int(known["epoch"])
+            for name in _TEXTS & known.keys():
+                if not isinstance(known[name], str):
+                    raise TypeError(f"{name} must be a text, got {known[name]!r}")
+            known["epoch"] = integer("epoch", int(known["epoch"]), _EPOCH)
+            known["pid"] = integer("pid", known.get("pid", 0), COUNT)
+            known["unix_s"] = number("unix_s", known.get("unix_s", 0.0), UNIX_S)
             known["kv_address"] = b64decode(known.get("kv_address", ""), validate=True)
             load = known.get("load", {})
-            known["load"] = NodeLoad(**{name: int(load[name]) for name in _LOAD_FIELDS if name in load})
+            known["load"] = NodeLoad(
+                **{name: integer(f"load.{name}", load[name], COUNT) for name in _LOAD_FIELDS if name in load}
+            )
             known["tiers"] = {
-                name: TierFill(int(fill["num_blocks"]), int(fill["num_held"]))
+                name: TierFill(*(integer(f"tiers.{name}.{part}", fill[part], COUNT) for part in _FILL_FIELDS))
                 for name, fill in known.get("tiers", {}).items()
             }
             known["reasons"] = tuple(str(reason) for reason in known.get("reasons", ()))
             if replica := known.get("replica"):
                 known["replica"] = Replica.of(replica)
-            known["links"] = {name: float(rate) for name, rate in known.get("links", {}).items()}
+            known["profile"] = {
+                name: number(f"profile.{name}", cost, BY_FIELD.get(f"moonpool.Profile.{name}", FINITE))
+                for name, cost in known.get("profile", {}).items()
+            }
+            known["links"] = {
+                name: number(f"links.{name}", rate, NBYTES_PER_S)
+                for name, rate in known.get("links", {}).items()
+            }
             return cls(**known, extra=body)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, MoonpoolError) as error:
             raise RecordCorrupt(f"a node record cannot be read: {error!r} in {data[:200]!r}") from error
 
     def current(
@@ -103,3 +131,6 @@ class NodeRecord:
 
 _FIELDS = tuple(f.name for f in fields(NodeRecord) if f.name != "extra")
 _LOAD_FIELDS = tuple(f.name for f in fields(NodeLoad))
+_FILL_FIELDS = tuple(f.name for f in fields(TierFill))
+_TEXTS = frozenset(f.name for f in fields(NodeRecord) if f.type == "str")
+_EPOCH = Range(0, (1 << 64) - 1)

@@ -1,0 +1,219 @@
+"""What is corrupt in Redis is skipped, counted and named; the rest of the index is followed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.kvstore.index import metrics
+from moonpool.kvstore.index.mirror import IndexMirror
+from moonpool.kvstore.index.redis.changes import encode
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord, RecordCorrupt
+from moonpool.kvstore.index.verification import verify
+from tests.kvstore.nodes import FakeNode, chain
+from tests.kvstore.redis_servers import until
+
+Corrupt = Callable[[Any], Awaitable[object]]
+NODE, LOG = "{test}:node:a", "{test}:log:a"
+
+
+def records(**wrong: object) -> bytes:
+    """A record of node a with wrong fields."""
+    return orjson.dumps({**orjson.loads(NodeRecord("a", 1, "prefill").to_json()), **wrong})
+
+
+async def replaced(redis: Any, key: str) -> None:
+    await redis.delete(key)
+    await redis.set(key, b"of another type")
+
+
+RECORDS: dict[str, Corrupt] = {
+    "no JSON": lambda redis: redis.hset(NODE, "record", b"\xff{"),
+    "a list": lambda redis: redis.hset(NODE, "record", b"[]"),
+    "no epoch": lambda redis: redis.hset(NODE, "record", orjson.dumps({"node_id": "a"})),
+    "of another node": lambda redis: redis.hset(NODE, "record", NodeRecord("c", 1, "prefill").to_json()),
+    "null cost": lambda redis: redis.hset(NODE, "record", records(profile={"prefill_base_s": None})),
+    "no record": lambda redis: redis.hdel(NODE, "record"),
+    "no base": lambda redis: redis.hset(NODE, "base", "x"),
+    "epoch": lambda redis: redis.hset(NODE, "epoch", "x"),
+    "node of another type": lambda redis: replaced(redis, NODE),
+    "log of another type": lambda redis: replaced(redis, LOG),
+}
+
+
+@pytest.fixture
+async def nodes(index: KVIndex) -> AsyncIterator[dict[str, FakeNode]]:
+    nodes = {name: await FakeNode(index, name).start() for name in "ab"}
+    for node in nodes.values():
+        node.hold(5)
+        await node.settled()
+    yield nodes
+    for node in nodes.values():
+        await node.publisher.close()
+
+
+@pytest.fixture
+async def mirror(index: KVIndex, nodes: object) -> AsyncIterator[IndexMirror]:
+    mirror = IndexMirror(index, lease_ttl_s=10.0, tick_s=0.02)
+    await mirror.start()
+    yield mirror
+    assert not any(task.done() for task in mirror._tasks)
+    mirror._copy.blocks.check_integrity()
+    await mirror.close()
+
+
+def num_skipped() -> float:
+    return float(metrics.corrupt_entries._value.get())
+
+
+@pytest.mark.parametrize("corrupt", RECORDS.values(), ids=RECORDS.keys())
+async def test_a_corrupt_record(
+    index: KVIndex,
+    redis: Any,
+    nodes: dict[str, FakeNode],
+    mirror: IndexMirror,
+    corrupt: Corrupt,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await corrupt(redis)
+    before = num_skipped()
+    # A mirror that starts.
+    late = IndexMirror(index, lease_ttl_s=10.0, tick_s=0.02)
+    await late.start()
+    assert set(late.nodes) == {"b"}
+    assert num_skipped() > before
+    assert "node a was skipped" in caplog.text
+    # One that reads everything again keeps what it has.
+    mirror._follower.suspects |= {"a", "b"}
+    await until(lambda: asyncio.sleep(0.001, not mirror._follower.suspects))
+    assert await mirror.check() == 0
+    assert mirror.longest_prefix(chain(9)) == {"a": 5, "b": 5}
+    # Commands.
+    assert set(await index.nodes()) == ({"a", "b"} if "log" in request.node.callspec.id else {"b"})
+    assert "b" in await index.snapshot()
+    # A node that registers again replaces it, and both mirrors follow.
+    await nodes["a"].kill()
+    await nodes["a"].start()
+    nodes["a"].hold(7)
+    await nodes["a"].settled()
+    for each in (mirror, late):
+        await each.caught_up()
+        assert each.longest_prefix(chain(9)) == {"a": 7, "b": 5}
+    await late.close()
+
+
+async def test_a_corrupt_batch(
+    index: KVIndex,
+    redis: Any,
+    nodes: dict[str, FakeNode],
+    mirror: IndexMirror,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    good = encode({}, chain(5)[4:])
+    await index.publish_changes("a", 1, good + b"\x07\xff")  # to the log and the stream
+    await mirror.caught_up()
+    late = IndexMirror(index, lease_ttl_s=10.0, tick_s=0.02)
+    await late.start()
+    for each in (mirror, late):
+        # What is before the first wrong byte counts, in mirrors and in their comparison.
+        assert each.longest_prefix(chain(9)) == {"a": 4, "b": 5}
+        assert await each.check() == 0
+    assert len((await index.snapshot())["a"]) == 4
+
+    async def ask(record: NodeRecord) -> dict[Any, Any]:
+        return dict(nodes[record.node_id].held)
+
+    assert not any(any(finding.differences[1:]) for finding in await verify(index, {}, ask=ask, settle_s=0))
+    assert "a batch in the log of node a was skipped" in caplog.text
+    await late.close()
+
+
+async def test_a_node_with_a_corrupt_log_registers_again(
+    index: KVIndex, redis: Any, nodes: dict[str, FakeNode], mirror: IndexMirror
+) -> None:
+    node, task = nodes["a"], nodes["a"].publisher._task
+    await redis.rpush(LOG, b"\x07\xff")
+    # Tidying its log, it comes across it.
+    node.publisher._log_blocks = 1 << 20
+    node.hold(7)
+    await until(lambda: asyncio.sleep(0.001, node.publisher._log_blocks < 1 << 20))
+    await node.settled()
+    assert node.publisher._task is task
+    assert task is not None
+    assert not task.done()
+    await mirror.caught_up()
+    assert mirror.longest_prefix(chain(9)) == {"a": 7, "b": 5}
+    assert await mirror.check() == 0
+
+
+EVENTS: dict[str, dict[str, bytes]] = {
+    "no fields": {"x": b""},
+    "an epoch that is none": {"k": b"H", "n": b"a", "e": b"x", "d": b""},
+    "a node that is no text": {"k": b"L", "n": b"\xff", "e": b"1", "d": b""},
+    "a reason that is no text": {"k": b"L", "n": b"zz", "e": b"1", "d": b"\xff"},
+    "a record": {"k": b"J", "n": b"c", "e": b"1", "d": b"nothing"},
+    "a record of another node": {"k": b"H", "n": b"a", "e": b"1", "d": NodeRecord("b", 1, "x").to_json()},
+    "a batch": {"k": b"B", "n": b"a", "e": b"1", "d": b"\x07\xff"},
+    "a kind of later versions": {"k": b"Z", "n": b"a", "e": b"1", "d": b""},
+}
+
+
+@pytest.mark.parametrize("fields", EVENTS.values(), ids=EVENTS.keys())
+async def test_a_corrupt_event(
+    redis: Any, nodes: dict[str, FakeNode], mirror: IndexMirror, fields: dict[str, bytes]
+) -> None:
+    seq = await redis.hincrby("{test}:meta", "seq", 1)
+    await redis.xadd("{test}:events", fields, id=f"{seq}-0")
+    nodes["b"].hold(8)
+    await nodes["b"].settled()
+    await mirror.caught_up()
+    assert mirror.longest_prefix(chain(9)) == {"a": 5, "b": 8}
+    assert mirror.nodes.keys() == {"a", "b"}
+
+
+NOBODY = NodeRecord("a", 7, "decode", profile={"prefill_base_s": 0.5}, links={"b": 1e9}, load=NodeLoad(1))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300, "1", None, [], True])
+@pytest.mark.parametrize("field", ["unix_s", "profile", "links", "load", "tiers"])
+def test_numbers_of_a_record_are_in_range(field: str, value: object) -> None:
+    body = orjson.loads(NOBODY.to_json())
+    body[field] = {
+        "profile": {"prefill_base_s": value},
+        "links": {"b": value},
+        "load": {"num_running": value},
+        "tiers": {"host": {"num_blocks": value, "num_held": 0}},
+    }.get(field, value)
+    text = orjson.dumps(body)
+    if value in (math.inf, -math.inf) or value != value:
+        text = text.replace(b"null", b"1e999" if value == math.inf else b"NaN")
+    with pytest.raises(RecordCorrupt, match="cannot be read"):
+        NodeRecord.from_json(text)
+
+
+@given(st.data())
+def test_any_bytes_are_a_record_or_refused(data: st.DataObject) -> None:
+    """A record with any field replaced by any JSON."""
+    body = orjson.loads(replace(NOBODY, links={}).to_json())
+    leaves = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8)
+    anything = st.recursive(leaves, lambda part: st.lists(part) | st.dictionaries(st.text(max_size=8), part))
+    body[data.draw(st.sampled_from(sorted(body)))] = data.draw(anything)
+    try:
+        text = orjson.dumps(body)
+    except orjson.JSONEncodeError:
+        return  # a lone surrogate
+    try:
+        record = NodeRecord.from_json(text)
+    except RecordCorrupt:
+        return
+    assert NodeRecord.from_json(record.to_json()) == record
