@@ -10,6 +10,8 @@ from pathlib import Path
 import lmdb
 from google.protobuf.message import DecodeError
 
+from moonpool.kvstore.tiers.ssd.files.block_index import IndexDamaged, read_entries
+from moonpool.kvstore.tiers.ssd.files.directory import set_aside
 from moonpool.protos import store_pb2
 
 log = logging.getLogger(__name__)
@@ -24,10 +26,12 @@ class Catalogue:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create ``path``. One that cannot be read is set aside under another name."""
+        """Open or create ``path``, which no other process uses: the SSD tier's lock sees to that. A file that
+        cannot be read is set aside in a folder of ``path``."""
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._env, self.objects = _open(path)
+        self.objects = _read(path)
+        self._env: lmdb.Environment | None = None
         self._pending: dict[bytes, bytes | None] = {}
         self._thread = ThreadPoolExecutor(1, "catalogue")
         self._writing: asyncio.Future[None] | None = None
@@ -48,7 +52,7 @@ class Catalogue:
     async def close(self) -> None:
         await self.flush()
         self._thread.shutdown()
-        self._env.close()
+        self._close()
 
     def _write_soon(self) -> None:
         if self._writing is None:
@@ -61,39 +65,44 @@ class Catalogue:
                 batch, self._pending = self._pending, {}
                 try:
                     await loop.run_in_executor(self._thread, self._write, batch)
-                except lmdb.Error as error:
+                except (lmdb.Error, OSError) as error:
                     log.error("%s: %d changes were not written: %s", self._path, len(batch), error)
         finally:
             self._writing = None
 
     def _write(self, batch: dict[bytes, bytes | None]) -> None:
-        with self._env.begin(write=True) as transaction:
-            for key, value in batch.items():
-                if value is None:
-                    transaction.delete(key)
-                else:
-                    transaction.put(key, value)
-
-
-def _open(path: Path) -> tuple[lmdb.Environment, dict[bytes, store_pb2.StoredObject]]:
-    try:
-        environment = lmdb.open(str(path), map_size=_MAP_NBYTES, metasync=False)
+        if self._env is None:
+            self._env = lmdb.open(str(self._path), map_size=_MAP_NBYTES, max_dbs=0, lock=False)
         try:
-            return environment, _load(environment)
-        except BaseException:
-            environment.close()
+            with self._env.begin(write=True) as transaction:
+                for key, value in batch.items():
+                    if value is None:
+                        transaction.delete(key)
+                    else:
+                        transaction.put(key, value)
+        except lmdb.Error:
+            # After some errors LMDB refuses writes until it is opened again.
+            self._close()
             raise
-    except (lmdb.Error, DecodeError) as error:
-        number = sum(1 for _ in path.glob("data.mdb.damaged-*")) + 1
-        for file in ("data.mdb", "lock.mdb"):
-            if (path / file).exists():
-                (path / file).rename(path / f"{file}.damaged-{number}")
-        log.error("%s cannot be read and was set aside (*.damaged-%d): %s", path, number, error)
-        return lmdb.open(str(path), map_size=_MAP_NBYTES, metasync=False), {}
+
+    def _close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
 
 
-def _load(environment: lmdb.Environment) -> dict[bytes, store_pb2.StoredObject]:
-    with environment.begin() as transaction:
-        return {
-            bytes(key): store_pb2.StoredObject.FromString(bytes(value)) for key, value in transaction.cursor()
-        }
+def _read(path: Path) -> dict[bytes, store_pb2.StoredObject]:
+    """The objects in ``path``. A record that cannot be read is left out, a damaged file is set aside."""
+    if not (path / "data.mdb").exists():
+        return {}
+    found: dict[bytes, store_pb2.StoredObject] = {}
+    try:
+        for key, value in read_entries(path):
+            try:
+                found[key] = store_pb2.StoredObject.FromString(value)
+            except DecodeError as error:
+                log.error("%s: the object %s was skipped: %s", path, key.hex(), error)
+    except IndexDamaged as error:
+        aside = set_aside(path, "data.mdb")
+        log.error("%s; it was set aside in %s, and its objects are lost on this node", error, aside)
+    return found

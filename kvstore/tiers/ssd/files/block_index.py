@@ -124,7 +124,20 @@ class BlockIndex:
 
 
 def scan(directory: Path) -> tuple[int, list[tuple[bytes, bytes]]]:
-    """Return (number of segments, [(key, encoded record), …]) of the index in ``directory``.
+    """Return (number of segments, [(key, encoded record), …]) of the index in ``directory``. Raises
+    ``IndexDamaged``."""
+    num_segments = 0
+    entries = []
+    for key, value in read_entries(directory):
+        if key == _SEGMENTS and len(value) == 8:
+            num_segments = struct.unpack("<Q", value)[0]
+        else:
+            entries.append((key, value))
+    return num_segments, entries
+
+
+def read_entries(directory: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Every key and value of the LMDB in ``directory``.
 
     LMDB maps its file, and a damaged one kills the process that reads it (SIGBUS, SIGSEGV, an assertion). So
     a child reads every page first. Raises ``IndexDamaged``: the child failed.
@@ -134,14 +147,7 @@ def scan(directory: Path) -> tuple[int, list[tuple[bytes, bytes]]]:
     if child.returncode != 0:
         lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         raise IndexDamaged(directory, f"reading it ended with {child.returncode}: {lines[-1]}")
-    num_segments = 0
-    entries = []
-    for key, value in _split(child.stdout):
-        if key == _SEGMENTS and len(value) == 8:
-            num_segments = struct.unpack("<Q", value)[0]
-        else:
-            entries.append((key, value))
-    return num_segments, entries
+    return _split(child.stdout)
 
 
 def _split(data: bytes) -> Iterator[tuple[bytes, bytes]]:
