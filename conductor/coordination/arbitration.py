@@ -91,8 +91,8 @@ class Arbitration:
         return member.load.booked if member is not None else Load()
 
     def _own_loads(self) -> dict[str, Load]:
-        booked = ((member.incarnation, member.load.booked) for member in self._registry.members.values())
-        return {incarnation: load for incarnation, load in booked if load != Load()}
+        members = self._registry.members.values()
+        return {member.incarnation: member.load.booked for member in members if member.load.num_requests}
 
     def _on_news(self, incarnations: set[str] | None) -> None:
         """The foreign load of these nodes may have changed; None: of all, with the conductors themselves."""

@@ -28,7 +28,9 @@ log = logging.getLogger(__name__)
 
 # The longest that a booking holds a request. The arbiter takes less than a millisecond.
 ANSWER_S = 0.010
-_BEAT_S = 0.25
+# Pause between reports to a conductor: with load, and at most.
+_LOADED_S = 0.05
+_IDLE_S = 0.25
 _BEAT_TIMEOUT_S = 1.0
 _FAREWELL_S = 0.2
 
@@ -227,10 +229,15 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
 
     async def _beat(self, peer: _Peer) -> None:
         clock = asyncio.get_running_loop().time
+        told, began_s = False, -math.inf
         while True:
-            began_s = clock()
+            ours = self._report()
+            if not ours.loads and not told and clock() - began_s < _IDLE_S:
+                await asyncio.sleep(_LOADED_S)
+                continue
+            told, began_s = bool(ours.loads), clock()
             try:
-                report = await peer.stub.Share(self._report(), timeout=_BEAT_TIMEOUT_S)
+                report = await peer.stub.Share(ours, timeout=_BEAT_TIMEOUT_S)
                 # Another process may have its address by now.
                 if report.conductor_id == peer.conductor_id:
                     self._hear(peer, report)
@@ -244,7 +251,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
                     self._peers.pop(peer.conductor_id, None)
                     self._end_soon(peer)
                     return
-            await asyncio.sleep(_BEAT_S)
+            await asyncio.sleep(_LOADED_S)
 
     def _lapse(self, peer: _Peer) -> None:
         """Its load no longer counts. Idempotent."""

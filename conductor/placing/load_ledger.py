@@ -26,6 +26,7 @@ class LoadLedger:
         self._latest: Hashable = None  # the request placed last
         self._alone: Hashable = None  # the prefill that has shared the queue with no other
         self._decodes: dict[Hashable, tuple[int, int]] = {}  # tokens at placement, blocks in the end
+        self._num_blocks = 0  # of KV in the end, of those
         self._context_tokens = 0
         self._foreign_running = 0
         self._foreign: Load | None = None  # booked by other conductors; None: there are none
@@ -47,8 +48,7 @@ class LoadLedger:
     @property
     def booked(self) -> Load:
         """Work placed here that is not done."""
-        num_blocks = sum(blocks for _, blocks in self._decodes.values())
-        return Load(num_blocks, self.view.queue.wait_s(self._clock()))
+        return Load(self._num_blocks, self.view.queue.wait_s(self._clock()))
 
     # ------------------------------------------------------------------ requests placed here
 
@@ -86,6 +86,7 @@ class LoadLedger:
         average_tokens = num_tokens + expected_tokens // 2
         self.schedule.add(key, starts_s=starts_s, ends_s=starts_s + lasts_s, num_tokens=average_tokens)
         self._decodes[key] = num_tokens, num_blocks
+        self._num_blocks += num_blocks
         self._context_tokens += num_tokens
         self._count(key)
         self._refresh()
@@ -99,6 +100,7 @@ class LoadLedger:
         self.schedule.remove(key)
         decode = self._decodes.pop(key, None)
         if decode is not None:
+            self._num_blocks -= decode[1]
             left = self._context_tokens - decode[0] - num_delivered
             self._context_tokens = max(left, 0) if self._decodes else 0
             self._refresh()

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from moonpool.conductor.coordination import peers
 from moonpool.conductor.coordination.peers import Peers
 from moonpool.conductor.core import Conductor
 from moonpool.conductor.placing.node_view import Load
@@ -170,7 +171,9 @@ def stoppable() -> AsyncIterator[RedisProcess]:
             process.resume()
 
 
-async def test_a_stopped_redis_adds_nothing_and_conductors_still_share(stoppable: RedisProcess) -> None:
+async def test_a_stopped_redis_adds_nothing_and_conductors_still_share(
+    stoppable: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with (
         running(stoppable.url, "p0", "d0", "d1", namespace="stopped") as cluster,
         two(cluster, stoppable.url) as every,
@@ -180,6 +183,9 @@ async def test_a_stopped_redis_adds_nothing_and_conductors_still_share(stoppable
         before = await ttfts_s(every)
         stoppable.stop()
         await nothing_is_added("stopped Redis", every, before)
+        monkeypatch.setattr(peers, "ANSWER_S", 30.0)  # both run on one busy loop
+        loads = [c._deps.registry.members[name].load for c in every for name in ("d0", "d1")]
+        await cluster.until(lambda: all(load._foreign == Load() for load in loads))
         for node in decodes:
             node.script = hangs
             node.works.clear()
