@@ -655,9 +655,12 @@ class LeaseReply(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    GRANTED_S_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """0: nothing was pinned"""
     epoch: _builtins.int
+    granted_s: _builtins.float
+    """the lease ends so long after the request was made"""
     @_builtins.property
     def blocks(self) -> Global___BlockSpans: ...
     def __init__(
@@ -666,14 +669,56 @@ class LeaseReply(_message.Message):
         lease_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
         blocks: Global___BlockSpans | None = ...,
+        granted_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "granted_s", b"granted_s", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseReply: _TypeAlias = LeaseReply  # noqa: Y015
+
+@_typing.final
+class RenewRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    ttl_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+        ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewRequest: _TypeAlias = RenewRequest  # noqa: Y015
+
+@_typing.final
+class RenewReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANTED_S_FIELD_NUMBER: _builtins.int
+    granted_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        granted_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted_s", b"granted_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewReply: _TypeAlias = RenewReply  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):
@@ -1039,10 +1084,16 @@ class KvChunk(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    GRANTED_S_FIELD_NUMBER: _builtins.int
     first_block: _builtins.int
     num_tokens: _builtins.int
     """tokens of the sequence whose KV is complete after this chunk"""
     last: _builtins.bool
+    lease_id: _builtins.int
+    """of all blocks of the stream"""
+    granted_s: _builtins.float
+    """the lease ends so long after Follow was called, or later"""
     @_builtins.property
     def blocks(self) -> Global___BlockSpans:
         """of blocks first_block, first_block + 1, …"""
@@ -1064,10 +1115,12 @@ class KvChunk(_message.Message):
         last: _builtins.bool = ...,
         token: Global___TokenOut | None = ...,
         source: Global___KvAddress | None = ...,
+        lease_id: _builtins.int = ...,
+        granted_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "source", b"source", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "last", b"last", "num_tokens", b"num_tokens", "source", b"source", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "granted_s", b"granted_s", "last", b"last", "lease_id", b"lease_id", "num_tokens", b"num_tokens", "source", b"source", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

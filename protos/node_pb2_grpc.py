@@ -51,6 +51,11 @@ class NodeStub:
                 request_serializer=moonpool_dot_protos_dot_node__pb2.LeaseRequest.SerializeToString,
                 response_deserializer=moonpool_dot_protos_dot_node__pb2.LeaseReply.FromString,
                 _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/moonpool.Node/Renew',
+                request_serializer=moonpool_dot_protos_dot_node__pb2.RenewRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_node__pb2.RenewReply.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/moonpool.Node/Release',
                 request_serializer=moonpool_dot_protos_dot_node__pb2.ReleaseRequest.SerializeToString,
@@ -98,6 +103,13 @@ class NodeServicer:
 
     def Lease(self, request, context):
         """Pin the longest prefix of `keys` on this node; the caller may read it until the lease ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """Prolong a lease, also that of a followed prefill.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,6 +167,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Lease,
                     request_deserializer=moonpool_dot_protos_dot_node__pb2.LeaseRequest.FromString,
                     response_serializer=moonpool_dot_protos_dot_node__pb2.LeaseReply.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=moonpool_dot_protos_dot_node__pb2.RenewRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_node__pb2.RenewReply.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -265,6 +282,33 @@ class Node:
             '/moonpool.Node/Lease',
             moonpool_dot_protos_dot_node__pb2.LeaseRequest.SerializeToString,
             moonpool_dot_protos_dot_node__pb2.LeaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Node/Renew',
+            moonpool_dot_protos_dot_node__pb2.RenewRequest.SerializeToString,
+            moonpool_dot_protos_dot_node__pb2.RenewReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -528,7 +572,7 @@ class PrefillNodeServicer:
 
     def Follow(self, request, context):
         """For the decode node: the blocks of a request in order, as they are finished. May be called before Prefill.
-        Closing the stream releases the blocks.
+        They are leased to the follower until it calls Release, or for a while after the stream has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,6 +40,8 @@ class NodeStub:
     """Stop accepting requests, finish the running ones, then exit."""
     Lease: _grpc.UnaryUnaryMultiCallable[_node_pb2.LeaseRequest, _node_pb2.LeaseReply]
     """Pin the longest prefix of `keys` on this node; the caller may read it until the lease ends."""
+    Renew: _grpc.UnaryUnaryMultiCallable[_node_pb2.RenewRequest, _node_pb2.RenewReply]
+    """Prolong a lease, also that of a followed prefill."""
     Release: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReleaseRequest, _node_pb2.ReleaseReply]
     ListBlocks: _grpc.UnaryStreamMultiCallable[_node_pb2.ListBlocksRequest, _node_pb2.BlockListing]
     """All published blocks of the node, for comparison with the index."""
@@ -62,6 +64,8 @@ class NodeAsyncStub(NodeStub):
     """Stop accepting requests, finish the running ones, then exit."""
     Lease: _aio.UnaryUnaryMultiCallable[_node_pb2.LeaseRequest, _node_pb2.LeaseReply]  # type: ignore[assignment]
     """Pin the longest prefix of `keys` on this node; the caller may read it until the lease ends."""
+    Renew: _aio.UnaryUnaryMultiCallable[_node_pb2.RenewRequest, _node_pb2.RenewReply]  # type: ignore[assignment]
+    """Prolong a lease, also that of a followed prefill."""
     Release: _aio.UnaryUnaryMultiCallable[_node_pb2.ReleaseRequest, _node_pb2.ReleaseReply]  # type: ignore[assignment]
     ListBlocks: _aio.UnaryStreamMultiCallable[_node_pb2.ListBlocksRequest, _node_pb2.BlockListing]  # type: ignore[assignment]
     """All published blocks of the node, for comparison with the index."""
@@ -99,6 +103,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.LeaseReply, _abc.Awaitable[_node_pb2.LeaseReply]]:
         """Pin the longest prefix of `keys` on this node; the caller may read it until the lease ends."""
+
+    @_abc_1.abstractmethod
+    def Renew(
+        self,
+        request: _node_pb2.RenewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.RenewReply, _abc.Awaitable[_node_pb2.RenewReply]]:
+        """Prolong a lease, also that of a followed prefill."""
 
     @_abc_1.abstractmethod
     def Release(
@@ -187,7 +199,7 @@ class PrefillNodeStub:
     """
     Follow: _grpc.UnaryStreamMultiCallable[_node_pb2.FollowRequest, _node_pb2.KvChunk]
     """For the decode node: the blocks of a request in order, as they are finished. May be called before Prefill.
-    Closing the stream releases the blocks.
+    They are leased to the follower until it calls Release, or for a while after the stream has ended.
     """
 
 @_typing.type_check_only
@@ -201,7 +213,7 @@ class PrefillNodeAsyncStub(PrefillNodeStub):
     """
     Follow: _aio.UnaryStreamMultiCallable[_node_pb2.FollowRequest, _node_pb2.KvChunk]  # type: ignore[assignment]
     """For the decode node: the blocks of a request in order, as they are finished. May be called before Prefill.
-    Closing the stream releases the blocks.
+    They are leased to the follower until it calls Release, or for a while after the stream has ended.
     """
 
 class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
@@ -224,7 +236,7 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_pb2.KvChunk], _abc.AsyncIterator[_node_pb2.KvChunk]]:
         """For the decode node: the blocks of a request in order, as they are finished. May be called before Prefill.
-        Closing the stream releases the blocks.
+        They are leased to the follower until it calls Release, or for a while after the stream has ended.
         """
 
 def add_PrefillNodeServicer_to_server(servicer: PrefillNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -173,7 +173,13 @@ class PutReply(_message.Message):
 
     STEPS_FIELD_NUMBER: _builtins.int
     CHUNK_NBYTES_FIELD_NUMBER: _builtins.int
+    WRITE_GRANT_FIELD_NUMBER: _builtins.int
+    GRANTED_S_FIELD_NUMBER: _builtins.int
     chunk_nbytes: _builtins.int
+    write_grant: _builtins.int
+    """transfer grant to write the chunks of all steps"""
+    granted_s: _builtins.float
+    """it ends so long after the request was made; the puts, too"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___PutStep]:
         """one for each object, in order"""
@@ -183,10 +189,12 @@ class PutReply(_message.Message):
         *,
         steps: _abc.Iterable[Global___PutStep] | None = ...,
         chunk_nbytes: _builtins.int = ...,
+        write_grant: _builtins.int = ...,
+        granted_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_nbytes", b"chunk_nbytes", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_nbytes", b"chunk_nbytes", "granted_s", b"granted_s", "steps", b"steps", "write_grant", b"write_grant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -323,7 +331,10 @@ class OpenReply(_message.Message):
 
     OBJECTS_FIELD_NUMBER: _builtins.int
     CHUNK_NBYTES_FIELD_NUMBER: _builtins.int
+    GRANTED_S_FIELD_NUMBER: _builtins.int
     chunk_nbytes: _builtins.int
+    granted_s: _builtins.float
+    """the leases end so long after the request was made"""
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenedObject]:
         """one for each object, in order"""
@@ -333,10 +344,11 @@ class OpenReply(_message.Message):
         *,
         objects: _abc.Iterable[Global___OpenedObject] | None = ...,
         chunk_nbytes: _builtins.int = ...,
+        granted_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_nbytes", b"chunk_nbytes", "objects", b"objects"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_nbytes", b"chunk_nbytes", "granted_s", b"granted_s", "objects", b"objects"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

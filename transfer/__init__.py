@@ -17,6 +17,7 @@ from moonpool.transfer.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
     DescriptorError,
+    GrantLapsed,
     NoPath,
     PathFailed,
     PeerLost,
@@ -28,6 +29,7 @@ from moonpool.transfer.errors import (
 from moonpool.transfer.memory.checksum import checksum
 from moonpool.transfer.memory.region import Region
 from moonpool.transfer.memory.span import Span, Spans
+from moonpool.transfer.memory.write_grants import WriteGrant
 from moonpool.transfer.native.cuda import CudaError, CudaUnavailable
 from moonpool.transfer.peers.batch import Batch, TransferReport
 from moonpool.transfer.peers.peer import Peer
@@ -42,6 +44,7 @@ __all__ = [
     "CudaUnavailable",
     "DeadlineExceeded",
     "DescriptorError",
+    "GrantLapsed",
     "JointRead",
     "NoPath",
     "Notification",
@@ -57,6 +60,7 @@ __all__ = [
     "TransferAgent",
     "TransferError",
     "TransferReport",
+    "WriteGrant",
     "checksum",
     "move_runs",
 ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -26,7 +28,8 @@ from moonpool.transfer.errors import AgentClosed
 from moonpool.transfer.memory.adoption import SupportsCuda, SupportsDLPack
 from moonpool.transfer.memory.lifeline import INCARNATION_NBYTES
 from moonpool.transfer.memory.region import Region, RegionTable
-from moonpool.transfer.memory.span import Spans
+from moonpool.transfer.memory.span import Span, Spans
+from moonpool.transfer.memory.write_grants import WriteGrant, WriteGrants
 from moonpool.transfer.native import libc
 from moonpool.transfer.paths.tcp.stream_server import StreamServer
 from moonpool.transfer.peers.dialer import Dialer
@@ -60,9 +63,10 @@ class TransferAgent:
         self.identity = Identity(agent_id, epoch, self.incarnation, self.memory.lifeline.address)
         self.notes = Notifications()
         loop = asyncio.get_running_loop()
-        self._local = LocalAgent(self.identity, loop, self.regions, self.region_info, self.notes)
+        self.grants = WriteGrants(loop)
+        self._local = LocalAgent(self.identity, loop, self.regions, self.grants, self.region_info, self.notes)
         self._pool = CopyPool(min(_COPY_THREADS, os.cpu_count() or 1))
-        self._server = StreamServer(self.regions, options.tcp.slice_nbytes, self._fetch)
+        self._server = StreamServer(self.regions, self.grants, options.tcp.slice_nbytes, self._fetch)
         dialer = Dialer(options, tls, self._pool, self.memory, self._local, self)
         self._peers = PeerTable(dialer, self.memory, self._controls, options.deadline_s)
         self._listener = Listener(
@@ -142,6 +146,18 @@ class TransferAgent:
     def regions(self) -> RegionTable:
         return self.memory.regions
 
+    def grant_writes(self, spans: Sequence[Span] | Spans, *, lasts_s: float = math.inf) -> WriteGrant:
+        """Let a peer that is told the grant's id write these bytes of our regions, for ``lasts_s``.
+
+        Peers may read every region, and write only what was granted. Before the memory serves another
+        purpose, ``revoke`` the grant and wait for its ``then``.
+        """
+        return self.grants.add(Spans.of(spans), lasts_s)
+
+    def allow_writes(self, region: Region) -> None:
+        """Let every peer write all of ``region``, until it is closed."""
+        self.grants.allow(region)
+
     # ------------------------------------------------------------------ peers
 
     def describe(self) -> AgentDescriptor:
@@ -190,13 +206,24 @@ class TransferAgent:
         else:
             self.memory.send_memfd(sock, remote.argument)
 
-    def _fetch(self, client: Authenticated, spans: Spans, sources: Spans, seconds: float) -> Future[object]:
+    def _fetch(
+        self, client: Authenticated, spans: Spans, sources: Spans, seconds: float, grant: int
+    ) -> Future[object]:
         """Read what a client writes. From any thread."""
-        reading = self._read_from(client, spans, sources, seconds)
+        reading = self._read_from(client, spans, sources, seconds, grant)
         return asyncio.run_coroutine_threadsafe(reading, self._local.loop)
 
-    async def _read_from(self, client: Authenticated, spans: Spans, sources: Spans, seconds: float) -> object:
-        return await self._peers.writer(client.identity).read(spans, sources, deadline_s=seconds)
+    async def _read_from(
+        self, client: Authenticated, spans: Spans, sources: Spans, seconds: float, grant: int
+    ) -> object:
+        task = asyncio.current_task()
+        assert task is not None
+        use = self.grants.use(grant, spans, lambda _: self._local.loop.call_soon_threadsafe(task.cancel))
+        try:
+            seconds = min(seconds, use.seconds_left())
+            return await self._peers.writer(client.identity).read(spans, sources, deadline_s=seconds)
+        finally:
+            use.release()
 
     def _region_closed(self, region_id: int) -> None:
         """A region of ours was closed: tell all peers."""

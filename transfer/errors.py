@@ -126,6 +126,13 @@ class NoPath(TransferError):
         self.agent_id = agent_id
 
 
+class GrantLapsed(TransferError):
+    """The grant to read or write another process's memory has ended. Nothing is written under it any more,
+    and what was read under it must not be used."""
+
+    code = "FAILED_PRECONDITION"
+
+
 class AgentClosed(TransferError):
     """The agent was closed."""
 

@@ -136,7 +136,7 @@ class _Session:
             first = 0
             while first * chunk_nbytes < case.nbytes:
                 wanted = store_pb2.OpenObject(key=self._client.tenant.key(name), first_chunk=first)
-                (opened,), chunk_nbytes = await self._node.open(owner, [wanted])
+                (opened,), chunk_nbytes, _ = await self._node.open(owner, [wanted])
                 leased.append(opened)
                 theirs += _spans(opened.chunks, chunk_nbytes)
                 checksums += opened.chunks.checksum
@@ -159,7 +159,8 @@ class _Session:
             store_pb2.ObjectInfo(key=bytes([n]) * 16, version=1, name=f"raw-{n}", nbytes=case.nbytes)
             for n in range(case.count)
         ]
-        steps, chunk_nbytes = await self._node.begin(self._client.tenant.owner, infos)
+        reply, _ = await self._node.begin(self._client.tenant.owner, infos)
+        steps, chunk_nbytes = reply.steps, reply.chunk_nbytes
         theirs = [span for step in steps for span in _spans(step.chunks, chunk_nbytes)]
         ours = [Span(region, number * chunk_nbytes, chunk_nbytes) for number in range(len(theirs))]
         data = self._agent.regions.get(region).buffer
@@ -171,7 +172,9 @@ class _Session:
             sums = await asyncio.to_thread(
                 lambda: [checksum(data[span.offset : span.offset + span.nbytes]) for span in ours]
             )
-            await peer_node.write(ours, theirs, deadline_s=_DEADLINE_S, checksums=sums)
+            await peer_node.write(
+                ours, theirs, deadline_s=_DEADLINE_S, checksums=sums, grant=reply.write_grant
+            )
             return time.perf_counter() - began_s
 
         yield move

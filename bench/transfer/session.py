@@ -104,7 +104,9 @@ class _Pair:
             remote = target.ready["region"]
             descriptor = AgentDescriptor.unpack(target.ready["descriptor"].encode())
             if self._transport == "local":
-                remote, descriptor = agent.allocate(pool.nbytes, "other pool").id, agent.describe()
+                other_pool = agent.allocate(pool.nbytes, "other pool")
+                agent.allow_writes(other_pool)
+                remote, descriptor = other_pool.id, agent.describe()
 
             def cpu_s() -> float:
                 return time.process_time() + target.cpu_s()

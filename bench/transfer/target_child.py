@@ -38,6 +38,7 @@ class Target:
             pool = agent.register(DeviceBuffer(load_cuda(), self._pool_nbytes))
         else:
             pool = agent.allocate(self._pool_nbytes, "pool")
+        agent.allow_writes(pool)
         listening = socket.create_server(("127.0.0.1", 0))
         memory = pool.buffer if pool.device is None else memoryview(bytearray(1))
         threading.Thread(target=serve_raw, args=(listening, memory), daemon=True).start()

@@ -33,6 +33,7 @@ class BlockMemory:
         self.in_main_memory, self.needs_loop = bytes_.in_main_memory, bytes_.needs_loop
         self.bytes_of, self.copy_out = bytes_.view, bytes_.copy_out
         self.block_of, self.acquire, self.release = pool.block_of, pool.acquire, pool.release
+        self.generation_of = pool.generation_of
         # Of sealed blocks only: their bytes do not change while they keep their key.
         self._checksums: dict[int, int] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moonpool-blocks")

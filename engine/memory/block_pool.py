@@ -47,6 +47,7 @@ class BlockPool:
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._parents = [-1] * num_blocks
         self._num_children = [0] * num_blocks
+        self._generations = [0] * num_blocks
         self._block_of: dict[BlockKey, int] = {}
 
     @property
@@ -100,6 +101,7 @@ class BlockPool:
         blocks = [self._free.pop() for _ in range(n)]
         for block in blocks:
             self._refs[block] = 1
+            self._generations[block] += 1
         return blocks
 
     async def ready(self) -> None:
@@ -155,6 +157,10 @@ class BlockPool:
     def block_of(self, key: object) -> int | None:
         """Return the block of the key."""
         return self._block_of.get(key)  # type: ignore[call-overload, no-any-return]
+
+    def generation_of(self, block_id: int) -> int:
+        """It changes when the block is allocated again."""
+        return self._generations[block_id]
 
     def parent_of(self, block_id: int) -> BlockKey | None:
         """Return the key before a sealed block in its chain; None for the first."""

@@ -37,6 +37,7 @@ class _RankPart:
     agent: AgentDescriptor
     region: int
     block_nbytes: int
+    grant: int  # to write the region
     reads: list[tuple[int, int, int]]
     writes: list[tuple[int, int, int]]
 
@@ -64,11 +65,13 @@ class RemoteRankBytes(CopiedBytes):
         layout: KVLayout,
         agent: TransferAgent,
         ranks: Sequence[node_pb2.RankMemory],
+        grants: Sequence[int],
         lost: Callable[[], RankLost | None],
         *,
         deadline_s: float,
     ) -> None:
-        """Call it on the loop. ``ranks``: of all ranks, including 0. ``lost()``: the error of a lost group.
+        """Call it on the loop. ``ranks``: of all ranks, including 0; ``grants``: to write their regions.
+        ``lost()``: the error of a lost group.
 
         deadline_s: of each move. It must exceed the time until a stopped rank is lost: a rank that resumes
         after a write was given up could still complete that write.
@@ -77,7 +80,7 @@ class RemoteRankBytes(CopiedBytes):
         self._agent = agent
         self._lost = lost
         self._deadline_s = deadline_s
-        self._parts = _rank_parts(layout, ranks)
+        self._parts = _rank_parts(layout, ranks, grants)
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._num_staged = max(1, STAGING_NBYTES // layout.block_nbytes)
@@ -236,10 +239,12 @@ class RemoteRankBytes(CopiedBytes):
         else:
             read = RankRead(b"", spans.region, spans.begins, theirs, part.writes, left_s)
             remote, ours = read.spans(part.region)
-            await peer.write(ours, remote, deadline_s=left_s)
+            await peer.write(ours, remote, deadline_s=left_s, grant=part.grant)
 
 
-def _rank_parts(layout: KVLayout, ranks: Sequence[node_pb2.RankMemory]) -> list[_RankPart]:
+def _rank_parts(
+    layout: KVLayout, ranks: Sequence[node_pb2.RankMemory], grants: Sequence[int]
+) -> list[_RankPart]:
     shards = [shard_of(rank) for rank in ranks]
     reads: list[list[Run]] = [[] for _ in ranks]
     for number, run in canonical_runs(layout, shards):
@@ -250,6 +255,7 @@ def _rank_parts(layout: KVLayout, ranks: Sequence[node_pb2.RankMemory]) -> list[
             AgentDescriptor.unpack(rank.agent),
             rank.region,
             shard.block_nbytes(layout),
+            grant,
             [(run.target, run.source, run.nbytes) for run in runs],
             [
                 (run.source, run.target, run.nbytes)
@@ -257,5 +263,5 @@ def _rank_parts(layout: KVLayout, ranks: Sequence[node_pb2.RankMemory]) -> list[
                 for run in overlap.runs
             ],
         )
-        for rank, shard, runs in zip(ranks, shards, reads, strict=True)
+        for rank, shard, grant, runs in zip(ranks, shards, grants, reads, strict=True)
     ]

@@ -19,7 +19,7 @@ from moonpool.kvstore.store import Bytes
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.service.load_progress import Progress
-from moonpool.transfer import Region, TransferAgent
+from moonpool.transfer import Region, Span, TransferAgent
 
 
 @dataclass(slots=True)
@@ -85,15 +85,19 @@ class EngineMemory:
         shards = [BlockShard(shard.layers, shard.kv_heads) for shard in engine.shards]
         readers: list[RankReader] = [AgentReader(agent, region), *group.ranks]
         targets = [RankTarget(*pair) for pair in zip(shards, readers, strict=True)]
-        regions = [(agent.describe().pack(), region.id), *agents]
-        ranks = [rank_memory(shard, *where) for shard, where in zip(shards, regions, strict=True)]
+        own = agent.grant_writes([Span(region.id, 0, region.nbytes)]).id
+        found = [(agent.describe().pack(), region.id, own), *agents]
+        ranks = [rank_memory(shard, *where[:2]) for shard, where in zip(shards, found, strict=True)]
         bytes_: BlockBytes
         if group.pools:
             pools = [_pool(memory, engine, rank) for rank, memory in enumerate([region.array, *group.pools])]
             bytes_ = SharedRankBytes(engine.layout, shards, pools)
         else:
             deadline_s = max(config.transfer.deadline_s, 2 * config.engine.parallel.timeout_s)
-            bytes_ = RemoteRankBytes(engine.layout, agent, ranks, lambda: group.lost, deadline_s=deadline_s)
+            grants = [grant for _, _, grant in found]
+            bytes_ = RemoteRankBytes(
+                engine.layout, agent, ranks, grants, lambda: group.lost, deadline_s=deadline_s
+            )
         blocks = BlockMemory(engine.pool, region, engine.layout, bytes_)
         return cls(engine, blocks, ShardedReader(engine.layout, targets, blocks.hash), ranks)
 

@@ -63,10 +63,19 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Lease(self, request: node_pb2.LeaseRequest, context: RpcContext) -> node_pb2.LeaseReply:
         node = self._node
         keys = block_keys.unpack(request.keys)
-        lease = await node.store.tiers.pin(keys, request.ttl_s)
+        lease = await node.store.tiers.pin(keys, request.ttl_s, context.peer())
         # The index told the caller that these blocks are here, and they are not.
         node.publisher.retract(keys[len(lease.blocks) :])
-        return node_pb2.LeaseReply(lease_id=lease.id, epoch=node.epoch, blocks=node.store.describe(lease))
+        return node_pb2.LeaseReply(
+            lease_id=lease.id,
+            epoch=node.epoch,
+            blocks=node.store.describe(lease),
+            granted_s=lease.granted_s,
+        )
+
+    async def Renew(self, request: node_pb2.RenewRequest, context: RpcContext) -> node_pb2.RenewReply:
+        granted_s = self._node.store.tiers.grants.renew(request.lease_id, request.ttl_s)
+        return node_pb2.RenewReply(granted_s=granted_s)
 
     async def Release(self, request: node_pb2.ReleaseRequest, context: RpcContext) -> node_pb2.ReleaseReply:
         self._node.store.tiers.release(request.lease_id)

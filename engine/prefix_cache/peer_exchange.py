@@ -137,12 +137,13 @@ class PeerExchange:
         nbytes = 0
         try:
             peer = await self.connect(source)
-            async with self._leases.hold(source, chain[num_local:]) as spans:
+            async with self._leases.hold(source, chain[num_local:]) as (spans, held):
                 num_wanted = len(spans.offset)
                 num_missing = len(chain) - num_local - num_wanted
                 if 0 < num_wanted <= pool.num_free:
                     blocks += pool.allocate(num_wanted)
-                    report = await self.read(peer, spans, 0, blocks[num_local:], deadline_s=self._deadline_s)
+                    with held.within(self._deadline_s) as limit_s:
+                        report = await self.read(peer, spans, 0, blocks[num_local:], deadline_s=limit_s)
                     nbytes = report.nbytes
         except BaseException:
             pool.release(blocks)

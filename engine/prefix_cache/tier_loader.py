@@ -18,9 +18,6 @@ from moonpool.transfer import TransferError
 
 log = logging.getLogger(__name__)
 
-# Lease of blocks during a copy to a GPU, which takes milliseconds.
-_COPY_LEASE_S = 10.0
-
 
 @dataclass(slots=True)
 class Loaded:
@@ -122,9 +119,8 @@ class TierLoader:
     async def _fill_gpu(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> int:
         """Copy blocks to a GPU by way of the store's pinned host memory. Return the number of leading
         blocks copied."""
-        lease = await self._store.pin(keys, _COPY_LEASE_S)
-        try:
-            in_host = [block for block in lease.blocks if block.tier is Tier.HOST]
+        async with self._store.pinned(keys) as pinned:
+            in_host = [block for block in pinned if block.tier is Tier.HOST]
             sources = [self._store.host.bytes_of(block.slot) for block in in_host]
             checksums = [block.checksum for block in in_host]
             began_s = time.monotonic()
@@ -136,8 +132,6 @@ class TierLoader:
             self.host_bandwidth.observe(
                 len(sources) * self._memory.layout.block_nbytes, time.monotonic() - began_s
             )
-        finally:
-            self._store.release(lease.id)
         if bad is not None:
             log.warning("a block in host memory has a wrong checksum: it is dropped and computed instead")
             await self._store.remove([keys[bad]])

@@ -61,12 +61,14 @@ class RankProcess:
         identity: dict[str, str] = (await loaded)["identity"]
         return identity
 
-    async def start_agent(self, options: TransferOptions, agent_id: str, epoch: int) -> tuple[bytes, int]:
-        """Start a transfer agent in the rank. Return its descriptor and the region of the pool. Raises
-        RankLost."""
+    async def start_agent(
+        self, options: TransferOptions, agent_id: str, epoch: int
+    ) -> tuple[bytes, int, int]:
+        """Start a transfer agent in the rank. Return its descriptor, the region of the pool and the grant to
+        write it. Raises RankLost."""
         command = {"options": asdict(options), "agent_id": agent_id, "epoch": epoch}
         found = await self._ask("agent", {"agent": command})
-        return b64decode(found["descriptor"]), found["region"]
+        return b64decode(found["descriptor"]), found["region"], found["grant"]
 
     async def expert_load(self) -> list[list[int]]:
         """Return the rank's table, see ``ExpertLoad``. A model must be open. Raises RankLost."""

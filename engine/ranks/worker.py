@@ -38,7 +38,7 @@ from moonpool.kvstore.remote.rank_reader import AgentReader, RankRead
 from moonpool.runtime.config.options import LogOptions
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.observing.log import setup_logging
-from moonpool.transfer import TransferAgent
+from moonpool.transfer import Span, TransferAgent
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,9 @@ class LeaderCommands:
         else:
             region = agent.register(pool.view(torch.uint8), name="pool")
         self._reader = AgentReader(agent, region)
-        report("agent", descriptor=b64encode(agent.describe().pack()).decode(), region=region.id)
+        grant = agent.grant_writes([Span(region.id, 0, region.nbytes)])
+        descriptor = b64encode(agent.describe().pack()).decode()
+        report("agent", descriptor=descriptor, region=region.id, grant=grant.id)
 
     async def _read(self, number: int, request: RankRead) -> None:
         assert self._reader is not None

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from moonpool.kvstore.client.arrays import ArrayType, check_fits, check_known, view_as
 from moonpool.kvstore.client.memory import BorrowedBuffer, LocalMemory, bytes_of, part_of
+from moonpool.kvstore.grants.held import HeldGrant
 from moonpool.kvstore.remote.object_store import ObjectGone, RemoteStore
 from moonpool.protos import store_pb2
 from moonpool.transfer import ChecksumMismatch, Span
@@ -63,13 +64,14 @@ async def receive(
     ``RemoteError``, ``TransferError``: the memory is undefined.
     """
     wanted = [store_pb2.OpenObject(key=request.key) for request in requests]
-    opened, chunk_nbytes = await node.open(owner, wanted)
+    opened, chunk_nbytes, held = await node.open(owner, wanted)
     buffers: list[BorrowedBuffer] = []
     try:
         downloads = _prepare(memory, requests, opened, chunk_nbytes, buffers)
-        gone = await _read_together(node, [each for each in downloads if each.in_one_window and each.spans])
+        together = [each for each in downloads if each.in_one_window and each.spans]
+        gone = await _read_together(node, together, held)
         for each in downloads:
-            if not each.in_one_window and not await _read_long(node, owner, each):
+            if not each.in_one_window and not await _read_long(node, owner, each, held):
                 gone.append(each)
     finally:
         node.release(opened)
@@ -125,23 +127,24 @@ def _type(opened: store_pb2.OpenedObject) -> ArrayType:
     return ArrayType(info.dtype, tuple(info.shape), info.nbytes)
 
 
-async def _read_together(node: RemoteStore, batch: Sequence[_Download]) -> list[_Download]:
+async def _read_together(node: RemoteStore, batch: Sequence[_Download], held: HeldGrant) -> list[_Download]:
     if not batch:
         return []
     try:
-        await node.fetch([span for each in batch for span in each.spans], [each.opened for each in batch])
+        ours = [span for each in batch for span in each.spans]
+        await node.fetch(ours, [each.opened for each in batch], held)
     except ChecksumMismatch:
         if len(batch) == 1:
             return list(batch)
         # One bad object fails the whole batch: find out which.
-        return [bad for each in batch for bad in await _read_together(node, [each])]
+        return [bad for each in batch for bad in await _read_together(node, [each], held)]
     return []
 
 
-async def _read_long(node: RemoteStore, owner: bytes, each: _Download) -> bool:
+async def _read_long(node: RemoteStore, owner: bytes, each: _Download, held: HeldGrant) -> bool:
     """Read window by window. False: it is damaged, or was dropped meanwhile."""
     try:
-        await node.read(owner, each.opened, 0, len(each.spans), each.spans.__getitem__)
+        await node.read(owner, each.opened, held, 0, len(each.spans), each.spans.__getitem__)
     except (ChecksumMismatch, ObjectGone):
         return False
     return True

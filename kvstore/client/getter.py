@@ -15,7 +15,7 @@ from moonpool.kvstore.client.queries import find_all
 from moonpool.kvstore.client.tenant import Tenant
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.runtime.errors import NodeUnavailable
-from moonpool.transfer import TransferError
+from moonpool.transfer import GrantLapsed, TransferError
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,8 @@ class Getter:
             wanted = [requests[number] for number in numbers]
             try:
                 return await receive(nodes[node_id], self._memory, self._tenant.owner, wanted)
+            except GrantLapsed:
+                raise
             except (NodeUnavailable, TransferError) as error:
                 log.info("nothing was read from %s: %s", node_id, error)
                 nodes[node_id].forget_peer()

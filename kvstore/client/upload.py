@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.kvstore.client.memory import BorrowedBuffer
+from moonpool.kvstore.grants.held import HeldGrant
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
 from moonpool.runtime.errors import MoonpoolError
@@ -40,7 +41,8 @@ async def send(node: RemoteStore, owner: bytes, batch: Sequence[Upload]) -> list
     Raises ``NodeUnavailable``, ``RemoteError``, ``TransferError``: some may be stored; none is stored in
     part.
     """
-    steps, chunk_nbytes = await node.begin(owner, [each.info for each in batch])
+    reply, held = await node.begin(owner, [each.info for each in batch])
+    chunk_nbytes = reply.chunk_nbytes
     reasons = [""] * len(batch)
     under_way: dict[int, tuple[_Sent, store_pb2.PutStep]] = {}
 
@@ -50,14 +52,15 @@ async def send(node: RemoteStore, owner: bytes, batch: Sequence[Upload]) -> list
         elif not step.done:
             under_way[step.put_id] = (sent, step)
 
-    for number, (upload, step) in enumerate(zip(batch, steps, strict=True)):
+    for number, (upload, step) in enumerate(zip(batch, reply.steps, strict=True)):
         take(_Sent(upload, number), step)
     try:
         while under_way:
-            written = await _write(node, list(under_way.values()), chunk_nbytes)
-            steps = await node.commit(written)
+            puts = list(under_way.values())
+            written = await _write(node, puts, chunk_nbytes, reply.write_grant, held)
+            reply, held = await node.commit(written)
             previous, under_way = under_way, {}
-            for step in steps:
+            for step in reply.steps:
                 sent, before = previous[step.put_id]
                 sent.first += len(before.chunks.offset)
                 take(sent, step)
@@ -68,9 +71,13 @@ async def send(node: RemoteStore, owner: bytes, batch: Sequence[Upload]) -> list
 
 
 async def _write(
-    node: RemoteStore, puts: Sequence[tuple[_Sent, store_pb2.PutStep]], chunk_nbytes: int
+    node: RemoteStore,
+    puts: Sequence[tuple[_Sent, store_pb2.PutStep]],
+    chunk_nbytes: int,
+    write_grant: int,
+    held: HeldGrant,
 ) -> list[store_pb2.WrittenChunks]:
-    """Write the reserved chunks of each put; returns the commits."""
+    """Write the reserved chunks of each put under their grant; returns the commits."""
     spans: list[Span] = []
     chunks: list[tuple[int, int]] = []
     owners: list[int] = []
@@ -89,7 +96,7 @@ async def _write(
 
     small = sum(span.nbytes for span in spans) <= _INLINE_NBYTES
     checksums = hash_all() if small else await asyncio.to_thread(hash_all)
-    await node.write(spans, chunks, checksums)
+    await node.write(spans, chunks, checksums, write_grant, held)
     written = {step.put_id: store_pb2.WrittenChunks(put_id=step.put_id) for _, step in puts}
     for put_id, value in zip(owners, checksums, strict=True):
         written[put_id].checksum.append(value)

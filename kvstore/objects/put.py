@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.grants.table import Grant, Slot
 from moonpool.kvstore.objects.chunks import RUN_CHUNKS, ChunkPlan
 from moonpool.kvstore.objects.errors import BadRequest, PutBroken
 from moonpool.kvstore.store import Reservation, TieredStore
 from moonpool.protos import store_pb2
-from moonpool.transfer import checksum
+from moonpool.transfer import WriteGrant, checksum
 
 _WINDOW_CHUNKS = 4 * RUN_CHUNKS
 
@@ -25,12 +27,13 @@ class Put:
     ``abort`` gives back what is reserved.
     """
 
-    def __init__(self, store: TieredStore, record: store_pb2.StoredObject, ttl_s: float) -> None:
-        """``record.tail_checksum`` is set when the last chunk is committed. ``ttl_s``: how long each window
-        may take."""
+    def __init__(self, store: TieredStore, record: store_pb2.StoredObject) -> None:
+        """``record.tail_checksum`` is set when the last chunk is committed."""
         self.record = record
-        self.ttl_s = ttl_s
-        self.expires_s = 0.0  # set by the shelf
+        self.grant: Grant | None = None
+        """Of the reserved slots, to the client; renewed with each window. None for a copy of our own."""
+        self.writable: WriteGrant | None = None
+        """What lets another process write the reserved slots."""
         self._store = store
         self._window = window_chunks(store)
         self._cut = ChunkPlan.of(record.info, record.chunk_nbytes)
@@ -46,6 +49,11 @@ class Put:
     def offsets(self) -> list[int]:
         """Offsets in the store's memory of the reserved chunks, in bytes, in order."""
         return [offset for reservation in self._reserved for offset in reservation.offsets]
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The reserved slots."""
+        return [(Tier.HOST, slot) for reservation in self._reserved for slot in reservation.slots]
 
     def reserve(self) -> bool:
         """Reserve the next window, or as much as there is room for. False: there is none. Raises
@@ -96,8 +104,16 @@ class Put:
         return checksum(slot.data)
 
     def abort(self) -> ChunkPlan:
-        """Give back what is reserved. Returns the plan of the chunks that the caller removes."""
+        """Give back what is reserved, once no write can land in it any more. Returns the plan of the chunks
+        that the caller removes."""
         reserved, self._reserved = self._reserved, []
-        for reservation in reserved:
-            reservation.abort()
+
+        def give_back() -> None:
+            for reservation in reserved:
+                reservation.abort()
+
+        if self.writable is None:
+            give_back()
+        else:
+            self.writable.revoke(give_back)
         return self._cut

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -26,18 +27,16 @@ class Opened:
     offsets: list[int] = field(default_factory=list)  # into the store's memory
     checksums: list[int] = field(default_factory=list)
     lease_ids: list[int] = field(default_factory=list)
+    granted_s: float = math.inf  # the leases end so long after the request, or later
 
 
 class ObjectLeases:
     """Pin objects for readers. The leases are the store's own, so ``store.sweep`` ends those that expire."""
 
-    def __init__(
-        self, store: TieredStore, table: ObjectTable, *, longest_s: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, store: TieredStore, table: ObjectTable, *, clock: Callable[[], float]) -> None:
         self._store = store
         self._table = table
         self._window = window_chunks(store)
-        self._longest_s = longest_s
         self._clock = clock
         self._read_s: dict[bytes, float] = {}  # when a surplus copy was last read
 
@@ -77,9 +76,11 @@ class ObjectLeases:
         if Tier.SSD in self._store.match(run.keys):
             # They are read into memory, from which others must be evicted.
             await self._store.room()
-        lease = await self._store.pin(run.keys, min(ttl_s, self._longest_s))
+        name = f"a reader of {opened.record.info.name!r}"
+        lease = await self._store.pin(run.keys, ttl_s, name)
         if lease.id:
             opened.lease_ids.append(lease.id)
+            opened.granted_s = min(opened.granted_s, lease.granted_s)
         blocks = lease.blocks[at - run.first :]
         opened.offsets += [block.slot * cut.chunk_nbytes for block in blocks]
         opened.checksums += [block.checksum for block in blocks]
@@ -110,12 +111,9 @@ class ObjectLeases:
         if record is None:
             return False
         for run in self._table.cut(record).runs():
-            lease = await self._store.pin(run.keys, self._longest_s)
-            try:
-                slots = [block.slot for block in lease.blocks]
+            async with self._store.pinned(run.keys) as pinned:
+                slots = [block.slot for block in pinned]
                 intact = await asyncio.to_thread(self._all_intact, slots)
-            finally:
-                self._store.release(lease.id)
             if not intact and self._table.get(key) is record:
                 metrics.EVICTED_OBJECTS.labels("damaged").inc()
                 log.error("object %r is damaged in memory and was dropped", record.info.name)

@@ -18,16 +18,14 @@ async def copy_object(
     wanted: store_pb2.OpenObject,
     *,
     surplus: bool,
-    ttl_s: float,
 ) -> int:
     """Copy ``wanted`` into ``objects`` in ``region``. Returns the bytes read: 0 if it was here.
-    ``ttl_s``: longest that reading one window takes.
 
     Raises ``PutBroken``: the source does not have it, or has another chunk size. Raises ``StoreFull``,
     ``NodeUnavailable``, ``RemoteError``, ``TransferError``. Nothing of it is here then.
     """
-    (opened,), chunk_nbytes = await source.open(owner, [wanted])
-    unread = [opened]
+    (opened,), chunk_nbytes, held = await source.open(owner, [wanted])
+    unread = [(opened, held)]
     put_id = 0
     try:
         if not opened.HasField("info"):
@@ -41,14 +39,14 @@ async def copy_object(
         info.CopyFrom(opened.info)
         info.surplus = surplus
         cut = ChunkPlan.of(info, chunk_nbytes)
-        put_id, put = await objects.begin(owner, info, ttl_s)
+        put_id, put = await objects.begin(owner, info, None)
         first = nbytes = 0
         while offsets := put.offsets:
             here = [Span(region.id, offset, cut.nbytes_of(first + i)) for i, offset in enumerate(offsets)]
             if not unread:
                 unread = [await source.reopen(owner, info, first)]
             span_of = dict(enumerate(here, first)).__getitem__
-            checksums = await source.read(owner, unread.pop(), first, first + len(offsets), span_of)
+            checksums = await source.read(owner, *unread.pop(), first, first + len(offsets), span_of)
             await objects.commit(put_id, checksums)
             nbytes += sum(span.nbytes for span in here)
             first += len(offsets)
@@ -57,4 +55,4 @@ async def copy_object(
         objects.abort(put_id)
         raise
     finally:
-        source.release(unread)
+        source.release([opened for opened, _ in unread])

@@ -36,7 +36,6 @@ class ObjectShelf:
         *,
         catalogue: Catalogue | None,
         tenant_nbytes: int = 0,
-        longest_lease_s: float,
         clock: Callable[[], float],
         rng: Random,
     ) -> None:
@@ -45,17 +44,15 @@ class ObjectShelf:
         self.chunk_nbytes = chunk_nbytes
         self._quotas = ObjectQuotas(tenant_nbytes)
         self.table = ObjectTable(store, chunk_nbytes, catalogue, self._quotas)
-        self.leases = ObjectLeases(store, self.table, longest_s=longest_lease_s, clock=clock)
+        self.leases = ObjectLeases(store, self.table, clock=clock)
         self._node_id = node_id
         self._store = store
-        self._longest_lease_s = longest_lease_s
-        self._clock = clock
         self._rng = rng
         self._puts: dict[int, Put] = {}
 
     @property
     def num_users(self) -> int:
-        return len(self._puts) + self._store.stats.num_leases
+        return len(self._store.grants) + sum(put.grant is None for put in self._puts.values())
 
     async def start(self) -> None:
         await self._store.start()
@@ -72,15 +69,11 @@ class ObjectShelf:
 
     def sweep(self) -> None:
         """End puts and leases that have expired. Call it regularly."""
-        now_s = self._clock()
-        for put_id in [each for each, put in self._puts.items() if put.expires_s <= now_s]:
-            log.warning("a put of %r was not continued in time", self._puts[put_id].record.info.name)
-            metrics.PUTS.labels("expired").inc()
-            self.abort(put_id)
         self._store.sweep()
 
-    async def begin(self, owner: bytes, info: store_pb2.ObjectInfo, ttl_s: float) -> tuple[int, Put]:
-        """Reserve the first chunks; returns the put and its id.
+    async def begin(self, owner: bytes, info: store_pb2.ObjectInfo, ttl_s: float | None) -> tuple[int, Put]:
+        """Reserve the first chunks; returns the put and its id. ``ttl_s``: of the grant of each window; None:
+        this process itself fills them, and the put does not lapse.
 
         The id is 0 if there is nothing to write: the object is empty, or this or a later version is here. An
         owner over its quota loses its least recently used objects.
@@ -88,7 +81,7 @@ class ObjectShelf:
         Raises ``StoreFull``, ``OverQuota``, ``BadRequest``; nothing is reserved then.
         """
         record = store_pb2.StoredObject(info=info, owner=owner, chunk_nbytes=self.chunk_nbytes)
-        put = Put(self._store, record, min(ttl_s, self._longest_lease_s))
+        put = Put(self._store, record)
         if self._superseded(record):
             return 0, put
         if info.nbytes == 0:
@@ -104,7 +97,14 @@ class ObjectShelf:
         except BaseException:
             put.abort()
             raise
-        put_id = self._rng.getrandbits(63) | 1
+        if ttl_s is None:
+            put_id = self._rng.getrandbits(63) | 1
+        else:
+            name = f"a put of {info.name!r}"
+            put.grant = self._store.grants.grant(
+                name, put.slots, ttl_s, lambda lapsed: self._grant_ended(put_id, lapsed)
+            )
+            put_id = put.grant.id
         self._puts[put_id] = put
         return put_id, put
 
@@ -113,13 +113,23 @@ class ObjectShelf:
 
         Raises ``PutUnknown``, ``BadRequest``; ``StoreFull``, ``PutBroken``: nothing of the put is left.
         """
-        put = self._puts.get(put_id)
-        if put is None:
-            raise PutUnknown(put_id)
+        put = self._put(put_id)
+        if put.grant is not None:
+            self._store.grants.renew(put_id, put.grant.granted_s)
+        if put.writable is not None:
+            # Nothing changes these bytes any more.
+            await put.writable.end()
+            put = self._put(put_id)
+            put.writable = None
         put.commit(checksums)
         try:
             if not put.complete:
                 await self._reserve(put)
+                if self._puts.get(put_id) is not put:
+                    self.table.discard(put.abort())  # it lapsed while it waited for room
+                    raise PutUnknown(put_id)
+                if put.grant is not None:
+                    self._store.grants.change(put.grant, put.slots)
                 return put
             if not self.table.is_whole(put.record):
                 raise PutBroken(
@@ -127,6 +137,7 @@ class ObjectShelf:
                     "put less at a time, or raise store_node.object_nbytes"
                 )
             del self._puts[put_id]
+            self._store.grants.release(put_id)
             self._finish(put)
         except BaseException:
             self.abort(put_id)
@@ -137,7 +148,20 @@ class ObjectShelf:
         """Take a put back. An unknown one is no error."""
         put = self._puts.pop(put_id, None)
         if put is not None:
+            self._store.grants.release(put_id)
             self.table.discard(put.abort())
+
+    def _grant_ended(self, put_id: int, lapsed: bool) -> None:
+        if lapsed:
+            log.warning("a put of %r was not continued in time", self._puts[put_id].record.info.name)
+            metrics.PUTS.labels("expired").inc()
+            self.abort(put_id)
+
+    def _put(self, put_id: int) -> Put:
+        put = self._puts.get(put_id)
+        if put is None:
+            raise PutUnknown(put_id)
+        return put
 
     async def _reserve(self, put: Put) -> None:
         await self._store.room()
@@ -145,7 +169,6 @@ class ObjectShelf:
         if not put.reserve():
             capacity = self._store.host.capacity
             raise StoreFull(self._node_id, put.record.info.nbytes, capacity * self.chunk_nbytes)
-        put.expires_s = self._clock() + put.ttl_s
 
     async def _keep_quota(self, record: store_pb2.StoredObject) -> None:
         owner, wanted_nbytes = record.owner, self.table.taken_nbytes(record)

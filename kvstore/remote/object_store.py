@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from moonpool.kvstore.errors import StoreError
+from moonpool.kvstore.grants.held import HeldGrant, holders_clock
 from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2, store_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
@@ -93,15 +94,19 @@ class RemoteStore:
 
     async def open(
         self, owner: bytes, wanted: Sequence[store_pb2.OpenObject]
-    ) -> tuple[list[store_pb2.OpenedObject], int]:
-        """Pin the first chunks of each object. Returns them and the chunk size. Pass everything opened to
-        ``release``; otherwise it expires."""
+    ) -> tuple[list[store_pb2.OpenedObject], int, HeldGrant]:
+        """Pin the first chunks of each object. Returns them, the chunk size, and the grant to read them. Pass
+        everything opened to ``release``; otherwise it expires."""
         done, self._done = self._done, []
+        asked_s = holders_clock()
         request = store_pb2.OpenRequest(
             owner=owner, objects=wanted, ttl_s=2 * self._deadline_s, close_lease_id=done
         )
         reply: store_pb2.OpenReply = await self.call("Open", request)
-        return list(reply.objects), reply.chunk_nbytes
+        return list(reply.objects), reply.chunk_nbytes, self._held(asked_s, reply.granted_s)
+
+    def _held(self, asked_s: float, granted_s: float) -> HeldGrant:
+        return HeldGrant(f"store node {self.node_id}", asked_s, granted_s)
 
     def release(self, opened: Sequence[store_pb2.OpenedObject]) -> None:
         """The chunks have been read. Returns at once; the node is told with the next call, or soon."""
@@ -124,6 +129,7 @@ class RemoteStore:
         self,
         owner: bytes,
         opened: store_pb2.OpenedObject,
+        held: HeldGrant,
         first: int,
         end: int,
         span_of: Callable[[int], Span],
@@ -135,7 +141,7 @@ class RemoteStore:
         undefined then.
         """
         info, at = opened.info, first
-        following: asyncio.Task[store_pb2.OpenedObject] | None = None
+        following: asyncio.Task[tuple[store_pb2.OpenedObject, HeldGrant]] | None = None
         checksums: list[int] = []
         try:
             while True:
@@ -144,21 +150,23 @@ class RemoteStore:
                     raise SourceBusy(self.node_id, info.name)
                 if at + count < end:
                     following = asyncio.create_task(self.reopen(owner, info, at + count))
-                await self.fetch([span_of(chunk) for chunk in range(at, at + count)], [opened])
+                await self.fetch([span_of(chunk) for chunk in range(at, at + count)], [opened], held)
                 checksums += opened.chunks.checksum[:count]
                 at += count
                 if following is None:
                     return checksums
                 self.release([opened])
-                opened, following = await following, None
+                (opened, held), following = await following, None
         finally:
             self.release([opened])
             if following is not None:
                 following.cancel()
 
-    async def fetch(self, ours: Sequence[Span], opened: Sequence[store_pb2.OpenedObject]) -> None:
-        """Read opened chunks, one object after the other, into our spans in one batch. Chunks beyond ``ours``
-        are ignored. Raises as ``read``."""
+    async def fetch(
+        self, ours: Sequence[Span], opened: Sequence[store_pb2.OpenedObject], held: HeldGrant
+    ) -> None:
+        """Read chunks opened under ``held``, one object after the other, into our spans in one batch. Chunks
+        beyond ``ours`` are ignored. Raises as ``read``."""
         regions = [region for each in opened for region in each.chunks.region]
         offsets = [offset for each in opened for offset in each.chunks.offset]
         checksums = [value for each in opened for value in each.chunks.checksum][: len(ours)]
@@ -167,34 +175,48 @@ class RemoteStore:
             for region, offset, span in zip(regions, offsets, ours, strict=False)
         ]
         peer = await self.peer()
-        await peer.read(ours, theirs, deadline_s=self._deadline_s, checksums=checksums)
+        with held.within(self._deadline_s) as limit_s:
+            await peer.read(ours, theirs, deadline_s=limit_s, checksums=checksums)
 
-    async def reopen(self, owner: bytes, info: store_pb2.ObjectInfo, first: int) -> store_pb2.OpenedObject:
+    async def reopen(
+        self, owner: bytes, info: store_pb2.ObjectInfo, first: int
+    ) -> tuple[store_pb2.OpenedObject, HeldGrant]:
         """Open the same version of an object from chunk ``first``. Raises ``ObjectGone``."""
         wanted = store_pb2.OpenObject(key=info.key, version=info.version, first_chunk=first)
-        (opened,), _ = await self.open(owner, [wanted])
+        (opened,), _, held = await self.open(owner, [wanted])
         if not opened.HasField("info"):
             raise ObjectGone(self.node_id, info.name)
-        return opened
+        return opened, held
 
     async def begin(
         self, owner: bytes, objects: Sequence[store_pb2.ObjectInfo]
-    ) -> tuple[list[store_pb2.PutStep], int]:
-        """Reserve room for the first chunks of each. Returns the steps and the chunk size."""
+    ) -> tuple[store_pb2.PutReply, HeldGrant]:
+        """Reserve room for the first chunks of each. Returns the reply and the grant to write them."""
         request = store_pb2.BeginRequest(owner=owner, objects=objects, ttl_s=2 * self._deadline_s)
+        asked_s = holders_clock()
         reply: store_pb2.PutReply = await self.call("Begin", request)
-        return list(reply.steps), reply.chunk_nbytes
+        return reply, self._held(asked_s, reply.granted_s)
 
-    async def commit(self, written: Sequence[store_pb2.WrittenChunks]) -> list[store_pb2.PutStep]:
+    async def commit(
+        self, written: Sequence[store_pb2.WrittenChunks]
+    ) -> tuple[store_pb2.PutReply, HeldGrant]:
+        """Returns as ``begin``, for the next chunks."""
+        asked_s = holders_clock()
         reply: store_pb2.PutReply = await self.call("Commit", store_pb2.CommitRequest(written=written))
-        return list(reply.steps)
+        return reply, self._held(asked_s, reply.granted_s)
 
     async def write(
-        self, ours: Sequence[Span], chunks: Sequence[tuple[int, int]], checksums: Sequence[int]
+        self,
+        ours: Sequence[Span],
+        chunks: Sequence[tuple[int, int]],
+        checksums: Sequence[int],
+        write_grant: int,
+        held: HeldGrant,
     ) -> None:
-        """Write our spans to the node's ``(region, offset)`` of reserved chunks."""
+        """Write our spans to the node's ``(region, offset)`` of chunks reserved under the grant."""
         theirs = [
             Span(region, offset, span.nbytes) for span, (region, offset) in zip(ours, chunks, strict=True)
         ]
         peer = await self.peer()
-        await peer.write(ours, theirs, deadline_s=self._deadline_s, checksums=checksums)
+        with held.within(self._deadline_s) as limit_s:
+            await peer.write(ours, theirs, deadline_s=limit_s, checksums=checksums, grant=write_grant)

@@ -11,6 +11,7 @@ import grpc.aio
 
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.grants.held import HeldGrant, holders_clock
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import NodeUnavailable, RemoteError
@@ -22,7 +23,7 @@ class RemoteLeases:
     """Leases at other nodes, and one channel to each of them. Close it with its node."""
 
     def __init__(self, deadline_s: float) -> None:
-        """``deadline_s``: of a call; leases expire after twice as long."""
+        """``deadline_s``: of a call; leases are asked for twice as long."""
         self._deadline_s = deadline_s
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._releases: set[asyncio.Task[None]] = set()
@@ -45,15 +46,16 @@ class RemoteLeases:
     @asynccontextmanager
     async def hold(
         self, source: node_pb2.KvAddress, wanted: Sequence[BlockKey]
-    ) -> AsyncIterator[node_pb2.BlockSpans]:
-        """Keep the longest prefix of ``wanted`` that ``source`` has pinned there inside the block. Raises
-        ``NodeUnavailable``, ``RemoteError``."""
+    ) -> AsyncIterator[tuple[node_pb2.BlockSpans, HeldGrant]]:
+        """Keep the longest prefix of ``wanted`` that ``source`` has pinned there inside the block. It must be
+        read ``within`` the grant. Raises ``NodeUnavailable``, ``RemoteError``."""
         stub = node_pb2_grpc.NodeStub(self.channel(source.rpc_address))
         request = node_pb2.LeaseRequest(keys=block_keys.pack(wanted), ttl_s=2 * self._deadline_s)
+        asked_s = holders_clock()
         with rpc.node_errors(source.node_id):
             reply = await stub.Lease(request, timeout=self._deadline_s, metadata=rpc.request_metadata())
         try:
-            yield reply.blocks
+            yield reply.blocks, HeldGrant(f"node {source.node_id}", asked_s, reply.granted_s)
         finally:
             if reply.lease_id:
                 # In the background: if it is lost, the lease expires.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from random import SystemRandom
+from dataclasses import dataclass, replace
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
@@ -28,57 +27,12 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """``blocks`` are the first of the requested chain. Nothing is pinned where ``id`` is 0."""
+    """``blocks`` are the first of the requested chain; nothing is pinned where ``id``, of the grant, is 0.
+    It ends ``granted_s`` after the request for it, or later."""
 
     id: int
-    expires_s: float
+    granted_s: float
     blocks: list[Pinned]
-    pool_blocks: list[int] = field(default_factory=list, repr=False)  # pinned, more than ``blocks`` names
-    host_slots: list[int] = field(default_factory=list, repr=False)
-
-
-class LeaseTable:
-    """Leases by id. Call ``sweep`` regularly: a dead reader never releases."""
-
-    def __init__(
-        self, release: Callable[[Lease], None], *, longest_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._release = release
-        self._longest_s = longest_s
-        self._clock = clock
-        self._leases: dict[int, Lease] = {}
-        # Ids must not be guessed: they end leases.
-        self._rng = SystemRandom()
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    def grant(
-        self, blocks: list[Pinned], pool_blocks: list[int], host_slots: list[int], ttl_s: float
-    ) -> Lease:
-        """Take over blocks that are pinned already, for ``ttl_s`` at most."""
-        lease_id = self._rng.getrandbits(63) | 1
-        expires_s = self._clock() + min(ttl_s, self._longest_s)
-        lease = self._leases[lease_id] = Lease(lease_id, expires_s, blocks, pool_blocks, host_slots)
-        return lease
-
-    def release(self, lease_id: int) -> None:
-        """End a lease. Idempotent."""
-        lease = self._leases.pop(lease_id, None)
-        if lease is not None:
-            self._release(lease)
-
-    def sweep(self) -> int:
-        """End the leases that have expired; returns how many."""
-        now_s = self._clock()
-        lapsed = [lease.id for lease in self._leases.values() if lease.expires_s <= now_s]
-        for lease_id in lapsed:
-            self.release(lease_id)
-        return len(lapsed)
-
-    def release_all(self) -> None:
-        for lease_id in list(self._leases):
-            self.release(lease_id)
 
 
 Unplaced = dict[BlockKey, UnplacedBlock]
@@ -109,7 +63,7 @@ class Reader:
         try:
             bad = await self._copy(keys, pinned, unplaced, spans)
         finally:
-            self._release(*_slots(pinned))
+            self.release(*_slots(pinned))
         seconds = self._clock() - began_s
         self.host_bandwidth.observe(len(pinned) * self._block_nbytes, seconds)
         metrics.SECONDS.labels("host", "load").observe(seconds)
@@ -173,11 +127,8 @@ class Reader:
         try:
             return await self._hashed(pinned), in_pool, slots
         except BaseException:
-            self._release(in_pool, slots)
+            self.release(in_pool, slots)
             raise
-
-    def release(self, lease: Lease) -> None:
-        self._release(lease.pool_blocks, lease.host_slots)
 
     @asynccontextmanager
     async def _promoted(
@@ -225,7 +176,7 @@ class Reader:
             for block in pinned
         ]
 
-    def _release(self, in_pool: Sequence[int], slots: Sequence[int]) -> None:
+    def release(self, in_pool: Sequence[int], slots: Sequence[int]) -> None:
         self._host.unpin(slots)
         if self._pool is not None and in_pool:
             self._pool.release(in_pool)

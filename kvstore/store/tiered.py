@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from moonpool.kvstore.blocks.keys import BlockKey
@@ -13,7 +14,8 @@ from moonpool.kvstore.blocks.layout import BlockFormat
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.errors import BlockCorrupt
 from moonpool.kvstore.eviction.savings import SavedSeconds
-from moonpool.kvstore.store.reader import Lease, LeaseTable, Reader
+from moonpool.kvstore.grants.table import GrantTable, Slot
+from moonpool.kvstore.store.reader import Lease, Pinned, Reader
 from moonpool.kvstore.store.reservation import Reservation
 from moonpool.kvstore.store.residency import OnChange, Residency
 from moonpool.kvstore.tiers import metrics
@@ -100,7 +102,8 @@ class TieredStore(Residency):
         self._options = options
         self._clock = clock
         self._reader = Reader(self, self._copier, layout.block_nbytes, clock)
-        self._leases = LeaseTable(self._reader.release, longest_s=options.lease_ttl_s, clock=clock)
+        self.grants = GrantTable(self._generation_of, longest_s=options.lease_ttl_s, clock=clock)
+        """All that was granted of host memory and the pool: leases on blocks, and puts."""
 
     async def start(self) -> None:
         """Begin writing to disk. Blocks that are on disk already are held before this."""
@@ -110,7 +113,7 @@ class TieredStore(Residency):
     async def close(self) -> None:
         """End every lease, finish the writes that have begun, close the disk. Blocks that are only in memory
         are lost: ``flush`` first to keep them."""
-        self._leases.release_all()
+        self.grants.release_all()
         await self.copied()
         if self.writes is not None:
             await self.writes.close()
@@ -151,22 +154,44 @@ class TieredStore(Residency):
         first blocks are in memory then."""
         return await self._reader.prefetch(keys)
 
-    async def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
+    async def pin(self, keys: Sequence[BlockKey], ttl_s: float, owner: str = "a reader") -> Lease:
         """Keep the longest prefix of ``keys`` in memory until ``release``, for at most ``ttl_s`` and
         ``store.lease_ttl_s``. Blocks on disk are read into host memory first, as far as there is room.
         """
         pinned, in_pool, slots = await self._reader.pin(keys)
         if not pinned:
-            return Lease(0, self._clock(), [])
-        return self._leases.grant(pinned, in_pool, slots, ttl_s)
+            return Lease(0, 0.0, [])
+        granted = [*((Tier.POOL, block) for block in in_pool), *((Tier.HOST, slot) for slot in slots)]
+        grant = self.grants.grant(owner, granted, ttl_s, lambda _: self._reader.release(in_pool, slots))
+        return Lease(grant.id, grant.granted_s, pinned)
+
+    @asynccontextmanager
+    async def pinned(self, keys: Sequence[BlockKey]) -> AsyncIterator[list[Pinned]]:
+        """``pin`` for this process itself: inside the block, however long it takes."""
+        pinned, in_pool, slots = await self._reader.pin(keys)
+        try:
+            yield pinned
+        finally:
+            self._reader.release(in_pool, slots)
 
     def release(self, lease_id: int) -> None:
         """End a lease. Idempotent; a lapsed or unknown one is no error."""
-        self._leases.release(lease_id)
+        self.grants.release(lease_id)
 
     def sweep(self) -> int:
-        """End the leases that have expired; returns how many. Call it regularly."""
-        return self._leases.sweep()
+        """End the grants that have expired; returns how many. Call it regularly."""
+        return self.grants.sweep()
+
+    def _generation_of(self, slot: Slot) -> int:
+        tier, number = slot
+        if tier is Tier.HOST:
+            return self.host.generation_of(number)
+        assert self.pool is not None
+        return self.pool.generation_of(number)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self.grants.check_integrity()
 
     # ------------------------------------------------------------------ writing
 
@@ -257,7 +282,7 @@ class TieredStore(Residency):
             tiers.append(TierStats("ssd", capacity, num_blocks, 0, num_blocks * nbytes))
         return StoreStats(
             tiers=tiers,
-            num_leases=len(self._leases),
+            num_leases=len(self.grants),
             num_queued_writes=0 if writes is None else len(writes),
             num_demoting=0 if writes is None else len(writes.evicted),
             num_promoting=0 if self._reader.promoter is None else len(self._reader.promoter),

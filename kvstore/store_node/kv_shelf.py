@@ -16,7 +16,7 @@ from moonpool.kvstore.objects.errors import OtherLayout
 from moonpool.kvstore.remote.peer_leases import RemoteLeases
 from moonpool.kvstore.remote.rank_reader import AgentReader
 from moonpool.kvstore.remote.sharded_reader import RankTarget, ShardedReader, shard_of
-from moonpool.kvstore.store import TieredStore
+from moonpool.kvstore.store import Lease, TieredStore
 from moonpool.protos import node_pb2
 from moonpool.transfer import AgentDescriptor, Region, Span, TransferAgent, checksum
 
@@ -60,7 +60,8 @@ class KvShelf:
 
     async def _change(self, layout: OpaqueLayout) -> None:
         if self.store is not None and self.layout is not None:
-            if next(iter(self.store.blocks()), None) is not None:
+            # A block may be gone and still be read.
+            if len(self.store.grants) or next(iter(self.store.blocks()), None) is not None:
                 raise OtherLayout(self._node_id, layout.fingerprint.hex(), self.layout.fingerprint.hex())
             store, self.store, self.layout = self.store, None, None
             await store.close()
@@ -82,14 +83,16 @@ class KvShelf:
     def blocks(self) -> Iterator[tuple[BlockKey, Tier]]:
         return iter(()) if self.store is None else iter(self.store.blocks())
 
-    async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> tuple[int, node_pb2.BlockSpans]:
+    async def lease(
+        self, keys: Sequence[BlockKey], ttl_s: float, owner: str
+    ) -> tuple[Lease, node_pb2.BlockSpans]:
         """Pin the longest prefix that can be read from memory; the id is 0 if there is none."""
         if self.store is None:
-            return 0, node_pb2.BlockSpans()
+            return Lease(0, 0.0, []), node_pb2.BlockSpans()
         self.store.use(keys)
-        lease = await self.store.pin(keys, ttl_s)
+        lease = await self.store.pin(keys, ttl_s, owner)
         nbytes = self.store.layout.block_nbytes
-        return lease.id, node_pb2.BlockSpans(
+        return lease, node_pb2.BlockSpans(
             region=[self._region.id] * len(lease.blocks),
             offset=[block.slot * nbytes for block in lease.blocks],
             checksum=[block.checksum for block in lease.blocks],
@@ -115,12 +118,15 @@ class KvShelf:
         store = await self.open_layout(OpaqueLayout(source.block_nbytes, source.layout_fingerprint))
         num_held = len(store.match(keys))
         num_read = 0
-        async with self._leases.hold(source, keys[num_held:]) as blocks:
+        async with self._leases.hold(source, keys[num_held:]) as (blocks, held):
             end = num_held + len(blocks.offset)
             if end > num_held:
                 parent = keys[num_held - 1] if num_held else None
                 with store.reserve(keys[num_held:end], parent=parent) as reservation:
-                    num_read = await self._read(source, blocks, reservation.offsets, reservation.num_held)
+                    with held.within(self._deadline_s) as limit_s:
+                        num_read = await self._read(
+                            source, blocks, reservation.offsets, reservation.num_held, limit_s
+                        )
                     reservation.commit(list(blocks.checksum[reservation.num_held :][:num_read]))
                     if surplus:
                         first = num_held + reservation.num_held
@@ -136,7 +142,12 @@ class KvShelf:
         )
 
     async def _read(
-        self, source: node_pb2.KvAddress, blocks: node_pb2.BlockSpans, offsets: Sequence[int], first: int
+        self,
+        source: node_pb2.KvAddress,
+        blocks: node_pb2.BlockSpans,
+        offsets: Sequence[int],
+        first: int,
+        deadline_s: float,
     ) -> int:
         """Fill our slots at ``offsets`` with ``blocks[first:]``; returns how many there was room for."""
         if not offsets:
@@ -147,13 +158,13 @@ class KvShelf:
         if source.ranks:
             reader = self._reader(source)
             slots = [offset // nbytes for offset in offsets]
-            await reader.read(source, regions, begins, slots, deadline_s=self._deadline_s, checksums=promised)
+            await reader.read(source, regions, begins, slots, deadline_s=deadline_s, checksums=promised)
             return len(offsets)
         peer = await self._agent.connect(AgentDescriptor.unpack(source.agent))
         await peer.read(
             [Span(self._region.id, offset, nbytes) for offset in offsets],
             [Span(*start, nbytes) for start in zip(regions, begins, strict=True)],
-            deadline_s=self._deadline_s,
+            deadline_s=deadline_s,
             checksums=promised,
         )
         return len(offsets)

@@ -140,7 +140,6 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             own.chunk_nbytes,
             catalogue=None if maker.catalogue is None else Catalogue(maker.catalogue),
             tenant_nbytes=own.tenant_nbytes,
-            longest_lease_s=2 * self.config.transfer.deadline_s,
             clock=self._clock,
             rng=SystemRandom(),
         )
@@ -259,11 +258,18 @@ class StoreNode(node_pb2_grpc.NodeServicer):
 
     async def Lease(self, request: node_pb2.LeaseRequest, context: Context) -> node_pb2.LeaseReply:
         keys = block_keys.unpack(request.keys)
-        lease_id, blocks = await self._kv.lease(keys, request.ttl_s)
+        lease, blocks = await self._kv.lease(keys, request.ttl_s, context.peer())
         if self._publisher is not None:
             # The index told the caller that they are here.
             self._publisher.retract(keys[len(blocks.offset) :])
-        return node_pb2.LeaseReply(lease_id=lease_id, epoch=self.epoch, blocks=blocks)
+        return node_pb2.LeaseReply(
+            lease_id=lease.id, epoch=self.epoch, blocks=blocks, granted_s=lease.granted_s
+        )
+
+    async def Renew(self, request: node_pb2.RenewRequest, context: Context) -> node_pb2.RenewReply:
+        store = self._kv.store
+        granted_s = 0.0 if store is None else store.grants.renew(request.lease_id, request.ttl_s)
+        return node_pb2.RenewReply(granted_s=granted_s)
 
     async def Release(self, request: node_pb2.ReleaseRequest, context: Context) -> node_pb2.ReleaseReply:
         self._kv.release(request.lease_id)

@@ -22,7 +22,7 @@ from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.kvstore.store import TieredStore
 from moonpool.protos import node_pb2, store_pb2, store_pb2_grpc
 from moonpool.runtime.errors import MoonpoolError
-from moonpool.transfer import Region, TransferAgent
+from moonpool.transfer import Region, Span, TransferAgent
 
 _PROGRESS_INTERVAL_S = 0.1
 _LIST_LIMIT = 1000
@@ -116,27 +116,47 @@ class StoreService(store_pb2_grpc.StoreServicer):
             return await self._objects.begin(owner, info, request.ttl_s)
 
         steps = [await self._step(0, begin(info)) for info in request.objects]
-        return store_pb2.PutReply(chunk_nbytes=self._objects.chunk_nbytes, steps=steps)
+        return self._put_reply(steps, self._objects.chunk_nbytes)
 
     async def Commit(self, request: store_pb2.CommitRequest, context: Context) -> store_pb2.PutReply:
         async def commit(written: store_pb2.WrittenChunks) -> tuple[int, Put]:
             return written.put_id, await self._objects.commit(written.put_id, list(written.checksum))
 
         steps = [await self._step(written.put_id, commit(written)) for written in request.written]
-        return store_pb2.PutReply(steps=steps)
+        return self._put_reply(steps)
 
-    async def _step(self, put_id: int, call: Awaitable[tuple[int, Put]]) -> store_pb2.PutStep:
+    async def _step(
+        self, put_id: int, call: Awaitable[tuple[int, Put]]
+    ) -> tuple[store_pb2.PutStep, Put | None]:
         assert self._region is not None
         try:
             put_id, put = await call
         except MoonpoolError as error:
             metrics.PUTS.labels("failed").inc()
-            return store_pb2.PutStep(put_id=put_id, error=str(error))
+            return store_pb2.PutStep(put_id=put_id, error=str(error)), None
         offsets = put.offsets
         if not offsets:
-            return store_pb2.PutStep(put_id=put_id, done=True)
+            return store_pb2.PutStep(put_id=put_id, done=True), None
         chunks = node_pb2.BlockSpans(region=[self._region.id] * len(offsets), offset=offsets)
-        return store_pb2.PutStep(put_id=put_id, chunks=chunks)
+        return store_pb2.PutStep(put_id=put_id, chunks=chunks), put
+
+    def _put_reply(
+        self, steps: Sequence[tuple[store_pb2.PutStep, Put | None]], chunk_nbytes: int = 0
+    ) -> store_pb2.PutReply:
+        """Grant the chunks of all steps together: they are written in one batch."""
+        assert self._region is not None
+        reply = store_pb2.PutReply(chunk_nbytes=chunk_nbytes, steps=[step for step, _ in steps])
+        # Some may have lapsed while others waited for room.
+        puts = [put for _, put in steps if put is not None and put.offsets and put.grant is not None]
+        if puts:
+            nbytes = self._objects.chunk_nbytes
+            spans = [Span(self._region.id, offset, nbytes) for put in puts for offset in put.offsets]
+            reply.granted_s = min(put.grant.granted_s for put in puts if put.grant is not None)
+            writable = self._agent.grant_writes(spans, lasts_s=reply.granted_s)
+            for put in puts:
+                put.writable = writable
+            reply.write_grant = writable.id
+        return reply
 
     async def Abort(self, request: store_pb2.AbortRequest, context: Context) -> store_pb2.AbortReply:
         for put_id in request.put_id:
@@ -160,7 +180,6 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 owner,
                 wanted,
                 surplus=request.surplus,
-                ttl_s=2 * self._deadline_s,
             )
         metrics.COPIED_BYTES.labels("objects").inc(nbytes)
         return store_pb2.CopyReply(nbytes=nbytes, seconds=time.monotonic() - began_s)
@@ -168,10 +187,12 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def Open(self, request: store_pb2.OpenRequest, context: Context) -> store_pb2.OpenReply:
         owner = _key(request.owner, "owner")
         self._objects.leases.release(request.close_lease_id)
-        reply = store_pb2.OpenReply(chunk_nbytes=self._objects.chunk_nbytes)
+        reply = store_pb2.OpenReply(chunk_nbytes=self._objects.chunk_nbytes, granted_s=request.ttl_s)
         for wanted in request.objects:
             opened = await self._objects.leases.open(owner, wanted, request.ttl_s)
             reply.objects.append(self._opened(opened) if opened is not None else store_pb2.OpenedObject())
+            if opened is not None:
+                reply.granted_s = min(reply.granted_s, opened.granted_s)
         return reply
 
     def _opened(self, opened: Opened) -> store_pb2.OpenedObject:

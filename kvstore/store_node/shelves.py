@@ -39,6 +39,7 @@ class ShelfFactory:
         options = self.config.store
         options = replace(
             options,
+            lease_ttl_s=2 * self.config.transfer.deadline_s,  # as long as the transfer of a window, and more
             write_policy="write-through",
             host=replace(options.host, capacity_nbytes=own.object_nbytes, policy="lru"),
             ssd=replace(

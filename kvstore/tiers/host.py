@@ -44,6 +44,7 @@ class HostTier(ChainCache[BlockKey]):
         self.layout = layout
         self._memory = memory.reshape(-1)[: num_blocks * nbytes].reshape(num_blocks, nbytes)
         self._checksums = np.zeros(num_blocks, dtype=np.uint64)
+        self._generations = np.zeros(num_blocks, dtype=np.uint64)
 
     def bytes_of(self, slot: int) -> Bytes:
         """uint8 [block_nbytes], a view."""
@@ -53,6 +54,18 @@ class HostTier(ChainCache[BlockKey]):
     def offset_of(self, slot: int) -> int:
         """Where in ``memory`` the slot begins, in bytes: what a peer's span names."""
         return slot * self.layout.block_nbytes
+
+    def generation_of(self, slot: int) -> int:
+        """It changes when the slot is reserved for another block."""
+        return int(self._generations[slot])
+
+    def reserve(
+        self, key: BlockKey, parent: BlockKey | None, *, held_elsewhere: bool = False, wanted: bool = False
+    ) -> int | None:
+        slot = super().reserve(key, parent, held_elsewhere=held_elsewhere, wanted=wanted)
+        if slot is not None:
+            self._generations[slot] += np.uint64(1)
+        return slot
 
     def checksum_of(self, slot: int) -> int:
         """xxh3-64 of the bytes as they were put."""

@@ -59,6 +59,9 @@ class PoolTier(Protocol):
 
     def acquire(self, blocks: Sequence[int]) -> None: ...
 
+    def generation_of(self, block: int) -> int:
+        """It changes when the block gets other content."""
+
     def release(self, blocks: Sequence[int]) -> None: ...
 
 

@@ -54,6 +54,9 @@ class FakePool:
             content[:] = 0
         return True
 
+    def generation_of(self, block: int) -> int:
+        return 0  # no block is used twice
+
     @property
     def num_holds(self) -> int:
         return sum(self._holds.values())

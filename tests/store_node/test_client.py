@@ -135,7 +135,7 @@ async def test_a_node_serves_an_object_to_its_owner_only(shared: StoreCluster) -
         await one.put("mine", np.arange(4), node="a")
         node = (await one.nodes())["a"]
         key, owner = one.tenant.key("mine"), two.tenant.owner
-        opened, _ = await node.open(owner, [store_pb2.OpenObject(key=key)])
+        opened, _, _ = await node.open(owner, [store_pb2.OpenObject(key=key)])
         assert not opened[0].HasField("info")
         assert not opened[0].lease_id
         for method, request in (
@@ -152,7 +152,7 @@ async def test_a_node_serves_an_object_to_its_owner_only(shared: StoreCluster) -
         put = await node.call("Begin", store_pb2.BeginRequest(owner=owner, objects=[info], ttl_s=5.0))
         assert "not its owner's" in put.steps[0].error
         # Leases are ended by those who were told their names.
-        (mine,), _ = await node.open(one.tenant.owner, [store_pb2.OpenObject(key=key)])
+        (mine,), _, _ = await node.open(one.tenant.owner, [store_pb2.OpenObject(key=key)])
         guesses = [*range(64), *(each + 1 for each in mine.lease_id)]
         await node.call("Close", store_pb2.CloseRequest(lease_id=guesses))
         status = await node_pb2_grpc.NodeStub(node._channel).Status(node_pb2.StatusRequest())

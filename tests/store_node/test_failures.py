@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 
 import numpy as np
@@ -91,6 +92,33 @@ async def test_a_client_killed_in_a_put_leaves_nothing_behind(cluster: StoreClus
         assert found is not None
         assert (found == whole).all()
         assert await store.get("half") is None
+
+
+async def test_a_write_that_comes_late_does_not_land_in_another_tenants_object(cluster: StoreCluster) -> None:
+    """A client is stopped in a put, its reservation lapses, another tenant gets the memory, it goes on."""
+    node = await cluster.start("a", transfer__deadline_s=1.0, transfer__checksum="false")
+    command = ["-m", "tests.store_node.putter", node.ready["rpc_address"], str(12 << 20), "late"]
+    putter = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    assert putter.stdout is not None
+    assert await putter.stdout.readline() == b"written\n"
+    async with cluster.client(tenant="another") as store:
+        whole = np.ones(16 << 20, np.uint8)
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    await store.put("whole", whole)
+                    break
+                except PutFailed:
+                    await asyncio.sleep(0.1)
+        putter.send_signal(signal.SIGCONT)
+        assert [await putter.stdout.readline() for _ in range(2)] == [b"GrantLapsed\n"] * 2
+        putter.kill()
+        await putter.wait()
+        usage = next(iter((await store.usage()).values()))
+        assert usage.num_objects == 1
+        found = await store.get("whole")
+        assert found is not None
+        assert (found == 1).all()
 
 
 async def test_a_node_killed_in_puts_shows_only_whole_objects(cluster: StoreCluster) -> None:

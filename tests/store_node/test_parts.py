@@ -94,7 +94,7 @@ class Source(node_pb2_grpc.NodeServicer):
             offset=[number * LAYOUT.block_nbytes for number in numbers],
             checksum=[checksum(self.blocks[number].tobytes()) for number in numbers],
         )
-        return node_pb2.LeaseReply(lease_id=1, epoch=1, blocks=spans)
+        return node_pb2.LeaseReply(lease_id=1, epoch=1, blocks=spans, granted_s=60.0)
 
     async def Release(
         self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -139,12 +139,12 @@ async def serving(shards: list[BlockShard], ranks: list[RemotePeer]) -> AsyncIte
 
 async def held(shelf: KvShelf) -> list[bytes]:
     """The bytes of the longest prefix that others can read from it."""
-    lease, spans = await shelf.lease(KEYS, 10.0)
+    lease, spans = await shelf.lease(KEYS, 10.0, "a test")
     assert shelf.store is not None
     host = shelf.store.host
     found = [host.bytes_of(offset // LAYOUT.block_nbytes).tobytes() for offset in spans.offset]
     assert [checksum(block) for block in found] == list(spans.checksum)
-    shelf.release(lease)
+    shelf.release(lease.id)
     return found
 
 

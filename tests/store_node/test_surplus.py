@@ -46,9 +46,7 @@ async def test_cold_surplus_copies_go_before_what_is_older() -> None:
     store = TieredStore(
         OpaqueLayout(CHUNK, b"c" * 16), options, np.zeros(8 * CHUNK, np.uint8), on_change=changed
     )
-    shelf = ObjectShelf(
-        "a", store, CHUNK, catalogue=None, longest_lease_s=60.0, clock=lambda: now_s, rng=random.Random(1)
-    )
+    shelf = ObjectShelf("a", store, CHUNK, catalogue=None, clock=lambda: now_s, rng=random.Random(1))
     await shelf.start()
     await put(shelf, "old")
     await put(shelf, "hot copy", surplus=True)

@@ -47,6 +47,7 @@ class PeerProcess:
 
     def add(self, region: Region | DeviceRegion, seed: int) -> dict[str, Any]:
         region.array[:] = pattern(region.nbytes, seed)
+        self.agent.allow_writes(region if isinstance(region, Region) else region.region)
         self.regions[region.id] = region
         return {"region": region.id}
 
@@ -54,6 +55,7 @@ class PeerProcess:
         memory = pattern(nbytes, seed)
         memory.flags.writeable = writable
         region = self.agent.register(memory, writable=writable)
+        self.agent.allow_writes(region)
         self.regions[region.id] = region
         return {"region": region.id}
 
@@ -75,7 +77,14 @@ class PeerProcess:
         return {"num_foreign": int(((array != pattern(len(array), seed)) & (array != value)).sum())}
 
     async def move(
-        self, descriptor: str, direction: str, local: int, remote: int, nbytes: int, deadline_s: float
+        self,
+        descriptor: str,
+        direction: str,
+        local: int,
+        remote: int,
+        nbytes: int,
+        deadline_s: float,
+        **more: Any,
     ) -> dict[str, Any]:
         """The first ``nbytes`` of one region and the other's, by MiB: what it came to, and after how long."""
         peer = await self.agent.connect(AgentDescriptor.unpack(bytes.fromhex(descriptor)))
@@ -84,7 +93,7 @@ class PeerProcess:
         )
         started = time.perf_counter()
         try:
-            report = await getattr(peer, direction)(ours, theirs, deadline_s=deadline_s)
+            report = await getattr(peer, direction)(ours, theirs, deadline_s=deadline_s, **more)
         except TransferError as error:
             return {"outcome": type(error).__name__, "seconds": time.perf_counter() - started}
         return {"outcome": "done", "seconds": report.seconds, "transport": report.transport}
@@ -141,6 +150,7 @@ class PeerProcess:
         while self.agent.regions._holds:  # noqa: ASYNC110
             await asyncio.sleep(0)
         self.agent.regions.check_integrity()
+        self.agent.grants.check_integrity()
         return {}
 
 

@@ -246,6 +246,7 @@ async def test_a_span_longer_than_any_request(monkeypatch: pytest.MonkeyPatch) -
         await TransferAgent.start(options, agent_id="peer", epoch=1) as theirs,
     ):
         ours, remote = agent.allocate(NBYTES, "ours"), theirs.allocate(NBYTES, "theirs")
+        theirs.allow_writes(remote)
         ours.array[:] = pattern(NBYTES, 3)
         peer = await agent.connect(theirs.describe())
         spans = [Span(ours.id, 0, NBYTES)], [Span(remote.id, 0, NBYTES)]
@@ -263,6 +264,7 @@ async def test_checksums_can_be_turned_off() -> None:
         await TransferAgent.start(options, agent_id="peer", epoch=1) as theirs,
     ):
         ours, remote = agent.allocate(4096, "ours"), theirs.allocate(4096, "theirs")
+        theirs.allow_writes(remote)
         peer = await agent.connect(theirs.describe())
         spans = [Span(ours.id, 0, 4096)], [Span(remote.id, 0, 4096)]
         remote.array[:] = pattern(4096, 1)

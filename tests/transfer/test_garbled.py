@@ -50,6 +50,7 @@ async def test_garbled_answers_cost_a_retry_or_end_in_time(direction: str) -> No
         await TransferAgent.start(options, agent_id="peer", epoch=1) as theirs,
     ):
         ours, remote = agent.allocate(NBYTES, "ours"), theirs.allocate(NBYTES, "theirs")
+        theirs.allow_writes(remote)
         source, target = (remote, ours) if direction == "read" else (ours, remote)
         source.array[:] = pattern(NBYTES, 1)
         sums = [checksum(source.buffer)]

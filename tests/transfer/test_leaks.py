@@ -64,6 +64,7 @@ async def test_nothing_leaks(transport: str, monkeypatch: pytest.MonkeyPatch) ->
         theirs = await TransferAgent.start(options, agent_id="peer", epoch=1)
         agent = await TransferAgent.start(options, agent_id="here", epoch=1)
         remote, memory = theirs.allocate(1 << 20, "theirs"), agent.allocate(1 << 20, "ours")
+        theirs.allow_writes(remote)
         spans = [Span(memory.id, 0, 1 << 20)], [Span(remote.id, 0, 1 << 20)]
         peer = await agent.connect(theirs.describe())
         await peer.write(*spans, deadline_s=5)
@@ -171,7 +172,9 @@ def _serve(pipe: Connection, transport: str, ucx_tls: str, epoch: int, port: int
     async def serve() -> None:
         options = TransferOptions(transports=(transport,))
         async with await TransferAgent.start(options, agent_id="peer", epoch=epoch) as agent:
-            pipe.send((agent.describe().pack(), agent.allocate(NBYTES, "theirs").id))
+            region = agent.allocate(NBYTES, "theirs")
+            agent.allow_writes(region)
+            pipe.send((agent.describe().pack(), region.id))
             with contextlib.suppress(EOFError):
                 await asyncio.to_thread(pipe.recv)
 

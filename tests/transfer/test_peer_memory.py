@@ -88,6 +88,7 @@ async def test_a_writer_cannot_make_us_read_past_its_memory(
 ) -> None:
     server, _, region = writer
     target = server.allocate(4096, "target")
+    server.allow_writes(target)
     offset, nbytes = source
     assert await ask(writer, op, Span(target.id, 0, nbytes), Span(region.id, offset, nbytes)) is status
 
@@ -97,6 +98,7 @@ async def test_what_a_writer_has_closed_is_not_read(
 ) -> None:
     server, _, region = writer
     target = server.allocate(4096, "target")
+    server.allow_writes(target)
     to, source = Span(target.id, 0, 8), Span(region.id, 0, 8)
     assert await ask(writer, Op.PULL, to, source) is Status.OK
     region.close()

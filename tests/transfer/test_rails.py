@@ -124,6 +124,7 @@ async def railed() -> AsyncIterator[Railed]:
             tcp_rails=tuple(f"{host}:{cable.port}" for host, cable in zip(HOSTS[1:], further, strict=True)),
         )
         ours, theirs = agent.allocate(NBYTES, "ours"), other.allocate(NBYTES, "theirs")
+        other.allow_writes(theirs)
         railed = Railed(agent, other, descriptor, await agent.connect(descriptor), cables, ours, theirs)
         await railed.joined()
         yield railed

@@ -90,6 +90,7 @@ async def start(agent_id: str, transports: str = "tcp", secret: str = "") -> Tra
 async def served() -> AsyncIterator[Served]:
     async with await start("server") as server, await start("client") as client:
         region = server.allocate(NBYTES, "region")
+        server.allow_writes(region)
         region.array[:] = np.random.default_rng(5).integers(0, 256, NBYTES, np.uint8)
         before = region.array.copy()
         yield await Served(server, region, client).measured()
@@ -243,7 +244,7 @@ def requests(region: int) -> dict[str, tuple[bytes, Status | None]]:
         "too many bytes": (ask(Op.READ, (region, 0, 8), nbytes=1 << 40), None),
         "too many spans": (ask(Op.READ, (region, 0, 8), num=1 << 31), None),
         "no span": (ask(Op.READ, nbytes=8), None),
-        "unknown operation": (ask(Op.READ, (region, 0, 8)).replace(b"MPq1\x01", b"MPq1\x09"), None),
+        "unknown operation": (ask(Op.READ, (region, 0, 8)).replace(b"MPq2\x01", b"MPq2\x09"), None),
         "padding without bytes": (
             replace(one, padding=1).pack() + pack_spans(Spans.of([Span(region, 0, 8)])) + bytes(9),
             None,
@@ -347,7 +348,7 @@ def test_any_bytes_are_a_message_or_refused(
 ) -> None:
     nbytes = {Request: wire.REQUEST_NBYTES, Reply: wire.REPLY_NBYTES}.get(kind)
     if nbytes is not None:
-        magic = b"MPq1" if kind is Request else b"MPr1"
+        magic = b"MPq2" if kind is Request else b"MPr1"
         body = magic + (body + bytes(nbytes))[: nbytes - 4]
     try:
         message = kind.unpack(body)

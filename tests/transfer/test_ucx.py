@@ -57,7 +57,9 @@ async def pair() -> AsyncIterator[Pair]:
         peer = await agent.connect(other.describe())
         ours = agent.allocate(NBYTES, "ours")
         ours.array[:] = pattern(NBYTES, 1)
-        yield Pair(agent, other, peer, ours, other.allocate(NBYTES, "theirs"))
+        theirs = other.allocate(NBYTES, "theirs")
+        other.allow_writes(theirs)
+        yield Pair(agent, other, peer, ours, theirs)
         # A server thread releases its hold just after its reply.
         while other.regions._holds:  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -26,7 +26,7 @@ from moonpool.transfer.connections.wire import Kind, WireError
 from moonpool.transfer.errors import AccessDenied, PeerLost, StaleEpoch
 from moonpool.transfer.memory.lifeline import INCARNATION_NBYTES
 
-VERSION = 2
+VERSION = 3
 _HELLO = struct.Struct("<4sHBx16s32sQ16sIH")
 _CHALLENGE = struct.Struct("<4sHBx16s32sQH")
 _PROOF = struct.Struct("<32sQ")

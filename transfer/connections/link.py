@@ -12,6 +12,7 @@ from moonpool.transfer.connections.handshake import Identity
 from moonpool.transfer.connections.notification import Notification, Notifications
 from moonpool.transfer.connections.wire import RegionInfo
 from moonpool.transfer.memory.region import RegionTable
+from moonpool.transfer.memory.write_grants import WriteGrants
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +22,7 @@ class LocalAgent:
     identity: Identity
     loop: asyncio.AbstractEventLoop
     regions: RegionTable
+    grants: WriteGrants
     region_info: Callable[[int], RegionInfo]
     notes: Notifications
     links: set[LocalLink] = field(default_factory=set)

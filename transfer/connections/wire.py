@@ -65,6 +65,7 @@ class Status(enum.IntEnum):
     BAD_SPAN = 1  # detail: the span's index in the request
     BAD_REGION = 2  # detail: the region's id
     FAILED = 3  # this path cannot do it
+    BAD_GRANT = 4  # the grant to write has ended
 
 
 class Frame(enum.IntEnum):
@@ -79,7 +80,7 @@ class Frame(enum.IntEnum):
 
 FRAME_HEADER = struct.Struct("<IB")
 REGION_ID = struct.Struct("<I")
-_REQUEST = struct.Struct("<4sBxHIIQ")
+_REQUEST = struct.Struct("<4sBxHIIQQ")
 _REPLY = struct.Struct("<4sBxHIQ")
 REQUEST_NBYTES = _REQUEST.size
 REPLY_NBYTES = _REPLY.size
@@ -87,7 +88,7 @@ _SPAN_NBYTES = 8 + 8 + 4
 _NUMBER_NBYTES = 4
 _SOURCE_NBYTES = 8 + 4
 PULLS = (Op.PULL, Op.PULL_CHECKED, Op.FETCH)
-_REQUEST_MAGIC = b"MPq1"
+_REQUEST_MAGIC = b"MPq2"
 _REPLY_MAGIC = b"MPr1"
 
 
@@ -104,10 +105,12 @@ class Request:
     """Milliseconds after which the client gives up, and the server stops."""
     nbytes: int
     padding: int = 0
+    grant: int = 0
+    """Of ``WRITES``: the server's grant to write the spans; 0: the one without an end."""
 
     def pack(self) -> bytes:
         return _REQUEST.pack(
-            _REQUEST_MAGIC, self.op, self.padding, self.num_spans, self.budget_ms, self.nbytes
+            _REQUEST_MAGIC, self.op, self.padding, self.num_spans, self.budget_ms, self.nbytes, self.grant
         )
 
     @property
@@ -119,7 +122,7 @@ class Request:
 
     @classmethod
     def unpack(cls, header: bytes) -> Request:
-        magic, op, padding, num_spans, budget_ms, nbytes = _REQUEST.unpack(header)
+        magic, op, padding, num_spans, budget_ms, nbytes, grant = _REQUEST.unpack(header)
         if magic != _REQUEST_MAGIC or op not in Op.__members__.values():
             raise WireError("not a request")
         # A CHECKSUM moves none of its bytes.
@@ -128,7 +131,7 @@ class Request:
             raise WireError(f"a request for {num_spans} spans and {nbytes} bytes exceeds the limits")
         if padding >= (PAGE_NBYTES if op == Op.WRITE else 1):
             raise WireError(f"padding of {padding} bytes exceeds the limit")
-        return cls(Op(op), num_spans, budget_ms, nbytes, padding)
+        return cls(Op(op), num_spans, budget_ms, nbytes, padding, grant)
 
 
 @dataclass(frozen=True, slots=True)

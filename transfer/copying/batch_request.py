@@ -19,6 +19,7 @@ class BatchRequest:
 
     addresses: of the local spans, uint64 [n]. checksums: expected of each span, uint64 [n]; None: unknown, or
     not to be verified. verify_on_network: verify writes at the peer even without ``checksums``.
+    grant: the peer's, to write ``remote``.
     deadline_s: as given by the caller; ends_at: the same deadline by ``time.monotonic``. The event loop's own
     clock stands still while the loop is busy (uvloop), so the deadline does not use it.
     """
@@ -32,6 +33,7 @@ class BatchRequest:
     checksums: U64 | None
     verify_on_network: bool
     notify: bytes | None
+    grant: int
     joint: JointRead | None
     nbytes: int
     local_regions: list[int]

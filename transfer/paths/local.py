@@ -8,10 +8,11 @@ from moonpool.transfer.copying.device import direct_copy
 from moonpool.transfer.copying.job import CopyJob
 from moonpool.transfer.copying.memcpy import copy_here
 from moonpool.transfer.copying.pool import CopyPool, copy_chunking
-from moonpool.transfer.errors import PathFailed, RegionError, SpanError
+from moonpool.transfer.errors import GrantLapsed, PathFailed, RegionError, SpanError
 from moonpool.transfer.memory.chunks import Chunking
 from moonpool.transfer.memory.region import RegionTable
 from moonpool.transfer.memory.span import region_ids
+from moonpool.transfer.memory.write_grants import WriteGrants
 from moonpool.transfer.paths.base import Path
 
 
@@ -20,10 +21,11 @@ class LocalPath(Path):
 
     name = "local"
 
-    def __init__(self, pool: CopyPool, regions: RegionTable) -> None:
-        """``regions``: the peer's."""
+    def __init__(self, pool: CopyPool, regions: RegionTable, grants: WriteGrants) -> None:
+        """``regions``, ``grants``: the peer's."""
         self._pool = pool
         self._regions = regions
+        self._grants = grants
 
     def chunking(self, direction: Direction, nbytes: int, verified: bool) -> Chunking:
         return copy_chunking(nbytes, verified)
@@ -40,8 +42,14 @@ class LocalPath(Path):
         attempt.on_finished(hold.release)
         try:
             there = self._regions.addresses(spans, writable=not reads)
+            if not reads:
+                use = self._grants.use(attempt.request.grant, spans, attempt.stop)
+                attempt.on_finished(use.release)
         except SpanError as error:
             attempt.stop(SpanError(attempt.plan.span_at(error.index), error.reason))
+            return
+        except GrantLapsed as error:
+            attempt.stop(error)
             return
         on_device = next((h for h in (attempt.hold, hold) if h.device is not None), None)
         CopyJob(

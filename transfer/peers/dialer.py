@@ -73,7 +73,7 @@ class Dialer:
         there = AGENTS.get((os.getpid(), target.incarnation))
         if "local" in names and there is not None:
             link = LocalLink(self._local, there, on_lost)
-            return self._peer(target, link, [LocalPath(self._pool, there.regions)])
+            return self._peer(target, link, [LocalPath(self._pool, there.regions, there.grants)])
 
         failures: list[str] = []
         if {"shm", "cuda-ipc"}.intersection(names) and target.unix_name and target.boot_id == boot_id():

@@ -19,6 +19,7 @@ from moonpool.transfer.copying.joint_read import JointRead
 from moonpool.transfer.errors import RegionError, SpanError, TransferError
 from moonpool.transfer.memory.region import RegionTable
 from moonpool.transfer.memory.span import Span, Spans, check_disjoint, check_pairs, region_ids
+from moonpool.transfer.memory.write_grants import STANDING
 from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.paths.base import Path
 from moonpool.transfer.peers.batch import Batch
@@ -105,15 +106,19 @@ class Peer:
         deadline_s: float,
         checksums: Sequence[int] | None = None,
         notify: bytes | None = None,
+        grant: int = STANDING,
     ) -> Batch:
-        """Copy ``local[i]`` to ``remote[i]``; otherwise as ``read``, with the same errors.
+        """Copy ``local[i]`` to ``remote[i]``; otherwise as ``read``, with the same errors, and GrantLapsed.
+
+        grant: id of the peer's ``WriteGrant`` of these bytes; by default the regions that it has opened to
+        all (``TransferAgent.allow_writes``).
 
         checksums: of each span; the peer's copy is verified against them. Without them, writes over a network
         are verified against the local bytes. notify: a note sent to the peer after all bytes have arrived.
-        After an error the remote spans are undefined. The peer stops writing when it learns of the error, at
-        the latest at the deadline: do not reuse the memory before.
+        After an error the remote spans are undefined. The peer may go on writing what is on its way until it
+        revokes the grant (``WriteGrant.revoke``).
         """
-        return self._post("write", local, remote, deadline_s, checksums, notify=notify)
+        return self._post("write", local, remote, deadline_s, checksums, notify=notify, grant=grant)
 
     def notify(self, payload: bytes) -> None:
         """Send the peer a note of at most 64 KiB. Its ``notifications()`` returns notes in order.
@@ -135,6 +140,7 @@ class Peer:
         checksums: Sequence[int] | None,
         *,
         notify: bytes | None = None,
+        grant: int = STANDING,
         joint: JointRead | None = None,
     ) -> Batch:
         if self._lost is not None:
@@ -158,6 +164,7 @@ class Peer:
             checksums=expected if self._verify else None,
             verify_on_network=self._verify,
             notify=notify,
+            grant=grant,
             joint=joint,
             nbytes=here.total_nbytes,
             local_regions=region_ids(here),

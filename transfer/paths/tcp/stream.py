@@ -14,6 +14,7 @@ from moonpool.transfer.connections.wire import (
     PULLS,
     REPLY_NBYTES,
     REQUEST_NBYTES,
+    WRITES,
     Op,
     Reply,
     Request,
@@ -25,7 +26,14 @@ from moonpool.transfer.connections.wire import (
 )
 from moonpool.transfer.copying.attempt import Attempt
 from moonpool.transfer.copying.device import receive, send
-from moonpool.transfer.errors import ChecksumMismatch, PathFailed, RegionError, SpanError, TransferError
+from moonpool.transfer.errors import (
+    ChecksumMismatch,
+    GrantLapsed,
+    PathFailed,
+    RegionError,
+    SpanError,
+    TransferError,
+)
 from moonpool.transfer.native.arrays import Index
 
 # Requests sent before the first is answered: the server starts the next while the last bytes travel.
@@ -139,7 +147,8 @@ class Stream:
             spans = attempt.request.remote.take(task.written)
         else:
             spans = rows.remote_spans
-        request = Request(task.op, len(spans), budget_ms, spans.total_nbytes)
+        grant = attempt.request.grant if task.op in WRITES else 0
+        request = Request(task.op, len(spans), budget_ms, spans.total_nbytes, grant=grant)
         if task.op is Op.WRITE:
             padding = self.bytes.padding(REQUEST_NBYTES + request.body_nbytes, request.nbytes)
             head = replace(request, padding=padding).pack() + pack_spans(spans) + bytes(padding)
@@ -205,6 +214,8 @@ class Stream:
         reason = self.bytes.receive(reply.nbytes).decode("utf-8", "replace")
         if reply.status is Status.BAD_REGION:
             return RegionError(reply.detail, f"the peer says it {reason}")
+        if reply.status is Status.BAD_GRANT:
+            return GrantLapsed(f"the peer says: {reason}")
         if reply.status is Status.BAD_SPAN:
             return SpanError(task.attempt.span_at(task.chunk, reply.detail), f"the peer says: {reason}")
         if task.op in PULLS:

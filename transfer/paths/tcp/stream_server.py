@@ -18,6 +18,7 @@ from moonpool.transfer.connections.handshake import Authenticated
 from moonpool.transfer.connections.wire import (
     REPLY_NBYTES,
     REQUEST_NBYTES,
+    WRITES,
     Op,
     Reply,
     Request,
@@ -29,11 +30,12 @@ from moonpool.transfer.connections.wire import (
 )
 from moonpool.transfer.copying.device import receive, send
 from moonpool.transfer.copying.peer_memory import CopySource, ProcessMemory
-from moonpool.transfer.errors import RegionError, SpanError
+from moonpool.transfer.errors import GrantLapsed, RegionError, SpanError
 from moonpool.transfer.memory.chunks import based, windows
 from moonpool.transfer.memory.lifeline import readable_process
 from moonpool.transfer.memory.region import Hold, RegionTable
 from moonpool.transfer.memory.span import Spans, check_bounds, region_ids, spans_in
+from moonpool.transfer.memory.write_grants import GrantUse, WriteGrants
 from moonpool.transfer.native.arrays import U64
 from moonpool.transfer.native.compiled_copy import Stop, compiled_copy
 from moonpool.transfer.native.cuda import CudaError
@@ -46,16 +48,17 @@ _LOOK_NBYTES = 16 << 20
 _CACHED_NBYTES = 2 << 20
 
 
-# (client, local spans, the client's spans, seconds) -> a future that ends when the bytes have arrived.
-Fetch = Callable[[Authenticated, Spans, Spans, float], "Future[object]"]
+# (client, local spans, the client's spans, seconds, grant) -> a future that ends when the bytes have arrived.
+Fetch = Callable[[Authenticated, Spans, Spans, float, int], "Future[object]"]
 
 
 class StreamServer:
     """Serves the regions of one agent to its peers' data connections."""
 
-    def __init__(self, regions: RegionTable, slice_nbytes: int, fetch: Fetch) -> None:
+    def __init__(self, regions: RegionTable, grants: WriteGrants, slice_nbytes: int, fetch: Fetch) -> None:
         """``fetch`` reads spans of a client's regions, as a peer; from any thread."""
         self.regions = regions
+        self.grants = grants
         self.fetch = fetch
         self.slice_nbytes = slice_nbytes
         self._lock = threading.Lock()
@@ -147,23 +150,31 @@ class ServerConnection:
             return
         spans = unpack_spans(body, request.num_spans)
         budget_s = min(request.budget_ms / 1000, _MAX_BUDGET_S)
-        deadline = time.monotonic() + budget_s
-        writes = request.op in (Op.WRITE, Op.PULL, Op.PULL_CHECKED)
+        writes = request.op in WRITES
+        use: GrantUse | None = None
         try:
             if request.op is Op.FETCH:
-                self._fetch(spans, unpack_sources(body, spans), budget_s)
+                self._fetch(spans, unpack_sources(body, spans), budget_s, request.grant)
                 return
-            hold = self._server.regions.hold(region_ids(spans), self._region_closed)
+            hold = self._server.regions.hold(region_ids(spans), self._interrupt)
             try:
                 addresses = self._server.regions.addresses(spans, writable=writes)
                 if spans.total_nbytes != request.nbytes:
                     raise WireError(
                         f"{request.nbytes} bytes announced, but the spans have {spans.total_nbytes}"
                     )
+                if writes:
+                    use = self._server.grants.use(request.grant, spans, self._interrupt)
+                    # A write that was long on its way gets no more time than its grant has.
+                    budget_s = min(budget_s, max(use.seconds_left(), 1e-3))
                 self.stream.limit(budget_s)
-                self._serve(request, body, spans, addresses, hold, deadline)
+                self._serve(request, body, spans, addresses, hold, use, time.monotonic() + budget_s)
             finally:
+                if use is not None:
+                    use.release()
                 hold.release()
+        except GrantLapsed as error:
+            self._refuse(request, Status.BAD_GRANT, 0, str(error))
         except SpanError as error:
             self._refuse(request, Status.BAD_SPAN, error.index, error.reason)
         except RegionError as error:
@@ -187,29 +198,45 @@ class ServerConnection:
     def _reply(self, status: Status = Status.OK, detail: int = 0, payload: bytes = b"") -> None:
         self.stream.send(Reply(status, detail, len(payload)).pack() + payload)
 
-    def _region_closed(self, error: RegionError) -> None:
-        """A region of the request in progress was closed. From any thread."""
+    def _interrupt(self, error: RegionError | GrantLapsed) -> None:
+        """A region of the request in progress was closed, or its grant revoked. From any thread."""
         self._stop[0] = 1
         self.stream.shut()
 
     def _serve(
-        self, request: Request, body: bytes, spans: Spans, addresses: U64, hold: Hold, deadline: float
+        self,
+        request: Request,
+        body: bytes,
+        spans: Spans,
+        addresses: U64,
+        hold: Hold,
+        use: GrantUse | None,
+        deadline: float,
     ) -> None:
+        """use: of a write; released before the reply, after which the grant may be revoked."""
         if request.op is Op.READ:
             padding = self.stream.padding(REPLY_NBYTES, request.nbytes)
             head = Reply(Status.OK, 0, request.nbytes, padding).pack() + bytes(padding)
             send(self.stream, head, hold, addresses, spans.nbytes)
-        elif request.op is Op.WRITE:
+        elif use is not None and request.op is Op.WRITE:
             receive(self.stream, hold, addresses, spans.nbytes, lambda: self._wanted(deadline))
+            use.release()
             self._reply()
-        elif request.op in (Op.PULL, Op.PULL_CHECKED):
+        elif use is not None:
             checked = request.op is Op.PULL_CHECKED
-            self._pull(unpack_sources(body, spans), addresses, spans.nbytes, hold, checked, deadline)
+            self._pull(unpack_sources(body, spans), addresses, spans.nbytes, hold, use, checked, deadline)
         else:
             self._reply(payload=hold.checksums(spans).tobytes())
 
     def _pull(
-        self, sources: Spans, addresses: U64, nbytes: U64, hold: Hold, checked: bool, deadline: float
+        self,
+        sources: Spans,
+        addresses: U64,
+        nbytes: U64,
+        hold: Hold,
+        use: GrantUse,
+        checked: bool,
+        deadline: float,
     ) -> None:
         """checked: reply with the checksums of the copy."""
         source = self._locate(sources, hold)
@@ -226,6 +253,7 @@ class ServerConnection:
             )
             if not wanted:
                 raise ConnectionResetError("the client no longer wants its write")
+        use.release()
         self._reply(payload=digests.tobytes())
 
     def _locate(self, sources: Spans, hold: Hold) -> CopySource | None:
@@ -246,13 +274,13 @@ class ServerConnection:
             addresses[region_id] = location.address
         return self._memory.source(addresses, hold)
 
-    def _fetch(self, spans: Spans, sources: Spans, budget_s: float) -> None:
+    def _fetch(self, spans: Spans, sources: Spans, budget_s: float, grant: int) -> None:
         """Read the client's regions as a peer, until the client hangs up."""
         if self._poll.poll(0):
             raise ConnectionResetError("the client no longer wants its write")
         ended = os.eventfd(0, os.EFD_CLOEXEC)
         try:
-            reading = self._server.fetch(self.remote, spans, sources, budget_s)
+            reading = self._server.fetch(self.remote, spans, sources, budget_s, grant)
             reading.add_done_callback(lambda _: os.eventfd_write(ended, 1))
             self._poll.register(ended, select.POLLIN)
             if ended not in dict(self._poll.poll()):
@@ -264,7 +292,7 @@ class ServerConnection:
         if reading.cancelled():
             raise ConnectionResetError("the client no longer wants its write")
         error = reading.exception()
-        if isinstance(error, SpanError | RegionError):
+        if isinstance(error, SpanError | RegionError | GrantLapsed):
             raise error
         if error is not None:
             self._reply(Status.FAILED, 0, str(error).encode()[:1024])
