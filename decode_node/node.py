@@ -125,10 +125,15 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         except BaseException as error:
             engine.release(sequence)
             self._requests.pop(key, None)
-            if not isinstance(error, MoonpoolError | TimeoutError):
+            if not isinstance(error, Exception):
                 raise
-            reason = str(error) or "the request's deadline passed"
-            log.warning("%s was not taken over: %s", sequence.request_id, reason)
+            if isinstance(error, MoonpoolError | TimeoutError):
+                reason = str(error) or "the request's deadline passed"
+                log.warning("%s was not taken over: %s", sequence.request_id, reason)
+            else:
+                # A defect. The conductor must learn of it, or the request would wait until its deadline.
+                reason = f"{type(error).__name__}: {error}"
+                log.exception("%s was not taken over", sequence.request_id)
             self._outbox(request.conductor_id).put(
                 node_pb2.TokenOut(
                     request_id=key[0], attempt=key[1], finish_reason=node_pb2.FINISH_ERROR, error=reason

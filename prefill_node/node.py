@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.batching.step_plan import StepEvent
+from moonpool.engine.errors import DuplicateSequence
 from moonpool.engine.node.messages import sequence_of, token_logprobs, token_out
 from moonpool.engine.node.metrics import PromptTokens
 from moonpool.engine.node.node import EngineNode, Key
@@ -25,6 +26,7 @@ from moonpool.runtime import rpc
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import MoonpoolError, NodeUnavailable, RemoteError
 from moonpool.runtime.observing import tracing
+from moonpool.runtime.service.vital import vital
 from moonpool.transfer import TransferError
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self._prefills: set[Key] = set()  # calls in progress, those that gather blocks included
         self._first_tokens: dict[Key, asyncio.Future[StepEvent]] = {}
         self._handovers: dict[Key, Handover] = {}
         self._handing_over: set[asyncio.Task[None]] = set()
@@ -54,7 +57,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         return [*node_servicers(self), (node_pb2_grpc.add_PrefillNodeServicer_to_server, self)]
 
     def num_requests(self) -> int:
-        return len(self._first_tokens) + len(self._handing_over)
+        return len(self._prefills) + len(self._handing_over)
 
     async def stop(self) -> None:
         for handover in self._handovers.values():
@@ -70,7 +73,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
     def cancel(self, key: Key) -> None:
         """End a handover after the first token. Before that the call itself is cancelled."""
         handover = self._handovers.get(key)
-        if handover is not None and key not in self._first_tokens:
+        if handover is not None and key not in self._prefills:
             handover.fail("the request was cancelled")
             handover.followed.set()
             handover.taken.set()
@@ -83,7 +86,10 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         sequence = sequence_of(request.work, arrived_s=received_s, prompt_logprobs=request.prompt_logprobs)
         self.tenants.charge(request.work, sequence.keys, self.store.tiers)
         loaded, fetched, fetch_error = Loaded(), Fetched(), ""
+        if sequence.key in self._prefills:
+            raise DuplicateSequence(*sequence.key)
         handover = self._handover(sequence.key) if request.followed else None
+        self._prefills.add(sequence.key)
         try:
             if not request.prompt_logprobs:
                 loaded, fetched, fetch_error = await self._gather(request, sequence)
@@ -91,6 +97,8 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         except BaseException as error:
             self._abort(sequence, str(error) or type(error).__name__)
             raise
+        finally:
+            self._prefills.discard(sequence.key)
         token = token_out(event)
         if handover is None:
             self.engine.release(sequence)
@@ -112,7 +120,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
             await handover.taken.wait()
         finally:
             handover.taken.set()
-            if key not in self._first_tokens:
+            if key not in self._prefills:
                 self._handovers.pop(key, None)
 
     # ------------------------------------------------------------------ the work
@@ -236,7 +244,7 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
                 self._handovers.pop(sequence.key, None)
                 self.engine.release(sequence)
 
-        task = asyncio.create_task(keep())
+        task = vital(keep(), f"handover of {sequence.request_id}")
         self._handing_over.add(task)
         task.add_done_callback(self._handing_over.discard)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -9,7 +10,7 @@ from itertools import count
 from moonpool.kvstore.eviction import POLICIES, EvictionPolicy
 
 
-class _Ranked:
+class _Ranked(ABC):
     """Evict the block of the lowest rank first. Ranks change only when a block is used."""
 
     def __init__(self, capacity_blocks: int) -> None:
@@ -19,9 +20,9 @@ class _Ranked:
         self._clock = count()
         self._positions: dict[Hashable, int] = {}  # of the chain in use
 
+    @abstractmethod
     def _rank(self, uses: int, position: int, now: int) -> tuple[int, int, int]:
         """Return the block's rank; its first item is ``uses``."""
-        raise NotImplementedError
 
     def used(self, chain: Sequence[Hashable], num_held: int) -> None:
         self._positions = {key: position for position, key in enumerate(chain)}

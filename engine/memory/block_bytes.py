@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -48,23 +49,24 @@ class BlockBytes(Protocol):
         """End running calls with an error and reject others. Idempotent."""
 
 
-class CopiedBytes:
+class CopiedBytes(ABC):
     """Base of blocks outside main memory or in parts: a view is a copy."""
 
     in_main_memory = False
     needs_loop = False
     block_nbytes: int
 
+    @abstractmethod
     def copy_out(self, block_ids: Sequence[int], destinations: Sequence[Bytes]) -> list[int]:
-        raise NotImplementedError
+        """See ``BlockBytes``."""
 
     def view(self, block_id: int) -> Bytes:
         whole: Bytes = np.empty(self.block_nbytes, np.uint8)
         self.copy_out([block_id], [whole])
         return whole
 
-    async def close(self) -> None:
-        """Nothing to end: all calls are short."""
+    async def close(self) -> None:  # noqa: B027 (no hook: there is nothing to end, all calls are short)
+        """See ``BlockBytes``."""
 
 
 class HostBytes:

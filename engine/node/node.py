@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import AsyncExitStack, closing, suppress
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -41,6 +42,7 @@ from moonpool.runtime.replicas.identity import Replica
 from moonpool.runtime.service.crash_loop import CrashLoop
 from moonpool.runtime.service.lifecycle import ServiceContext
 from moonpool.runtime.service.load_progress import LoadProgress
+from moonpool.runtime.service.vital import vital
 from moonpool.transfer import TransferAgent
 from moonpool.transfer.metrics import path_totals
 
@@ -53,10 +55,11 @@ EXPERT_LOAD_INTERVAL_S = 5.0
 Key = tuple[str, int]  # request id, attempt
 
 
-class EngineNode:
+class EngineNode(ABC):
     """A node of either role. Subclasses add their own service and count their requests.
 
-    ``await run(context)`` returns when the node has drained. Everything runs on one event loop.
+    ``await run(context)`` returns when the node has drained. Everything runs on one event loop. What a start
+    opens is closed in reverse order, however far the start came.
     """
 
     role: str
@@ -77,21 +80,20 @@ class EngineNode:
         self._began_s = self._ready_s = 0.0  # of this start
         self.tenant_labels = TenantLabels()
         self.events: EventPublisher | None = None  # where configured
-        self._enforcing: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ for subclasses
 
+    @abstractmethod
     def servicers(self) -> list[rpc.Servicer]:
         """Return the gRPC services of this node: ``node_servicers(self)`` and the role's own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_requests(self) -> int:
         """Return the number of requests that a drain waits for."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def stop(self) -> None:
         """End all requests. Called once per start, before the engine closes."""
-        raise NotImplementedError
 
     def restart(self) -> None:
         """Reset the state for the next start, with a new epoch."""
@@ -99,28 +101,24 @@ class EngineNode:
         self.num_starts += 1
         self.state = "starting"
         self._ready_s = 0.0
-        self.events = self._enforcing = None
+        self.events = None
 
     @property
     def join_s(self) -> float:
         """Seconds from this start until the node was ready."""
         return self._ready_s - self._began_s
 
+    @abstractmethod
     def cancel(self, key: Key) -> None:
         """Stop this attempt of a request. Does nothing for an unknown one."""
-        raise NotImplementedError
 
     def sweep(self) -> None:
-        """Drop expired leases, announce changed health, enforce quotas. Called every SWEEP_INTERVAL_S."""
+        """Drop expired leases, announce changed health. Called every SWEEP_INTERVAL_S."""
         self.store.tiers.sweep()
         if self.health.changed():
             self.publisher.announce()
         if self.health.judgement.fatal:
             self.draining.set()
-        if self._enforcing is None or self._enforcing.done():
-            self._enforcing = asyncio.create_task(
-                self.tenants.enforce(self.store.tiers), name="enforce quotas"
-            )
 
     def check_takes_work(self) -> None:
         if self.state != "ready":
@@ -149,20 +147,16 @@ class EngineNode:
     async def _run_once(self, context: ServiceContext) -> RankLost | None:
         """Run until drained; return None. Return the error when a rank is lost."""
         self._began_s = time.monotonic()
-        async with await TransferAgent.start(
-            self.config.transfer, agent_id=self.node_id, epoch=self.epoch
-        ) as agent:
-            try:
+        try:
+            async with AsyncExitStack() as stack:
+                agent = await stack.enter_async_context(
+                    await TransferAgent.start(self.config.transfer, agent_id=self.node_id, epoch=self.epoch)
+                )
                 memory = await self._open_memory(context, agent)
-            except RankLost as lost:
-                if self.num_starts == 1:
-                    raise  # the next start would fail likewise
-                return lost
-            if memory is None:
-                return None
-            await self._start(agent, memory)
-            try:
-                self.state = "ready"
+                if memory is None:
+                    return None
+                stack.push_async_callback(memory.engine.close)
+                await self._start(stack, agent, memory)
                 NODE_JOIN_SECONDS.set(self.join_s)
                 log.info("epoch %d is ready after %.2f s", self.epoch, self.join_s)
                 context.ready(
@@ -176,10 +170,10 @@ class EngineNode:
                 await self._serve_until_drained(context)
                 if self.health.judgement.fatal:
                     raise NodeUnfit(self.node_id, self.health.judgement.reasons)
-            except RankLost as lost:
-                return lost
-            finally:
-                await self._close()
+        except RankLost as lost:
+            if self.num_starts == 1 and not self._ready_s:
+                raise  # the next start would fail likewise
+            return lost
         return None
 
     async def _open_memory(self, context: ServiceContext, agent: TransferAgent) -> EngineMemory | None:
@@ -195,10 +189,12 @@ class EngineNode:
                 opening.cancel()
                 await asyncio.wait((opening,))
 
-    async def _start(self, agent: TransferAgent, memory: EngineMemory) -> None:
+    async def _start(self, stack: AsyncExitStack, agent: TransferAgent, memory: EngineMemory) -> None:
+        """``stack`` closes everything started here, in reverse order."""
         config, self.agent = self.config, agent
         self.engine = engine = memory.engine
         self.memory = memory.blocks
+        stack.push_async_callback(self.memory.close)
         self.tenants = TenantCache(self.memory)
         self.exchange = PeerExchange(
             self.memory,
@@ -207,13 +203,24 @@ class EngineNode:
             reader=memory.reader,
             in_parts=bool(memory.ranks),
         )
+        stack.push_async_callback(self.exchange.close)
         gpus = gpu_uuids(engine.device.torch)
         self.health = HealthMonitor(config.health, gpus=gpus, disk=config.store.ssd.path)
+        stack.callback(self.health.close)
         self.health.start()
+        redis = connect(config.index.redis_url)
+        stack.push_async_callback(redis.aclose)
+        index = KVIndex(redis, config.index.namespace)
+        self.publisher = IndexPublisher(index, self.record, config.index, lambda: self.store.tiers.blocks())
         # The folder must be the same after a restart, and a generated node id contains the process id.
         folder = config.node.id or (f"{self.role}.{self.replica.number}" if self.replica else self.role)
         self.store = await NodeStore.open(config, folder, agent, engine, self.memory, self._on_tier_change)
-        self._server, port = await rpc.serve(self.servicers(), config.node.host, config.node.port)
+        stack.push_async_callback(self.store.close, config.store.flush_s)
+        # Before the store's last writes to disk, which may read the ranks' memory.
+        stack.push_async_callback(engine.halt)
+        server, port = await rpc.serve(self.servicers(), config.node.host, config.node.port)
+        stack.push_async_callback(server.stop, 0.5)
+        stack.push_async_callback(self.stop)
         self.rpc_address = f"{config.node.host}:{port}"
         self.kv_address = node_pb2.KvAddress(
             node_id=self.node_id,
@@ -242,27 +249,29 @@ class EngineNode:
             replica=self.replica,
             extra={"version": own_version(), "options": agreement_of(config)},
         )
-        self._observed = [
-            observe_engine(engine),
-            observe_stores(lambda: [("kv", self.store.tiers)]),
-            observe_tenants(self.tenants.quotas, self.tenant_labels),
-        ]
-        self._redis = connect(config.index.redis_url)
-        index = KVIndex(self._redis, config.index.namespace)
-        self.publisher = IndexPublisher(index, self.record, config.index, self.store.tiers.blocks)
-        await self._start_events()
+        stack.callback(REGISTRY.unregister, observe_engine(engine))
+        stack.callback(REGISTRY.unregister, observe_stores(lambda: [("kv", self.store.tiers)]))
+        stack.callback(REGISTRY.unregister, observe_tenants(self.tenants.quotas, self.tenant_labels))
+        await self._start_events(stack)
         self.state = "ready"
         self._ready_s = time.monotonic()
+        stack.push_async_callback(self.publisher.close)
         await self.publisher.start()
         # After our record is there: of two that join at once, one finds the other.
         await connect_nodes(index, self.exchange, self.kv_address)
-        self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
+        for task in (
+            vital(self._sweep(), "sweep"),
+            vital(self._enforce_quotas(), "enforce quotas"),
+            vital(self._refresh_expert_load(), "expert load"),
+        ):
+            stack.callback(task.cancel)
 
-    async def _start_events(self) -> None:
+    async def _start_events(self, stack: AsyncExitStack) -> None:
         if not self.config.events.zmq_endpoint:
             return
         rank = self.replica.number if self.replica is not None else 0
         events = EventPublisher(self.config.events, self.engine.layout.block_size, rank=rank)
+        stack.push_async_callback(events.close)
         await events.start()
         self.events = events
         self.publisher.listeners.append(events)
@@ -299,35 +308,21 @@ class EngineNode:
             for task in (engine_ended, *asked):
                 task.cancel()
 
-    async def _close(self) -> None:
-        self._sweeper.cancel()
-        if self._enforcing is not None:
-            self._enforcing.cancel()
-        for collector in self._observed:
-            REGISTRY.unregister(collector)
-        await self.publisher.close()
-        await self.stop()
-        await self._server.stop(grace=0.5)
-        await self.exchange.close()
-        await self.engine.halt()
-        # Its last writes to disk may read the ranks' memory: close the store before the engine.
-        await self.store.close(self.config.store.flush_s)
-        await self.engine.close()
-        await self.memory.close()
-        if self.events is not None:
-            await self.events.close()
-        await self._redis.aclose()
-        self.health.close()
-
     async def _sweep(self) -> None:
-        asked_s = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             self.sweep()
-            if time.monotonic() - asked_s > EXPERT_LOAD_INTERVAL_S:
-                asked_s = time.monotonic()
-                with suppress(RankLost):  # the engine reports it
-                    await self.engine.refresh_expert_load()
+
+    async def _enforce_quotas(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            await self.tenants.enforce(self.store.tiers)
+
+    async def _refresh_expert_load(self) -> None:
+        while True:
+            await asyncio.sleep(EXPERT_LOAD_INTERVAL_S)
+            with suppress(RankLost):  # the engine reports it
+                await self.engine.refresh_expert_load()
 
     # ------------------------------------------------------------------ the node in the index
 

@@ -102,9 +102,13 @@ class NodeStore:
             on_change=on_change,
             saved_s=savings.host,
         )
-        store = cls(engine, memory, region, tiers, on_change)
-        await store._probe()
-        await tiers.start()
+        try:
+            store = cls(engine, memory, region, tiers, on_change)
+            await store._probe()
+            await tiers.start()
+        except BaseException:
+            await tiers.close()
+            raise
         return store
 
     async def close(self, flush_s: float) -> None:

@@ -28,6 +28,7 @@ from moonpool.engine.ranks.process_handle import RankProcess
 from moonpool.runtime.config.options import TransferOptions
 from moonpool.runtime.service.heartbeat import Heartbeat
 from moonpool.runtime.service.load_progress import Progress, TotalProgress
+from moonpool.runtime.service.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class RankGroup:
         )
         assignments, board = memory.assignments, memory.board
         self._heartbeat = board.start_heartbeat()
-        self._watcher = asyncio.create_task(self._watch(board), name="ranks")
+        self._watcher = vital(self._watch(board), "heartbeats of ranks")
         total = TotalProgress(progress, self.world_size)
         clock = ExchangeClock()
 

@@ -26,6 +26,7 @@ from moonpool.kvstore.events.messages import (
 )
 from moonpool.kvstore.events.subscriber import EndpointInvalid
 from moonpool.runtime.config.options import EventsOptions
+from moonpool.runtime.service.vital import vital
 
 _log = logging.getLogger(__name__)
 
@@ -71,11 +72,11 @@ class EventPublisher:
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
         self.endpoint = self._bind(self._pub, self._options.zmq_endpoint)
-        self._tasks = [asyncio.create_task(self._send_forever())]
+        self._tasks = [vital(self._send_forever(), "KV events")]
         if self._options.replay_endpoint:
             self._router = self._context.socket(zmq.ROUTER)
             self.replay_endpoint = self._bind(self._router, self._options.replay_endpoint)
-            self._tasks.append(asyncio.create_task(self._replay_forever()))
+            self._tasks.append(vital(self._replay_forever(), "replay of KV events"))
         # Subscribers of a former process on this address must forget its blocks.
         self._pending.append(AllBlocksCleared())
 

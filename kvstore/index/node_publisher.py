@@ -17,6 +17,7 @@ from moonpool.kvstore.index.redis.changes import REMOVED, decode, encode, split
 from moonpool.kvstore.index.redis.kv_index import KVIndex, skipped
 from moonpool.kvstore.index.redis.node_record import NodeRecord, RecordCorrupt
 from moonpool.runtime.config.options import IndexOptions
+from moonpool.runtime.service.vital import vital
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class IndexPublisher:
             await self._register()
         except (IndexUnavailable, EpochSuperseded) as error:
             self._lost(error)
-        self._task = asyncio.create_task(self._run())
+        self._task = vital(self._run(), "index publisher")
 
     async def close(self) -> None:
         """Leave the index, if Redis answers within a second."""

@@ -38,6 +38,7 @@ from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.monitor import HealthMonitor
 from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.service.lifecycle import ServiceContext
+from moonpool.runtime.service.vital import vital
 from moonpool.transfer import Region, TransferAgent
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         observe_stores(lambda: [(shelf.name, shelf.store) for shelf in self._shelves()])
         self.state = "ready"
         await self._start_publishing(stack)
-        sweeper = asyncio.create_task(self._sweep(), name="sweep")
+        sweeper = vital(self._sweep(), "sweep")
         stack.callback(sweeper.cancel)
 
     async def _start_objects(self, stack: AsyncExitStack, maker: ShelfFactory) -> Region | None:

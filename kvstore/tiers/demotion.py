@@ -15,6 +15,7 @@ from moonpool.kvstore.tiers.host import HostTier
 from moonpool.kvstore.tiers.in_transit import InTransit
 from moonpool.kvstore.tiers.protocols import PoolTier
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.service.vital import vital
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Demoter:
         self.demoting.add(key, demotion)
         self._waiting.append(demotion)
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="demote")
+            self._task = vital(self._run(), "demote")
         return True
 
     async def copied(self) -> None:

@@ -12,6 +12,7 @@ from moonpool.kvstore.tiers import metrics
 from moonpool.kvstore.tiers.protocols import DiskTier
 from moonpool.kvstore.tiers.write_batch import BlockSources, EvictedBlock, WriteBatch
 from moonpool.runtime.errors import MoonpoolError
+from moonpool.runtime.service.vital import vital
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class WriteQueue:
         self._writes: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="disk-writer")
+        self._task = vital(self._run(), "disk-writer")
 
     async def close(self) -> None:
         """Finish the writes that have begun; blocks still queued are not written."""
@@ -75,9 +76,12 @@ class WriteQueue:
         for key in list(self._queue):
             self._refuse(key, "closing")
         task, self._task = self._task, None
-        await self._idle.wait()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        idle = asyncio.create_task(self._idle.wait())
+        # Not idle alone: a task that has failed will never be.
+        await asyncio.wait((idle, task), return_when=asyncio.FIRST_COMPLETED)
+        for each in (idle, task):
+            each.cancel()
+        await asyncio.gather(idle, task, return_exceptions=True)
 
     async def drained(self) -> None:
         await self._idle.wait()

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from prometheus_client import disable_created_metrics
@@ -24,12 +25,22 @@ from moonpool.runtime.observing.log import setup_logging
 from moonpool.runtime.observing.tracing import setup_tracing
 from moonpool.runtime.service.child import BEAT_S, REPORTS_LOADING
 from moonpool.runtime.service.heartbeat import Heartbeat
+from moonpool.runtime.service.vital import VITAL
 
 log = logging.getLogger(__name__)
 
 # The event loop must get the interpreter back quickly from the thread that runs tensor work between two calls
 # that release the lock; the default is ten times this.
 SWITCH_INTERVAL_S = 0.0005
+
+
+class ServiceBroken(MoonpoolError):
+    """A background task of the service failed. The service has closed what it had started."""
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        super().__init__(
+            f"{what}: {type(error).__name__}: {error}; the service has ended, its traceback is above"
+        )
 
 
 class ServiceContext:
@@ -76,8 +87,9 @@ def run_service(
 ) -> int:
     """Run ``main`` to its end and return the exit code: 0 done, 1 failed, 2 wrong configuration.
 
-    The first SIGTERM or SIGINT sets ``context.draining``, the second cancels ``main``, the third ends the
-    process. SIGUSR1 prints every thread's stack on stderr. ``parser``: of arguments of this role alone.
+    ``main`` is cancelled when a task that ``vital`` started fails. The first SIGTERM or SIGINT sets
+    ``context.draining``, the second cancels ``main``, the third ends the process. SIGUSR1 prints every
+    thread's stack on stderr. ``parser``: of arguments of this role alone.
     """
     parser = parser or argparse.ArgumentParser(prog=f"moonpool {role}", allow_abbrev=False)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options; -: stdin")
@@ -114,8 +126,16 @@ def run_service(
 
 
 async def _supervise(main: ServiceMain, config: Config, context: ServiceContext) -> None:
+    """Run ``main`` to its end. Raises its error, or ServiceBroken when one of its vital tasks has failed."""
     task = asyncio.ensure_future(main(config, context))
     signals_seen = 0
+    broken: list[ServiceBroken] = []
+
+    def on_error(loop: asyncio.AbstractEventLoop, facts: dict[str, Any]) -> None:
+        loop.default_exception_handler(facts)  # logs the traceback
+        if facts.get(VITAL) and not broken:
+            broken.append(ServiceBroken(facts["message"], facts["exception"]))
+            task.cancel()
 
     def on_signal(name: str) -> None:
         nonlocal signals_seen
@@ -131,4 +151,8 @@ async def _supervise(main: ServiceMain, config: Config, context: ServiceContext)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number.name)
-    await task
+    loop.set_exception_handler(on_error)
+    await asyncio.wait((task,))
+    if broken:
+        raise broken[0]
+    task.result()

@@ -31,6 +31,23 @@ async def main(config, context):
 sys.exit(run_service(main, role="test-node"))
 """
 
+BROKEN = """
+import asyncio, sys
+from contextlib import AsyncExitStack
+from moonpool.runtime.service.lifecycle import run_service
+from moonpool.runtime.service.vital import vital
+async def sweep():
+    await asyncio.sleep(0)
+    raise KeyError("lease")
+async def main(config, context):
+    async with AsyncExitStack() as stack:
+        stack.callback(print, "first closed", flush=True)
+        stack.callback(print, "second closed", flush=True)
+        stack.callback(vital(sweep(), "sweep").cancel)
+        await context.draining.wait()
+sys.exit(run_service(main, role="test-node"))
+"""
+
 PARENT = """
 import subprocess, sys
 from moonpool.runtime.service.tied_command import tied_command
@@ -92,6 +109,15 @@ def test_a_tied_child_dies_with_a_killed_parent() -> None:
         parent.wait(60)
         psutil.wait_procs([child], timeout=60)
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_background_task_that_fails_ends_the_service() -> None:
+    with start(BROKEN) as process:
+        out, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out.split("\n") == ["second closed", "first closed", ""]
+    assert "in sweep" in errors
+    assert "task 'sweep' ended unexpectedly: KeyError: 'lease'" in errors
 
 
 def test_tied_command_without_parent_does_not_start() -> None:
