@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import OpaqueLayout
@@ -48,33 +49,62 @@ class KvShelf:
         self._leases = leases
         self._deadline_s = deadline_s
         self._opening = asyncio.Lock()
+        self._num_readers = 0  # of other nodes' blocks
+        self._being_read: OpaqueLayout | None = None  # the layout of all of them
+        self._num_leasing = 0
 
     async def open_layout(self, layout: OpaqueLayout) -> TieredStore:
-        """Use this layout from now on. Raises ``OtherLayout``: there are blocks of another; nothing has
-        changed."""
-        async with self._opening:
-            if self.store is None or self.layout != layout:
-                await self._change(layout)
-            assert self.store is not None
-            return self.store
+        """Use this layout from now on. Raises ``OtherLayout``: there are blocks of another, or some are being
+        read; nothing has changed. After a cancellation the change goes on: a store that is half closed or
+        half open could not be used."""
+        if self.store is None or self.layout != layout:
+            await asyncio.shield(asyncio.create_task(self._change(layout), name="KV layout"))
+        assert self.store is not None
+        return self.store
 
     async def _change(self, layout: OpaqueLayout) -> None:
-        if self.store is not None and self.layout is not None:
-            # A block may be gone and still be read.
-            if len(self.store.grants) or next(iter(self.store.blocks()), None) is not None:
-                raise OtherLayout(self._node_id, layout.fingerprint.hex(), self.layout.fingerprint.hex())
-            store, self.store, self.layout = self.store, None, None
-            await store.close()
-        store = await self._make_store(layout)
-        await store.start()
-        self.layout, self.store = layout, store
+        async with self._opening:
+            if self.layout == layout:
+                return
+            if self.store is not None and self.layout is not None:
+                # A block may be gone and still be read.
+                in_use = self._num_leasing or len(self.store.grants)
+                if in_use or next(iter(self.store.blocks()), None) is not None:
+                    raise self._other(layout, self.layout)
+                store, self.store, self.layout = self.store, None, None
+                await store.close()
+            store = await self._make_store(layout)
+            try:
+                await store.start()
+            except BaseException:
+                await store.close()
+                raise
+            self.layout, self.store = layout, store
         log.info("keeps KV blocks of layout %s, %d bytes each", layout.fingerprint.hex(), layout.block_nbytes)
+
+    def _other(self, wanted: OpaqueLayout, used: OpaqueLayout) -> OtherLayout:
+        return OtherLayout(self._node_id, wanted.fingerprint.hex(), used.fingerprint.hex())
+
+    @asynccontextmanager
+    async def _using(self, layout: OpaqueLayout) -> AsyncIterator[TieredStore]:
+        """The store of this layout, which stays open inside the block. Raises ``OtherLayout``."""
+        if self._being_read is not None and self._being_read != layout:
+            raise self._other(layout, self._being_read)
+        self._being_read = layout
+        self._num_readers += 1
+        try:
+            yield await self.open_layout(layout)
+        finally:
+            self._num_readers -= 1
+            if not self._num_readers:
+                self._being_read = None
 
     async def close(self, flush_s: float) -> None:
         """Write to disk what is only in memory, in at most ``flush_s``, and end."""
-        if self.store is not None:
-            await self.store.flush(flush_s)
-            await self.store.close()
+        async with self._opening:
+            if self.store is not None:
+                await self.store.flush(flush_s)
+                await self.store.close()
 
     def sweep(self) -> None:
         if self.store is not None:
@@ -87,11 +117,16 @@ class KvShelf:
         self, keys: Sequence[BlockKey], ttl_s: float, owner: str
     ) -> tuple[Lease, node_pb2.BlockSpans]:
         """Pin the longest prefix that can be read from memory; the id is 0 if there is none."""
-        if self.store is None:
+        store = self.store
+        if store is None:
             return Lease(0, 0.0, []), node_pb2.BlockSpans()
-        self.store.use(keys)
-        lease = await self.store.pin(keys, ttl_s, owner)
-        nbytes = self.store.layout.block_nbytes
+        store.use(keys)
+        self._num_leasing += 1
+        try:
+            lease = await store.pin(keys, ttl_s, owner)
+        finally:
+            self._num_leasing -= 1
+        nbytes = store.layout.block_nbytes
         return lease, node_pb2.BlockSpans(
             region=[self._region.id] * len(lease.blocks),
             offset=[block.slot * nbytes for block in lease.blocks],
@@ -115,9 +150,23 @@ class KvShelf:
         whole blocks; ``NodeUnavailable``, ``RemoteError``, ``TransferError``: no block was added.
         """
         started_s = time.monotonic()
-        store = await self.open_layout(OpaqueLayout(source.block_nbytes, source.layout_fingerprint))
-        num_held = len(store.match(keys))
-        num_read = 0
+        async with self._using(OpaqueLayout(source.block_nbytes, source.layout_fingerprint)) as store:
+            num_read = await self._copy(store, source, keys, surplus)
+            num_blocks = len(store.match(keys))
+        nbytes = num_read * source.block_nbytes
+        metrics.COPIED_BYTES.labels("kv").inc(nbytes)
+        return node_pb2.ReplicateReply(
+            num_blocks=num_blocks,
+            num_read=num_read,
+            nbytes=nbytes,
+            seconds=time.monotonic() - started_s,
+        )
+
+    async def _copy(
+        self, store: TieredStore, source: node_pb2.KvAddress, keys: Sequence[BlockKey], surplus: bool
+    ) -> int:
+        """Returns how many blocks were read."""
+        num_held, num_read = len(store.match(keys)), 0
         async with self._leases.hold(source, keys[num_held:]) as (blocks, held):
             end = num_held + len(blocks.offset)
             if end > num_held:
@@ -132,14 +181,7 @@ class KvShelf:
                         first = num_held + reservation.num_held
                         copies = keys[first : first + num_read]
                         store.host.surplus.mark([key for key in copies if key in store.host])
-        nbytes = num_read * source.block_nbytes
-        metrics.COPIED_BYTES.labels("kv").inc(nbytes)
-        return node_pb2.ReplicateReply(
-            num_blocks=len(store.match(keys)),
-            num_read=num_read,
-            nbytes=nbytes,
-            seconds=time.monotonic() - started_s,
-        )
+        return num_read
 
     async def _read(
         self,
