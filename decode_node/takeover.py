@@ -11,6 +11,7 @@ from moonpool.engine.engine import Engine
 from moonpool.engine.prefix_cache.peer_exchange import KvSource, PeerExchange
 from moonpool.engine.prefix_cache.store import USE_DELAY_S, NodeStore
 from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.grants.held import HeldGrant, holders_clock
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import MoonpoolError
@@ -40,21 +41,23 @@ async def take_over(
 
     Raises:
         NodeUnavailable, RemoteError, HandoverBroken: the prefill node ended or aborted the prefill.
-        TransferError, PeerIncompatible: the blocks could not be read.
+        TransferError, PeerIncompatible: the blocks could not be read, or not under their grant.
         SequenceTooLong, EngineClosed: from the reservation.
     """
     stub = node_pb2_grpc.PrefillNodeStub(exchange.channel(prefill_address))
+    asked_s = holders_clock()
     # Called early, so that the prefill node knows of its follower.
     call = stub.Follow(
         node_pb2.FollowRequest(request_id=sequence.request_id, attempt=sequence.attempt, follower=follower),
         metadata=rpc.request_metadata(),
     )
     chunks = aiter(call)
+    first: node_pb2.KvChunk | None = None
     try:
         with engine.expecting(sequence), rpc.node_errors(prefill_address):
             await _load_prefix(engine, store, sequence)
-            chunk = await anext(chunks, None)
-        if chunk is None:
+            first = await anext(chunks, None)
+        if first is None:
             raise HandoverBroken
         # Reserve after the first chunk, to prevent a deadlock: a prompt without room on its prefill node must
         # not reserve the room here that prompts with blocks there wait for.
@@ -62,10 +65,14 @@ async def take_over(
         num_local = sequence.num_computed_tokens // engine.pool.block_size
         received = node_pb2.KvReceived(num_local_blocks=num_local)
         with rpc.node_errors(prefill_address):
-            token = await _read_chunks(engine, exchange, sequence, chunk, chunks, received, deadline_s)
+            token = await _read_chunks(
+                engine, exchange, sequence, first, chunks, asked_s, received, deadline_s
+            )
     finally:
-        # This also lets the prefill node release its blocks.
         call.cancel()
+        if first is not None:
+            # The prefill node keeps the blocks until then, whatever becomes of the call.
+            exchange.leases.release(first.source, first.lease_id)
     if token.finish_reason != node_pb2.FINISH_NONE:
         return True, received
     sequence.append(token.token_id)
@@ -90,23 +97,29 @@ async def _read_chunks(
     sequence: Sequence,
     chunk: node_pb2.KvChunk | None,
     chunks: AsyncIterator[node_pb2.KvChunk],
+    asked_s: float,
     received: node_pb2.KvReceived,
     deadline_s: float,
 ) -> node_pb2.TokenOut:
-    """``chunk``: the first one."""
+    """``chunk``: the first one. ``asked_s``: when they were asked for."""
     peer: KvSource | None = None
+    held: HeldGrant | None = None
     reads: list[tuple[float, node_pb2.Stretch]] = []  # start times and reads
     num_local = received.num_local_blocks
     while chunk is not None:
-        if peer is None:
+        if peer is None or held is None:
             peer = await exchange.connect(chunk.source)
+            held = HeldGrant(f"node {chunk.source.node_id}", asked_s, chunk.granted_s)
+        held.renewed(asked_s, chunk.granted_s)
         # The first blocks may be local.
         skip = max(num_local - chunk.first_block, 0)
         first, end = chunk.first_block + skip, chunk.first_block + len(chunk.blocks.offset)
         if first < end:
             started_s = time.monotonic()
             block_ids = sequence.block_table[first:end]
-            report = await exchange.read(peer, chunk.blocks, skip, block_ids, deadline_s=deadline_s)
+            await exchange.leases.prolong(peer.address, chunk.lease_id, held)
+            with held.within(deadline_s) as limit_s:
+                report = await exchange.read(peer, chunk.blocks, skip, block_ids, deadline_s=limit_s)
             read_s = time.monotonic() - started_s
             num_tokens = len(block_ids) * engine.pool.block_size
             reads.append(

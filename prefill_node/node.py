@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from moonpool.engine.batching.sequence import FinishReason, Sequence
 from moonpool.engine.batching.step_plan import StepEvent
@@ -70,6 +71,11 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         self._first_tokens.clear()
         self._handovers.clear()
 
+    def sweep(self) -> None:
+        for handover in self._handovers.values():
+            handover.renew()
+        super().sweep()
+
     def cancel(self, key: Key) -> None:
         """End a handover after the first token. Before that the call itself is cancelled."""
         handover = self._handovers.get(key)
@@ -114,10 +120,9 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
         handover = self._handover(key)
         handover.followed.set()
         try:
-            async for chunk in handover.chunks():
-                yield chunk
-            # The follower ends the call when it has read the last blocks.
-            await handover.taken.wait()
+            async with aclosing(handover.chunks(request.follower)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         finally:
             handover.taken.set()
             if key not in self._prefills:
@@ -225,7 +230,9 @@ class PrefillNode(EngineNode, node_pb2_grpc.PrefillNodeServicer):
     def _handover(self, key: Key) -> Handover:
         handover = self._handovers.get(key)
         if handover is None:
-            handover = self._handovers[key] = Handover(self.memory, self.kv_address)
+            handover = self._handovers[key] = Handover(
+                self.memory, self.kv_address, self.store.tiers.grants, ttl_s=self.config.store.lease_ttl_s
+            )
         return handover
 
     def _keep_until_taken(self, sequence: Sequence, handover: Handover, deadline_unix_s: float) -> None:

@@ -68,15 +68,15 @@ class PeerExchange:
         self._memory = memory
         self._agent = agent
         self._deadline_s = deadline_s
-        self._leases = RemoteLeases(deadline_s)
+        self.leases = RemoteLeases(deadline_s)
 
     async def close(self) -> None:
         """End every connection to a peer."""
-        await self._leases.close()
+        await self.leases.close()
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """Return the channel to a peer's gRPC server. It reconnects by itself."""
-        return self._leases.channel(address)
+        return self.leases.channel(address)
 
     async def connect(self, source: node_pb2.KvAddress) -> KvSource:
         """Connect to the peer described by ``source``. Raises PeerIncompatible, or TransferError if
@@ -137,7 +137,7 @@ class PeerExchange:
         nbytes = 0
         try:
             peer = await self.connect(source)
-            async with self._leases.hold(source, chain[num_local:]) as (spans, held):
+            async with self.leases.hold(source, chain[num_local:]) as (spans, held):
                 num_wanted = len(spans.offset)
                 num_missing = len(chain) - num_local - num_wanted
                 if 0 < num_wanted <= pool.num_free:

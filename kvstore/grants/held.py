@@ -40,12 +40,14 @@ class HeldGrant:
     ) -> None:
         """``granted_by``: for messages."""
         self.granted_by = granted_by
+        self.ends_s = asked_s
         self._clock = clock
         self.renewed(asked_s, granted_s)
 
     def renewed(self, asked_s: float, granted_s: float) -> None:
+        """A later reply, to this or another request, granted so much."""
         self._granted_s = granted_s
-        self.ends_s = asked_s + granted_s * (1 - _DRIFT)
+        self.ends_s = max(self.ends_s, asked_s + granted_s * (1 - _DRIFT))
 
     @property
     def seconds_left(self) -> float:

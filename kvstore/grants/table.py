@@ -56,9 +56,9 @@ class GrantTable:
         """The grant is of these slots from now on."""
         grant.slots, grant.generations = slots, [self._generation(slot) for slot in slots]
 
-    def get(self, grant_id: int) -> Grant | None:
-        """None: it has ended."""
-        return self._grants.get(grant_id)
+    def now_s(self) -> float:
+        """By the clock of ``Grant.expires_s``."""
+        return self._clock()
 
     def renew(self, grant_id: int, ttl_s: float) -> float:
         """Prolong a grant; returns for how many seconds from now on, 0 if it has ended."""

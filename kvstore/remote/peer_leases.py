@@ -57,11 +57,27 @@ class RemoteLeases:
         try:
             yield reply.blocks, HeldGrant(f"node {source.node_id}", asked_s, reply.granted_s)
         finally:
-            if reply.lease_id:
-                # In the background: if it is lost, the lease expires.
-                release = asyncio.create_task(self._release(stub, source.node_id, reply.lease_id))
-                self._releases.add(release)
-                release.add_done_callback(self._releases.discard)
+            self.release(source, reply.lease_id)
+
+    async def prolong(self, source: node_pb2.KvAddress, lease_id: int, held: HeldGrant) -> None:
+        """Renew a lease of which less than half of a call's deadline is left. Raises ``NodeUnavailable``,
+        ``RemoteError``."""
+        if held.seconds_left > self._deadline_s / 2:
+            return
+        stub = node_pb2_grpc.NodeStub(self.channel(source.rpc_address))
+        request = node_pb2.RenewRequest(lease_id=lease_id, ttl_s=2 * self._deadline_s)
+        asked_s = holders_clock()
+        with rpc.node_errors(source.node_id):
+            reply = await stub.Renew(request, timeout=self._deadline_s, metadata=rpc.request_metadata())
+        held.renewed(asked_s, reply.granted_s)
+
+    def release(self, source: node_pb2.KvAddress, lease_id: int) -> None:
+        """End a lease, in the background: if that is lost, it expires."""
+        if lease_id:
+            stub = node_pb2_grpc.NodeStub(self.channel(source.rpc_address))
+            release = asyncio.create_task(self._release(stub, source.node_id, lease_id))
+            self._releases.add(release)
+            release.add_done_callback(self._releases.discard)
 
     async def _release(self, stub: node_pb2_grpc.NodeAsyncStub, node_id: str, lease_id: int) -> None:
         try:

@@ -156,8 +156,9 @@ async def test_what_is_on_disk_comes_to_host_memory_while_its_prompt_waits_for_r
         await eventually(in_host_memory)
         assert not waiting.done()
         follow = prefill.Follow(node_pb2.FollowRequest(request_id="holder"))
-        await anext(aiter(follow))
+        chunk = await anext(aiter(follow))
         follow.cancel()
+        await node.Release(node_pb2.ReleaseRequest(lease_id=chunk.lease_id))
         again = await waiting
         assert again.token.token_id == first.token.token_id
         assert (again.num_host_tokens, again.num_ssd_tokens) == (HIT_TOKENS, 0)

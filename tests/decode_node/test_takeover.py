@@ -41,7 +41,11 @@ class Prefills(node_pb2_grpc.PrefillNodeServicer):
         if request.request_id == "broken":
             return
         yield node_pb2.KvChunk(
-            num_tokens=NUM_TOKENS, last=True, token=node_pb2.TokenOut(token_id=7), source=self.source
+            num_tokens=NUM_TOKENS,
+            last=True,
+            token=node_pb2.TokenOut(token_id=7),
+            source=self.source,
+            granted_s=60,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from moonpool.engine.prefix_cache.store import NodeStore
 from moonpool.engine.prefix_cache.tier_loader import Loaded
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.grants.table import GrantTable
 from moonpool.prefill_node.handover import Handover
 from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import Config, HostTierOptions, StoreOptions
@@ -159,12 +161,14 @@ async def test_a_follower_is_told_what_the_bytes_hash_to(run_node, make_device) 
         engine = node.driver.engine
         sequence = node.driver.sequence(prompt(21), max_tokens=4)
         await node.driver.run(sequence, prefill_only=True)
-        handover = Handover(node.memory, node_pb2.KvAddress(node_id="me"))
+        pool = engine.pool
+        grants = GrantTable(lambda slot: pool.generation_of(slot[1]), longest_s=60.0, clock=time.monotonic)
+        handover = Handover(node.memory, node_pb2.KvAddress(node_id="me"), grants, ttl_s=60.0)
         handover.finish(sequence, node_pb2.TokenOut())
         if isinstance(device, LateDevice):
             device.copies.hold()
             given = device.copies.num_given
-        telling = asyncio.create_task(anext(handover.chunks()))
+        telling = asyncio.create_task(anext(handover.chunks("you")))
         if isinstance(device, LateDevice):
             await device.copies.until_given(given + 1)
             assert not telling.done()
@@ -175,3 +179,8 @@ async def test_a_follower_is_told_what_the_bytes_hash_to(run_node, make_device) 
         assert [offset // nbytes for offset in chunk.blocks.offset] == table
         assert list(chunk.blocks.checksum) == [checksum(node.memory.bytes.view(b).data) for b in table]
         engine.release(sequence)
+        # Its blocks stay until the follower gives them up.
+        assert pool.num_used == len(table)
+        grants.check_integrity()
+        grants.release(chunk.lease_id)
+        assert pool.num_used == 0

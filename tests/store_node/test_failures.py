@@ -17,6 +17,9 @@ from moonpool.kvstore.client.errors import (
     PutFailed,
     StoreClientError,
 )
+from moonpool.protos import store_pb2
+from moonpool.runtime.config.options import TransferOptions
+from moonpool.transfer import GrantLapsed, Span
 from tests.store_node.conftest import StoreCluster
 
 rng = np.random.default_rng(11)
@@ -96,7 +99,7 @@ async def test_a_client_killed_in_a_put_leaves_nothing_behind(cluster: StoreClus
 
 async def test_a_write_that_comes_late_does_not_land_in_another_tenants_object(cluster: StoreCluster) -> None:
     """A client is stopped in a put, its reservation lapses, another tenant gets the memory, it goes on."""
-    node = await cluster.start("a", transfer__deadline_s=1.0, transfer__checksum="false")
+    node = await cluster.start("a", transfer__deadline_s=0.5, transfer__checksum="false")
     command = ["-m", "tests.store_node.putter", node.ready["rpc_address"], str(12 << 20), "late"]
     putter = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
     assert putter.stdout is not None
@@ -119,6 +122,28 @@ async def test_a_write_that_comes_late_does_not_land_in_another_tenants_object(c
         found = await store.get("whole")
         assert found is not None
         assert (found == 1).all()
+
+
+async def test_a_reader_with_more_time_than_its_lease_reads_no_reused_memory(cluster: StoreCluster) -> None:
+    await cluster.start("a", transfer__deadline_s=0.5, transfer__checksum="false")
+    unchecked = TransferOptions(checksum=False)
+    async with cluster.client(tenant="one", transfer=unchecked) as one, cluster.client(tenant="two") as two:
+        await one.put("mine", np.ones(2 << 20, np.uint8))
+        node = (await one.nodes())["a"]
+        wanted = store_pb2.OpenObject(key=one.tenant.key("mine"))
+        opened, nbytes, held = await node.open(one.tenant.owner, [wanted])
+        assert held.seconds_left < 1.0, "the client would have liked twice its 30 s"
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    await two.put("whole", np.full(16 << 20, 2, np.uint8))
+                    break
+                except PutFailed:
+                    await asyncio.sleep(0.1)
+        with node._agent.allocate(2 << 20, "copy") as copy:
+            spans = [Span(copy.id, at, nbytes) for at in range(0, 2 << 20, nbytes)]
+            with pytest.raises(GrantLapsed, match="store node a granted its memory for 1 s"):
+                await node.fetch(spans, opened, held)
 
 
 async def test_a_node_killed_in_puts_shows_only_whole_objects(cluster: StoreCluster) -> None:

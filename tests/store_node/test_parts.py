@@ -25,7 +25,7 @@ from moonpool.kvstore.store_node.kv_shelf import KvShelf
 from moonpool.protos import node_pb2, node_pb2_grpc
 from moonpool.runtime import rpc
 from moonpool.runtime.config.options import StoreOptions, TransferOptions
-from moonpool.transfer import ChecksumMismatch, TransferAgent, TransferError, checksum
+from moonpool.transfer import ChecksumMismatch, GrantLapsed, TransferAgent, TransferError, checksum
 from tests.transfer.conftest import RemotePeer, StartPeer, shared_peer, start_peer
 from tests.transfer.peer_process import pattern
 
@@ -58,6 +58,7 @@ class Source(node_pb2_grpc.NodeServicer):
         self.address = node_pb2.KvAddress()
         self.blocks = np.zeros((NUM_BLOCKS, *LAYOUT.shape), np.float32)
         self.released = asyncio.Event()
+        self.granted_s, self.late_s = 60.0, 0.0
 
     async def start(self, address: str) -> Source:
         ranks = []
@@ -88,13 +89,14 @@ class Source(node_pb2_grpc.NodeServicer):
     async def Lease(
         self, request: node_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> node_pb2.LeaseReply:
+        await asyncio.sleep(self.late_s)
         numbers = [KEYS.index(key) for key in block_keys.unpack(request.keys)]
         spans = node_pb2.BlockSpans(
             region=[self.address.ranks[0].region] * len(numbers),
             offset=[number * LAYOUT.block_nbytes for number in numbers],
             checksum=[checksum(self.blocks[number].tobytes()) for number in numbers],
         )
-        return node_pb2.LeaseReply(lease_id=1, epoch=1, blocks=spans, granted_s=60.0)
+        return node_pb2.LeaseReply(lease_id=1, epoch=1, blocks=spans, granted_s=self.granted_s)
 
     async def Release(
         self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -214,6 +216,19 @@ async def test_a_rank_that_dies_meanwhile_leaves_nothing(
             assert await held(shelf) == [block.tobytes() for block in source.blocks]
     for rank in ranks[:3]:
         await rank.do("close_regions")
+
+
+async def test_blocks_read_after_their_lease_are_no_blocks(shared_peer: StartPeer) -> None:
+    """The reader has more time than the source granted, and is told so late that none of it is left."""
+    shards = PLANS["tp 2"]
+    ranks = [shared_peer("shm,tcp", epoch=i + 1) for i in range(len(shards))]
+    async with serving(shards, ranks) as source, shelf_of("shm") as shelf:
+        source.granted_s = source.late_s = 0.1
+        with pytest.raises(GrantLapsed, match=r"node source granted its memory for 0.1 s"):
+            await shelf.replicate(source.address, KEYS)
+        assert await held(shelf) == []
+        source.granted_s, source.late_s = 60.0, 0.0
+        assert (await shelf.replicate(source.address, KEYS)).num_read == NUM_BLOCKS
 
 
 async def test_ranks_that_hold_no_whole_blocks_are_refused_by_name(shared_peer: StartPeer) -> None:
