@@ -121,6 +121,7 @@ class Conductor:
             slo=Slo.of(options),
             max_attempts=options.max_attempts,
             timeout_s=options.request_timeout_s,
+            wait_timeout_s=options.wait_timeout_s,
             clock=clock,
             rng=rng,
         )

@@ -63,17 +63,19 @@ class DeadlineExceeded(ConductorError):
 
     code = "DEADLINE_EXCEEDED"
 
-    def __init__(self, deadline_s: float, num_tokens: int) -> None:
-        super().__init__(f"the request's deadline of {deadline_s:g} s passed after {num_tokens} tokens")
+    def __init__(self, limit_s: float, num_tokens: int, *, waited: bool = False) -> None:
+        """``waited``: it was not its turn, and nothing was computed."""
+        passed = f"the request's deadline of {limit_s:g} s passed after {num_tokens} tokens"
+        super().__init__(f"the request waited {limit_s:g} s and it was not its turn" if waited else passed)
         self.num_tokens = num_tokens
 
 
 class RequestFailed(ConductorError):
-    """The request was placed ``attempts`` times and failed each time; ``cause`` is the last failure."""
+    """The request was placed ``attempts`` times without another token; ``cause`` is the last failure."""
 
     def __init__(self, cause: str, attempts: int, num_tokens: int) -> None:
         super().__init__(
-            f"gave up after {attempts} placements and {num_tokens} tokens; the last failed with: {cause}"
+            f"gave up at token {num_tokens} after {attempts} placements; the last failed with: {cause}"
         )
         self.cause = cause
         self.attempts = attempts

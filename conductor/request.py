@@ -48,10 +48,11 @@ class GenerateRequest:
     prompt_token_ids: npt.NDArray[np.int32]  # [num_prompt_tokens], at least one
     sampling: SamplingParams
     priority: int = 0  # among the requests of its tenant: lower runs first
-    deadline_s: float | None = None  # seconds from now; None: conductor.request_timeout_s
+    deadline_s: float | None = None  # seconds from now, bounded by the conductor's; None: those alone
     tenant: str = ""  # ``Tenant.salt``: prefixes are shared only within one
     client: Tenant = ANYONE  # the tenant with the limits and weight
     batch: bool = False  # of the batch class: uses only idle capacity
+    follows: bool = False  # another one of the same API request was admitted: this one waits for room
     prompt_logprobs: bool = False  # turns the prefix cache off for this request
 
 

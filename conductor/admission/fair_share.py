@@ -1,10 +1,14 @@
 """Fair sharing among tenants: how long a request queues for being of a tenant ahead of its share.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996) in real time. Nodes compute waiting prefills in the
-order of arrival plus this delay, so no capacity is left idle for fairness.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996) in real time, over two resources (Ghodsi et al.,
+"Multi-resource fair queueing", 2012). Nodes run waiting requests in the order of arrival plus this delay,
+so no capacity is left idle for fairness.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 # A tenant competes while its last request is this recent, or while it is ahead of its share.
 _ACTIVE_S = 10.0
@@ -12,32 +16,51 @@ _ACTIVE_S = 10.0
 _MOST_S = 600.0
 
 
-class FairShare:
-    """One virtual clock per tenant: when its work so far would be done with only its share."""
+class Work(NamedTuple):
+    """Seconds of all prefill nodes, and of all decode nodes."""
 
-    __slots__ = ("_done_s", "_seen_s", "_weights")
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def minus(self, other: Work) -> Work:
+        return Work(self.prefill_s - other.prefill_s, self.decode_s - other.decode_s)
+
+
+@dataclass(slots=True)
+class _Account:
+    weight: float
+    seen_s: float
+    done_s: Work  # when its work so far would be done with only its share
+
+
+class FairShare:
+    """Two virtual clocks per tenant. The one that is further ahead delays it: its dominant resource."""
+
+    __slots__ = ("_accounts",)
 
     def __init__(self) -> None:
-        self._done_s: dict[str, float] = {}
-        self._seen_s: dict[str, float] = {}
-        self._weights: dict[str, float] = {}
+        self._accounts: dict[str, _Account] = {}
 
     def delay_s(self, tenant: str, now_s: float) -> float:
         """Seconds added to a request's arrival in the queues; 0 for a tenant within its share."""
-        return max(self._done_s.get(tenant, now_s) - now_s, 0.0)
+        account = self._accounts.get(tenant)
+        return 0.0 if account is None else max(*account.done_s, now_s) - now_s
 
-    def charge(self, tenant: str, weight: float, work_s: float, now_s: float) -> None:
-        """The tenant used ``work_s`` seconds of the whole cluster."""
-        self._weights[tenant] = weight
-        self._seen_s[tenant] = now_s
+    def charge(self, tenant: str, weight: float, work: Work, now_s: float) -> None:
+        """The tenant used ``work``. Negative work is given back."""
+        account = self._accounts.setdefault(tenant, _Account(weight, now_s, Work(now_s, now_s)))
+        account.weight, account.seen_s = weight, now_s
         share = weight / self._competing(now_s)
-        done_s = max(self._done_s.get(tenant, now_s), now_s) + work_s / share
-        self._done_s[tenant] = min(done_s, now_s + _MOST_S)
+        account.done_s = Work(
+            *(
+                min(max(done_s, now_s) + work_s / share, now_s + _MOST_S)
+                for done_s, work_s in zip(account.done_s, work, strict=True)
+            )
+        )
 
     def _competing(self, now_s: float) -> float:
         """The sum of the weights of competing tenants; the others are forgotten."""
-        for tenant, seen_s in list(self._seen_s.items()):
-            if now_s - seen_s > _ACTIVE_S and self._done_s.get(tenant, 0.0) <= now_s:
-                del self._seen_s[tenant], self._weights[tenant]
-                self._done_s.pop(tenant, None)
-        return sum(self._weights.values())
+        for tenant, account in list(self._accounts.items()):
+            if now_s - account.seen_s > _ACTIVE_S and max(account.done_s) <= now_s:
+                del self._accounts[tenant]
+        return sum(account.weight for account in self._accounts.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.conductor.admission.tenants import Tenant
 from moonpool.conductor.errors import ConductorClosed, DuplicateRequest, RequestRejected
@@ -16,7 +16,7 @@ _WEIGHT = 1 / 16
 _BATCH_PART = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Run:
     request: GenerateRequest
     abort: Callable[[Exception], None]
@@ -55,6 +55,7 @@ class Admission:
         self._max_batch = max(int(max_requests * _BATCH_PART), 1)
         self._clock = clock
         self._runs: dict[str, _Run] = {}
+        self._waiting: dict[_Run, asyncio.Future[None]] = {}  # for room, in order of arrival
         self._num_batch = 0
         self._of_tenant: Counter[str] = Counter()
         self._buckets: dict[str, TokenBucket] = {}
@@ -67,34 +68,48 @@ class Admission:
         """Requests in flight."""
         return len(self._runs)
 
-    def enter(self, request: GenerateRequest, abort: Callable[[Exception], None]) -> None:
-        """Admit a request; ``close`` calls its ``abort``.
+    async def enter(
+        self, request: GenerateRequest, abort: Callable[[Exception], None], unless: asyncio.Future[None]
+    ) -> bool:
+        """Admit a request; ``close`` calls its ``abort``. False: ``unless`` was done before it was admitted.
 
+        A request that ``follows`` another one waits for room. Its tokens go into its tenant's debt.
         Raises ``RequestRejected``, ``DuplicateRequest`` or ``ConductorClosed``.
         """
         if self._closed:
             raise ConductorClosed
-        self._check_total(request.batch)
-        self._check_tenant(request.client)
+        run = _Run(request, abort, self._clock())
         if request.request_id in self._runs:
             raise DuplicateRequest(request.request_id)
-        self._runs[request.request_id] = _Run(request, abort, self._clock())
-        self._num_batch += request.batch
-        self._of_tenant[request.client.name] += 1
-        self._use(request.client, len(request.prompt_token_ids))
+        full = self._full(request)
+        if full and request.follows:
+            return await self._wait(run, unless)
+        if full:
+            # With n in flight, one leaves every mean / n seconds.
+            wait_s = max(self._mean_s / max(len(self._runs), 1), 0.1)
+            raise RequestRejected(full, retry_after_s=wait_s, stage="limit")
+        if not request.follows:
+            self._check_tokens(request.client)
+        self._admit(run)
+        return True
 
-    def leave(self, request: GenerateRequest, num_output_tokens: int) -> None:
-        """The request has ended. Idempotent."""
+    def leave(self, request: GenerateRequest, num_output_tokens: int, *, pays: bool = True) -> None:
+        """The request has ended. ``pays`` False: it used no tokens of its tenant. Idempotent."""
         run = self._runs.get(request.request_id)
         if run is None or run.request is not request:
             return
         del self._runs[request.request_id]
         self._num_batch -= request.batch
         self._of_tenant[request.client.name] -= 1
-        self._use(request.client, num_output_tokens)
+        self._use(request.client, num_output_tokens if pays else -len(request.prompt_token_ids))
         if not self._runs and self._empty is not None and not self._empty.done():
             self._empty.set_result(None)
         self._mean_s += _WEIGHT * (self._clock() - run.started_s - self._mean_s)
+        for waiting, granted in list(self._waiting.items()):
+            if waiting.request.request_id not in self._runs and not self._full(waiting.request):
+                del self._waiting[waiting]
+                self._admit(waiting)
+                granted.set_result(None)
 
     async def emptied(self, timeout_s: float) -> None:
         """Return when no request is in flight, or after ``timeout_s``."""
@@ -105,29 +120,43 @@ class Admission:
     def close(self) -> None:
         """Admit no more requests, and end those in flight with ``ConductorClosed``."""
         self._closed = True
-        for run in list(self._runs.values()):
+        for run in [*self._waiting, *self._runs.values()]:
             run.abort(ConductorClosed())
 
-    def _check_total(self, batch: bool) -> None:
-        if len(self._runs) >= self._max_requests:
-            raise self._full(f"{len(self._runs)} requests are in flight, the limit (conductor.max_requests)")
-        if batch and self._num_batch >= self._max_batch:
-            raise self._full(
-                f"{self._num_batch} batch requests are in flight, the limit (half of conductor.max_requests)"
-            )
+    async def _wait(self, run: _Run, unless: asyncio.Future[None]) -> bool:
+        granted = self._waiting[run] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait((granted, unless), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.leave(run.request, 0, pays=False)  # both came together
+            raise
+        finally:
+            self._waiting.pop(run, None)
+        return granted.done()
 
-    def _check_tenant(self, client: Tenant) -> None:
-        num_requests = self._of_tenant[client.name]
-        if client.max_requests and num_requests >= client.max_requests:
-            raise self._full(f"tenant {client.name} has {num_requests} requests in flight, its limit")
+    def _admit(self, run: _Run) -> None:
+        request = run.request
+        self._runs[request.request_id] = replace(run, started_s=self._clock())
+        self._num_batch += request.batch
+        self._of_tenant[request.client.name] += 1
+        self._use(request.client, len(request.prompt_token_ids))
+
+    def _full(self, request: GenerateRequest) -> str:
+        """The limit that the request would exceed, as a sentence; empty: there is room."""
+        client, num_batch = request.client, self._num_batch
+        num_own = self._of_tenant[client.name]
+        if len(self._runs) >= self._max_requests:
+            return f"{len(self._runs)} requests are in flight, the limit (conductor.max_requests)"
+        if request.batch and num_batch >= self._max_batch:
+            return f"{num_batch} batch requests are in flight, the limit (half of conductor.max_requests)"
+        if client.max_requests and num_own >= client.max_requests:
+            return f"tenant {client.name} has {num_own} requests in flight, its limit"
+        return ""
+
+    def _check_tokens(self, client: Tenant) -> None:
         if client.tokens_per_minute and (wait_s := self._bucket(client).wait_s(self._clock())):
             reason = f"tenant {client.name} has used its {client.tokens_per_minute} tokens a minute"
             raise RequestRejected(reason, retry_after_s=wait_s, stage="limit")
-
-    def _full(self, reason: str) -> RequestRejected:
-        # With n in flight, one leaves every mean / n seconds.
-        wait_s = max(self._mean_s / max(len(self._runs), 1), 0.1)
-        return RequestRejected(reason, retry_after_s=wait_s, stage="limit")
 
     def _use(self, client: Tenant, num_tokens: int) -> None:
         if client.tokens_per_minute:

@@ -18,6 +18,7 @@ from moonpool.conductor.api.errors import ApiError, as_api_error, bad_request, u
 from moonpool.conductor.api.prompts import Prompt, chat_prompt, completion_prompts, output_limit
 from moonpool.conductor.api.schemas import ChatBody, CompletionBody, GenerationBody, parse
 from moonpool.conductor.api.sequence_runs import SequenceRun, Sink, run_all
+from moonpool.conductor.api.stream_writer import StreamWriter
 from moonpool.conductor.api.transcript import transcribed
 from moonpool.conductor.observing.recent_requests import RequestRecord
 from moonpool.conductor.request import GenerateRequest
@@ -155,9 +156,11 @@ class GenerationExchange:
                     prompt_token_ids=prompt.token_ids,
                     sampling=params,
                     priority=body.priority,
+                    deadline_s=body.timeout,
                     tenant=self._client.salt(body.cache_salt),
                     client=self._client,
                     batch=_is_batch(body, self._client),
+                    follows=bool(runs),
                     prompt_logprobs=_wants_prompt_logprobs(body),
                 )
                 run = SequenceRun(request, Choice(len(runs), prompt, body, context.tokenizer), leader)
@@ -182,6 +185,7 @@ class GenerationExchange:
         """Send headers with the first token: until then an error still has its own status."""
         response = web.StreamResponse(headers=SSE_HEADERS)
         clock, record, opened = self._context.clock, self.record, set[int]()
+        writer = StreamWriter(self._http, response, self._context.options.write_timeout_s, clock)
 
         async def sink(run: SequenceRun, delta: Delta) -> None:
             started_s = clock()
@@ -192,25 +196,29 @@ class GenerationExchange:
                 if not response.prepared:
                     await response.prepare(self._http)
             if event:
-                await response.write(event)
+                await writer.write(event)
             record.write_s += clock() - started_s
 
         try:
-            try:
-                await self._generate(runs, sink, body)
-                end = answer.usage_event(usage_of(runs)) if body.include_usage else b""
-                end += answer.explain_event(self._explained()) if self._explains else b""
-                end += DONE
-            except Exception as error:
-                if isinstance(error, ConnectionError) or not response.prepared:
-                    raise
-                record.status = _name(error)
-                end = b"data: " + as_api_error(error).body() + b"\n\n"
-            await response.write(end)
-            await response.write_eof()
+            with writer:
+                try:
+                    await self._generate(runs, sink, body)
+                    end = answer.usage_event(usage_of(runs)) if body.include_usage else b""
+                    end += answer.explain_event(self._explained()) if self._explains else b""
+                    end += DONE
+                except Exception as error:
+                    if isinstance(error, ConnectionError) or not response.prepared:
+                        raise
+                    record.status = _name(error)
+                    end = b"data: " + as_api_error(error).body() + b"\n\n"
+                await writer.write(end)
+                await response.write_eof()
         except ConnectionError:
             # The client has closed the connection; the core was cancelled.
             log.debug("%s: the connection was closed", self._id)
+        finally:
+            if writer.stalled:
+                record.status = "client_stalled"
         return response
 
     async def _generate(self, runs: list[SequenceRun], sink: Sink, body: GenerationBody) -> None:

@@ -13,6 +13,8 @@ from moonpool.conductor.text.checkpoint_json import read_json
 from moonpool.runtime.errors import ConfigError
 
 _SEED_MASK = 2**64 - 1
+# As good as the best token alone. Less may be 0 in the float32 of messages, which means off.
+_LEAST_TOP_P = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class SamplingDefaults:
         given = {field.name: getattr(body, field.name) for field in fields(self)}
         chosen = {name: getattr(self, name) if value is None else value for name, value in given.items()}
         chosen["top_k"] = max(chosen["top_k"], 0)  # -1 means off, too
+        chosen["top_p"] = max(chosen["top_p"], _LEAST_TOP_P)
         return SamplingParams(
             max_tokens=max_tokens,
             **chosen,
@@ -70,9 +73,9 @@ class SamplingDefaults:
 def _logit_bias(body: GenerationBody, model: ServedModel) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in body.logit_bias.items():
-        if not key.isascii() or not key.isdigit():
+        if not key.isascii() or not key.isdigit() or len(key) > 20:
             raise bad_request(f"logit_bias: keys must be token ids, got {key[:64]!r}", "logit_bias")
-        _check_token("logit_bias", int(key[:20]), model)
+        _check_token("logit_bias", int(key), model)
         bias[int(key)] = value
     return bias
 

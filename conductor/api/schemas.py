@@ -17,7 +17,7 @@ MAX_CHOICES = 128  # n
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
-MAX_PRIORITY = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 
 # Ignoring these would silently change the meaning of a request.
 REFUSED = {
@@ -79,9 +79,9 @@ class GenerationBody(_Schema):
     min_tokens: int = Field(default=0, ge=0)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_INT32)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
@@ -92,7 +92,10 @@ class GenerationBody(_Schema):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
-    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    priority: int = Field(default=0, ge=-MAX_INT32, le=MAX_INT32)  # among those of the tenant, lower first
+    timeout: float | None = Field(
+        default=None, gt=0
+    )  # seconds for the whole request; the server's limits stay
     user: str | None = None
     cache_salt: str = ""
     service_tier: Literal["auto", "default", "priority", "flex"] = "auto"  # flex: the batch class

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moonpool.conductor.api.choice import Choice, Delta
 from moonpool.conductor.api.context import ApiContext
@@ -57,10 +57,13 @@ async def _run(
         await run.leader.has_token.wait()
     run.clock = clock = SequenceClock(context.metrics, arrived_s, len(run.choice.prompt.token_ids))
     async with slots:
-        reason = "cancelled"
+        reason, request = "cancelled", run.request
         clock.begin()
+        if request.deadline_s is not None:  # of the whole API request
+            left_s = request.deadline_s - (context.clock() - arrived_s)
+            request = replace(request, deadline_s=max(left_s, 0.0))
         try:
-            async with aclosing(context.conductor.generate(run.request)) as events:
+            async with aclosing(context.conductor.generate(request)) as events:
                 async for event in events:
                     if event.token_id >= 0:
                         clock.token(context.clock(), event.num_cached_tokens)

@@ -42,6 +42,7 @@ class RequestDependencies:
     prefixes: PrefixWatch
     slo: Slo
     max_attempts: int
-    timeout_s: float  # deadline of a request that sets none
+    timeout_s: float  # a request may run, from its placement
+    wait_timeout_s: float  # a request may wait for its turn
     clock: Callable[[], float]  # monotonic seconds
     rng: random.Random

@@ -18,6 +18,7 @@ from moonpool.conductor.observing.timeline import RequestTimeline
 from moonpool.conductor.placing.placement import Placement, Rejection
 from moonpool.conductor.request import GenerateRequest, TokenEvent, TokenLogprobs
 from moonpool.conductor.requests.attempt import Attempt, AttemptFailed, AttemptInvalid
+from moonpool.conductor.requests.deadline import Deadline
 from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lineage import Lineage
 from moonpool.conductor.requests.placer import RequestPlacer
@@ -52,46 +53,38 @@ class RequestRun:
         self._lineage = Lineage(request.prompt_token_ids, deps.model.block_size)
         room = deps.model.max_model_len - self._lineage.num_prompt_tokens
         self._limit = min(request.sampling.max_tokens, room)  # tokens it may produce
-        self._timeout_s = deps.timeout_s if request.deadline_s is None else request.deadline_s
+        self._deadline = Deadline(
+            self._started_s, wait_s=deps.wait_timeout_s, run_s=deps.timeout_s, asked_s=request.deadline_s
+        )
         self._placer = RequestPlacer(
             request,
             deps,
             self._lineage,
             limit=self._limit,
-            timeout_s=self._timeout_s,
+            deadline=self._deadline,
             started_s=self._started_s,
             started_unix_s=timeline.started_unix_s,
         )
         self._attempt: Attempt | None = None
-        self._deadline: asyncio.TimerHandle | None = None
+        self._num_failures = 0  # of attempts, since the latest token
+        self._num_tokens_failed = 0  # streamed before the latest failure
+        self._timer: asyncio.TimerHandle | None = None  # None: not begun, or ended
+        self._admitted = False
         self._ending: Exception | None = None
         self._aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def events(self) -> AsyncGenerator[TokenEvent, None]:
         """See ``Conductor.generate``."""
-        deps = self._deps
+        self._set_timer()
         try:
-            deps.admission.enter(self._request, self.abort)
-        except RequestRejected as error:
-            self._recorder.rejected(error)
-            raise
-        # A client may reuse an id when it retries. Attempt numbers continue, so that late messages about the
-        # former request are not mistaken for this one.
-        former, timeline = deps.timelines.get(self._request.request_id), self._recorder.timeline
-        if former is not None:
-            timeline.first_attempt = former.first_attempt + former.summary.attempts
-        self._placer.first_attempt = timeline.first_attempt
-        deps.timelines.put(timeline)
-        self._recorder.queued(self._lineage.num_prompt_tokens, self._limit)
-        self._deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
-        try:
+            await self._enter()
             self._check()
             while True:
                 attempt = self._attempt = await self._place()
                 try:
                     reply = await attempt.first()
-                    deps.batch_queue.notify()
-                    if not self._lineage.output_ids:
+                    self._deps.batch_queue.notify()
+                    if not self._lineage.output_ids and not self._request.follows:
                         self._refuse(self._placer.rejected_before_decode(attempt))
                     event: TokenEvent | None = self._on_first_token(attempt, reply)
                     while event is None or event.finish_reason is None:
@@ -111,7 +104,7 @@ class RequestRun:
         except Exception as error:
             if isinstance(error, RequestRejected):
                 self._recorder.rejected(error)
-            self._end(type(error).__name__, str(error))
+            self._end(type(error).__name__, error)
             raise
         finally:
             self._end("cancelled")
@@ -126,6 +119,21 @@ class RequestRun:
 
     # ------------------------------------------------------------------ placing
 
+    async def _enter(self) -> None:
+        deps = self._deps
+        self._admitted = await deps.admission.enter(self._request, self.abort, unless=self._aborted)
+        if not self._admitted:
+            assert self._ending is not None
+            raise self._ending
+        # A client may reuse an id when it retries. Attempt numbers continue, so that late messages about the
+        # former request are not mistaken for this one.
+        former, timeline = deps.timelines.get(self._request.request_id), self._recorder.timeline
+        if former is not None:
+            timeline.first_attempt = former.first_attempt + former.summary.attempts
+        self._placer.first_attempt = timeline.first_attempt
+        deps.timelines.put(timeline)
+        self._recorder.queued(self._lineage.num_prompt_tokens, self._limit)
+
     def _check(self) -> None:
         if self._limit < 1:
             raise RequestInvalid(
@@ -137,24 +145,34 @@ class RequestRun:
     async def _place(self) -> Attempt:
         """Start the next attempt. A batch request waits for its turn and for idle capacity."""
         placer = self._placer
-        begun = placer.num_attempts > 0
-        if not self._request.batch or begun:
-            return await self._start(await self._decide(), begun=begun)
+        if not self._request.batch or placer.num_attempts:
+            return await self._start(await self._decide())
         queue, fair_share = self._deps.batch_queue, self._deps.fair_share
         client = self._request.client.name
         order_s = self._started_s + fair_share.delay_s(client, self._started_s)
         async with queue.turn(client, placer.priority, order_s, unless=self._aborted):
             while not placer.is_idle_enough(placement := await self._decide()):
                 await queue.wait(_LOOK_AGAIN_S)
-            return await self._start(placement, begun=False)
+            return await self._start(placement)
 
-    async def _start(self, placement: Placement, *, begun: bool) -> Attempt:
-        placer = self._placer
-        if not begun:
-            self._refuse(placer.rejected(placement))
-        placement = await self._deps.arbitration.book(placement, placer.num_blocks)
-        if self._ending is not None:
-            raise self._ending
+    async def _start(self, placement: Placement) -> Attempt:
+        placer, booked = self._placer, False
+        while not booked:
+            while placer.num_attempts == 0 and (rejection := placer.rejected(placement)):
+                if not self._request.follows:
+                    self._refuse(rejection)
+                # A part of a request that has begun waits until the others leave room.
+                await asyncio.wait((self._aborted,), timeout=_LOOK_AGAIN_S)
+                placement = await self._decide()
+            placement = await self._deps.arbitration.book(placement, placer.num_blocks)
+            if self._ending is not None:
+                raise self._ending
+            booked = placer.knows(placement)
+            if not booked:  # a node has left meanwhile
+                placement = await self._decide()
+        if self._deadline.waits:
+            self._deadline.run(self._deps.clock())
+            self._set_timer()
         attempt = placer.start(placement)
         self._recorder.placed(placement, placer.num_attempts - 1, placer.hash_s, placer.place_s)
         return attempt
@@ -217,7 +235,7 @@ class RequestRun:
                 return self._event(token)
             if token.index > due:
                 raise _disorder(token, due, self._recorder.timeline.summary.decode_node)
-            return None  # streamed already
+            # Streamed already, but perhaps without its finish reason.
         if token.finish_reason:
             return TokenEvent(due, -1, finish_reason=_FINISH[token.finish_reason])
         return None
@@ -242,31 +260,53 @@ class RequestRun:
 
     async def _failed(self, failure: AttemptFailed) -> None:
         """Prepare the next attempt. Raises if this was the last one."""
-        num_tokens, num_attempts = len(self._lineage.output_ids), self._placer.num_attempts
-        log.warning("attempt %d after %d tokens: %s", num_attempts - 1, num_tokens, failure.reason)
-        self._recorder.retry(failure, num_attempts - 1, num_tokens)
+        num_tokens, attempt = len(self._lineage.output_ids), self._placer.num_attempts - 1
+        log.warning("attempt %d after %d tokens: %s", attempt, num_tokens, failure.reason)
+        self._recorder.retry(failure, attempt, num_tokens)
+        if num_tokens > self._num_tokens_failed:
+            # Failures of a long stream are not counted together.
+            self._num_tokens_failed, self._num_failures = num_tokens, 0
+            self._placer.avoid.clear()
+        self._num_failures += 1
         self._placer.avoid.update(failure.nodes)
-        if num_attempts >= self._deps.max_attempts:
+        if self._num_failures >= self._deps.max_attempts:
             if failure.cause == "refused" and not num_tokens:
                 raise RequestRejected(failure.reason, retry_after_s=1.0) from failure
-            raise RequestFailed(failure.reason, num_attempts, num_tokens) from failure
+            raise RequestFailed(failure.reason, self._num_failures, num_tokens) from failure
         if failure.cause == "refused":
-            await asyncio.sleep(_REFUSED_PAUSE_S * (num_attempts - 1))
+            await asyncio.sleep(_REFUSED_PAUSE_S * (self._num_failures - 1))
+
+    def _set_timer(self) -> None:
+        """Expire at the deadline as it is now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        left_s = max(self._deadline.ends_s - self._deps.clock(), 0.0)
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
+        if not left_s:
+            self._expire()  # before anything is computed
 
     def _expire(self) -> None:
-        self.abort(DeadlineExceeded(self._timeout_s, len(self._lineage.output_ids)))
+        deadline, num_tokens = self._deadline, len(self._lineage.output_ids)
+        self.abort(DeadlineExceeded(deadline.limit_s, num_tokens, waited=deadline.waits))
 
-    def _end(self, finish_reason: str, error: str = "") -> None:
+    def _end(self, finish_reason: str, error: Exception | None = None) -> None:
         """Release all that the request holds. Only the first call has an effect."""
-        if self._deadline is None:
+        timer, self._timer = self._timer, None
+        if timer is None:
             return
-        self._deadline.cancel()
-        self._deadline = None
+        timer.cancel()
+        if not self._admitted:
+            return
+        num_tokens = len(self._lineage.output_ids)
         if self._attempt is not None:
             self._attempt.close()
-        self._deps.admission.leave(self._request, len(self._lineage.output_ids))
+        # Work for an answer that never began is the cluster's loss, except where the client ended it.
+        ended_by_client = error is None or isinstance(error, DeadlineExceeded)
+        pays = num_tokens > 0 or (ended_by_client and self._placer.num_attempts > 0)
+        self._placer.settle(pays=pays)
+        self._deps.admission.leave(self._request, num_tokens, pays=pays)
         self._deps.batch_queue.notify()
-        self._recorder.done(finish_reason, len(self._lineage.output_ids), error)
+        self._recorder.done(finish_reason, num_tokens, str(error or ""))
 
 
 def _disorder(token: node_pb2.TokenOut, due: int, node_id: str) -> AttemptFailed:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from moonpool.conductor.admission.fair_share import Work
 from moonpool.conductor.admission.rejection import DecodeOutlook
+from moonpool.conductor.fleet.member import Member
 from moonpool.conductor.fleet.node_client import RequestKey
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.cluster_view import PlaceRequest
@@ -13,6 +15,7 @@ from moonpool.conductor.placing.place import place
 from moonpool.conductor.placing.placement import Placement, PrefillEstimate, Rejection
 from moonpool.conductor.request import GenerateRequest
 from moonpool.conductor.requests.attempt import Attempt, AttemptPlan
+from moonpool.conductor.requests.deadline import Deadline
 from moonpool.conductor.requests.dependencies import RequestDependencies
 from moonpool.conductor.requests.lineage import Lineage
 from moonpool.protos import node_pb2
@@ -40,11 +43,11 @@ class RequestPlacer:
         lineage: Lineage,
         *,
         limit: int,
-        timeout_s: float,
+        deadline: Deadline,
         started_s: float,
         started_unix_s: float,
     ) -> None:
-        """``limit``: most output tokens. ``started_s``: by ``deps.clock``."""
+        """``limit``: most output tokens. ``started_s``, and all of ``deadline``: by ``deps.clock``."""
         self.avoid: set[str] = set()  # nodes that failed this request
         self.num_attempts = 0
         self.first_attempt = 0  # number of the first one in messages to nodes
@@ -55,9 +58,10 @@ class RequestPlacer:
         self._deps = deps
         self._lineage = lineage
         self._limit = limit
-        self._timeout_s = timeout_s
-        self._ends_s = started_s + timeout_s
-        self._ends_unix_s = started_unix_s + timeout_s
+        self._deadline = deadline
+        self._since_unix_s = started_unix_s - started_s  # of the clock's zero
+        self._order_s: float | None = None  # its turn among the requests of all tenants
+        self._charged, self._decode_token_s = Work(), 0.0
         # Drawn once, so that sampling does not depend on placements.
         seed = request.sampling.seed
         seed = deps.rng.getrandbits(64) if seed is None else seed % 2**64
@@ -79,7 +83,7 @@ class RequestPlacer:
             num_tokens=lineage.num_tokens,
             remaining_tokens=remaining,
             expected_tokens=self._expected_tokens(),
-            deadline_s=math.inf if begun else self._timeout_s,
+            deadline_s=math.inf if begun else self._deadline.run_s(began_s),
             reads_cache=not self._wants_prompt_logprobs,
             fairness_delay_s=self._fairness_delay_s(began_s),
         )
@@ -91,15 +95,16 @@ class RequestPlacer:
 
     def rejected(self, placement: Placement) -> Rejection | None:
         """The rejection of a request that has not begun; None: accepted."""
-        deps, outlook = self._deps, self._outlook(placement)
+        deps, decode = self._deps, placement.decode
+        outlook = self._outlook(deps.registry.members[decode.node_id]) if decode else None
         return deps.rejection.at_arrival(placement, outlook, deps.slo, deps.clock())
 
     def rejected_before_decode(self, attempt: Attempt) -> Rejection | None:
         """The rejection after the prefill, with nothing streamed; None: accepted."""
-        deps, outlook = self._deps, self._outlook(attempt.plan.placement, attempt.plan.key)
-        if outlook is None:
+        deps, plan = self._deps, attempt.plan
+        if plan.decode is None:
             return None
-        return deps.rejection.before_decode(outlook, deps.slo, deps.clock())
+        return deps.rejection.before_decode(self._outlook(plan.decode, plan.key), deps.slo, deps.clock())
 
     def is_idle_enough(self, placement: Placement) -> bool:
         """Whether a batch request would use only idle capacity."""
@@ -108,18 +113,24 @@ class RequestPlacer:
             decode is None or (decode.wait_s == 0 and decode.step_s <= _IDLE_PART * self._deps.slo.tbt_s)
         )
 
+    def knows(self, placement: Placement) -> bool:
+        """False: a node of the placement has left."""
+        members = self._deps.registry.members
+        return placement.prefill.node_id in members and (
+            placement.decode is None or placement.decode.node_id in members
+        )
+
     def start(self, placement: Placement) -> Attempt:
-        """Start an attempt on the nodes of ``placement``."""
+        """Start an attempt on the nodes of ``placement``, which must be known."""
         deps, number = self._deps, self.first_attempt + self.num_attempts
         self.num_attempts += 1
-        client, now_s = self._request.client, deps.clock()
-        if client.name:
-            num_nodes = max(deps.registry.available("prefill"), 1)
-            work_s = placement.prefill.compute_s / num_nodes
-            deps.fair_share.charge(client.name, client.weight, work_s, now_s)
+        client = self._request.client
+        if self.num_attempts == 1:
+            self._charge(placement)
         members = deps.registry.members
         estimate = placement.prefill
-        fetch_from = members[estimate.fetch_from].kv_address if estimate.fetched_tokens else None
+        source = members.get(estimate.fetch_from) if estimate.fetched_tokens else None
+        fetch_from = source.kv_address if source else None  # else it computes what it would have fetched
         num_blocks = estimate.prefix_tokens // deps.model.block_size
         prefill, decode = members[estimate.node_id], placement.decode
         work = self._work(number, placement.patience_s)
@@ -141,7 +152,7 @@ class RequestPlacer:
             ),
             expected_tokens=self._expected_tokens(),
             num_blocks=self.num_blocks,
-            timeout_s=max(self._ends_s - deps.clock(), 0.0) + _CALL_MARGIN_S,
+            timeout_s=self._deadline.run_s(deps.clock()) + _CALL_MARGIN_S,
         )
         attempt = Attempt(plan)
         attempt.start()
@@ -159,6 +170,32 @@ class RequestPlacer:
             )
         deps.replicator.note(self._lineage.keys, self._prefixes, estimate.compute_s)
         return attempt
+
+    def settle(self, *, pays: bool) -> None:
+        """Charge the tenant for its output as it was, or, with ``pays`` False, for nothing."""
+        if self.num_attempts:
+            used = Work()
+            if pays:
+                decode_s = self._decode_token_s * len(self._lineage.output_ids)
+                used = Work(self._charged.prefill_s, decode_s)
+            self._use(used)
+
+    def _charge(self, placement: Placement) -> None:
+        """Charge the tenant for the first attempt: those after a failure are not its own doing."""
+        registry, decode = self._deps.registry, placement.decode
+        if decode is not None:
+            # Its part of a step, which the sequences of the batch share. The node has measured the step.
+            num_nodes = max(registry.available("decode"), 1)
+            self._decode_token_s = decode.step_s / (decode.num_running + 1) / num_nodes
+        prefill_s = placement.prefill.compute_s / max(registry.available("prefill"), 1)
+        self._use(Work(prefill_s, self._decode_token_s * self._expected_tokens()))
+
+    def _use(self, used: Work) -> None:
+        """Change what the tenant was charged to ``used``."""
+        client, deps = self._request.client, self._deps
+        if client.name:
+            deps.fair_share.charge(client.name, client.weight, used.minus(self._charged), deps.clock())
+        self._charged = used
 
     def _begin_fetch(self, estimate: PrefillEstimate) -> None:
         """Let the link model count the fetch. The hand-over does not count: it runs chunk by chunk during the
@@ -182,7 +219,7 @@ class RequestPlacer:
             priority=self.priority,
             tenant=self._request.client.name,
             tenant_cached_nbytes=self._request.client.cached_nbytes,
-            deadline_unix_s=self._ends_unix_s,
+            deadline_unix_s=self._since_unix_s + self._deadline.ends_s,
             attempt=number,
             patience_s=patience_s,
         )
@@ -204,14 +241,13 @@ class RequestPlacer:
         """Seconds added to its arrival in the queues of nodes."""
         if self._request.batch:
             return _BATCH_LAG_S
-        name = self._request.client.name
-        return self._deps.fair_share.delay_s(name, now_s) if name else 0.0
+        # Decided once: a request that is placed again keeps its turn, whatever its tenant was charged since.
+        if self._order_s is None:
+            self._order_s = now_s + self._deps.fair_share.delay_s(self._request.client.name, now_s)
+        return max(self._order_s - now_s, 0.0)
 
-    def _outlook(self, placement: Placement, key: RequestKey | None = None) -> DecodeOutlook | None:
-        if placement.decode is None:
-            return None
+    def _outlook(self, member: Member, key: RequestKey | None = None) -> DecodeOutlook:
         deps, lineage = self._deps, self._lineage
-        member = deps.registry.members[placement.decode.node_id]
         return DecodeOutlook(
             member.view,
             member.load.schedule,

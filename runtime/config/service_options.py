@@ -24,9 +24,25 @@ class ConductorOptions(Section, name="conductor"):
     host: str = option("127.0.0.1", "address", "address of the API")
     port: int = option(8000, "port", "port of the API; 0: a free one", least=0, most=65535)
     max_body_nbytes: int = option(8 << 20, "bytes", "largest request body", least=1)
-    request_timeout_s: float = option(300.0, "seconds", "deadline of a request that sets none", above=0)
+    request_timeout_s: float = option(
+        300.0, "seconds", "how long a request may run once it is placed", above=0
+    )
+    wait_timeout_s: float = option(
+        3600.0, "seconds", "how long a batch request, or a part of a large one, waits for its turn", above=0
+    )
+    write_timeout_s: float = option(
+        30.0, "seconds", "how long a stream waits for its client to read before the request is ended", above=0
+    )
+    leave_s: float = option(
+        5.0,
+        "seconds",
+        "how long SIGTERM serves on with /readyz at 503, for load balancers to notice; `moonpool up`: 0",
+        least=0,
+    )
     max_requests: int = option(1024, "requests", "requests in flight; more are answered 429", least=1)
-    max_attempts: int = option(4, "times", "how often a request is placed before it fails", least=1)
+    max_attempts: int = option(
+        4, "times", "how often a request is placed without another token before it fails", least=1
+    )
     slo_ttft_s: float = option(0.0, "seconds", "SLO of the time to first token; 0: none", least=0)
     slo_tbt_s: float = option(0.0, "seconds", "SLO of the time between two tokens; 0: none", least=0)
     rejection: str = option(

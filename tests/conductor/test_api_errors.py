@@ -61,6 +61,11 @@ def check_shape(answer: Any) -> Any:
         ("top_p", 1.01),
         ("top_k", -2),
         ("top_k", 1.5),
+        ("top_k", 2**31),
+        ("top_k", 2**70),
+        ("timeout", 0),
+        ("timeout", -1),
+        ("timeout", "5"),
         ("min_p", 2),
         ("seed", 1.5),
         ("seed", 2**64),
@@ -90,10 +95,13 @@ def check_shape(answer: Any) -> Any:
         ("presence_penalty", 2.5),
         ("frequency_penalty", -2.5),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-300),
         ("logit_bias", []),
         ("logit_bias", {"a": 1}),
         ("logit_bias", {"320": 1}),
         ("logit_bias", {"²": 1}),
+        ("logit_bias", {"0" * 20 + "320": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
         ("logit_bias.5", {"5": 101}),
         ("ignore_eos", 1),
         ("stream", "true"),
@@ -182,6 +190,16 @@ async def test_a_body_that_is_no_json_object(api: Any, raw: bytes) -> None:
     async with api.client.post(api.url + COMPLETIONS, data=raw) as response:
         assert response.status == 400
         assert check_shape(await response.json())["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "9" * 400])
+@pytest.mark.parametrize("field", ["timeout", "temperature", "top_k", "seed", "priority", "surprise"])
+async def test_a_number_that_is_none_gets_nowhere(api: Any, field: str, number: str) -> None:
+    raw = f'{{"prompt": "In", "{field}": {number}}}'
+    async with api.client.post(api.url + COMPLETIONS, data=raw) as response:
+        assert response.status == 400, await response.text()
+        check_shape(await response.json())
+    assert api.core.requests == []
 
 
 @pytest.mark.parametrize("chunked", [False, True])

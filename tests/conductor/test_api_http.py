@@ -100,6 +100,7 @@ async def test_what_reaches_the_core(api: Any) -> None:
         stop_token_ids=[9],
         ignore_eos=True,
         priority=-3,
+        timeout=2.5,
         user="somebody",
         cache_salt="tenant-a",
         surprise="ignored",
@@ -107,12 +108,20 @@ async def test_what_reaches_the_core(api: Any) -> None:
     (request,) = api.core.requests
     assert request.prompt_token_ids.tolist() == [5, 6, 7]
     assert (request.priority, request.tenant, request.prompt_logprobs) == (-3, "tenant-a", False)
+    assert 2 < request.deadline_s <= 2.5
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature) == (9, 2, 0)
     assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 0, 0.1, 2**64 - 1)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1.5)
     assert (sampling.repetition_penalty, sampling.logit_bias) == (1.2, {7: -100})
     assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.num_logprobs) == ((9,), True, -1)
+
+
+async def test_a_number_too_small_for_a_message_does_not_turn_into_its_opposite(api: Any) -> None:
+    """In float32 it would be 0, which stands for no cut at all."""
+    await api.complete(top_p=1e-300)
+    (request,) = api.core.requests
+    assert request.sampling.to_proto(0).top_p > 0
 
 
 async def test_defaults_are_the_checkpoints_then_openais(api: Any) -> None:
@@ -130,6 +139,9 @@ async def test_a_batch_with_several_choices_is_numbered_prompt_by_prompt(api: An
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [choice["text"] for choice in answer["choices"]] == ["1 40", "1 41", "2 40", "2 41"]
     assert answer["usage"]["prompt_tokens"] == 3
+    # The first is admitted or not, and the others with it.
+    follows = {request.request_id.rsplit("-")[-1]: request.follows for request in api.core.requests}
+    assert follows == {"0": False, "1": True, "2": True, "3": True}
     ids = {request.request_id for request in api.core.requests}
     assert ids == {f"{answer['id']}-{i}" for i in range(4)}
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from moonpool.conductor.errors import RequestFailed, RequestInvalid, RequestRejected
+from moonpool.conductor.placing.placement import Placement
 from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
     PROMPT,
@@ -137,6 +138,61 @@ async def test_after_the_last_attempt_it_fails_with_the_cause(url: str) -> None:
         assert raised.value.attempts == 3
         assert cluster.names("r").count("retry") == 3
         assert cluster.names("r")[-1] == "done"
+
+
+async def test_tokens_renew_the_attempts(url: str) -> None:
+    """A long stream outlives more failures than attempts are allowed without a token between them."""
+    async with running(url, "p0", "d0", "d1", namespace="renew", max_attempts=2) as cluster:
+        broken: set[int] = set()
+
+        async def breaks_often(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            if index % 4 == 3 and index not in broken:
+                broken.add(index)
+                await breaks(node, work, index)
+
+        for name in ("d0", "d1"):
+            cluster.nodes[name].script = breaks_often
+        assert await cluster.generate(request(max_tokens=24)) == continuation(PROMPT, 24)
+        assert cluster.names("r").count("retry") == len(broken) == 6
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+async def test_a_finish_reason_on_a_streamed_token_ends_the_stream(url: str, behind: int) -> None:
+    async with running(url, "p0", "d0", namespace=f"finish-{behind}", request_timeout_s=20.0) as cluster:
+
+        async def finish_late(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            token = node.token(work, index - behind, 9)
+            token.finish_reason = node_pb2.FINISH_STOP
+            node.tell(next(iter(node._outboxes)), token)
+            await asyncio.Event().wait()
+
+        cluster.nodes["d0"].script = once(4, finish_late)
+        events = await cluster.events(request())
+        assert [event.token_id for event in events] == [*continuation(PROMPT, 4), -1]
+        assert events[-1].finish_reason == "stop"
+
+
+async def test_a_node_that_leaves_before_its_request_arrives_is_replaced(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(url, "p0", "p1", "d0", "d1", namespace="leaves") as cluster:
+        arbitration = cluster.conductor._deps.arbitration
+        members = cluster.conductor._deps.registry.members
+        left: list[str] = []
+
+        async def book(placement: Placement, num_blocks: int) -> Placement:
+            assert placement.decode is not None
+            leaving = [placement.prefill.node_id, placement.decode.node_id]
+            if len(left) < 2:
+                left.append(leaving[len(left)])
+                await cluster.nodes[left[-1]].leave()
+                await cluster.until(lambda: left[-1] not in members)
+            return placement
+
+        monkeypatch.setattr(arbitration, "book", book)
+        assert await cluster.generate(request()) == continuation(PROMPT, 8)
+        assert len(left) == 2
+        assert "retry" not in cluster.names("r")
 
 
 async def test_nodes_that_are_all_busy_reject_it(url: str) -> None:

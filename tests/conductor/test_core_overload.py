@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from moonpool.conductor.admission.tenants import Tenant
-from moonpool.conductor.errors import DeadlineExceeded, RequestRejected
+from moonpool.conductor.admission.fair_share import FairShare, Work
+from moonpool.conductor.admission.tenants import ANYONE, Tenant
+from moonpool.conductor.errors import ConductorClosed, DeadlineExceeded, RequestFailed, RequestRejected
 from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
     PROMPT,
     ScriptedNode,
     continuation,
+    obedient,
     request,
     running,
 )
+from tests.conductor.faults import breaks, hangs, once
 
 ACME = Tenant("acme", max_requests=1)
 FRUGAL = Tenant("frugal", tokens_per_minute=60)
-
-
-async def hangs(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
-    await asyncio.Event().wait()
 
 
 async def test_a_tenant_at_its_limit_does_not_keep_others_out(url: str) -> None:
@@ -88,6 +88,147 @@ async def test_a_batch_request_at_the_door_ends_with_its_deadline(url: str) -> N
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await stream.aclose()
+
+
+async def test_waiting_for_its_turn_is_not_running(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="turn", request_timeout_s=1.0) as cluster:
+        node, tell = cluster.nodes["d0"], cluster.nodes["d0"].tell
+        node.tell = lambda *a: None  # type: ignore[method-assign]
+        node.load = replace(node.load, free_blocks=0)
+        await node.announce()
+        member = cluster.conductor._deps.registry.members["d0"]
+        await cluster.until(lambda: member.view.num_free_blocks == 0)
+        cluster.nodes["p0"].script = hangs
+        batch = asyncio.create_task(cluster.generate(request("batch", batch=True)))
+        with pytest.raises(DeadlineExceeded, match="1 s passed after 0 tokens"):
+            # Its own limit does not exceed the conductor's.
+            await cluster.generate(request("interactive", deadline_s=300.0))
+        assert [work.request_id for work in node.works] == ["interactive"]
+        # The batch request has waited as long as it may run.
+        node.tell, cluster.nodes["p0"].script = tell, obedient  # type: ignore[method-assign]
+        node.load = replace(node.load, free_blocks=4096)
+        await node.announce()
+        assert await batch == continuation(PROMPT, 8)
+
+
+async def test_it_does_not_wait_for_its_turn_for_ever(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="waited", wait_timeout_s=0.2) as cluster:
+        node = cluster.nodes["p0"]
+        node.profile = {"prefill_base_s": 100.0, "decode_base_s": 1e-3}
+        await node.announce()
+        node.script = hangs
+        interactive = asyncio.create_task(cluster.generate(request("interactive")))
+        await cluster.until(lambda: node.works)
+        with pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s"):
+            await cluster.generate(request("batch", batch=True))
+        interactive.cancel()
+        await asyncio.gather(interactive, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("limits", "client", "batch"),
+    [({"max_requests": 2}, ANYONE, False), ({"max_requests": 4}, ANYONE, True), ({}, ACME, False)],
+)
+async def test_a_request_of_more_sequences_than_the_limit_runs_them_in_turn(
+    url: str, limits: dict[str, int], client: Tenant, batch: bool
+) -> None:
+    async with running(url, "p0", "d0", namespace=f"in-turn-{len(limits)}-{batch}", **limits) as cluster:
+        admission, most = cluster.conductor._deps.admission, 0
+
+        async def count(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            nonlocal most
+            most = max(most, admission.num_requests)
+
+        cluster.nodes["d0"].script = count
+        parts = [
+            cluster.generate(request(f"r-{i}", client=client, batch=batch, follows=i > 0)) for i in range(7)
+        ]
+        assert await asyncio.gather(*parts) == [continuation(PROMPT, 8)] * 7
+        assert 1 <= most <= 2
+        assert admission.num_requests == 0
+
+
+async def test_a_part_that_waits_can_be_cancelled_and_is_ended_with_the_conductor(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="part", max_requests=1) as cluster:
+        cluster.nodes["d0"].script = hangs
+        stream = cluster.conductor.generate(request("first"))
+        await anext(stream)
+        cancelled, second = (
+            asyncio.create_task(cluster.generate(request(name, follows=True))) for name in ("a", "b")
+        )
+        admission = cluster.conductor._deps.admission
+        await cluster.until(lambda: len(admission._waiting) == 2)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        with pytest.raises(DeadlineExceeded):
+            await cluster.generate(request("c", follows=True, deadline_s=0.05))
+        assert len(admission._waiting) == 1
+        await cluster.conductor.close()
+        with pytest.raises(ConductorClosed):
+            await second
+        with pytest.raises(ConductorClosed):
+            await anext(stream)
+
+
+async def test_who_is_rejected_pays_nothing(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="refund", slo_ttft_s=0.5) as cluster:
+        node = cluster.nodes["p0"]
+        node.profile = {"prefill_base_s": 2.0, "decode_base_s": 1e-3}
+        await node.announce()
+        for i in range(5):  # 40 tokens each, of 60
+            with pytest.raises(RequestRejected, match="first token would take"):
+                await cluster.generate(request(f"r{i}", client=FRUGAL))
+        node.profile = {"prefill_base_s": 1e-3, "decode_base_s": 1e-3}
+        await node.announce()
+        member = cluster.conductor._deps.registry.members["p0"]
+        await cluster.until(lambda: member.view.cost.profile.prefill_base_s < 1)
+        assert await cluster.generate(request("later", client=FRUGAL)) == continuation(PROMPT, 8)
+
+
+class Charged(FairShare):
+    """What each tenant was charged in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: dict[str, Work] = {}
+
+    def charge(self, tenant: str, weight: float, work: Work, now_s: float) -> None:
+        super().charge(tenant, weight, work, now_s)
+        before = self.work.get(tenant, Work())
+        self.work[tenant] = Work(before.prefill_s + work.prefill_s, before.decode_s + work.decode_s)
+
+
+async def test_a_tenant_pays_once_and_for_what_was_decoded(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="pays") as cluster:
+        charged = Charged()
+        cluster.conductor._deps = replace(cluster.conductor._deps, fair_share=charged)
+        profile = {"prefill_base_s": 0.5, "decode_base_s": 0.25}
+        for node in cluster.nodes.values():
+            node.profile = profile
+            await node.announce()
+        members = cluster.conductor._deps.registry.members
+        await cluster.until(
+            lambda: all(member.view.cost.profile.decode_base_s == 0.25 for member in members.values())
+        )
+        cluster.nodes["p0"].script = once(0, breaks)
+        tenants = [Tenant(name) for name in ("retried", "rejected", "gone")]
+        assert await cluster.generate(request("a", client=tenants[0])) == continuation(PROMPT, 8)
+        assert cluster.names("a").count("retry") == 1
+        work = charged.work["retried"]
+        assert work.prefill_s == pytest.approx(0.5, rel=0.2), "the retry is not its own doing"
+        assert work.decode_s == pytest.approx(8 * 0.25, rel=0.2)
+        # A failure before the first token costs nothing; leaving costs what was placed.
+        cluster.nodes["p0"].script = breaks
+        with pytest.raises(RequestFailed):
+            await cluster.generate(request("b", client=tenants[1]))
+        assert charged.work["rejected"] == (0, 0)
+        cluster.nodes["p0"].script = hangs
+        leaving = asyncio.create_task(cluster.generate(request("c", client=tenants[2])))
+        await cluster.until(lambda: cluster.nodes["p0"].works[-1].request_id == "c")
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert charged.work["gone"].prefill_s > 0
+        assert charged.work["gone"].decode_s == 0
 
 
 async def test_batch_requests_leave_half_of_the_room(url: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.conductor.admission.batch_queue import BatchQueue
-from moonpool.conductor.admission.fair_share import FairShare
+from moonpool.conductor.admission.fair_share import FairShare, Work
 from moonpool.conductor.admission.limits import TokenBucket
 from moonpool.conductor.admission.tenants import ANYONE, Tenants
 from moonpool.runtime.errors import ConfigError
@@ -95,9 +95,24 @@ def test_tokens_refill_evenly_and_a_debt_is_waited_for() -> None:
 def test_a_tenant_within_its_share_waits_for_nobody() -> None:
     fair = FairShare()
     for _ in range(100):
-        fair.charge("greedy", 1.0, 1.0, 0.0)
+        fair.charge("greedy", 1.0, Work(1.0, 0.3), 0.0)
     assert fair.delay_s("greedy", 0.0) == pytest.approx(100.0)
     assert fair.delay_s("modest", 0.0) == 0.0
+
+
+def test_the_resource_that_a_tenant_uses_most_decides_and_work_is_given_back() -> None:
+    fair = FairShare()
+    fair.charge("reader", 1.0, Work(prefill_s=6.0, decode_s=1.0), 0.0)
+    fair.charge("writer", 1.0, Work(prefill_s=1.0, decode_s=6.0), 0.0)
+    # Where each could be alone it is not delayed: charged when the other was not seen yet, and then by half.
+    assert fair.delay_s("reader", 0.0) == pytest.approx(6.0)
+    assert fair.delay_s("writer", 0.0) == pytest.approx(12.0)
+    fair.charge("writer", 1.0, Work(decode_s=-5.0), 0.0)
+    assert fair.delay_s("writer", 0.0) == pytest.approx(2.0)
+    fair.charge("writer", 1.0, Work(decode_s=-99.0), 0.0)
+    assert fair.delay_s("writer", 0.0) == pytest.approx(2.0), "its prefill"
+    fair.charge("writer", 1.0, Work(decode_s=5.0), 0.0)
+    assert fair.delay_s("writer", 0.0) == pytest.approx(10.0), "nothing is saved up"
 
 
 @given(st.floats(0.25, 4.0), st.floats(0.25, 4.0))
@@ -109,7 +124,7 @@ def test_where_two_compete_work_is_shared_by_weight(weight_a: float, weight_b: f
     for _ in range(2000):
         for name, weight in weights.items():
             queue.append((fair.delay_s(name, 0.0), name))
-            fair.charge(name, weight, 0.01, 0.0)
+            fair.charge(name, weight, Work(decode_s=0.01), 0.0)
     served = [name for _, name in sorted(queue)[:800]]
     ratio = served.count("a") / served.count("b")
     assert ratio == pytest.approx(weight_a / weight_b, rel=0.1)

@@ -1,0 +1,68 @@
+"""Writes a stream, and ends it when its client does not read, so that it does not hold its place on nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from types import TracebackType
+
+from aiohttp import web
+
+log = logging.getLogger(__name__)
+
+
+class StreamWriter:
+    """Writes to ``response``. Aborts the connection when writes have not returned for ``limit_s``.
+
+    That ends the handler as if the client had closed the connection; ``stalled`` is True then.
+    """
+
+    def __init__(
+        self,
+        http: web.Request,
+        response: web.StreamResponse,
+        limit_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.stalled = False
+        self._http = http
+        self._response = response
+        self._limit_s = limit_s
+        self._clock = clock
+        self._num_writes = 0  # in progress: one for each sequence
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> StreamWriter:
+        self._look_in(self._limit_s)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def write(self, event: bytes) -> None:
+        # Without a timer of its own: a stream has thousands of writes, and hardly one waits.
+        if not self._num_writes:
+            self._since_s = self._clock()
+        self._num_writes += 1
+        try:
+            await self._response.write(event)
+        finally:
+            self._num_writes -= 1
+
+    def _look(self) -> None:
+        waited_s = self._clock() - self._since_s if self._num_writes else 0.0
+        if waited_s < self._limit_s:
+            self._look_in(self._limit_s - waited_s)
+            return
+        self.stalled = True
+        log.warning("the client has not read its stream for %.3g s: its request is ended", waited_s)
+        if self._http.transport is not None:
+            self._http.transport.abort()
+
+    def _look_in(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
