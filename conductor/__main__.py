@@ -33,7 +33,7 @@ _PACKAGES = ("aiohttp", "grpcio", "protobuf", "redis", "hiredis", "orjson", "uvl
 
 
 async def main(config: Config, service: ServiceContext) -> None:
-    """Serve until asked to stop, then finish running requests within ``node.drain_s``."""
+    """Serve until asked to stop, then drain (see ``ApiServer.drain``)."""
     path = config.model.directory
     model = ServedModel.from_checkpoint(
         path,
@@ -53,7 +53,7 @@ async def main(config: Config, service: ServiceContext) -> None:
         await conductor.start()
         service.ready(url=url, metrics_url=f"{url}/metrics", model=model.name)
         await service.draining.wait()
-        await server.drain(config.node.drain_s)
+        await server.drain(config.node.drain_s, config.conductor.leave_s)
     finally:
         await server.close()
         await conductor.close()

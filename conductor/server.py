@@ -31,7 +31,7 @@ def create_app(context: ApiContext) -> web.Application:
     app[CONTEXT] = context
     app[dashboard_routes.FEED] = LiveFeed(context)
     app[dashboard_routes.RESULTS] = BenchResults(context.options.results_path)
-    app.on_response_prepare.append(_name_request)
+    app.on_response_prepare.append(_prepare)
     app.add_routes(
         [
             web.post("/v1/completions", completions),
@@ -79,9 +79,13 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
         context.metrics.http.labels(route, method, str(status)).inc()
 
 
-async def _name_request(http: web.Request, response: web.StreamResponse) -> None:
+async def _prepare(http: web.Request, response: web.StreamResponse) -> None:
     if REQUEST_ID in http:
         response.headers[REQUEST_ID_HEADER] = http[REQUEST_ID]
+    if http.app[CONTEXT].leaving:
+        # So that a load balancer does not keep the connection for its next request.
+        response.headers["Connection"] = "close"
+        response.force_close()
 
 
 class ApiServer:
@@ -111,8 +115,15 @@ class ApiServer:
         self._site = site
         self.port = int(self._runner.addresses[0][1])
 
-    async def drain(self, within_s: float) -> bool:
-        """Stop accepting requests and wait for running ones; False: some still run after ``within_s``."""
+    async def drain(self, within_s: float, leave_s: float = 0.0) -> bool:
+        """Be not ready, serve ``leave_s`` longer, stop accepting requests and wait for running ones.
+
+        False: some still run ``within_s`` later.
+        """
+        self._context.leaving = True
+        if leave_s:
+            log.info("not ready; requests are accepted for %g s more (conductor.leave_s)", leave_s)
+            await asyncio.sleep(leave_s)
         self._context.draining = True
         if self._site is not None:
             await self._site.stop()

@@ -139,7 +139,9 @@ async def _cluster(delay_s: float, prefill: int = 1, decode: int = 2) -> AsyncIt
             delay_s=delay_s,
             counts={"prefill": prefill, "decode": decode},
         )
-        conductor = daemon("moonpool.conductor", [*sets, "conductor.port=0", "log.level=warning"])
+        conductor = daemon(
+            "moonpool.conductor", [*sets, "conductor.port=0", "conductor.leave_s=0", "log.level=warning"]
+        )
         async with nodes, conductor as child:
             url = str(child.ready["url"])
             async with HttpClient(url) as client, asyncio.timeout(_READY_S):

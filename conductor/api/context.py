@@ -47,7 +47,8 @@ class ApiContext:
 
     def __post_init__(self) -> None:
         self.created_unix_s = int(self.unix_clock())
-        self.draining = False
+        self.leaving = False  # /readyz says so; requests are served
+        self.draining = False  # requests are refused
         self._in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()

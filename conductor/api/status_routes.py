@@ -47,7 +47,7 @@ async def readyz(http: web.Request) -> web.Response:
     """``GET /readyz``: 503 if no request could be served; 200 if ready or degraded."""
     context = http.app[CONTEXT]
     ready, degraded = context.conductor.ready()
-    if context.draining:
+    if context.leaving:
         ready, degraded = False, ["draining", *degraded]
     status = "not ready" if not ready else "degraded" if degraded else "ready"
     return reply({"ready": ready, "status": status, "degraded": degraded}, 200 if ready else 503)

@@ -62,8 +62,8 @@ class LiveFeed:
         ready, degraded = context.conductor.ready()
         snapshot = {
             "unix_s": context.unix_clock(),
-            "ready": ready and not context.draining,
-            "degraded": [*(["draining"] if context.draining else []), *degraded],
+            "ready": ready and not context.leaving,
+            "degraded": [*(["draining"] if context.leaving else []), *degraded],
             "cluster": context.conductor.cluster(),
             "metrics": context.metrics.snapshot(),
             "requests": [record.to_dict() for record in context.recent.latest(_REQUESTS_SHOWN)],

@@ -61,7 +61,8 @@ class LocalCluster:
         report: Callable[[str], None] = lambda sentence: None,
         loaded: Callable[[str, int, int], None] = lambda name, nbytes_done, nbytes_total: None,
     ) -> None:
-        self.config = config
+        # No load balancer is in front of it.
+        self.config = replace(config, conductor=replace(config.conductor, leave_s=0.0))
         self.directory = directory or Path()  # chosen in start
         self.redis: RedisServer | None = None
         self.children: dict[str, Child] = {}

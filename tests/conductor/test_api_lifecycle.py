@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,7 +16,9 @@ from prometheus_client import CollectorRegistry
 from moonpool.conductor.observing.request_metrics import RequestMetrics, SequenceClock
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.server import ApiServer
+from moonpool.runtime.config.options import ConductorOptions
 from moonpool.runtime.errors import PortInUse
+from tests.conductor.conftest import serving
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -47,8 +53,6 @@ async def test_draining_ends_streams_and_takes_no_more(api: Any) -> None:
             assert probe.status == 200
         draining = asyncio.create_task(api.server.drain(10))
         await asyncio.sleep(0)
-        async with api.client.get(f"{api.url}/readyz") as probe:
-            assert (probe.status, (await probe.json())["degraded"]) == (503, ["draining"])
         status, answer = await api.post("/v1/completions", {"prompt": "In"})
         assert (status, answer["error"]["code"]) == (503, "draining")
         assert not draining.done()
@@ -59,6 +63,67 @@ async def test_draining_ends_streams_and_takes_no_more(api: Any) -> None:
     with pytest.raises(aiohttp.ClientConnectorError):
         async with aiohttp.ClientSession() as fresh:
             await fresh.get(api.url)
+
+
+async def test_a_server_that_leaves_is_not_ready_first_and_serves_on(api: Any) -> None:
+    """A load balancer sends requests until it has noticed."""
+    gate = asyncio.Event()
+    api.core.script = lambda request: api.core.says("abc", gate)
+    running = asyncio.create_task(api.complete())
+    await api.core.until(lambda: len(api.core.running) == 1)
+    leaving = asyncio.create_task(api.server.drain(10, leave_s=0.5))
+    await asyncio.sleep(0)
+    async with aiohttp.ClientSession() as fresh:  # a new connection
+        async with fresh.get(f"{api.url}/readyz") as probe:
+            assert (probe.status, (await probe.json())["degraded"]) == (503, ["draining"])
+        async with fresh.get(f"{api.url}/healthz") as probe:
+            assert probe.status == 200
+        served = asyncio.create_task(fresh.post(f"{api.url}/v1/completions", json={"prompt": "In"}))
+        await api.core.until(lambda: len(api.core.running) == 2)
+        gate.set()
+        response = await served
+        assert response.status == 200
+        assert response.headers["Connection"] == "close", "its next request goes elsewhere"
+    assert (await running)["choices"][0]["text"] == "abc"
+    assert await leaving
+    with pytest.raises(aiohttp.ClientConnectorError):
+        async with aiohttp.ClientSession() as fresh:
+            await fresh.get(api.url)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_client_that_stops_reading_loses_its_place(
+    checkpoint: Path, n: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ConductorOptions(port=0, write_timeout_s=0.3)
+    async with serving(checkpoint, options) as api:
+        text = api.core.says("the heaven and the earth ")
+
+        def endless(request: Any) -> Any:
+            """Far more than all buffers between the two take."""
+            return (token for _ in range(10**7) for token in text)
+
+        api.core.script = endless
+        api.core.model = replace(api.core.model, max_model_len=10**9)
+        body = json.dumps({"prompt": "In", "stream": True, "n": n, "max_tokens": 10**8}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        client = socket.create_connection(("127.0.0.1", api.server.port))
+        with client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.sendall(head.encode() + body)
+            await asyncio.to_thread(client.recv, 64)  # it reads, and then no more
+            await api.core.until(lambda: len(api.core.cancelled) == n)
+        await api.context.idle.wait()
+        assert api.context.recent.latest(1)[0].status == "client_stalled"
+        assert "has not read its stream" in caplog.text
+        # Who reads, however long it takes in all, is served to the end.
+        api.core.script = lambda request: [*text[:5], asyncio.Event()]
+        async with api.client.post(
+            f"{api.url}/v1/completions", json={"prompt": "In", "stream": True}
+        ) as response:
+            await response.content.readline()
+            await asyncio.sleep(0.5)
+            assert len(api.core.running) == 1, "it waits for tokens, and not for its client"
 
 
 async def test_draining_does_not_wait_for_ever(api: Any) -> None:

@@ -66,6 +66,22 @@ def test_a_workload_says_what_operators_look_for(role: str) -> None:
     assert container["resources"]["requests"].keys() == {"cpu", "memory"}
 
 
+def test_a_load_balancer_notices_before_a_conductor_stops_listening() -> None:
+    options = load_config()
+    (deployment,) = (one for one in documents(KUBERNETES / "conductor.yaml") if one["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    probe = container["readinessProbe"]
+    assert probe["httpGet"]["path"] == "/readyz"
+    assert probe["periodSeconds"] * probe["failureThreshold"] < options.conductor.leave_s
+    before_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    ends_s = before_s + options.conductor.leave_s + options.node.drain_s
+    assert pod["terminationGracePeriodSeconds"] > ends_s
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    grace = compose["services"]["conductor"]["stop_grace_period"]
+    assert int(grace.removesuffix("s")) > options.conductor.leave_s + options.node.drain_s
+
+
 def test_the_container_file_is_one() -> None:
     """No daemon builds it here; what can be wrong in it without one is looked for."""
     lines = re.sub(r"\\\n", " ", (DEPLOY / "Containerfile").read_text()).splitlines()
