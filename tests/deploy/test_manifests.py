@@ -114,7 +114,8 @@ def test_a_wheel_holds_every_file_of_the_packages() -> None:
     packages = [pattern.rstrip("*") for pattern in project["packages"]["find"]["include"]]
     for package in packages:
         for path in (ROOT / package).rglob("*"):
-            if path.is_file() and not {"__pycache__"} & set(path.parts) and path.suffix != ".py":
+            is_cache = path.name.startswith(".") or "__pycache__" in path.parts
+            if path.is_file() and not is_cache and path.suffix != ".py":
                 patterns = project["package-data"]["*"]
                 assert any(fnmatch(path.name, one) for one in patterns), f"{path} is in no wheel"
 
