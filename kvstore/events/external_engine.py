@@ -27,6 +27,8 @@ from moonpool.runtime.config.options import IndexOptions
 
 _log = logging.getLogger(__name__)
 
+# Storage that others reach as well as the engine, or a word of later versions, is not the engine's own.
+_LOCAL = (None, "LOCAL")
 _TIERS = {"GPU": Tier.POOL, "CPU": Tier.HOST, "STORAGE": Tier.SSD}
 
 
@@ -64,9 +66,12 @@ class ExternalNode:
 
     def apply(self, event: KvEvent) -> None:
         if isinstance(event, BlockStored):
-            self._store(event)
+            if event.locality in _LOCAL:
+                self._store(event)
+            else:
+                _skip("remote", len(event.block_hashes))
         elif isinstance(event, BlockRemoved):
-            if not event.group_idx:
+            if not event.group_idx and event.locality in _LOCAL:
                 for name in event.block_hashes:
                     self._remove(name, _TIERS.get(event.medium or "GPU"))
         elif isinstance(event, AllBlocksCleared):

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from moonpool.kvstore.errors import StoreError
+from moonpool.runtime.number_checks import UNIX_S, NumberOutOfRange, Range, integer, number
 
 Hash = int | bytes  # of a block, by the engine
 
@@ -39,6 +40,8 @@ class BlockStored:
     extra_keys: Sequence[Any] | None = None  # other inputs of each block's hash: adapter, images, salt
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None  # "LOCAL"; "REMOTE": the medium is not the engine's own; None: not said
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class BlockRemoved:
     block_hashes: Sequence[Hash]
     medium: str | None = None
     group_idx: int | None = None
+    locality: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +71,9 @@ class EventBatch:
 _FIELDS: dict[str, tuple[str, ...]] = {
     "BlockStored": (
         *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
-        *("extra_keys", "group_idx", "kv_cache_spec_kind"),
+        *("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"),
     ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality"),
     "AllBlocksCleared": (),
 }
 _TYPES: dict[str, type[KvEvent]] = {
@@ -77,6 +81,18 @@ _TYPES: dict[str, type[KvEvent]] = {
     "BlockRemoved": BlockRemoved,
     "AllBlocksCleared": AllBlocksCleared,
 }
+_OPTIONAL: dict[str, type] = {
+    "medium": str,
+    "lora_id": int,
+    "lora_name": str,
+    "extra_keys": list,
+    "group_idx": int,
+    "kv_cache_spec_kind": str,
+    "kv_cache_spec_sliding_window": int,
+    "locality": str,
+}
+_BLOCK_SIZE = Range(1, 1 << 20)
+_TOKEN = Range(0, (1 << 31) - 1)
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
@@ -93,10 +109,14 @@ def decode(payload: bytes) -> EventBatch:
         ts, events, rank = body[0], body[1], body[2] if len(body) > 2 else None
     else:
         raise EventCorrupt(f"a batch of KV events must be an array or a map, got {str(body)[:80]}")
-    if not isinstance(ts, int | float) or not isinstance(events, list):
-        raise EventCorrupt(f"a batch of KV events must have a time and events, got {str(body)[:80]}")
-    found = [event for item in events if (event := _event(item)) is not None]
-    return EventBatch(float(ts), found, rank if isinstance(rank, int) else None)
+    if not isinstance(events, list):
+        raise EventCorrupt(f"a batch of KV events must have events, got {str(body)[:80]}")
+    try:
+        ts = number("ts", ts, UNIX_S)
+        found = [event for item in events if (event := _event(item)) is not None]
+    except NumberOutOfRange as error:
+        raise EventCorrupt(f"a batch of KV events: {error}") from error
+    return EventBatch(ts, found, rank if isinstance(rank, int) else None)
 
 
 def _event(item: Any) -> KvEvent | None:
@@ -124,12 +144,21 @@ def _check(event: KvEvent) -> None:
     hashes = event.block_hashes
     if not isinstance(hashes, list) or not all(isinstance(name, int | bytes) for name in hashes):
         raise EventCorrupt(f"block_hashes must be integers or bytes, got {str(hashes)[:80]}")
+    for name in _FIELDS[type(event).__name__]:
+        value, kind = getattr(event, name), _OPTIONAL.get(name)
+        if kind is not None and value is not None and not isinstance(value, kind):
+            raise EventCorrupt(f"{name} must be of type {kind.__name__}, got {str(value)[:80]}")
     if isinstance(event, BlockStored):
-        size, tokens = event.block_size, event.token_ids
-        if not isinstance(size, int) or size <= 0 or not isinstance(tokens, list):
-            raise EventCorrupt(f"a BlockStored must have token_ids and a block_size, got {size!r}")
-        if not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in tokens):
-            raise EventCorrupt("token_ids must be integers from 0 to 2^31 - 1")
+        parent, tokens = event.parent_block_hash, event.token_ids
+        if parent is not None and not isinstance(parent, int | bytes):
+            raise EventCorrupt(f"parent_block_hash must be an integer or bytes, got {str(parent)[:80]}")
+        if not isinstance(tokens, list):
+            raise EventCorrupt(f"token_ids must be a list, got {str(tokens)[:80]}")
+        integer("block_size", event.block_size, _BLOCK_SIZE)
+        for token in tokens:
+            integer("token_ids", token, _TOKEN)
+        if not all(extra is None or isinstance(extra, list) for extra in event.extra_keys or ()):
+            raise EventCorrupt(f"extra_keys must be lists, got {str(event.extra_keys)[:80]}")
 
 
 def encode(batch: EventBatch) -> bytes:

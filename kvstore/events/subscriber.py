@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from moonpool.kvstore.errors import StoreError
 from moonpool.kvstore.events import metrics
@@ -45,10 +46,15 @@ class EventSource:
         self._context = zmq.asyncio.Context()
         self._replay_endpoint = replay_endpoint
         self._replay_timeout_s = replay_timeout_s
-        self._last: int | None = None  # number of the last batch
+        self._endpoint = endpoint
+        self._next = 0  # number after that of the last batch
+        self._last_payload = b""
+        self._last_ts = 0.0
+        self._live: int | None = None  # number of the last batch from the socket, not from a replay
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.RCVHWM, max_queued)
         self._socket.subscribe(topic)
+        self._monitor = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
         self._connect(self._socket, endpoint)
 
     def _connect(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
@@ -65,8 +71,8 @@ class EventSource:
 
     async def batches(self) -> AsyncIterator[EventBatch | Lost]:
         """Run forever. ``LOST`` comes before the first batch after a gap, and when the engine restarts."""
-        for batch in await self._catch_up(0):
-            yield batch
+        async for each in self._catch_up():
+            yield each
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) < 3 or len(frames[-2]) != 8:
@@ -78,33 +84,58 @@ class EventSource:
                 yield each
 
     async def _in_order(self, seq: int, payload: bytes) -> AsyncIterator[EventBatch | Lost]:
-        last = self._last
-        if last is not None and seq <= last:
-            if seq > 0:
-                return  # known from the replay
-            _log.warning("the engine restarted: its numbers are at %d after %d", seq, last)
-            self._last = None
-            yield LOST
-        elif (last is None and seq > 0) or (last is not None and seq > last + 1):
-            first = 0 if last is None else last + 1
-            for batch in await self._catch_up(first):
-                yield batch
-            if self._last is not None and seq <= self._last:
-                return
-            if (self._last if self._last is not None else first - 1) + 1 < seq:
-                metrics.lost_batches.inc(seq - (first if self._last is None else self._last + 1))
-                if last is not None:
-                    _log.warning("events up to %d are missing and cannot be replayed", seq - 1)
-                    yield LOST
-        if (one := self._decoded(payload)) is not None:
+        live, self._live = self._live, seq
+        # Messages of the socket come once and in order. An older number is of a new life, or was replayed.
+        if (live is not None and seq <= live) or (seq < self._next and self._is_newer(payload)):
+            yield self._begin_again(f"its numbers went back from {self._next - 1} to {seq}")
+        expected = self._next
+        if await self._reconnected() or seq > expected:
+            async for each in self._catch_up():
+                yield each
+        if seq < self._next:
+            return
+        if expected:
+            metrics.lost_batches.inc(max(seq - max(expected, self._next), 0))
+        if seq > self._next > 0:
+            yield self._begin_again(f"events {self._next} to {seq - 1} are missing and cannot be replayed")
+        if (one := self._note(seq, payload)) is not None:
             yield one
-        self._last = seq
 
-    async def _catch_up(self, first: int) -> list[EventBatch]:
-        """The batches the engine still has from number ``first``, up to a gap."""
+    async def _reconnected(self) -> bool:
+        """Whether the connection broke since the last call: the engine may have restarted."""
+        broke = False
+        while await self._monitor.poll(0):
+            event = parse_monitor_message(await self._monitor.recv_multipart())
+            broke = broke or event["event"] == zmq.Event.DISCONNECTED
+        return broke
+
+    async def _catch_up(self) -> AsyncIterator[EventBatch | Lost]:
+        """Batches that the engine still has and that were not received. After ``LOST`` all that it has: the
+        last batch received is not among them, or differs."""
+        found = await self._replay(max(self._next - 1, 0))
+        if self._next > 0:
+            if found[:1] != [(self._next - 1, self._last_payload)]:
+                yield self._begin_again(f"it cannot replay what came after {self._next - 1}")
+                found = await self._replay(0)
+            else:
+                found = found[1:]
+        for seq, payload in found:
+            metrics.replayed_batches.inc()
+            if (batch := self._note(seq, payload)) is not None:
+                yield batch
+
+    def _begin_again(self, reason: str) -> Lost:
+        _log.warning("all blocks of the engine at %s are forgotten: %s", self._endpoint, reason)
+        metrics.restarts.inc()
+        self._next, self._last_payload, self._last_ts = 0, b"", 0.0
+        return LOST
+
+    async def _replay(self, first: int) -> list[tuple[int, bytes]]:
+        """(number, payload) of the batches the engine still has from number ``first``; empty: it does not
+        answer."""
         if not self._replay_endpoint:
             return []
-        found: list[EventBatch] = []
+        found: list[tuple[int, bytes]] = []
         socket = self._context.socket(zmq.DEALER)
         try:
             self._connect(socket, self._replay_endpoint)
@@ -112,20 +143,35 @@ class EventSource:
             async with asyncio.timeout(self._replay_timeout_s):
                 while True:
                     frames = await socket.recv_multipart()
+                    if len(frames) < 2 or len(frames[-2]) != 8:
+                        metrics.corrupt_batches.inc()
+                        _log.warning("ignored a replayed message of %d frames", len(frames))
+                        continue
                     seq = int.from_bytes(frames[-2], "big", signed=True)
                     if seq == _END:
-                        break
-                    if seq != first and not (self._last is None and not found):
-                        continue
-                    if (batch := self._decoded(frames[-1])) is not None:
-                        found.append(batch)
-                    self._last, first = seq, seq + 1
-                    metrics.replayed_batches.inc()
+                        return found
+                    if seq >= first and (not found or seq == found[-1][0] + 1):
+                        found.append((seq, frames[-1]))
         except TimeoutError:
             _log.warning("no replay from %s within %g s", self._replay_endpoint, self._replay_timeout_s)
+            return []
         finally:
             socket.close(linger=0)
-        return found
+
+    def _is_newer(self, payload: bytes) -> bool:
+        """Whether a batch was published after the last one."""
+        try:
+            return decode(payload).ts > self._last_ts
+        except EventCorrupt:
+            return False
+
+    def _note(self, seq: int, payload: bytes) -> EventBatch | None:
+        """``payload`` is the last batch now. None: it cannot be read."""
+        self._next, self._last_payload = seq + 1, payload
+        batch = self._decoded(payload)
+        if batch is not None:
+            self._last_ts = batch.ts
+        return batch
 
     @staticmethod
     def _decoded(payload: bytes) -> EventBatch | None:

@@ -69,6 +69,30 @@ def test_integer_hashes_and_a_kind_not_known_here() -> None:
     assert decode(payload) == EventBatch(1.0, [BlockRemoved([1 << 63, 7])])
 
 
+@pytest.mark.parametrize("locality", [None, "LOCAL", "REMOTE"])
+def test_locality_in_each_shape(locality: str | None) -> None:
+    """As vLLM 0.26 and later send it, behind fields of before."""
+    stored = [
+        "BlockStored",
+        [1],
+        None,
+        [5],
+        1,
+        None,
+        "STORAGE",
+        None,
+        None,
+        0,
+        "full_attention",
+        None,
+        locality,
+    ]
+    removed = ["BlockRemoved", [1], "STORAGE", 0, locality]
+    named = {"type": "BlockRemoved", "block_hashes": [1], "medium": "STORAGE", "locality": locality}
+    batch = decode(msgspec.msgpack.encode([1.0, [stored, removed, named]]))
+    assert [event.locality for event in batch.events] == [locality] * 3  # type: ignore[union-attr]
+
+
 @given(
     st.lists(
         st.one_of(
@@ -103,6 +127,18 @@ def test_what_is_encoded_is_read_back(events: list[Any]) -> None:
         [1.0, [["BlockStored", [1], None, [-1], 1]]],
         [1.0, [["BlockStored", [1]]]],
         [1.0, [{"type": "BlockRemoved"}]],
+        [float("nan"), []],
+        [float("inf"), []],
+        [-1.0, []],
+        [1e300, []],
+        [True, []],
+        [1.0, [["BlockStored", [1], [], [], 1]]],
+        [1.0, [["BlockStored", [1], None, [], 1 << 40]]],
+        [1.0, [["BlockStored", [1], None, [2**31], 1]]],
+        [1.0, [["BlockStored", [1], None, [1], 1, None, ["GPU"]]]],
+        [1.0, [["BlockStored", [1], None, [1], 1, None, "GPU", None, [7]]]],
+        [1.0, [{"type": "BlockRemoved", "block_hashes": [1], "medium": []}]],
+        [1.0, [{"type": "BlockRemoved", "block_hashes": [1], "locality": 1}]],
     ],
 )
 def test_what_is_no_batch_is_refused(body: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -38,12 +39,14 @@ BLOCK = 16
 class Engine:
     """The publishing side of an engine that is not ours: PUB, and ROUTER for replays of its last batches."""
 
-    def __init__(self, history: int = 100) -> None:
+    def __init__(
+        self, history: int = 100, endpoints: tuple[str, str] = ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    ) -> None:
         self.context = zmq.asyncio.Context()
         self.pub = self.context.socket(zmq.XPUB)
         self.router = self.context.socket(zmq.ROUTER)
-        self.pub.bind("tcp://127.0.0.1:*")
-        self.router.bind("tcp://127.0.0.1:*")
+        self.pub.bind(endpoints[0])
+        self.router.bind(endpoints[1])
         self.endpoint = self.pub.get_string(zmq.LAST_ENDPOINT)
         self.replay_endpoint = self.router.get_string(zmq.LAST_ENDPOINT)
         self.sent: list[tuple[int, bytes]] = []
@@ -55,11 +58,22 @@ class Engine:
         assert (await self.pub.recv())[:1] == b"\x01"
 
     async def send(self, *events: KvEvent, lost: bool = False) -> None:
-        payload = encode(EventBatch(1.0, events))
+        payload = encode(EventBatch(time.time(), events))
         self.sent = [*self.sent, (self.seq, payload)][-self.history :] if self.history else []
         if not lost:
             await self.pub.send_multipart([b"kv@pod@m", self.seq.to_bytes(8, "big"), payload])
         self.seq += 1
+
+    def restart(self) -> None:
+        """Begin again with other numbers and an empty history. The connection stays, as behind a proxy."""
+        self.sent, self.seq = [], 0
+
+    async def reborn(self) -> Engine:
+        """Another process at the same addresses; subscribers have lost their connection."""
+        self.close()
+        engine = Engine(self.history, (self.endpoint, self.replay_endpoint))
+        await engine.subscribed()
+        return engine
 
     async def _replay(self) -> None:
         while True:
@@ -206,19 +220,104 @@ async def test_a_gap_that_cannot_be_replayed_forgets_the_engine(
         assert mirror.longest_prefix(ours(prompt)) == {}
 
 
+def block(number: int) -> list[int]:
+    return tokens(1, first=number * 100)
+
+
+async def sent(engine: Engine, *numbers: int, lost: bool = False) -> None:
+    """A batch for each: it stores a block of that number."""
+    for number in numbers:
+        await engine.send(BlockStored([number], None, block(number), BLOCK), lost=lost)
+
+
+def found(mirror: IndexMirror) -> set[int]:
+    return {number for number in range(20) if mirror.longest_prefix(ours(block(number)))}
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("num_missed", [0, 1, 2, 5])
 async def test_an_engine_that_begins_anew_is_forgotten(
+    index: KVIndex, mirror: IndexMirror, engine: Engine, replay: bool, num_missed: int
+) -> None:
+    """However many of its first batches are missed: fewer than there were before, or more."""
+    async with Following(index, engine, replay=replay):
+        await engine.subscribed()
+        await sent(engine, 1, 2, 3)
+        await eventually(lambda: found(mirror) == {1, 2, 3})
+        engine.restart()
+        await sent(engine, *range(4, 4 + num_missed), lost=True)
+        await sent(engine, 19)
+        new = {19, *range(4, 4 + num_missed)} if replay else {19}
+        await eventually(lambda: found(mirror) == new)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+async def test_a_new_process_with_the_next_number_is_another_engine(
+    index: KVIndex, mirror: IndexMirror, engine: Engine, replay: bool
+) -> None:
+    async with Following(index, engine, replay=replay):
+        await engine.subscribed()
+        await sent(engine, 1)
+        await eventually(lambda: found(mirror) == {1})
+        reborn = await engine.reborn()
+        try:
+            await sent(reborn, 2, lost=True)
+            await sent(reborn, 3)
+            await eventually(lambda: found(mirror) == ({2, 3} if replay else {3}))
+        finally:
+            reborn.close()
+
+
+async def test_a_connection_that_broke_costs_nothing_with_a_replay(engine: Engine) -> None:
+    source = EventSource(engine.endpoint, engine.replay_endpoint)
+    batches = source.batches()
+    await engine.subscribed()
+    await sent(engine, 1, 2)
+    got = [await anext(batches), await anext(batches)]
+    again = await engine.reborn()
+    again.sent, again.seq = engine.sent, engine.seq  # as if it were the same process
+    await sent(again, 3, lost=True)
+    await sent(again, 4)
+    got += [await anext(batches), await anext(batches)]
+    assert [event.block_hashes for batch in got for event in batch.events] == [[1], [2], [3], [4]]  # type: ignore
+    source.close()
+    again.close()
+
+
+async def test_batches_that_were_replayed_are_not_taken_for_a_restart(engine: Engine) -> None:
+    source = EventSource(engine.endpoint, engine.replay_endpoint)
+    await engine.subscribed()
+    # Both in the replay and in the socket's queue.
+    await sent(engine, 1, 2, 3)
+    got = []
+    async for batch in source.batches():
+        got.append(batch)
+        if len(got) == 3:
+            await sent(engine, 4)
+        if len(got) == 4:
+            break
+    assert [event.block_hashes for batch in got for event in batch.events] == [[1], [2], [3], [4]]  # type: ignore
+    source.close()
+
+
+async def test_blocks_in_storage_of_others_are_not_the_engines(
     index: KVIndex, mirror: IndexMirror, engine: Engine
 ) -> None:
-    prompt = tokens(1)
-    async with Following(index, engine, replay=False):
+    before = float(metrics.skipped_blocks.labels("remote")._value.get())
+
+    def stored(number: int, locality: str | None) -> BlockStored:
+        return BlockStored([number], None, block(number), BLOCK, "STORAGE", locality=locality)
+
+    async with Following(index, engine):
         await engine.subscribed()
-        await engine.send(BlockStored([1], None, prompt, BLOCK))
-        await engine.send(BlockStored([2], None, tokens(1, first=90), BLOCK))
-        await eventually(lambda: mirror.longest_prefix(ours(prompt)) == {"vllm-0": 1})
-        engine.seq = 0
-        await engine.send(BlockStored([3], None, tokens(1, first=700), BLOCK))
-        await eventually(lambda: mirror.longest_prefix(ours(tokens(1, first=700))) == {"vllm-0": 1})
-        assert mirror.longest_prefix(ours(prompt)) == {}
+        await engine.send(stored(1, "LOCAL"), stored(2, "REMOTE"), stored(3, None), stored(4, "ELSEWHERE"))
+        await eventually(lambda: found(mirror) == {1, 3})
+        assert metrics.skipped_blocks.labels("remote")._value.get() - before == 2
+        # It is dropped from the engine's memory, and stays in the storage of others; and the reverse.
+        await engine.send(BlockStored([5], None, block(5), BLOCK, "GPU"), stored(5, "REMOTE"))
+        await engine.send(BlockRemoved([1], "STORAGE", locality="REMOTE"), BlockRemoved([5], "GPU"))
+        await engine.send(BlockStored([6], None, block(6), BLOCK, "GPU"))
+        await eventually(lambda: found(mirror) == {1, 3, 6})
 
 
 async def test_our_events_are_followed_by_our_own_reader(index: KVIndex, mirror: IndexMirror) -> None:
