@@ -40,7 +40,7 @@ class Attention:
         self._link = link
         self._dtype = dtype
         self._scale = config.head_dim**-0.5
-        cos, sin = rope_tables(config.rope, config.head_dim, max_len, dtype)
+        cos, sin = rope_tables(config.ropes[0], config.head_dim, max_len, dtype)
         self.cos, self.sin = cos.to(device), sin.to(device)
 
     def __call__(self, qkv: Tensor, inputs: StepInputs, pool: Tensor, i: int, layer: Layer) -> Tensor:

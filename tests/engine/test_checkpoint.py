@@ -79,13 +79,14 @@ def test_old_and_new_spellings_mean_the_same(copy) -> None:
         torch_dtype="bfloat16",
     )
     a, b = ModelConfig.from_checkpoint(new), ModelConfig.from_checkpoint(old)
-    assert (a.rope, a.stored_dtype) == (b.rope, b.stored_dtype)
-    assert (a.rope.kind, a.rope.theta, a.rope.factor, a.stored_dtype) == ("linear", 5000.0, 2.0, "bfloat16")
+    assert (a.ropes, a.stored_dtype) == (b.ropes, b.stored_dtype)
+    rope = a.ropes[0]
+    assert (rope.kind, rope.theta, rope.factor, a.stored_dtype) == ("linear", 5000.0, 2.0, "bfloat16")
 
 
 def test_words_left_out_mean_what_transformers_means(copy) -> None:
     config = ModelConfig.from_checkpoint(copy(head_dim=None, num_key_value_heads=None, rope_parameters=None))
-    assert (config.head_dim, config.num_kv_heads, config.rope.theta) == (8, 6, 10000.0)
+    assert (config.head_dim, config.num_kv_heads, config.ropes[0].theta) == (8, 6, 10000.0)
     assert set(ModelConfig.from_checkpoint(copy("mistral", sliding_window=None)).windows) == {4096}
 
 
@@ -105,7 +106,7 @@ def test_experts_are_counted_under_either_name(copy) -> None:
         assert ModelConfig.from_checkpoint(copy("qwen3_moe", **words | {name: 9})).moe.num_experts == 9
     assert ModelConfig.from_checkpoint(copy("qwen3_moe", **words)).moe.num_experts == 128
     config = ModelConfig.from_checkpoint(copy("mixtral", **words, rms_norm_eps=None, rope_parameters=None))
-    assert (config.moe.num_experts, config.rms_norm_eps, config.rope.theta) == (8, 1e-5, 1e6)
+    assert (config.moe.num_experts, config.rms_norm_eps, config.ropes[0].theta) == (8, 1e-5, 1e6)
 
 
 def test_end_of_sequence_tokens_come_from_both_configs(copy) -> None:
@@ -119,7 +120,7 @@ def test_end_of_sequence_tokens_come_from_both_configs(copy) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, .*, qwen2_moe, qwen3_moe"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of .*llama, .*qwen2_moe, qwen3"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
