@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import random
@@ -48,6 +49,9 @@ _TIMELINES_KEPT = 2048
 
 # Hot prefixes shown on the dashboard.
 _PREFIXES_SHOWN = 12
+
+# Blocks of the index that are read and encoded in one turn of the loop.
+_PART_BLOCKS = 4096
 
 # How long closing waits for requests to end and for cancels to reach nodes.
 _CLOSE_WAIT_S = 1.0
@@ -175,10 +179,18 @@ class Conductor:
         """The timeline of a request, while it runs and for some time after; None: unknown."""
         return self._deps.timelines.get(request_id)
 
-    def index_blocks(self, node_id: str) -> bytes:
-        """The blocks of a node in the mirror, as ``kvstore.index.redis.changes``."""
-        held = self._deps.registry.mirror.held_by(node_id)
-        return encode({BlockKey(key): tier for key, tier in held.items()}, ())
+    async def index_blocks(self, node_id: str) -> AsyncGenerator[bytes, None]:
+        """The blocks of a node in the mirror, as ``kvstore.index.redis.changes``, in batches.
+
+        A batch takes some milliseconds; the loop serves others between them. Blocks are as of their batch.
+        """
+        mirror = self._deps.registry.mirror
+        num_parts = min(max(mirror.num_blocks_of(node_id) // _PART_BLOCKS, 1), 256)
+        for part in range(num_parts):
+            held = mirror.held_by(node_id, part, num_parts)
+            if held:
+                yield encode({BlockKey(key): tier for key, tier in held.items()}, ())
+            await asyncio.sleep(0)
 
     def cluster(self) -> dict[str, Any]:
         """For ``GET /v1/cluster``: nodes with their load, the index, this conductor, prediction errors."""

@@ -170,6 +170,7 @@ class DecodeNode(EngineNode, node_pb2_grpc.DecodeNodeServicer):
         stats = self.engine.stats()
         message.num_running = stats.num_running
         message.num_waiting = stats.num_waiting
+        message.num_context_tokens = stats.num_context_tokens
         message.num_free_blocks = stats.num_available_blocks
 
     def _outbox(self, conductor_id: str) -> Outbox:

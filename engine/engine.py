@@ -23,7 +23,7 @@ from moonpool.engine.checkpoint.fingerprint import fingerprint
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.device import Device
 from moonpool.engine.errors import DuplicateSequence, EngineClosed, RankLost
-from moonpool.engine.execution.cost_profile import NOT_MEASURED, measure
+from moonpool.engine.execution.cost_profile import NOT_MEASURED, StepCosts, measure
 from moonpool.engine.execution.runner import ModelRunner
 from moonpool.engine.execution.step_loop import StepLoop
 from moonpool.engine.memory.block_pool import BlockPool
@@ -354,7 +354,15 @@ class Engine:
 
     def profile(self) -> dict[str, float]:
         """Return the fields of ``protos.Profile``: measured at the start, corrected by every step."""
-        return (self._loop.costs if self._loop else NOT_MEASURED).coefficients()
+        return self._costs.coefficients()
+
+    def published_profile(self) -> dict[str, float]:
+        """Return the fields of ``protos.Profile`` as conductors get them: measured at the start."""
+        return self._costs.published()
+
+    @property
+    def _costs(self) -> StepCosts:
+        return self._loop.costs if self._loop else NOT_MEASURED
 
     def _running(self) -> StepLoop:
         if self._loop is None or self._task is None or self._task.done() or self._closed:

@@ -15,6 +15,7 @@ class EngineStats:
     num_running: int
     num_waiting: int  # queued, or waiting for a reservation
     num_queued_tokens: int  # prompt tokens still to compute
+    num_context_tokens: int  # of KV that the decoding sequences attend over
     num_blocks: int
     num_free_blocks: int  # including cached ones, which can be evicted
     num_expected_blocks: int  # to be reserved soon
@@ -40,6 +41,7 @@ class EngineStats:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + num_reservations,
             num_queued_tokens=queued,
+            num_context_tokens=sum([sequence.num_tokens for sequence in scheduler.decoding]),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_expected_blocks=num_expected_blocks,

@@ -547,7 +547,7 @@ Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
 
 @_typing.final
 class Profile(_message.Message):
-    """Coefficients of the cost model, measured by the node at start and corrected since."""
+    """Coefficients of the cost model, measured by the node at start. Conductors correct them by what they observe."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1299,11 +1299,14 @@ class StepTokens(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_free_blocks: _builtins.int
     num_steps: _builtins.int
     """steps in this message; 0: not the result of a step"""
+    num_context_tokens: _builtins.int
+    """of KV that the running sequences attend over"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenOut]: ...
     def __init__(
@@ -1314,10 +1317,11 @@ class StepTokens(_message.Message):
         num_waiting: _builtins.int = ...,
         num_free_blocks: _builtins.int = ...,
         num_steps: _builtins.int = ...,
+        num_context_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_context_tokens", b"num_context_tokens", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

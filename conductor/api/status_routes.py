@@ -82,10 +82,14 @@ async def prometheus_targets(http: web.Request) -> web.Response:
     return reply(targets)
 
 
-async def index(http: web.Request) -> web.Response:
+async def index(http: web.Request) -> web.StreamResponse:
     """``GET /v1/index/{node}``: its blocks in the index mirror, as ``kvstore.index.redis.changes``."""
-    held = http.app[CONTEXT].conductor.index_blocks(http.match_info["node"])
-    return web.Response(body=held, content_type="application/octet-stream")
+    response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+    await response.prepare(http)
+    async for batch in http.app[CONTEXT].conductor.index_blocks(http.match_info["node"]):
+        await response.write(batch)
+    await response.write_eof()
+    return response
 
 
 async def requests(http: web.Request) -> web.Response:

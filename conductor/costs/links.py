@@ -115,7 +115,7 @@ class LinkModel:
         self._connect_s = connect_s
         self._capacity = capacity
         self._usual = (latency_s, 1 / nbytes_per_s)
-        self._pairs: dict[tuple[str, str], LinkCost] = {}
+        self._pairs: dict[tuple[str, str], LinkCost] = {}  # in the order of their latest transfer
         self._any = LinkCost(*self._usual)
         self._flows: list[_Flow] = []
 
@@ -158,8 +158,9 @@ class LinkModel:
     def observe(self, source: str, target: str, nbytes: int, actual_s: float) -> None:
         if nbytes <= 0 or actual_s <= 0:
             return
-        link = self._pairs.get((source, target))
+        link = self._pairs.pop((source, target), None)
         if link is not None:
+            self._pairs[source, target] = link  # the latest used comes last
             link.observe(nbytes, actual_s)
             self._any.observe(nbytes, actual_s)
         else:
@@ -183,7 +184,7 @@ class LinkModel:
         self._any.expect(self._any.usual_byte_s + (byte_s - self._any.usual_byte_s) * (1 - _KEEP))
 
     def _add_pair(self, source: str, target: str) -> LinkCost:
-        # Nodes return under new names: the oldest pair makes room.
+        # Nodes return under new names: the pair that was not used for longest makes room.
         if len(self._pairs) >= self._capacity:
             del self._pairs[next(iter(self._pairs))]
         link = self._pairs[source, target] = LinkCost(*self._usual)

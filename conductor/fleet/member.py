@@ -110,20 +110,31 @@ class Member:
             self._cost_model.links.measured(other_id, self.node_id, nbytes_per_s)
         self.clock_offset.observe(record.unix_s, self._unix_clock())
         self.record = record
-        load = record.load
+        load, cost = record.load, self.view.cost
+        token_s = cost.profile.prefill_token_s * cost.prefill_correction.factor(self._clock())
         self.load.on_heartbeat(
             num_blocks=load.num_blocks,
             num_free_blocks=load.free_blocks,
             num_waiting=load.num_waiting,
             num_running=load.num_running,
-            queued_s=load.num_queued_tokens * self.view.cost.profile.prefill_token_s,
+            num_context_tokens=load.num_context_tokens,
+            queued_s=load.num_queued_tokens * token_s,
+        )
+
+    def prefilled(self, num_tokens: int, num_cached_tokens: int, actual_s: float) -> None:
+        """It computed a prompt in ``actual_s``. ``num_cached_tokens``: in fact; the index may have promised
+        more.
+        """
+        uncached_tokens = num_tokens - num_cached_tokens
+        self.breaker.took(
+            self.view.cost.prefill_s(uncached_tokens, num_cached_tokens, self._clock()), actual_s
         )
 
     def _on_step(self, step: node_pb2.StepTokens, num_delivered: int) -> None:
         cost, steps = self.view.cost, self._steps
         num_steps = max(step.num_steps, 1)
         batch_size = max(step.num_running, len(step.tokens) // num_steps)
-        plain_s = num_steps * cost.profile.step_s(batch_size, self.load.context_tokens)
+        plain_s = num_steps * cost.profile.step_s(batch_size, step.num_context_tokens)
         now_s = self._clock()
         if step.num_steps and steps.add(plain_s, now_s, num_steps, goes_on=step.num_running > 0):
             predicted_s = steps.plain_s * cost.decode_correction.factor(now_s)
@@ -132,6 +143,7 @@ class Member:
         self.load.on_step(
             num_delivered=num_delivered,
             num_running=step.num_running,
+            num_context_tokens=step.num_context_tokens,
             num_waiting=step.num_waiting,
             num_free_blocks=step.num_free_blocks,
         )

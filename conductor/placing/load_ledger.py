@@ -28,7 +28,10 @@ class LoadLedger:
         self._decodes: dict[Hashable, tuple[int, int]] = {}  # tokens at placement, blocks in the end
         self._num_blocks = 0  # of KV in the end, of those
         self._context_tokens = 0
+        self._decoding: dict[Hashable, None] = {}  # those in the batch
+        self._batch_tokens = 0  # of KV that these attend over
         self._foreign_running = 0
+        self._foreign_context_tokens = 0
         self._foreign: Load | None = None  # booked by other conductors; None: there are none
 
     @property
@@ -39,11 +42,6 @@ class LoadLedger:
     def num_requests(self) -> int:
         """Requests placed here that the node still works on."""
         return len(self.view.queue) + len(self._decodes)
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of KV that the decodes placed here attend over."""
-        return self._context_tokens
 
     @property
     def booked(self) -> Load:
@@ -92,8 +90,11 @@ class LoadLedger:
         self._refresh()
 
     def decoding(self, key: Hashable) -> None:
-        """The request is in the node's batch."""
+        """The request is in the node's batch. Only the first call for it has an effect."""
         self.schedule.begin(key, self._clock())
+        if key in self._decodes and key not in self._decoding:
+            self._decoding[key] = None
+            self._batch_tokens += self._decodes[key][0]
 
     def end_decode(self, key: Hashable, num_delivered: int) -> None:
         """``num_delivered``: tokens of it that ``on_step`` has counted. Idempotent."""
@@ -101,31 +102,51 @@ class LoadLedger:
         decode = self._decodes.pop(key, None)
         if decode is not None:
             self._num_blocks -= decode[1]
-            left = self._context_tokens - decode[0] - num_delivered
-            self._context_tokens = max(left, 0) if self._decodes else 0
+            num_tokens = decode[0] + num_delivered
+            self._context_tokens = max(self._context_tokens - num_tokens, 0) if self._decodes else 0
+            if key in self._decoding:
+                del self._decoding[key]
+                self._batch_tokens = max(self._batch_tokens - num_tokens, 0) if self._decoding else 0
             self._refresh()
 
     # ------------------------------------------------------------------ reports
 
     def on_step(
-        self, *, num_delivered: int, num_waiting: int, num_free_blocks: int, num_running: int = 0
+        self,
+        *,
+        num_delivered: int,
+        num_waiting: int,
+        num_free_blocks: int,
+        num_running: int = 0,
+        num_context_tokens: int = 0,
     ) -> None:
-        """The node's batch has produced ``num_delivered`` tokens for requests placed here."""
+        """The node's batch has produced ``num_delivered`` tokens for requests placed here.
+
+        ``num_context_tokens``: of KV that all its ``num_running`` sequences attend over.
+        """
         self._context_tokens += num_delivered
-        self._foreign_running = max(num_running - len(self._decodes), 0)
+        self._batch_tokens += num_delivered
+        self._see_batch(num_running, num_context_tokens)
         self.view.num_waiting = num_waiting
         self.view.num_free_blocks = num_free_blocks
         self._refresh()
 
     def on_heartbeat(
-        self, *, num_blocks: int, num_free_blocks: int, num_waiting: int, num_running: int, queued_s: float
+        self,
+        *,
+        num_blocks: int,
+        num_free_blocks: int,
+        num_waiting: int,
+        num_running: int,
+        queued_s: float,
+        num_context_tokens: int = 0,
     ) -> None:
         """A heartbeat reported this of all requests; ``queued_s``: of prefills that wait."""
         view = self.view
         view.num_blocks, view.num_free_blocks, view.num_waiting = num_blocks, num_free_blocks, num_waiting
         if self._foreign is None:
             view.foreign_queue_s = max(queued_s - view.queue.wait_s(self._clock()), 0.0)
-        self._foreign_running = max(num_running - len(self._decodes), 0)
+        self._see_batch(num_running, num_context_tokens)
         self._refresh()
 
     def book_foreign(self, load: Load | None) -> None:
@@ -142,7 +163,11 @@ class LoadLedger:
         self.view.num_placed += key != self._latest
         self._latest = key
 
+    def _see_batch(self, num_running: int, num_context_tokens: int) -> None:
+        self._foreign_running = max(num_running - len(self._decodes), 0)
+        self._foreign_context_tokens = max(num_context_tokens - self._batch_tokens, 0)
+
     def _refresh(self) -> None:
         self.view.num_running = len(self._decodes) + self._foreign_running
-        self.view.num_context_tokens = self._context_tokens
+        self.view.num_context_tokens = self._context_tokens + self._foreign_context_tokens
         self._on_change(self.view)

@@ -164,7 +164,8 @@ class Attempt:
         plan = self.plan
         reply = await plan.prefill.client.prefill(plan.prefill_request, plan.timeout_s)
         if plan.prefill.load.prefilled_alone(plan.key):
-            plan.prefill.breaker.took(plan.placement.prefill.compute_s, reply.compute_s)
+            num_tokens = len(plan.prefill_request.work.token_ids) // 4
+            plan.prefill.prefilled(num_tokens, reply.num_cached_tokens, reply.compute_s)
         plan.prefill.load.end_prefill(plan.key)
         plan.prefill.breaker.succeeded()
         self._reply = reply

@@ -28,8 +28,13 @@ class StepCosts:
     decode_scale: float = 1.0
 
     def coefficients(self) -> dict[str, float]:
-        """The fields of ``protos.Profile``, corrected."""
+        """The fields of ``protos.Profile``, corrected, for decisions of this node."""
         return asdict(self.profile.scaled(self.prefill_scale, self.decode_scale))
+
+    def published(self) -> dict[str, float]:
+        """The fields of ``protos.Profile`` as measured. Conductors correct them: two corrections in series
+        would overshoot."""
+        return asdict(self.profile)
 
     def predict_s(self, plan: StepPlan) -> float:
         """Seconds the step will take."""

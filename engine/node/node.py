@@ -338,6 +338,7 @@ class EngineNode(ABC):
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
                 num_queued_tokens=stats.num_queued_tokens,
+                num_context_tokens=stats.num_context_tokens,
                 num_blocks=stats.num_blocks,
                 free_blocks=stats.num_available_blocks,
                 cached_blocks=stats.num_cached_blocks,
@@ -373,7 +374,7 @@ class EngineNode(ABC):
 
     def profile(self) -> dict[str, float]:
         """Return this node's costs by the names of ``protos.Profile``."""
-        return self.engine.profile() | self.store.profile()
+        return self.engine.published_profile() | self.store.profile()
 
     def _on_tier_change(self, key: BlockKey, tier: Tier | None) -> None:
         """Publish the tier of a block's fastest copy; None: no copy is left."""

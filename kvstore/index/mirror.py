@@ -74,9 +74,12 @@ class IndexMirror:
     def nodes(self) -> Mapping[str, NodeRecord]:
         return self._copy.nodes
 
-    def held_by(self, node_id: str) -> dict[bytes, Tier]:
-        """All blocks of the node; empty for an unknown node. Takes a microsecond a block."""
-        return self._copy.blocks.part_of(node_id, 0, 1) if node_id in self.nodes else {}
+    def held_by(self, node_id: str, part: int = 0, num_parts: int = 1) -> dict[bytes, Tier]:
+        """The node's blocks with a last key byte of ``part`` modulo ``num_parts``; empty for an unknown node.
+
+        Takes a microsecond a block.
+        """
+        return self._copy.blocks.part_of(node_id, part, num_parts) if node_id in self.nodes else {}
 
     def num_blocks_of(self, node_id: str) -> int:
         return self._copy.blocks.num_held(node_id) if node_id in self.nodes else 0

@@ -86,6 +86,7 @@ class ScriptedNode(
         self.load = NodeLoad(num_blocks=4096, free_blocks=4096)
         self.state = "ready"
         self.profile = {"prefill_base_s": 1e-3, "prefill_token_s": 1e-5, "decode_base_s": 1e-3}
+        self.num_cached_tokens, self.compute_s = 16, 1e-3  # of every prefill, as it says
         self.works: list[node_pb2.Work] = []
         self.prefills: list[node_pb2.PrefillRequest] = []
         self.cancelled: list[tuple[str, int]] = []
@@ -179,7 +180,9 @@ class ScriptedNode(
             self.cancelled.append((work.request_id, work.attempt))
             raise
         return node_pb2.PrefillReply(
-            token=self.token(work, index, next_token(lineage(work))), num_cached_tokens=16, compute_s=1e-3
+            token=self.token(work, index, next_token(lineage(work))),
+            num_cached_tokens=self.num_cached_tokens,
+            compute_s=self.compute_s,
         )
 
     # ------------------------------------------------------------------ decode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,8 @@ from dataclasses import replace
 import pytest
 
 from moonpool.conductor.fleet.node_client import DecodeClient
+from moonpool.kvstore.blocks.keys import BlockKey
+from moonpool.kvstore.index.redis.kv_index import replay
 from moonpool.kvstore.index.redis.node_record import EXTERNAL_ROLE, NodeRecord
 from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
@@ -292,3 +295,24 @@ async def test_an_engine_that_is_not_ours_is_in_the_index_and_never_called(redis
         await cluster.index.deregister("vllm-0", 1)
         await mirror.caught_up()
         assert await cluster.generate(request("two")) == continuation(PROMPT, 8)
+
+
+async def test_the_index_of_a_large_node_is_read_in_parts(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="parts") as cluster:
+        node, conductor = cluster.nodes["p0"], cluster.conductor
+        node.hold([BlockKey(random.randbytes(16)) for _ in range(20_000)])
+        await cluster.until(lambda: conductor._deps.registry.mirror.num_blocks == 20_000)
+        num_turns = 0
+
+        async def other_work() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        work = asyncio.create_task(other_work())
+        parts = [part async for part in conductor.index_blocks("p0")]
+        work.cancel()
+        assert replay(parts) == node.held
+        assert num_turns >= len(parts) >= 4
+        assert [part async for part in conductor.index_blocks("unknown")] == []

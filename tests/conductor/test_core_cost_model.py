@@ -165,6 +165,16 @@ def test_the_number_of_remembered_links_is_bounded() -> None:
     assert len(links._pairs) == 4
 
 
+def test_a_pair_in_use_is_not_forgotten_for_newer_ones() -> None:
+    links, alone = LinkModel(capacity=4), LinkModel(capacity=4)
+    for i in range(100):
+        links.observe("a", "hot", 1_000_000, 0.01)
+        alone.observe("a", "hot", 1_000_000, 0.01)
+        links.observe("a", f"cold-{i}", 1000, 1e-3)
+    expected_s = alone.seconds("a", "hot", 1_000_000, now_s=0.0)
+    assert links.seconds("a", "hot", 1_000_000, now_s=0.0) == expected_s
+
+
 def test_prediction_errors_report_quantiles_of_the_latest() -> None:
     errors = PredictionErrors(window=10)
     assert errors.to_dict() == {"count": 0, "p50_percent": None, "p90_percent": None}

@@ -10,8 +10,10 @@ import pytest
 from moonpool.conductor.admission.fair_share import FairShare, Work
 from moonpool.conductor.admission.tenants import ANYONE, Tenant
 from moonpool.conductor.errors import ConductorClosed, DeadlineExceeded, RequestFailed, RequestRejected
+from moonpool.kvstore.blocks.keys import chain
 from moonpool.protos import node_pb2
 from tests.conductor.core_nodes import (
+    MODEL,
     PROMPT,
     ScriptedNode,
     continuation,
@@ -279,6 +281,26 @@ async def test_full_decode_wastes_a_prefill_or_does_not(url: str, rejection: str
         assert len(cluster.nodes["p0"].works) - num_prefills == (1 if stage == "decode" else 0)
         await stream.aclose()
         await cluster.until(lambda: len(schedule) == 0)
+
+
+async def test_a_hit_that_was_stale_is_not_taken_for_slowness(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="stale") as cluster:
+        node, registry = cluster.nodes["p0"], cluster.conductor._deps.registry
+        prompt = list(range(1600))
+        node.profile = {"prefill_token_s": 1e-2, "decode_base_s": 1e-3}
+        node.num_cached_tokens, node.compute_s = 0, 16.0
+        node.hold(chain(registry.root_key("") or b"", prompt, MODEL.block_size)[:-1])
+        await node.announce()
+        member = registry.members["p0"]
+        await cluster.until(lambda: member.view.cost.profile.prefill_token_s == 1e-2)
+        await cluster.until(lambda: registry.mirror.num_blocks == 99)
+        for i in range(3):
+            await cluster.generate(request(f"r{i}", prompt))
+            timeline = cluster.conductor.timeline(f"r{i}")
+            assert timeline is not None
+            (placed,) = (event for event in timeline.events if event.name == "placed")
+            assert placed.facts["placement"].prefill.compute_s < 2, "the index promises a hit"
+        assert member.breaker.closed(cluster.conductor._deps.clock())
 
 
 async def test_a_node_that_is_far_too_slow_is_given_a_rest(url: str) -> None:

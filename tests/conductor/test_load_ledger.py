@@ -50,6 +50,19 @@ def test_context_follows_the_delivered_tokens_and_ends_at_zero(ledger: LoadLedge
     assert (view.num_context_tokens, ledger.num_requests, ledger.booked) == (0, 0, Load())
 
 
+def test_the_context_of_other_conductors_counts(ledger: LoadLedger) -> None:
+    report = {"num_blocks": 100, "num_free_blocks": 50, "num_waiting": 0}
+    ledger.on_heartbeat(**report, num_running=3, num_context_tokens=9000, queued_s=0.0)
+    assert ledger.view.num_context_tokens == 9000
+    begin_decode(ledger, "a")
+    assert ledger.view.num_context_tokens == 10000, "it is not in the batch yet"
+    ledger.decoding("a")
+    ledger.on_step(num_delivered=1, num_running=4, num_waiting=0, num_free_blocks=9, num_context_tokens=10004)
+    assert ledger.view.num_context_tokens == 10004
+    ledger.end_decode("a", 1)
+    assert ledger.view.num_context_tokens == 9003
+
+
 def test_a_request_with_both_stages_on_one_node_is_counted_once(ledger: LoadLedger) -> None:
     ledger.begin_prefill("a", 1.0, 0.0)
     begin_decode(ledger, "a")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from moonpool.conductor.costs.model import CostModel, Profile
 from moonpool.engine.batching.sampling import Sampling
 from moonpool.engine.batching.sequence import Sequence
 from moonpool.engine.batching.step_plan import Chunk, StepPlan
@@ -82,3 +83,25 @@ def test_steps_correct_the_profile_and_a_single_odd_one_hardly_does() -> None:
         profile.correct(plan, profile.predict_s(plan), 5e-3)
     assert profile.predict_s(plan) == pytest.approx(5e-3, rel=0.02)
     assert profile.coefficients()["prefill_base_s"] == 1e-3, "prefills were not seen"
+
+
+def test_what_a_node_publishes_is_corrected_once_by_the_conductor() -> None:
+    """A machine that becomes three times slower: both learn from every step, and no estimate overshoots."""
+    truth = StepCosts(CostProfile(1e-3, 1e-4, 0, 1e-3, 1e-4, 0))
+    node, plan, model = StepCosts(truth.profile), decode_plan(4, 100), CostModel()
+    plain_s, now_s = truth.predict_s(plan), 0.0
+    actual_s = 3 * plain_s
+    seen = model.node(Profile.from_record(node.published()))
+    predicted: list[float] = []
+    for second in range(60):
+        for _ in range(20):
+            now_s = second + 0.5
+            node.correct(plan, node.predict_s(plan), actual_s)
+            model.observe_steps(seen, plain_s=seen.profile.step_s(4, 400), actual_s=actual_s, now_s=now_s)
+            predicted.append(seen.step_s(4, 400, now_s))
+        seen.profile = Profile.from_record(node.published())  # a heartbeat
+    assert max(predicted) < 1.1 * actual_s
+    assert predicted[-1] == pytest.approx(actual_s, rel=0.1)
+    assert node.predict_s(plan) == pytest.approx(actual_s, rel=0.05), (
+        "its own estimates are corrected by itself"
+    )

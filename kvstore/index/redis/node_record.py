@@ -42,6 +42,7 @@ class NodeLoad:
     num_blocks: int = 0
     free_blocks: int = 0  # free, or cached and evictable
     cached_blocks: int = 0  # of those, the cached ones
+    num_context_tokens: int = 0  # of KV that the running sequences attend over
 
 
 @dataclass(frozen=True, slots=True)
