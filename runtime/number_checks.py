@@ -81,6 +81,9 @@ BY_FIELD: Mapping[str, Range] = {
     "moonpool.Profile.decode_context_s": _COST_S,
     "moonpool.Profile.host_load_nbytes_per_s": NBYTES_PER_S,
     "moonpool.Profile.ssd_load_nbytes_per_s": NBYTES_PER_S,
+    "moonpool.BookedLoad.prefill_s": DURATION_S,
+    "moonpool.BookRequest.prefill_s": DURATION_S,
+    "moonpool.NodeChoice.ttft_s": MEASURED_S,  # without foreign load: it may be negative
     "moonpool.LeaseRequest.ttl_s": DURATION_S,
     "moonpool.LeaseReply.granted_s": DURATION_S,
     "moonpool.RenewRequest.ttl_s": DURATION_S,

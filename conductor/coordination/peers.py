@@ -35,10 +35,10 @@ _BEAT_TIMEOUT_S = 1.0
 _FAREWELL_S = 0.2
 
 
-class InvalidReport(MoonpoolError):
-    """A message of another conductor has a number out of range. Nothing of it was counted."""
+class ConductorUnknown(MoonpoolError):
+    """A conductor asks for a booking before its first report. Nothing was booked."""
 
-    code = "INVALID_ARGUMENT"
+    code = "FAILED_PRECONDITION"
 
 
 class _Peer:
@@ -147,12 +147,13 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
                 prefill_s=wanted.prefill_s,
             )
             try:
-                reply = await arbiter.stub.Book(request, timeout=ANSWER_S)
+                with rpc.node_errors(arbiter.conductor_id):
+                    reply = await arbiter.stub.Book(request, timeout=ANSWER_S)
                 return Booking(reply.prefill, reply.decode, reply.had_room)
-            except grpc.aio.AioRpcError as error:
-                arbiter.prompt = False  # until the next beat that it answers at once
+            except MoonpoolError as error:
+                arbiter.prompt = False  # until the next report that it answers at once
                 core_metrics.bookings.labels("unavailable").inc()
-                log.debug("%s has not booked in time: %s", arbiter.conductor_id, error.code().name)
+                log.debug("decided without the arbiter: %s", error)
             finally:
                 self._open.discard(number)
         return self._bookings.book(wanted)
@@ -174,18 +175,14 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         self, request: conductor_pb2.BookRequest, context: ServicerContext[Any, Any]
     ) -> conductor_pb2.BookReply:
         if request.conductor_id not in self._peers:
-            raise InvalidReport(f"{request.conductor_id} asks for a booking before its first report")
-        wanted = Wanted(
-            _to_choices(request.prefills),
-            _to_choices(request.decodes),
-            request.num_blocks,
-            _finite(request.prefill_s),
-        )
+            raise ConductorUnknown(f"{request.conductor_id} must report its load before it books")
+        prefills, decodes = _to_choices(request.prefills), _to_choices(request.decodes)
+        wanted = Wanted(prefills, decodes, request.num_blocks, request.prefill_s)
         booking = self._bookings.book(wanted, conductor_id=request.conductor_id, number=request.number)
-        nodes = [wanted.prefills[booking.prefill].node] if booking.prefill >= 0 else []
+        nodes = {prefills[booking.prefill].node} if booking.prefill >= 0 else set()
         if booking.decode >= 0:
-            nodes.append(wanted.decodes[booking.decode].node)
-        self._on_news(set(nodes))
+            nodes.add(decodes[booking.decode].node)
+        self._on_news(nodes)
         return conductor_pb2.BookReply(
             prefill=booking.prefill, decode=booking.decode, had_room=booking.had_room
         )
@@ -207,8 +204,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         )
 
     def _hear(self, peer: _Peer, report: conductor_pb2.LoadReport) -> None:
-        """Raises ``InvalidReport``."""
-        loads = {load.node: Load(load.num_blocks, _finite(load.prefill_s)) for load in report.loads}
+        loads = {load.node: Load(load.num_blocks, load.prefill_s) for load in report.loads}
         nodes = self._bookings.hear(
             peer.conductor_id, Report(report.version, loads, report.num_begun, frozenset(report.open))
         )
@@ -237,12 +233,13 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
                 continue
             told, began_s = bool(ours.loads), clock()
             try:
-                report = await peer.stub.Share(ours, timeout=_BEAT_TIMEOUT_S)
+                with rpc.node_errors(peer.conductor_id):
+                    report = await peer.stub.Share(ours, timeout=_BEAT_TIMEOUT_S)
                 # Another process may have its address by now.
                 if report.conductor_id == peer.conductor_id:
                     self._hear(peer, report)
                     peer.prompt = clock() - began_s <= ANSWER_S
-            except (grpc.aio.AioRpcError, InvalidReport) as error:
+            except MoonpoolError as error:
                 peer.prompt = False
                 log.debug("%s at %s does not share its load: %s", peer.conductor_id, peer.address, error)
             if clock() - peer.heard_s > self._lease_ttl_s:
@@ -287,11 +284,4 @@ def _to_messages(choices: Sequence[Choice]) -> list[conductor_pb2.NodeChoice]:
 
 
 def _to_choices(messages: Sequence[conductor_pb2.NodeChoice]) -> list[Choice]:
-    return [Choice(one.node, one.capacity, _finite(one.ttft_s)) for one in messages]
-
-
-def _finite(seconds: float) -> float:
-    """Raises ``InvalidReport``."""
-    if not math.isfinite(seconds):
-        raise InvalidReport(f"seconds must be finite, got {seconds}")
-    return seconds
+    return [Choice(one.node, one.capacity, one.ttft_s) for one in messages]

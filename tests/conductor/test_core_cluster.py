@@ -232,7 +232,6 @@ async def test_a_record_that_makes_no_sense_harms_nobody(redis: RedisProcess) ->
             layout=LAYOUT,
             model="tiny-1",
             kv_address=b"\xff\xff",
-            profile={"decode_base_s": "fast"},  # type: ignore[dict-item]
         )
         await cluster.index.register(record, ttl_s=30.0)
         await cluster.until(lambda: len(cluster.conductor.cluster()["nodes"]) == 3)

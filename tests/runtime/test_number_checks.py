@@ -11,7 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2
+from moonpool.protos import conductor_pb2, node_pb2, node_pb2_grpc, store_pb2
 from moonpool.runtime import rpc
 from moonpool.runtime.errors import RemoteError
 from moonpool.runtime.number_checks import (
@@ -29,7 +29,7 @@ Path = tuple[FieldDescriptor, ...]  # from a message to a number in it
 
 def methods() -> Iterator[tuple[Any, Any]]:
     """(request, reply) of every method of every service."""
-    for file in (node_pb2.DESCRIPTOR, store_pb2.DESCRIPTOR):
+    for file in (conductor_pb2.DESCRIPTOR, node_pb2.DESCRIPTOR, store_pb2.DESCRIPTOR):
         for service in file.services_by_name.values():
             for method in service.methods:
                 yield method.input_type, method.output_type
