@@ -21,6 +21,7 @@ from moonpool.kvstore.events.messages import (
     BlockRemoved,
     BlockStored,
     EventBatch,
+    Hash,
     KvEvent,
     decode,
     encode,
@@ -270,16 +271,25 @@ async def test_a_new_process_with_the_next_number_is_another_engine(
 
 async def test_a_connection_that_broke_costs_nothing_with_a_replay(engine: Engine) -> None:
     source = EventSource(engine.endpoint, engine.replay_endpoint)
-    batches = source.batches()
+    got: list[list[Hash]] = []
+
+    async def read() -> None:
+        async for batch in source.batches():
+            assert isinstance(batch, EventBatch), "nothing was lost"
+            got.extend(list(event.block_hashes) for event in batch.events)  # type: ignore[union-attr]
+
+    reading = asyncio.create_task(read())
     await engine.subscribed()
     await sent(engine, 1, 2)
-    got = [await anext(batches), await anext(batches)]
+    await eventually(lambda: got == [[1], [2]])
     again = await engine.reborn()
     again.sent, again.seq = engine.sent, engine.seq  # as if it were the same process
     await sent(again, 3, lost=True)
     await sent(again, 4)
-    got += [await anext(batches), await anext(batches)]
-    assert [event.block_hashes for batch in got for event in batch.events] == [[1], [2], [3], [4]]  # type: ignore
+    await eventually(lambda: reading.done() or got == [[1], [2], [3], [4]])
+    assert not reading.done()
+    reading.cancel()
+    await asyncio.wait((reading,))
     source.close()
     again.close()
 
