@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from moonpool.kvstore.remote.rank_reader import RankRead
 from moonpool.kvstore.remote.sharded_reader import shard_of
 from moonpool.kvstore.store import Bytes
 from moonpool.protos import node_pb2
-from moonpool.transfer import AgentClosed, AgentDescriptor, TransferAgent, checksum
+from moonpool.transfer import AgentClosed, AgentDescriptor, TransferAgent, TransferError, checksum
 
 # How often a thread that waits for the loop checks that the loop still runs.
 _CHECK_S = 1.0
@@ -37,7 +37,6 @@ class _RankPart:
     agent: AgentDescriptor
     region: int
     block_nbytes: int
-    grant: int  # to write the region
     reads: list[tuple[int, int, int]]
     writes: list[tuple[int, int, int]]
 
@@ -65,22 +64,23 @@ class RemoteRankBytes(CopiedBytes):
         layout: KVLayout,
         agent: TransferAgent,
         ranks: Sequence[node_pb2.RankMemory],
-        grants: Sequence[int],
+        grant: Callable[[int], Awaitable[int]],
         lost: Callable[[], RankLost | None],
         *,
         deadline_s: float,
     ) -> None:
-        """Call it on the loop. ``ranks``: of all ranks, including 0; ``grants``: to write their regions.
-        ``lost()``: the error of a lost group.
-
-        deadline_s: of each move. It must exceed the time until a stopped rank is lost: a rank that resumes
-        after a write was given up could still complete that write.
+        """Call it on the loop. ``ranks``: of all ranks, including 0. ``grant(rank)``: a new grant to
+        write its region; no write under the former one lands any more; raises RankLost. ``lost()``: the error
+        of a lost group. deadline_s: of each move.
         """
         self.block_nbytes = layout.block_nbytes
         self._agent = agent
         self._lost = lost
         self._deadline_s = deadline_s
-        self._parts = _rank_parts(layout, ranks, grants)
+        self._parts = _rank_parts(layout, ranks)
+        self._grant = grant
+        self._grants = [0] * len(ranks)  # by rank; 0: none yet
+        self._granting = [asyncio.Lock() for _ in ranks]
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._num_staged = max(1, STAGING_NBYTES // layout.block_nbytes)
@@ -199,8 +199,8 @@ class RemoteRankBytes(CopiedBytes):
         if self._closed:
             raise AgentClosed(self._agent.agent_id)
         moves = [
-            self._loop.create_task(self._move_part(direction, part, block_ids, spans))
-            for part in self._parts
+            self._loop.create_task(self._move_part(direction, rank, part, block_ids, spans))
+            for rank, part in enumerate(self._parts)
             if block_ids and (part.reads if direction == "read" else part.writes)
         ]
         self._moves.update(moves)
@@ -221,6 +221,7 @@ class RemoteRankBytes(CopiedBytes):
     async def _move_part(
         self,
         direction: Literal["read", "write"],
+        rank: int,
         part: _RankPart,
         block_ids: Sequence[int],
         spans: _BlockSpans,
@@ -239,12 +240,23 @@ class RemoteRankBytes(CopiedBytes):
         else:
             read = RankRead(b"", spans.region, spans.begins, theirs, part.writes, left_s)
             remote, ours = read.spans(part.region)
-            await peer.write(ours, remote, deadline_s=left_s, grant=part.grant)
+            grant = self._grants[rank] or await self._new_grant(rank, 0)
+            try:
+                await peer.write(ours, remote, deadline_s=left_s, grant=grant)
+            except TransferError:
+                # It may still be on its way to blocks that others get now.
+                await self._new_grant(rank, grant)
+                raise
+
+    async def _new_grant(self, rank: int, former: int) -> int:
+        """The grant that replaces ``former``. When it returns, nothing is written under that."""
+        async with self._granting[rank]:
+            if self._grants[rank] == former:
+                self._grants[rank] = await self._grant(rank)
+            return self._grants[rank]
 
 
-def _rank_parts(
-    layout: KVLayout, ranks: Sequence[node_pb2.RankMemory], grants: Sequence[int]
-) -> list[_RankPart]:
+def _rank_parts(layout: KVLayout, ranks: Sequence[node_pb2.RankMemory]) -> list[_RankPart]:
     shards = [shard_of(rank) for rank in ranks]
     reads: list[list[Run]] = [[] for _ in ranks]
     for number, run in canonical_runs(layout, shards):
@@ -255,7 +267,6 @@ def _rank_parts(
             AgentDescriptor.unpack(rank.agent),
             rank.region,
             shard.block_nbytes(layout),
-            grant,
             [(run.target, run.source, run.nbytes) for run in runs],
             [
                 (run.source, run.target, run.nbytes)
@@ -263,5 +274,5 @@ def _rank_parts(
                 for run in overlap.runs
             ],
         )
-        for rank, shard, grant, runs in zip(ranks, shards, grants, reads, strict=True)
+        for rank, shard, runs in zip(ranks, shards, reads, strict=True)
     ]

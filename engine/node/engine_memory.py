@@ -85,18 +85,22 @@ class EngineMemory:
         shards = [BlockShard(shard.layers, shard.kv_heads) for shard in engine.shards]
         readers: list[RankReader] = [AgentReader(agent, region), *group.ranks]
         targets = [RankTarget(*pair) for pair in zip(shards, readers, strict=True)]
-        own = agent.grant_writes([Span(region.id, 0, region.nbytes)]).id
-        found = [(agent.describe().pack(), region.id, own), *agents]
-        ranks = [rank_memory(shard, *where[:2]) for shard, where in zip(shards, found, strict=True)]
+        regions = [(agent.describe().pack(), region.id), *agents]
+        ranks = [rank_memory(shard, *where) for shard, where in zip(shards, regions, strict=True)]
         bytes_: BlockBytes
         if group.pools:
             pools = [_pool(memory, engine, rank) for rank, memory in enumerate([region.array, *group.pools])]
             bytes_ = SharedRankBytes(engine.layout, shards, pools)
         else:
             deadline_s = max(config.transfer.deadline_s, 2 * config.engine.parallel.timeout_s)
-            grants = [grant for _, _, grant in found]
+            own = agent.grant_writes([Span(region.id, 0, region.nbytes)]).id
+
+            async def grant(rank: int) -> int:
+                # Writes within this process are never late.
+                return await group.ranks[rank - 1].grant() if rank else own
+
             bytes_ = RemoteRankBytes(
-                engine.layout, agent, ranks, grants, lambda: group.lost, deadline_s=deadline_s
+                engine.layout, agent, ranks, grant, lambda: group.lost, deadline_s=deadline_s
             )
         blocks = BlockMemory(engine.pool, region, engine.layout, bytes_)
         return cls(engine, blocks, ShardedReader(engine.layout, targets, blocks.hash), ranks)

@@ -185,9 +185,9 @@ class RankGroup:
 
     async def start_agents(
         self, options: TransferOptions, agent_id: str, epoch: int
-    ) -> list[tuple[bytes, int, int]]:
-        """Start a transfer agent over the pool of each other rank: (descriptor, region, grant to write it). A
-        model must be open. Raises RankLost."""
+    ) -> list[tuple[bytes, int]]:
+        """Start a transfer agent over the pool of each other rank: (descriptor, region). A model must be
+        open. Raises RankLost."""
         return await asyncio.gather(
             *(rank.start_agent(options, f"{agent_id}/{rank.rank}", epoch) for rank in self.ranks)
         )

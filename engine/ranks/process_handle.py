@@ -61,14 +61,18 @@ class RankProcess:
         identity: dict[str, str] = (await loaded)["identity"]
         return identity
 
-    async def start_agent(
-        self, options: TransferOptions, agent_id: str, epoch: int
-    ) -> tuple[bytes, int, int]:
-        """Start a transfer agent in the rank. Return its descriptor, the region of the pool and the grant to
-        write it. Raises RankLost."""
+    async def start_agent(self, options: TransferOptions, agent_id: str, epoch: int) -> tuple[bytes, int]:
+        """Start a transfer agent in the rank. Return its descriptor and the region of the pool. Raises
+        RankLost."""
         command = {"options": asdict(options), "agent_id": agent_id, "epoch": epoch}
         found = await self._ask("agent", {"agent": command})
-        return b64decode(found["descriptor"]), found["region"], found["grant"]
+        return b64decode(found["descriptor"]), found["region"]
+
+    async def grant(self) -> int:
+        """Return a new grant to write the rank's pool; no write under the former one lands any more. One call
+        at a time. Raises RankLost."""
+        grant: int = (await self._ask("grant", {"grant": True}))["grant"]
+        return grant
 
     async def expert_load(self) -> list[list[int]]:
         """Return the rank's table, see ``ExpertLoad``. A model must be open. Raises RankLost."""

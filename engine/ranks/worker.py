@@ -38,7 +38,7 @@ from moonpool.kvstore.remote.rank_reader import AgentReader, RankRead
 from moonpool.runtime.config.options import LogOptions
 from moonpool.runtime.errors import MoonpoolError
 from moonpool.runtime.observing.log import setup_logging
-from moonpool.transfer import Span, TransferAgent
+from moonpool.transfer import Span, TransferAgent, WriteGrant
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class LeaderCommands:
         self.expert_load: Tensor | None = None
         self._agent: TransferAgent | None = None
         self._reader: AgentReader | None = None
+        self._writable: WriteGrant | None = None
         self._reads: dict[int, asyncio.Task[None]] = {}
         self.assignments: queue.Queue[Assignment] = queue.Queue()
         threading.Thread(target=lambda: asyncio.run(self._listen()), name="commands", daemon=True).start()
@@ -82,6 +83,8 @@ class LeaderCommands:
                     self.assignments.put(Assignment.unpack(words))
                 case {"agent": words}:
                     await self._start_agent(words)
+                case {"grant": _}:
+                    await self._grant()
                 case {"expert_load": _}:
                     assert self.expert_load is not None
                     report("expert_load", table=self.expert_load.tolist())
@@ -108,9 +111,18 @@ class LeaderCommands:
         else:
             region = agent.register(pool.view(torch.uint8), name="pool")
         self._reader = AgentReader(agent, region)
-        grant = agent.grant_writes([Span(region.id, 0, region.nbytes)])
-        descriptor = b64encode(agent.describe().pack()).decode()
-        report("agent", descriptor=descriptor, region=region.id, grant=grant.id)
+        self._writable = None
+        report("agent", descriptor=b64encode(agent.describe().pack()).decode(), region=region.id)
+
+    async def _grant(self) -> None:
+        """Let the leader write the pool, under a new grant. No write under the former one lands any more."""
+        assert self._agent is not None
+        assert self._reader is not None
+        if self._writable is not None:
+            await self._writable.end()
+        region = self._reader.region
+        self._writable = self._agent.grant_writes([Span(region.id, 0, region.nbytes)])
+        report("grant", grant=self._writable.id)
 
     async def _read(self, number: int, request: RankRead) -> None:
         assert self._reader is not None

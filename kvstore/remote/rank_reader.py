@@ -68,16 +68,16 @@ class AgentReader:
 
     def __init__(self, agent: TransferAgent, region: Region) -> None:
         self._agent = agent
-        self._region = region
+        self.region = region
 
     async def read(self, request: RankRead, joint: JointRead | None = None) -> str:
         """``joint``: of several reads that fill blocks together."""
         peer = await self._agent.connect(_descriptor(request.agent))
-        local, remote = request.spans(self._region.id)
+        local, remote = request.spans(self.region.id)
         return (await peer.read(local, remote, deadline_s=request.deadline_s, joint=joint)).transport
 
     def joint(
         self, begins: Sequence[int], block_nbytes: int, checksums: Sequence[int], num_reads: int
     ) -> JointRead:
         """For reads that together fill whole blocks of the region at these offsets."""
-        return JointRead(self._region, begins, block_nbytes, checksums, num_reads)
+        return JointRead(self.region, begins, block_nbytes, checksums, num_reads)

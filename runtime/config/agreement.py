@@ -14,7 +14,6 @@ MUST_AGREE = {
     "engine.block_size": "neither process can use the other's blocks",
     "engine.kv_dtype": "neither process can use the other's blocks",
     "index.lease_ttl_s": "conductors notice the death of the node with the longer lease late",
-    "store.lease_ttl_s": "one process may evict blocks that the other still reads",
     "transfer.checksum": "the process without checksums does not verify the blocks it reads",
     "transfer.transports": "a pair uses the best transport that both offer, which may be slow",
     "transfer.secret": _REFUSED,
