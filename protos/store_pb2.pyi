@@ -9,6 +9,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from moonpool.protos import node_pb2 as _node_pb2
 import builtins as _builtins
 import sys
@@ -21,12 +22,33 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Pin:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PinEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pin.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    NONE: _Pin.ValueType  # 0
+    SOFT: _Pin.ValueType  # 1
+    """evicted after all that are not pinned"""
+    HARD: _Pin.ValueType  # 2
+    """never evicted"""
+
+class Pin(_Pin, metaclass=_PinEnumTypeWrapper): ...
+
+NONE: Pin.ValueType  # 0
+SOFT: Pin.ValueType  # 1
+"""evicted after all that are not pinned"""
+HARD: Pin.ValueType  # 2
+"""never evicted"""
+Global___Pin: _TypeAlias = Pin  # noqa: Y015
+
 @_typing.final
 class ObjectInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
+    STORAGE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
@@ -34,8 +56,8 @@ class ObjectInfo(_message.Message):
     SURPLUS_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """16 bytes"""
-    version: _builtins.int
-    """time of its put in ns since 1970; the latest version wins"""
+    storage: _builtins.int
+    """random; names the bytes of one put"""
     name: _builtins.str
     """as given by the tenant"""
     nbytes: _builtins.int
@@ -48,7 +70,7 @@ class ObjectInfo(_message.Message):
         self,
         *,
         key: _builtins.bytes = ...,
-        version: _builtins.int = ...,
+        storage: _builtins.int = ...,
         name: _builtins.str = ...,
         nbytes: _builtins.int = ...,
         dtype: _builtins.str = ...,
@@ -57,15 +79,61 @@ class ObjectInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "key", b"key", "name", b"name", "nbytes", b"nbytes", "shape", b"shape", "surplus", b"surplus", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "key", b"key", "name", b"name", "nbytes", b"nbytes", "shape", b"shape", "storage", b"storage", "surplus", b"surplus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ObjectInfo: _TypeAlias = ObjectInfo  # noqa: Y015
 
 @_typing.final
+class ObjectRecord(_message.Message):
+    """What Redis says of an object. `version` and `expires_ms` are drawn from Redis when its put becomes visible."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    EXPIRES_MS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.bytes
+    copies: _builtins.int
+    """how many its put requested"""
+    pin: Global___Pin.ValueType
+    version: _builtins.int
+    """grows with each put of the key; microseconds since 1970 on Redis's clock"""
+    expires_ms: _builtins.int
+    """since 1970, on Redis's clock; 0: never"""
+    @_builtins.property
+    def info(self) -> Global___ObjectInfo: ...
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """nodes that have its bytes"""
+
+    def __init__(
+        self,
+        *,
+        info: Global___ObjectInfo | None = ...,
+        owner: _builtins.bytes = ...,
+        places: _abc.Iterable[_builtins.str] | None = ...,
+        copies: _builtins.int = ...,
+        pin: Global___Pin.ValueType = ...,
+        version: _builtins.int = ...,
+        expires_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "expires_ms", b"expires_ms", "info", b"info", "owner", b"owner", "pin", b"pin", "places", b"places", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ObjectRecord: _TypeAlias = ObjectRecord  # noqa: Y015
+
+@_typing.final
 class StoredObject(_message.Message):
-    """An object in the persistent index of its node."""
+    """An object in the inventory of a node."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -73,12 +141,20 @@ class StoredObject(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     TAIL_CHECKSUM_FIELD_NUMBER: _builtins.int
     CHUNK_NBYTES_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
     tail_checksum: _builtins.int
     """xxh3-64 of the last chunk's bytes, without the padding"""
     chunk_nbytes: _builtins.int
+    data: _builtins.bytes
+    """of a small object, which has no chunks"""
     @_builtins.property
     def info(self) -> Global___ObjectInfo: ...
+    @_builtins.property
+    def record(self) -> Global___ObjectRecord:
+        """as it last was, without info; absent: no record has named these bytes yet"""
+
     def __init__(
         self,
         *,
@@ -86,10 +162,12 @@ class StoredObject(_message.Message):
         owner: _builtins.bytes = ...,
         tail_checksum: _builtins.int = ...,
         chunk_nbytes: _builtins.int = ...,
+        record: Global___ObjectRecord | None = ...,
+        data: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_nbytes", b"chunk_nbytes", "info", b"info", "owner", b"owner", "tail_checksum", b"tail_checksum"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_nbytes", b"chunk_nbytes", "data", b"data", "info", b"info", "owner", b"owner", "record", b"record", "tail_checksum", b"tail_checksum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -102,21 +180,27 @@ class BeginRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     OBJECTS_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
     """16 bytes; the owner may see, read and remove these"""
     ttl_s: _builtins.float
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectInfo]: ...
+    @_builtins.property
+    def data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of each object; small ones come with their bytes, others empty"""
+
     def __init__(
         self,
         *,
         owner: _builtins.bytes = ...,
         objects: _abc.Iterable[Global___ObjectInfo] | None = ...,
         ttl_s: _builtins.float = ...,
+        data: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["objects", b"objects", "owner", b"owner", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "objects", b"objects", "owner", b"owner", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -237,16 +321,25 @@ class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PUT_ID_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    STORAGE_FIELD_NUMBER: _builtins.int
+    owner: _builtins.bytes
     @_builtins.property
     def put_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def storage(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """complete ones, which no record names"""
+
     def __init__(
         self,
         *,
         put_id: _abc.Iterable[_builtins.int] | None = ...,
+        owner: _builtins.bytes = ...,
+        storage: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["put_id", b"put_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "put_id", b"put_id", "storage", b"storage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -266,6 +359,89 @@ class AbortReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortReply: _TypeAlias = AbortReply  # noqa: Y015
+
+@_typing.final
+class PublishRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.bytes
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___PublishObject]: ...
+    def __init__(
+        self,
+        *,
+        owner: _builtins.bytes = ...,
+        objects: _abc.Iterable[Global___PublishObject] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["objects", b"objects", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishRequest: _TypeAlias = PublishRequest  # noqa: Y015
+
+@_typing.final
+class PublishObject(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    STORAGE_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    storage: _builtins.int
+    copies: _builtins.int
+    pin: Global___Pin.ValueType
+    ttl_ms: _builtins.int
+    """0: it does not expire"""
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """nodes that have the bytes; this one is first"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        storage: _builtins.int = ...,
+        places: _abc.Iterable[_builtins.str] | None = ...,
+        copies: _builtins.int = ...,
+        pin: Global___Pin.ValueType = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "key", b"key", "pin", b"pin", "places", b"places", "storage", b"storage", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishObject: _TypeAlias = PublishObject  # noqa: Y015
+
+@_typing.final
+class PublishReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def error(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of each object: why it is not visible; empty: it is"""
+
+    def __init__(
+        self,
+        *,
+        error: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishReply: _TypeAlias = PublishReply  # noqa: Y015
 
 @_typing.final
 class OpenRequest(_message.Message):
@@ -304,22 +480,22 @@ class OpenObject(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
+    STORAGE_FIELD_NUMBER: _builtins.int
     FIRST_CHUNK_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
-    version: _builtins.int
-    """0: any"""
+    storage: _builtins.int
+    """0: that of the record"""
     first_chunk: _builtins.int
     def __init__(
         self,
         *,
         key: _builtins.bytes = ...,
-        version: _builtins.int = ...,
+        storage: _builtins.int = ...,
         first_chunk: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_chunk", b"first_chunk", "key", b"key", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_chunk", b"first_chunk", "key", b"key", "storage", b"storage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -361,9 +537,19 @@ class OpenedObject(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    absent: _builtins.bool
+    """these bytes are not on this node"""
+    data: _builtins.bytes
+    """of a small object, which has no chunks"""
+    checksum: _builtins.int
+    """xxh3-64 of data"""
     @_builtins.property
     def info(self) -> Global___ObjectInfo:
-        """absent: not on this node"""
+        """absent: there is no such object"""
 
     @_builtins.property
     def chunks(self) -> _node_pb2.BlockSpans:
@@ -371,16 +557,24 @@ class OpenedObject(_message.Message):
 
     @_builtins.property
     def lease_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the record"""
+
     def __init__(
         self,
         *,
         info: Global___ObjectInfo | None = ...,
         chunks: _node_pb2.BlockSpans | None = ...,
         lease_id: _abc.Iterable[_builtins.int] | None = ...,
+        places: _abc.Iterable[_builtins.str] | None = ...,
+        absent: _builtins.bool = ...,
+        data: _builtins.bytes = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "info", b"info", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "checksum", b"checksum", "chunks", b"chunks", "data", b"data", "info", b"info", "lease_id", b"lease_id", "places", b"places"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -427,18 +621,22 @@ class FindRequest(_message.Message):
 
     OWNER_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    LAST_KNOWN_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
     keys: _builtins.bytes
     """16 bytes each"""
+    last_known: _builtins.bool
+    """what this node last knew of its own objects, without asking Redis"""
     def __init__(
         self,
         *,
         owner: _builtins.bytes = ...,
         keys: _builtins.bytes = ...,
+        last_known: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "last_known", b"last_known", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -450,11 +648,11 @@ class FindReply(_message.Message):
 
     FOUND_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def found(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectInfo]: ...
+    def found(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectRecord]: ...
     def __init__(
         self,
         *,
-        found: _abc.Iterable[Global___ObjectInfo] | None = ...,
+        found: _abc.Iterable[Global___ObjectRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -469,19 +667,19 @@ class CheckRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OWNER_FIELD_NUMBER: _builtins.int
-    KEYS_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
-    keys: _builtins.bytes
-    """16 bytes each"""
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenObject]: ...
     def __init__(
         self,
         *,
         owner: _builtins.bytes = ...,
-        keys: _builtins.bytes = ...,
+        objects: _abc.Iterable[Global___OpenObject] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["objects", b"objects", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -511,23 +709,21 @@ class RemoveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OWNER_FIELD_NUMBER: _builtins.int
-    KEYS_FIELD_NUMBER: _builtins.int
-    BEFORE_VERSION_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
-    keys: _builtins.bytes
-    """16 bytes each"""
-    before_version: _builtins.int
-    """only versions before this one; 0: all"""
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenObject]:
+        """removed if the record still names this storage"""
+
     def __init__(
         self,
         *,
         owner: _builtins.bytes = ...,
-        keys: _builtins.bytes = ...,
-        before_version: _builtins.int = ...,
+        objects: _abc.Iterable[Global___OpenObject] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_version", b"before_version", "keys", b"keys", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["objects", b"objects", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -553,19 +749,60 @@ class RemoveReply(_message.Message):
 Global___RemoveReply: _TypeAlias = RemoveReply  # noqa: Y015
 
 @_typing.final
+class ReconcileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.bytes
+    keys: _builtins.bytes
+    """16 bytes each"""
+    def __init__(
+        self,
+        *,
+        owner: _builtins.bytes = ...,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReconcileRequest: _TypeAlias = ReconcileRequest  # noqa: Y015
+
+@_typing.final
+class ReconcileReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReconcileReply: _TypeAlias = ReconcileReply  # noqa: Y015
+
+@_typing.final
 class CopyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OWNER_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
+    STORAGE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     SURPLUS_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
     key: _builtins.bytes
-    version: _builtins.int
+    storage: _builtins.int
     surplus: _builtins.bool
     """a copy beyond the number that its owner requested"""
+    join: _builtins.bool
+    """add this node to the places of the record, which names these bytes"""
     @_builtins.property
     def source(self) -> _node_pb2.KvAddress: ...
     def __init__(
@@ -573,13 +810,14 @@ class CopyRequest(_message.Message):
         *,
         owner: _builtins.bytes = ...,
         key: _builtins.bytes = ...,
-        version: _builtins.int = ...,
+        storage: _builtins.int = ...,
         source: _node_pb2.KvAddress | None = ...,
         surplus: _builtins.bool = ...,
+        join: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "owner", b"owner", "source", b"source", "surplus", b"surplus", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["join", b"join", "key", b"key", "owner", b"owner", "source", b"source", "storage", b"storage", "surplus", b"surplus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -613,22 +851,23 @@ class ListRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OWNER_FIELD_NUMBER: _builtins.int
-    AFTER_FIELD_NUMBER: _builtins.int
-    LIMIT_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    LAST_KNOWN_FIELD_NUMBER: _builtins.int
     owner: _builtins.bytes
-    after: _builtins.bytes
-    """the last key of the previous page; empty: the first page"""
-    limit: _builtins.int
+    cursor: _builtins.int
+    """of the previous page; 0: the first page"""
+    last_known: _builtins.bool
+    """as in FindRequest; one page"""
     def __init__(
         self,
         *,
         owner: _builtins.bytes = ...,
-        after: _builtins.bytes = ...,
-        limit: _builtins.int = ...,
+        cursor: _builtins.int = ...,
+        last_known: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "limit", b"limit", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "last_known", b"last_known", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -639,16 +878,22 @@ class ListReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OBJECTS_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.int
+    """0: this was the last page"""
     @_builtins.property
-    def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectInfo]: ...
+    def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectRecord]:
+        """one may come twice"""
+
     def __init__(
         self,
         *,
-        objects: _abc.Iterable[Global___ObjectInfo] | None = ...,
+        objects: _abc.Iterable[Global___ObjectRecord] | None = ...,
+        cursor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["objects", b"objects"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "objects", b"objects"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,6 +51,11 @@ class StoreStub:
                 request_serializer=moonpool_dot_protos_dot_store__pb2.AbortRequest.SerializeToString,
                 response_deserializer=moonpool_dot_protos_dot_store__pb2.AbortReply.FromString,
                 _registered_method=True)
+        self.Publish = channel.unary_unary(
+                '/moonpool.Store/Publish',
+                request_serializer=moonpool_dot_protos_dot_store__pb2.PublishRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.PublishReply.FromString,
+                _registered_method=True)
         self.Open = channel.unary_unary(
                 '/moonpool.Store/Open',
                 request_serializer=moonpool_dot_protos_dot_store__pb2.OpenRequest.SerializeToString,
@@ -75,6 +80,11 @@ class StoreStub:
                 '/moonpool.Store/Remove',
                 request_serializer=moonpool_dot_protos_dot_store__pb2.RemoveRequest.SerializeToString,
                 response_deserializer=moonpool_dot_protos_dot_store__pb2.RemoveReply.FromString,
+                _registered_method=True)
+        self.Reconcile = channel.unary_unary(
+                '/moonpool.Store/Reconcile',
+                request_serializer=moonpool_dot_protos_dot_store__pb2.ReconcileRequest.SerializeToString,
+                response_deserializer=moonpool_dot_protos_dot_store__pb2.ReconcileReply.FromString,
                 _registered_method=True)
         self.Copy = channel.unary_unary(
                 '/moonpool.Store/Copy',
@@ -104,15 +114,15 @@ class StoreServicer:
     """
 
     def Begin(self, request, context):
-        """Reserve space for the first chunks of each object. An object is visible once all of it is committed.
+        """Reserve space for the first chunks of each object. Nothing is visible before Publish.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """The reserved chunks have been written. Answers with the next spans, or `done`: the object is complete, visible
-        and replaces an earlier version. A put that is not continued within its ttl is aborted.
+        """The reserved chunks have been written. Answers with the next spans, or `done`: the object's bytes are here,
+        under its storage id. A put that is not continued within its ttl is aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,8 +134,15 @@ class StoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Publish(self, request, context):
+        """Change the records of objects whose bytes are here and at the other places named: they are visible now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Open(self, request, context):
-        """Pin the first chunks from `first_chunk` on; the caller may read them until the lease ends.
+        """Read the records, and pin the first chunks from `first_chunk` on; the caller may read them until the lease ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +155,7 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Find(self, request, context):
-        """Which of these are on this node; pins nothing and does not count as a use.
+        """The records of these; pins nothing and does not count as a use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,20 +169,28 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Remove(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Remove records. The bytes are dropped by the nodes that have them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reconcile(self, request, context):
+        """The records of these have changed: compare them with what is here.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Copy(self, request, context):
-        """Copy an object from another store node.
+        """Copy an object's bytes from another store node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """The objects of a tenant in the order of their keys.
+        """The objects of a tenant, page by page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,6 +227,11 @@ def add_StoreServicer_to_server(servicer, server):
                     request_deserializer=moonpool_dot_protos_dot_store__pb2.AbortRequest.FromString,
                     response_serializer=moonpool_dot_protos_dot_store__pb2.AbortReply.SerializeToString,
             ),
+            'Publish': grpc.unary_unary_rpc_method_handler(
+                    servicer.Publish,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.PublishRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.PublishReply.SerializeToString,
+            ),
             'Open': grpc.unary_unary_rpc_method_handler(
                     servicer.Open,
                     request_deserializer=moonpool_dot_protos_dot_store__pb2.OpenRequest.FromString,
@@ -226,6 +256,11 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Remove,
                     request_deserializer=moonpool_dot_protos_dot_store__pb2.RemoveRequest.FromString,
                     response_serializer=moonpool_dot_protos_dot_store__pb2.RemoveReply.SerializeToString,
+            ),
+            'Reconcile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reconcile,
+                    request_deserializer=moonpool_dot_protos_dot_store__pb2.ReconcileRequest.FromString,
+                    response_serializer=moonpool_dot_protos_dot_store__pb2.ReconcileReply.SerializeToString,
             ),
             'Copy': grpc.unary_unary_rpc_method_handler(
                     servicer.Copy,
@@ -331,6 +366,33 @@ class Store:
             '/moonpool.Store/Abort',
             moonpool_dot_protos_dot_store__pb2.AbortRequest.SerializeToString,
             moonpool_dot_protos_dot_store__pb2.AbortReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Publish(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Store/Publish',
+            moonpool_dot_protos_dot_store__pb2.PublishRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.PublishReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -466,6 +528,33 @@ class Store:
             '/moonpool.Store/Remove',
             moonpool_dot_protos_dot_store__pb2.RemoveRequest.SerializeToString,
             moonpool_dot_protos_dot_store__pb2.RemoveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reconcile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.Store/Reconcile',
+            moonpool_dot_protos_dot_store__pb2.ReconcileRequest.SerializeToString,
+            moonpool_dot_protos_dot_store__pb2.ReconcileReply.FromString,
             options,
             channel_credentials,
             insecure,

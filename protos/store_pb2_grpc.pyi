@@ -38,24 +38,29 @@ class StoreStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StoreAsyncStub: ...
     Begin: _grpc.UnaryUnaryMultiCallable[_store_pb2.BeginRequest, _store_pb2.PutReply]
-    """Reserve space for the first chunks of each object. An object is visible once all of it is committed."""
+    """Reserve space for the first chunks of each object. Nothing is visible before Publish."""
     Commit: _grpc.UnaryUnaryMultiCallable[_store_pb2.CommitRequest, _store_pb2.PutReply]
-    """The reserved chunks have been written. Answers with the next spans, or `done`: the object is complete, visible
-    and replaces an earlier version. A put that is not continued within its ttl is aborted.
+    """The reserved chunks have been written. Answers with the next spans, or `done`: the object's bytes are here,
+    under its storage id. A put that is not continued within its ttl is aborted.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortReply]
+    Publish: _grpc.UnaryUnaryMultiCallable[_store_pb2.PublishRequest, _store_pb2.PublishReply]
+    """Change the records of objects whose bytes are here and at the other places named: they are visible now."""
     Open: _grpc.UnaryUnaryMultiCallable[_store_pb2.OpenRequest, _store_pb2.OpenReply]
-    """Pin the first chunks from `first_chunk` on; the caller may read them until the lease ends."""
+    """Read the records, and pin the first chunks from `first_chunk` on; the caller may read them until the lease ends."""
     Close: _grpc.UnaryUnaryMultiCallable[_store_pb2.CloseRequest, _store_pb2.CloseReply]
     Find: _grpc.UnaryUnaryMultiCallable[_store_pb2.FindRequest, _store_pb2.FindReply]
-    """Which of these are on this node; pins nothing and does not count as a use."""
+    """The records of these; pins nothing and does not count as a use."""
     Check: _grpc.UnaryUnaryMultiCallable[_store_pb2.CheckRequest, _store_pb2.CheckReply]
     """Verify the checksums of these after a reader found a mismatch. Damaged objects are dropped."""
     Remove: _grpc.UnaryUnaryMultiCallable[_store_pb2.RemoveRequest, _store_pb2.RemoveReply]
+    """Remove records. The bytes are dropped by the nodes that have them."""
+    Reconcile: _grpc.UnaryUnaryMultiCallable[_store_pb2.ReconcileRequest, _store_pb2.ReconcileReply]
+    """The records of these have changed: compare them with what is here."""
     Copy: _grpc.UnaryUnaryMultiCallable[_store_pb2.CopyRequest, _store_pb2.CopyReply]
-    """Copy an object from another store node."""
+    """Copy an object's bytes from another store node."""
     List: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListRequest, _store_pb2.ListReply]
-    """The objects of a tenant in the order of their keys."""
+    """The objects of a tenant, page by page."""
     Usage: _grpc.UnaryUnaryMultiCallable[_store_pb2.UsageRequest, _store_pb2.UsageReply]
     Verify: _grpc.UnaryStreamMultiCallable[_store_pb2.VerifyRequest, _store_pb2.VerifyProgress]
     """Verify the checksum of every block and chunk. Damaged ones are dropped."""
@@ -68,24 +73,29 @@ class StoreAsyncStub(StoreStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Begin: _aio.UnaryUnaryMultiCallable[_store_pb2.BeginRequest, _store_pb2.PutReply]  # type: ignore[assignment]
-    """Reserve space for the first chunks of each object. An object is visible once all of it is committed."""
+    """Reserve space for the first chunks of each object. Nothing is visible before Publish."""
     Commit: _aio.UnaryUnaryMultiCallable[_store_pb2.CommitRequest, _store_pb2.PutReply]  # type: ignore[assignment]
-    """The reserved chunks have been written. Answers with the next spans, or `done`: the object is complete, visible
-    and replaces an earlier version. A put that is not continued within its ttl is aborted.
+    """The reserved chunks have been written. Answers with the next spans, or `done`: the object's bytes are here,
+    under its storage id. A put that is not continued within its ttl is aborted.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortReply]  # type: ignore[assignment]
+    Publish: _aio.UnaryUnaryMultiCallable[_store_pb2.PublishRequest, _store_pb2.PublishReply]  # type: ignore[assignment]
+    """Change the records of objects whose bytes are here and at the other places named: they are visible now."""
     Open: _aio.UnaryUnaryMultiCallable[_store_pb2.OpenRequest, _store_pb2.OpenReply]  # type: ignore[assignment]
-    """Pin the first chunks from `first_chunk` on; the caller may read them until the lease ends."""
+    """Read the records, and pin the first chunks from `first_chunk` on; the caller may read them until the lease ends."""
     Close: _aio.UnaryUnaryMultiCallable[_store_pb2.CloseRequest, _store_pb2.CloseReply]  # type: ignore[assignment]
     Find: _aio.UnaryUnaryMultiCallable[_store_pb2.FindRequest, _store_pb2.FindReply]  # type: ignore[assignment]
-    """Which of these are on this node; pins nothing and does not count as a use."""
+    """The records of these; pins nothing and does not count as a use."""
     Check: _aio.UnaryUnaryMultiCallable[_store_pb2.CheckRequest, _store_pb2.CheckReply]  # type: ignore[assignment]
     """Verify the checksums of these after a reader found a mismatch. Damaged objects are dropped."""
     Remove: _aio.UnaryUnaryMultiCallable[_store_pb2.RemoveRequest, _store_pb2.RemoveReply]  # type: ignore[assignment]
+    """Remove records. The bytes are dropped by the nodes that have them."""
+    Reconcile: _aio.UnaryUnaryMultiCallable[_store_pb2.ReconcileRequest, _store_pb2.ReconcileReply]  # type: ignore[assignment]
+    """The records of these have changed: compare them with what is here."""
     Copy: _aio.UnaryUnaryMultiCallable[_store_pb2.CopyRequest, _store_pb2.CopyReply]  # type: ignore[assignment]
-    """Copy an object from another store node."""
+    """Copy an object's bytes from another store node."""
     List: _aio.UnaryUnaryMultiCallable[_store_pb2.ListRequest, _store_pb2.ListReply]  # type: ignore[assignment]
-    """The objects of a tenant in the order of their keys."""
+    """The objects of a tenant, page by page."""
     Usage: _aio.UnaryUnaryMultiCallable[_store_pb2.UsageRequest, _store_pb2.UsageReply]  # type: ignore[assignment]
     Verify: _aio.UnaryStreamMultiCallable[_store_pb2.VerifyRequest, _store_pb2.VerifyProgress]  # type: ignore[assignment]
     """Verify the checksum of every block and chunk. Damaged ones are dropped."""
@@ -101,7 +111,7 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.BeginRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.PutReply, _abc.Awaitable[_store_pb2.PutReply]]:
-        """Reserve space for the first chunks of each object. An object is visible once all of it is committed."""
+        """Reserve space for the first chunks of each object. Nothing is visible before Publish."""
 
     @_abc_1.abstractmethod
     def Commit(
@@ -109,8 +119,8 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.PutReply, _abc.Awaitable[_store_pb2.PutReply]]:
-        """The reserved chunks have been written. Answers with the next spans, or `done`: the object is complete, visible
-        and replaces an earlier version. A put that is not continued within its ttl is aborted.
+        """The reserved chunks have been written. Answers with the next spans, or `done`: the object's bytes are here,
+        under its storage id. A put that is not continued within its ttl is aborted.
         """
 
     @_abc_1.abstractmethod
@@ -121,12 +131,20 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_store_pb2.AbortReply, _abc.Awaitable[_store_pb2.AbortReply]]: ...
 
     @_abc_1.abstractmethod
+    def Publish(
+        self,
+        request: _store_pb2.PublishRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.PublishReply, _abc.Awaitable[_store_pb2.PublishReply]]:
+        """Change the records of objects whose bytes are here and at the other places named: they are visible now."""
+
+    @_abc_1.abstractmethod
     def Open(
         self,
         request: _store_pb2.OpenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.OpenReply, _abc.Awaitable[_store_pb2.OpenReply]]:
-        """Pin the first chunks from `first_chunk` on; the caller may read them until the lease ends."""
+        """Read the records, and pin the first chunks from `first_chunk` on; the caller may read them until the lease ends."""
 
     @_abc_1.abstractmethod
     def Close(
@@ -141,7 +159,7 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.FindRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.FindReply, _abc.Awaitable[_store_pb2.FindReply]]:
-        """Which of these are on this node; pins nothing and does not count as a use."""
+        """The records of these; pins nothing and does not count as a use."""
 
     @_abc_1.abstractmethod
     def Check(
@@ -156,7 +174,16 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _store_pb2.RemoveRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_store_pb2.RemoveReply, _abc.Awaitable[_store_pb2.RemoveReply]]: ...
+    ) -> _typing.Union[_store_pb2.RemoveReply, _abc.Awaitable[_store_pb2.RemoveReply]]:
+        """Remove records. The bytes are dropped by the nodes that have them."""
+
+    @_abc_1.abstractmethod
+    def Reconcile(
+        self,
+        request: _store_pb2.ReconcileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ReconcileReply, _abc.Awaitable[_store_pb2.ReconcileReply]]:
+        """The records of these have changed: compare them with what is here."""
 
     @_abc_1.abstractmethod
     def Copy(
@@ -164,7 +191,7 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.CopyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.CopyReply, _abc.Awaitable[_store_pb2.CopyReply]]:
-        """Copy an object from another store node."""
+        """Copy an object's bytes from another store node."""
 
     @_abc_1.abstractmethod
     def List(
@@ -172,7 +199,7 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.ListRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.ListReply, _abc.Awaitable[_store_pb2.ListReply]]:
-        """The objects of a tenant in the order of their keys."""
+        """The objects of a tenant, page by page."""
 
     @_abc_1.abstractmethod
     def Usage(

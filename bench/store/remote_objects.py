@@ -156,7 +156,7 @@ class _Session:
     async def _writing(self, objects: Objects, region: int, case: _Case) -> AsyncIterator[Move]:
         # As large as one window: more cannot be reserved before the first part is committed.
         infos = [
-            store_pb2.ObjectInfo(key=bytes([n]) * 16, version=1, name=f"raw-{n}", nbytes=case.nbytes)
+            store_pb2.ObjectInfo(key=bytes([n]) * 16, storage=n + 1, name=f"raw-{n}", nbytes=case.nbytes)
             for n in range(case.count)
         ]
         reply, _ = await self._node.begin(self._client.tenant.owner, infos)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -12,7 +13,10 @@ from moonpool.kvstore.client.errors import NoStoreNodes
 from moonpool.kvstore.index.redis.client import connect
 from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.remote.object_store import RemoteStore
+from moonpool.runtime.errors import MoonpoolError
 from moonpool.transfer import TransferAgent
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class NodeAddress:
     epoch: int
     address: str  # host:port of its gRPC server
     healthy: bool = field(default=True, compare=False)  # False: new objects go elsewhere if possible
+    host_id: str = field(default="", compare=False)  # equal for nodes that fail together; empty: unknown
 
 
 class Directory(Protocol):
@@ -44,7 +49,13 @@ class IndexDirectory:
     async def nodes(self) -> list[NodeAddress]:
         # Unhealthy ones too: their objects may be nowhere else.
         return [
-            NodeAddress(record.node_id, record.epoch, record.rpc_address, record.state == "ready")
+            NodeAddress(
+                record.node_id,
+                record.epoch,
+                record.rpc_address,
+                record.state == "ready",
+                str(record.extra.get("host_id", "")),
+            )
             for record in (await self._index.nodes()).values()
             if record.role == "store" and record.state in ("ready", "unhealthy")
         ]
@@ -89,11 +100,19 @@ class StoreNodes:
     async def current(self, *, doubted: bool = False) -> Mapping[str, RemoteStore]:
         """``doubted``: something has changed; look up the nodes again, unless that was just done.
 
-        Raises ``NoStoreNodes``, ``ApiError``, ``IndexUnavailable``.
+        Raises ``NoStoreNodes``, ``ApiError``, ``IndexUnavailable``; the last two only if no node is known
+        yet.
         """
         async with self._looking:
             if self._clock() - self._looked_s > (_LOOK_AGAIN_S if doubted else _LOOK_EVERY_S):
-                await self._look()
+                try:
+                    await self._look()
+                except MoonpoolError as error:
+                    if not self._by_id:
+                        raise
+                    # The nodes known are used until the cluster answers.
+                    self._looked_s = self._clock()
+                    log.info("the store nodes were not looked up: %s", error)
             if not self._by_id:
                 raise NoStoreNodes(self._where)
             return dict(self._by_id)
@@ -108,6 +127,7 @@ class StoreNodes:
                     address.node_id, address.address, self._agent, deadline_s=self._deadline_s
                 )
             self._nodes[address].healthy = address.healthy
+            self._nodes[address].host_id = address.host_id or address.node_id
         self._by_id = {address.node_id: node for address, node in self._nodes.items()}
         await asyncio.gather(*(node.close() for node in gone))
 

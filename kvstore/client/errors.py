@@ -57,17 +57,46 @@ class BadObject(StoreClientError):
 
 
 class ObjectMissing(StoreClientError):
-    """No store node has the object. ``unreachable``: nodes that did not answer."""
+    """There is no such object."""
 
     code = "NOT_FOUND"
 
-    def __init__(self, name: str, unreachable: Sequence[str] = ()) -> None:
-        hint = f"; {', '.join(unreachable)} did not answer" if unreachable else ""
-        super().__init__(f"there is no object {name!r} for this tenant{hint}")
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no object {name!r} for this tenant")
+
+
+class ObjectUnreachable(StoreClientError):
+    """The object exists, and no node that has its bytes answers."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, name: str, places: Sequence[str]) -> None:
+        super().__init__(
+            f"the object {name!r} is on {', '.join(places)}, and none of them answers: try again, start them "
+            "again, or store it with more copies"
+        )
+
+
+class NoRecords(StoreClientError):
+    """No store node can look objects up or change them now. Nothing has changed."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}. Reads with stale=set() return what the nodes last knew")
+
+
+class OutcomeUnknown(StoreClientError):
+    """A change was sent and no answer came: it may have been made, or may still be."""
+
+    code = "UNKNOWN"
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(f"it is not known whether {what}: {reason}. Read it, or repeat the call")
 
 
 class PutFailed(StoreClientError):
-    """The object is not stored, or on fewer nodes than requested. ``reasons``: the answer of each node."""
+    """The object is not stored; its former value still is. ``reasons``: the answer of each node."""
 
     code = "RESOURCE_EXHAUSTED"
 

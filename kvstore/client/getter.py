@@ -1,23 +1,48 @@
-"""Reads of objects: the nodes tried for each, and one request to each node."""
+"""Reads of objects: the record says what a name means and where its bytes are."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from moonpool.kvstore.client.connections import StoreNodes, preference_order
-from moonpool.kvstore.client.download import Array, GetRequest, receive
-from moonpool.kvstore.client.errors import NoNodeAnswered, ObjectMissing
+from moonpool.kvstore.client.download import Array, GetRequest, NotHere, receive
+from moonpool.kvstore.client.errors import NoNodeAnswered, NoRecords, ObjectMissing, ObjectUnreachable
 from moonpool.kvstore.client.memory import LocalMemory
 from moonpool.kvstore.client.putter import ROUND_OBJECTS
-from moonpool.kvstore.client.queries import find_all
+from moonpool.kvstore.client.queries import Refusals, find
 from moonpool.kvstore.client.tenant import Tenant
-from moonpool.kvstore.remote.object_store import RemoteStore
-from moonpool.runtime.errors import NodeUnavailable
+from moonpool.kvstore.remote.object_store import RemoteStore, SourceBusy
+from moonpool.runtime.errors import NodeUnavailable, RemoteError
 from moonpool.transfer import GrantLapsed, TransferError
 
 log = logging.getLogger(__name__)
+
+# Looks at a record whose places do not have the bytes: each means that the object was replaced, or repaired.
+_MOST_LOOKS = 5
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """One object of a batch. ``storage`` and ``places`` as its record was last seen; 0: not seen yet."""
+
+    request: GetRequest
+    storage: int = 0
+    places: tuple[str, ...] = ()
+    gone: set[str] = field(default_factory=set)  # places that do not have these bytes any more
+    silent: set[str] = field(default_factory=set)  # places that did not answer
+    found: Array | None = None
+    done: bool = False
+
+    def seen(self, here: NotHere, node_id: str) -> None:
+        """A node was asked for the record."""
+        if here.storage != self.storage:
+            self.gone, self.silent = set(), set()
+        self.storage, self.places = here.storage, here.places
+        self.gone.add(node_id)
+        self.done = not here.storage
 
 
 class Getter:
@@ -26,71 +51,138 @@ class Getter:
         self._memory = memory
         self._tenant = tenant
 
-    async def get(self, requests: Sequence[GetRequest], required: bool) -> list[Array | None]:
+    async def get(
+        self, requests: Sequence[GetRequest], required: bool, stale: set[str] | None
+    ) -> list[Array | None]:
         received: list[Array | None] = []
         for first in range(0, len(requests), ROUND_OBJECTS):
-            received += await self._get_round(requests[first : first + ROUND_OBJECTS], required)
-        return received
-
-    async def _get_round(self, requests: Sequence[GetRequest], required: bool) -> list[Array | None]:
-        nodes = await self._nodes.current()
-        received: list[Array | None] = [None] * len(requests)
-        unreachable: set[str] = set()
-        # First the most likely node for each; then, for missing ones, the nodes that say they have them.
-        tried = [{preference_order(request.key, nodes)[0]} for request in requests]
-        plan: dict[str, list[int]] = {}
-        for number, (likely,) in enumerate(tried):
-            plan.setdefault(likely, []).append(number)
-        while plan:
-            missing = await self._read(nodes, plan, requests, received, unreachable)
-            plan = {}
-            if missing:
-                nodes = await self._nodes.current(doubted=True)
-                keys = [requests[number].key for number in missing]
-                found = await find_all(nodes, self._tenant.owner, keys, unreachable)
-                for number, key in zip(missing, keys, strict=True):
-                    holders = found[key].nodes if key in found else ()
-                    untried = [each for each in preference_order(key, holders) if each not in tried[number]]
-                    if untried:
-                        tried[number].add(untried[0])
-                        plan.setdefault(untried[0], []).append(number)
-        absent = [request.name for request, each in zip(requests, received, strict=True) if each is None]
-        if absent and unreachable >= nodes.keys():
-            raise NoNodeAnswered(sorted(nodes))
-        if absent and required:
-            raise ObjectMissing(absent[0], sorted(unreachable))
-        if absent and unreachable:
-            log.warning("%d objects were not found; %s did not answer", len(absent), sorted(unreachable))
-        return received
-
-    async def _read(
-        self,
-        nodes: Mapping[str, RemoteStore],
-        plan: Mapping[str, Sequence[int]],
-        requests: Sequence[GetRequest],
-        received: list[Array | None],
-        unreachable: set[str],
-    ) -> list[int]:
-        """Read from each node of ``plan`` the requests it lists. Returns the requests that it could not
-        serve."""
-
-        async def read_from(node_id: str, numbers: Sequence[int]) -> list[Array | None]:
-            wanted = [requests[number] for number in numbers]
+            searches = [_Search(request) for request in requests[first : first + ROUND_OBJECTS]]
             try:
-                return await receive(nodes[node_id], self._memory, self._tenant.owner, wanted)
-            except GrantLapsed:
-                raise
-            except (NodeUnavailable, TransferError) as error:
-                log.info("nothing was read from %s: %s", node_id, error)
-                nodes[node_id].forget_peer()
-                unreachable.add(node_id)
-                return [None] * len(numbers)
+                await self._search(searches)
+            except (NoRecords, NoNodeAnswered):
+                if stale is None:
+                    raise
+                await self._search_last_known(searches, stale)
+            for search in searches:
+                if search.found is None and required:
+                    raise ObjectMissing(search.request.name)
+                received.append(search.found)
+        return received
 
-        answers = await asyncio.gather(*(read_from(*entry) for entry in plan.items()))
-        missing: list[int] = []
-        for numbers, answer in zip(plan.values(), answers, strict=True):
-            for number, each in zip(numbers, answer, strict=True):
-                received[number] = each
-                if each is None:
-                    missing.append(number)
-        return missing
+    async def _search(self, searches: Sequence[_Search]) -> None:
+        """Read the object of each, or find that there is none.
+
+        Raises ``NoRecords``, ``NoNodeAnswered``; ``ObjectUnreachable``: the places that may have it are
+        silent.
+        """
+        waiting = list(searches)
+        for look in range(_MOST_LOOKS):
+            nodes = await self._nodes.current(doubted=look > 0)
+            before = [each.storage for each in waiting]
+            await self._look(nodes, waiting)
+            await self._read_places(nodes, waiting)
+            # A place that fails to answer may have been replaced by another in the record: look twice.
+            again = [
+                each
+                for each, storage in zip(waiting, before, strict=True)
+                if not each.done and (each.storage != storage or look == 0)
+            ]
+            for search in waiting:
+                if not search.done and search not in again and search.silent:
+                    raise ObjectUnreachable(search.request.name, search.places)
+            # The same record twice, and none of its places has the bytes: they are lost.
+            waiting = again
+            if not waiting:
+                return
+        raise ObjectUnreachable(waiting[0].request.name, waiting[0].places)
+
+    async def _look(self, nodes: Mapping[str, RemoteStore], searches: Iterable[_Search]) -> None:
+        """Ask for the record of each, at its most likely place, which sends the bytes at once if it has
+        them."""
+        refusals = Refusals()
+        waiting = list(searches)
+        while waiting:
+            plan: dict[str, list[_Search]] = {}
+            for search in waiting:
+                order = preference_order(search.request.key, nodes)
+                node_id = next((each for each in order if each not in refusals.node_ids), None)
+                if node_id is None:
+                    raise refusals.error()
+                plan.setdefault(node_id, []).append(search)
+            answers = await asyncio.gather(
+                *(self._receive(nodes[each], some, refusals, storage=False) for each, some in plan.items())
+            )
+            waiting = []
+            for (node_id, some), answer in zip(plan.items(), answers, strict=True):
+                if answer is None:
+                    waiting += some
+                    continue
+                for search, each in zip(some, answer, strict=True):
+                    if isinstance(each, NotHere):
+                        search.seen(each, node_id)
+                    else:
+                        search.found, search.done = each, True
+
+    async def _read_places(self, nodes: Mapping[str, RemoteStore], searches: Iterable[_Search]) -> None:
+        """Read each from one place of its record after the other."""
+        waiting = list(searches)
+        while waiting:
+            plan: dict[str, list[_Search]] = {}
+            for search in waiting:
+                search.silent |= {each for each in search.places if each not in nodes}
+                order = preference_order(search.request.key, search.places)
+                untried = (each for each in order if each not in search.gone | search.silent)
+                if not search.done and (node_id := next(untried, None)) is not None:
+                    plan.setdefault(node_id, []).append(search)
+            refusals = Refusals()
+            answers = await asyncio.gather(
+                *(self._receive(nodes[each], some, refusals, storage=True) for each, some in plan.items())
+            )
+            for (node_id, some), answer in zip(plan.items(), answers, strict=True):
+                if answer is None:
+                    for search in some:
+                        search.silent.add(node_id)
+                    continue
+                for search, each in zip(some, answer, strict=True):
+                    if isinstance(each, NotHere):
+                        search.gone.add(node_id)
+                    else:
+                        search.found, search.done = each, True
+            waiting = [search for some in plan.values() for search in some if not search.done]
+
+    async def _receive(
+        self, node: RemoteStore, searches: Sequence[_Search], refusals: Refusals, *, storage: bool
+    ) -> list[Array | NotHere] | None:
+        """Ask a node for objects: for these bytes, or for what their records name. None: it cannot answer."""
+        wanted = [
+            replace(search.request, storage=search.storage) if storage else search.request
+            for search in searches
+        ]
+        try:
+            return await receive(node, self._memory, self._tenant.owner, wanted)
+        except (NodeUnavailable, RemoteError) as error:
+            node.forget_peer()
+            refusals.add(node.node_id, error)
+        except GrantLapsed:
+            raise
+        except (TransferError, SourceBusy) as error:
+            log.info("nothing was read from %s: %s", node.node_id, error)
+            node.forget_peer()
+            refusals.silent.add(node.node_id)
+        return None
+
+    async def _search_last_known(self, searches: Sequence[_Search], stale: set[str]) -> None:
+        """Without Redis: the latest of what the nodes that answer have."""
+        nodes = await self._nodes.current(doubted=True)
+        keys = [search.request.key for search in searches]
+        records = await find(nodes, self._tenant.owner, keys, last_known=True)
+        for search in searches:
+            stale.add(search.request.name)
+            search.done = (record := records.get(search.request.key)) is None
+            if record is not None:
+                search.storage, search.places = record.info.storage, tuple(record.places)
+                search.gone, search.silent = set(), set()
+        await self._read_places(nodes, searches)
+        for search in searches:
+            if not search.done and search.silent:
+                raise ObjectUnreachable(search.request.name, search.places)

@@ -66,6 +66,11 @@ class LocalMemory:
         region = self._register(value, writable=writable)
         return BorrowedBuffer(region, 0, region.nbytes, owned=True)
 
+    def bytes_of(self, value: Any, *, writable: bool) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The value's own bytes, without registering them. Raises ``BadObject`` as ``borrow``."""
+        memory: np.ndarray[Any, np.dtype[np.uint8]] = self._adopt(value, writable=writable).array
+        return memory
+
     def allocate(self, nbytes: int) -> BorrowedBuffer:
         """New memory, prefaulted and in huge pages; it lives as long as a view of its array."""
         return BorrowedBuffer(self._agent.allocate(nbytes, "get"), 0, nbytes, owned=True)

@@ -12,23 +12,34 @@ from typing import Any
 
 import numpy.typing as npt
 
-from moonpool.kvstore.blocks import keys as block_keys
-from moonpool.kvstore.client.connections import Directory, StoreNodes
+from moonpool.kvstore.client.connections import Directory, StoreNodes, preference_order
 from moonpool.kvstore.client.download import GetRequest
-from moonpool.kvstore.client.errors import ObjectMissing
+from moonpool.kvstore.client.errors import (
+    BadObject,
+    NoNodeAnswered,
+    NoRecords,
+    ObjectMissing,
+    OutcomeUnknown,
+    PutFailed,
+)
 from moonpool.kvstore.client.getter import Getter
 from moonpool.kvstore.client.memory import LocalMemory
-from moonpool.kvstore.client.putter import Putter
-from moonpool.kvstore.client.queries import ObjectStat, find_all, list_all, query_all
+from moonpool.kvstore.client.putter import PutOptions, Putter
+from moonpool.kvstore.client.queries import ObjectStat, Refusals, ask_any, find, list_objects, query_all
 from moonpool.kvstore.client.tenant import Tenant
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
 from moonpool.runtime.config.options import TransferOptions
+from moonpool.runtime.errors import RemoteError
 from moonpool.transfer import TransferAgent
 
 _numbers = itertools.count()
 
 Array = npt.NDArray[Any]
+
+_PINS = {"": store_pb2.NONE, "soft": store_pb2.SOFT, "hard": store_pb2.HARD}
+# A hundred years: what is longer is a mistake.
+_LONGEST_TTL_S = 100 * 366 * 86_400.0
 
 
 @asynccontextmanager
@@ -49,10 +60,16 @@ async def open_client(
 
 class StoreClient:
     """Made by ``open_client``. Values are numpy arrays, tensors in host memory of any library with DLPack, or
-    buffers; they are moved without a copy. One event loop.
+    buffers; those of more than 64 KiB are moved without a copy. One event loop.
+
+    Puts, gets and removes of a name are linearizable while Redis lives: each takes effect at one moment
+    between its call and its return. After ``OutcomeUnknown`` a change may still be made.
+
+    Without Redis every method raises ``NoRecords``, and nothing changes. Reads given a set as ``stale`` do
+    not: they answer what the nodes last knew, which may be replaced or removed, and add the names to the set.
 
     Every method raises ``NoStoreNodes``, ``NoNodeAnswered``, ``ApiError``, ``IndexUnavailable``. A node that
-    does not answer is skipped where others do. The last put of a name counts.
+    does not answer is skipped where others do.
     """
 
     def __init__(self, nodes: StoreNodes, agent: TransferAgent, tenant: Tenant) -> None:
@@ -69,104 +86,165 @@ class StoreClient:
 
     # ------------------------------------------------------------------ put
 
-    async def put(self, name: str, value: Any, *, copies: int = 1, node: str = "") -> None:
-        """Store ``value`` under ``name`` and replace the former value, on ``copies`` nodes. ``node``: the
-        preferred node of the first copy.
+    async def put(
+        self,
+        name: str,
+        value: Any,
+        *,
+        copies: int = 1,
+        node: str = "",
+        ttl_s: float | None = None,
+        pin: str = "",
+    ) -> None:
+        """Store ``value`` under ``name`` and replace the former value, on ``copies`` different hosts.
+        ``node``: the preferred node of the first copy. ``ttl_s``: it is removed after this time; None: never.
+        ``pin``: "hard": never evicted; "soft": evicted after what is not pinned.
 
-        Raises ``BadObject``: it cannot be stored; ``UnknownNode``: there is no such node; ``PutFailed``: no
-        node accepted it (the old value is still there), or fewer than ``copies`` have it.
+        Raises ``BadObject``: it cannot be stored; ``UnknownNode``: there is no such node; ``PutFailed``: too
+        few hosts accepted it; ``OutcomeUnknown``. The old value is still there, except after
+        ``OutcomeUnknown``.
         """
-        await self.batch_put({name: value}, copies=copies, node=node)
+        await self.batch_put({name: value}, copies=copies, node=node, ttl_s=ttl_s, pin=pin)
 
-    async def batch_put(self, values: Mapping[str, Any], *, copies: int = 1, node: str = "") -> None:
+    async def batch_put(
+        self,
+        values: Mapping[str, Any],
+        *,
+        copies: int = 1,
+        node: str = "",
+        ttl_s: float | None = None,
+        pin: str = "",
+    ) -> None:
         """``put`` of many: much cheaper than one by one. After an error some are stored and some are not."""
-        await self._putter.put(list(values.items()), copies, node)
+        if pin not in _PINS:
+            raise BadObject(f"pin must be one of {', '.join(map(repr, _PINS))}, not {pin!r}")
+        if ttl_s is not None and not 0 < ttl_s < _LONGEST_TTL_S:
+            raise BadObject(f"ttl_s must be above 0 and below {_LONGEST_TTL_S:g} seconds, not {ttl_s!r}")
+        await self._putter.put(list(values.items()), PutOptions(copies, node, ttl_s, _PINS[pin]))
 
     async def replicate(self, name: str, copies: int) -> tuple[str, ...]:
         """Make ``copies`` nodes keep a hot object. Unused surplus copies are dropped first when room is
         needed. Returns the nodes that have it. Raises ``ObjectMissing``, ``PutFailed``."""
-        stat = await self.stat_existing(name)
-        nodes = await self._nodes.current(doubted=copies > len(stat.nodes))
-        info = store_pb2.ObjectInfo(key=self.tenant.key(name), version=stat.version, name=name)
-        return tuple(await self._putter.copy(nodes, info, stat.nodes, copies, surplus=True))
+        nodes = await self.nodes()
+        key = self.tenant.key(name)
+        record = (await self._find([key])).get(key)
+        if record is None:
+            raise ObjectMissing(name)
+        have, reasons = [each for each in record.places if each in nodes], list[str]()
+        for node_id in preference_order(key, nodes):
+            if have and len(have) < copies and node_id not in record.places:
+                await self._putter.copy(nodes, record.info, have, node_id, reasons, surplus=True)
+        if len(have) < copies:
+            reasons.append(f"{len(nodes)} store nodes are ready")
+            raise PutFailed(name, f"is on {len(have)} nodes, {copies} were requested", reasons)
+        return tuple(have)
 
     # ------------------------------------------------------------------ get
 
-    async def get(self, name: str, *, required: bool = False) -> Array | None:
+    async def get(self, name: str, *, required: bool = False, stale: set[str] | None = None) -> Array | None:
         """Return the object as a new array of its dtype and shape; None: there is none.
 
-        Raises ``ObjectMissing``: there is none, and it is ``required``; ``BadObject``: numpy has no such
-        dtype, use ``get_into``.
+        Raises ``ObjectMissing``: there is none, and it is ``required``; ``ObjectUnreachable``: no node that
+        has it answers; ``BadObject``: numpy has no such dtype, use ``get_into``.
         """
-        return (await self.batch_get([name], required=required))[0]
+        return (await self.batch_get([name], required=required, stale=stale))[0]
 
-    async def batch_get(self, names: Sequence[str], *, required: bool = False) -> list[Array | None]:
+    async def batch_get(
+        self, names: Sequence[str], *, required: bool = False, stale: set[str] | None = None
+    ) -> list[Array | None]:
         """``get`` of many, in the order of ``names``: much cheaper than one by one. The arrays share memory,
         which is freed with the last of them."""
         requests = [GetRequest(name, self.tenant.key(name)) for name in names]
-        return await self._getter.get(requests, required)
+        return await self._getter.get(requests, required, stale)
 
-    async def get_into(self, name: str, out: Any, *, required: bool = False) -> bool:
+    async def get_into(
+        self, name: str, out: Any, *, required: bool = False, stale: set[str] | None = None
+    ) -> bool:
         """Read the object into the caller's memory of equal size. False: there is none, and ``out`` is
         unchanged unless a damaged copy was found.
 
-        Raises ``ObjectMissing`` as ``get``; ``BadObject``: it does not fit ``out``.
+        Raises as ``get``; ``BadObject``: it does not fit ``out``.
         """
-        return (await self.batch_get_into({name: out}, required=required))[0]
+        return (await self.batch_get_into({name: out}, required=required, stale=stale))[0]
 
-    async def batch_get_into(self, outs: Mapping[str, Any], *, required: bool = False) -> list[bool]:
+    async def batch_get_into(
+        self, outs: Mapping[str, Any], *, required: bool = False, stale: set[str] | None = None
+    ) -> list[bool]:
         """``get_into`` of many, in the order of ``outs``."""
         requests = [GetRequest(name, self.tenant.key(name), out) for name, out in outs.items()]
-        return [each is not None for each in await self._getter.get(requests, required)]
+        return [each is not None for each in await self._getter.get(requests, required, stale)]
 
     # ------------------------------------------------------------------ queries
 
     async def exists(self, name: str) -> bool:
-        """Whether some node has it. Neither pins nor counts as a use."""
+        """Whether there is such an object. Neither pins nor counts as a use."""
         return (await self.batch_exists([name]))[0]
 
     async def batch_exists(self, names: Sequence[str]) -> list[bool]:
-        found = await self._stats([self.tenant.key(name) for name in names])
-        return [self.tenant.key(name) in found for name in names]
+        keys = [self.tenant.key(name) for name in names]
+        found = await self._find(keys)
+        return [key in found for key in keys]
 
-    async def stat(self, name: str) -> ObjectStat | None:
+    async def stat(self, name: str, *, stale: set[str] | None = None) -> ObjectStat | None:
         """Describe an object without reading it; None: there is none."""
         key = self.tenant.key(name)
-        return (await self._stats([key])).get(key)
+        try:
+            found = await self._find([key])
+        except (NoRecords, NoNodeAnswered):
+            if stale is None:
+                raise
+            stale.add(name)
+            found = await find(await self._nodes.current(), self.tenant.owner, [key], last_known=True)
+        return ObjectStat.of(found[key]) if key in found else None
 
-    async def stat_existing(self, name: str) -> ObjectStat:
-        """``stat`` of an object that must exist. Raises ``ObjectMissing``, with the nodes that did not
-        answer."""
-        key = self.tenant.key(name)
-        unreachable: set[str] = set()
-        found = (await self._stats([key], unreachable)).get(key)
+    async def stat_existing(self, name: str, *, stale: set[str] | None = None) -> ObjectStat:
+        """``stat`` of an object that must exist. Raises ``ObjectMissing``."""
+        found = await self.stat(name, stale=stale)
         if found is None:
-            raise ObjectMissing(name, sorted(unreachable))
+            raise ObjectMissing(name)
         return found
 
-    async def _stats(
-        self, keys: Sequence[bytes], unreachable: set[str] | None = None
-    ) -> dict[bytes, ObjectStat]:
-        return await find_all(await self._nodes.current(), self.tenant.owner, keys, unreachable)
+    async def _find(self, keys: Sequence[bytes]) -> dict[bytes, store_pb2.ObjectRecord]:
+        return await find(await self._nodes.current(), self.tenant.owner, keys)
 
-    async def ls(self, prefix: str = "") -> list[ObjectStat]:
+    async def ls(self, prefix: str = "", *, stale: set[str] | None = None) -> list[ObjectStat]:
         """This tenant's objects with names that begin with ``prefix``, by name."""
-        stats = await list_all(await self.nodes(), self.tenant.owner)
-        return sorted((s for s in stats.values() if s.name.startswith(prefix)), key=lambda s: s.name)
+        nodes = await self.nodes()
+        try:
+            found = await list_objects(nodes, self.tenant.owner)
+        except (NoRecords, NoNodeAnswered):
+            if stale is None:
+                raise
+            found = await list_objects(nodes, self.tenant.owner, last_known=True)
+            stale |= {record.info.name for record in found.values()}
+        stats = (ObjectStat.of(record) for record in found.values())
+        return sorted((s for s in stats if s.name.startswith(prefix)), key=lambda s: s.name)
 
     # ------------------------------------------------------------------ remove
 
     async def remove(self, name: str) -> bool:
-        """Drop every copy. False: there was none. Current readers are not affected."""
+        """Remove an object. False: there was none. Current readers are not affected. Raises
+        ``OutcomeUnknown``."""
         return await self.batch_remove([name]) > 0
 
     async def batch_remove(self, names: Sequence[str]) -> int:
         """Returns how many of the objects existed."""
-        keys = [self.tenant.key(name) for name in names]
-        found = await self._stats(keys)
-        nodes = await self._nodes.current()
-        request = store_pb2.RemoveRequest(owner=self.tenant.owner, keys=block_keys.pack(keys))
-        await query_all(nodes, "Remove", request)
+        # Removed by their storage: a repetition cannot remove what was put meanwhile.
+        found = await self._find([self.tenant.key(name) for name in names])
+        if not found:
+            return 0
+        objects = [
+            store_pb2.OpenObject(key=record.info.key, storage=record.info.storage)
+            for record in found.values()
+        ]
+        request = store_pb2.RemoveRequest(owner=self.tenant.owner, objects=objects)
+        nodes, key, refusals = await self._nodes.current(), objects[0].key, Refusals()
+        try:
+            await ask_any(nodes, key, "Remove", request, refusals)
+        except (NoRecords, NoNodeAnswered, RemoteError) as error:
+            if refusals.silent or isinstance(error, RemoteError):
+                raise OutcomeUnknown(f"{len(objects)} objects were removed", str(error)) from error
+            raise
         return len(found)
 
     # ------------------------------------------------------------------ the nodes

@@ -22,10 +22,11 @@ _INLINE_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """``buffer``: the object's bytes; None: it is empty."""
+    """``buffer``: the object's bytes; None: it is small and they are ``data``."""
 
     info: store_pb2.ObjectInfo
     buffer: BorrowedBuffer | None
+    data: bytes = b""
 
 
 @dataclass(slots=True)
@@ -36,12 +37,13 @@ class _Sent:
 
 
 async def send(node: RemoteStore, owner: bytes, batch: Sequence[Upload]) -> list[str]:
-    """Store every object on ``node``; returns the reason of each refusal, "" where it is stored.
+    """Write the bytes of every object to ``node``; returns the reason of each refusal, "" where they are
+    there.
 
     Raises ``NodeUnavailable``, ``RemoteError``, ``TransferError``: some may be stored; none is stored in
     part.
     """
-    reply, held = await node.begin(owner, [each.info for each in batch])
+    reply, held = await node.begin(owner, [each.info for each in batch], [each.data for each in batch])
     chunk_nbytes = reply.chunk_nbytes
     reasons = [""] * len(batch)
     under_way: dict[int, tuple[_Sent, store_pb2.PutStep]] = {}
@@ -84,7 +86,7 @@ async def _write(
     buffers: dict[int, memoryview] = {}
     for sent, step in puts:
         buffer = sent.upload.buffer
-        assert buffer is not None, "an empty object has no chunks"
+        assert buffer is not None, "a small object has no chunks"
         starts = list(zip(step.chunks.region, step.chunks.offset, strict=True))
         spans += buffer.spans(chunk_nbytes)[sent.first : sent.first + len(starts)]
         chunks += starts

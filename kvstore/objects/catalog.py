@@ -16,7 +16,9 @@ from moonpool.protos import store_pb2
 
 log = logging.getLogger(__name__)
 
-_MAP_NBYTES = 1 << 30  # address space, not disk: some 200 bytes an object
+_MAP_NBYTES = 64 << 30  # address space, not disk: some 200 bytes an object, and the bytes of small ones
+# What is known of the records in Redis lies beside the objects, under keys that no object has.
+_GENERATION = b"generation-"
 
 
 class Catalogue:
@@ -31,13 +33,28 @@ class Catalogue:
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self.objects = _read(path)
+        # Of the buckets of records, as they were when it was opened.
+        self.generations = {
+            key[-1]: self.objects.pop(key).owner for key in list(self.objects) if key.startswith(_GENERATION)
+        }
         self._env: lmdb.Environment | None = None
         self._pending: dict[bytes, bytes | None] = {}
         self._thread = ThreadPoolExecutor(1, "catalogue")
         self._writing: asyncio.Future[None] | None = None
 
     def remember(self, record: store_pb2.StoredObject) -> None:
-        self._pending[record.info.key] = record.SerializeToString()
+        self._pending[self.key_of(record)] = record.SerializeToString()
+        self._write_soon()
+
+    @staticmethod
+    def key_of(record: store_pb2.StoredObject) -> bytes:
+        return record.info.key + record.info.storage.to_bytes(8, "big")
+
+    def remember_generation(self, bucket: int, generation: bytes) -> None:
+        """The generation of a bucket of records, as ``Records`` knows it."""
+        self._pending[_GENERATION + bytes([bucket])] = store_pb2.StoredObject(
+            owner=generation
+        ).SerializeToString()
         self._write_soon()
 
     def forget(self, key: bytes) -> None:

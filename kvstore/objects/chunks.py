@@ -11,11 +11,19 @@ from struct import Struct
 from moonpool.kvstore.blocks.keys import KEY_NBYTES, BlockKey
 from moonpool.protos import store_pb2
 
+# A small object has no chunks: its bytes are in the inventory, and travel in the messages themselves. A batch
+# of 512 of them stays within half of the largest message.
+SMALL_NBYTES = 64 << 10
+
 # Chunks of one chain. A tier does not evict a chain to make room for its own end, so an object larger than
 # the host tier needs several. It also bounds what a lookup or an eviction walks through.
 RUN_CHUNKS = 64
 
 _CHUNK = Struct("<16sQQ")
+
+
+def is_small(info: store_pb2.ObjectInfo) -> bool:
+    return info.nbytes <= SMALL_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +36,16 @@ class ChainRun:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """One version of an object of ``nbytes`` in chunks of ``chunk_nbytes``."""
+    """The bytes of one put of an object, ``nbytes`` in chunks of ``chunk_nbytes``."""
 
     key: bytes
-    version: int
+    storage: int
     nbytes: int
     chunk_nbytes: int
 
     @classmethod
     def of(cls, info: store_pb2.ObjectInfo, chunk_nbytes: int) -> ChunkPlan:
-        return cls(info.key, info.version, info.nbytes, chunk_nbytes)
+        return cls(info.key, info.storage, info.nbytes, chunk_nbytes)
 
     @property
     def num_chunks(self) -> int:
@@ -48,8 +56,8 @@ class ChunkPlan:
         return min(self.chunk_nbytes, self.nbytes - chunk * self.chunk_nbytes)
 
     def key_of(self, chunk: int) -> BlockKey:
-        """A key that no other object or version has."""
-        data = _CHUNK.pack(self.key, self.version, chunk)
+        """A key that no other object or put has."""
+        data = _CHUNK.pack(self.key, self.storage, chunk)
         return BlockKey(blake2b(data, digest_size=KEY_NBYTES, person=b"moonpool-chunk").digest())
 
     def run_of(self, chunk: int) -> ChainRun:

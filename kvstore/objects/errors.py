@@ -32,6 +32,18 @@ class StoreFull(StoreError):
         )
 
 
+class PinsFull(StoreError):
+    """Too much is pinned on the node already."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, node_id: str, nbytes: int, limit_nbytes: int) -> None:
+        super().__init__(
+            f"an object of {nbytes} bytes cannot be pinned on store node {node_id}: at most {limit_nbytes} "
+            "bytes, half of its room, are pinned; put it without a pin, or raise store_node.object_nbytes"
+        )
+
+
 class OverQuota(StoreError):
     """A tenant's puts exceed its quota, even if all its objects were dropped."""
 
@@ -61,6 +73,34 @@ class BadRequest(StoreError):
     """A field of a request is invalid; ``str(error)`` names it."""
 
     code = "INVALID_ARGUMENT"
+
+
+class RecordsUnavailable(StoreError):
+    """The records of objects cannot be read or changed now. Nothing has changed."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"objects cannot be looked up or changed: {reason}")
+
+
+class RecordsLost(RecordsUnavailable):
+    """Redis lost its data; the nodes write what they know again."""
+
+    def __init__(self, restoring_s: float) -> None:
+        super().__init__(
+            "Redis lost its data, and the records of objects are being restored: try again in "
+            f"{restoring_s:g} s"
+        )
+
+
+class ChangeUnknown(StoreError):
+    """Redis did not answer a change of records. It may have been made, or may still be."""
+
+    code = "UNKNOWN"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"it is not known whether the records of objects were changed: {reason}")
 
 
 class OtherLayout(StoreError):

@@ -12,4 +12,7 @@ EVICTED_OBJECTS = Counter(
     "quota (of its tenant) or damaged (found by a reader)",
     ["reason"],
 )
+REPAIRED_OBJECTS = Counter(
+    "moonpool_store_repaired_objects", "Objects copied to another node because a copy was lost"
+)
 COPIED_BYTES = Counter("moonpool_store_copied_bytes", "Bytes read from other nodes to keep a copy", ["shelf"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from moonpool.kvstore.blocks.tier import Tier
 from moonpool.kvstore.objects import metrics
-from moonpool.kvstore.objects.chunks import ChainRun, ChunkPlan
+from moonpool.kvstore.objects.chunks import ChainRun, ChunkPlan, is_small
 from moonpool.kvstore.objects.put import window_chunks
 from moonpool.kvstore.objects.table import ObjectTable
 from moonpool.kvstore.store import TieredStore
@@ -38,23 +38,26 @@ class ObjectLeases:
         self._table = table
         self._window = window_chunks(store)
         self._clock = clock
-        self._read_s: dict[bytes, float] = {}  # when a surplus copy was last read
+        self._read_s: dict[int, float] = {}  # when a surplus copy was last read
 
     async def open(self, owner: bytes, wanted: store_pb2.OpenObject, ttl_s: float) -> Opened | None:
         """Pin a window of chunks from ``wanted.first_chunk`` on; those on disk are read into memory.
 
         None: the object is not here. No chunks although the object has some: there is no memory for them.
         """
-        record = self._table.find(owner, wanted.key)
-        if record is None or wanted.version not in (0, record.info.version):
+        record = self._table.find(owner, wanted.storage)
+        if record is None:
             metrics.LOOKUPS.labels("miss").inc()
             return None
         self.touch(record)
         self._table.used(record)
         opened, cut = Opened(record), self._table.cut(record)
+        if is_small(record.info):
+            metrics.LOOKUPS.labels("hit").inc()
+            return opened
         at, end = wanted.first_chunk, min(wanted.first_chunk + self._window, cut.num_chunks)
         try:
-            while at < end and self._table.get(wanted.key) is record:
+            while at < end and self._table.get(wanted.storage) is record:
                 run = self._table.run_of(record, at)
                 num_pinned = await self._pin(opened, cut, run, at, ttl_s)
                 if not num_pinned:
@@ -63,7 +66,7 @@ class ObjectLeases:
         except BaseException:
             self.release(opened.lease_ids)
             raise
-        if at < end and self._table.find(owner, wanted.key) is not record:
+        if at < end and self._table.get(wanted.storage) is not record:
             self.release(opened.lease_ids)
             metrics.LOOKUPS.labels("miss").inc()
             return None  # a chunk was gone or damaged, so the object was dropped
@@ -95,31 +98,38 @@ class ObjectLeases:
 
     def touch(self, record: store_pb2.StoredObject) -> None:
         if record.info.surplus:
-            self._read_s[record.info.key] = self._clock()
+            self._read_s[record.info.storage] = self._clock()
 
     def unused_surplus(self, unused_s: float) -> list[store_pb2.StoredObject]:
         """Surplus copies that were not read for ``unused_s``, the least recently read first."""
         surplus = [record for record in self._table if record.info.surplus]
-        kept = {record.info.key: self._read_s.get(record.info.key, 0.0) for record in surplus}
+        kept = {each.info.storage: self._read_s.get(each.info.storage, 0.0) for each in surplus}
         self._read_s = {key: read_s for key, read_s in kept.items() if read_s}
-        cold = [record for record in surplus if kept[record.info.key] <= self._clock() - unused_s]
-        return sorted(cold, key=lambda record: kept[record.info.key])
+        cold = [record for record in surplus if kept[record.info.storage] <= self._clock() - unused_s]
+        return sorted(cold, key=lambda record: kept[record.info.storage])
 
-    async def check(self, owner: bytes, key: bytes) -> bool:
-        """Verify every chunk of the owner's object. True: it was damaged, and has been dropped."""
-        record = self._table.find(owner, key)
+    async def check(self, owner: bytes, storage: int) -> bool:
+        """Verify every byte of the owner's object. True: it was damaged, and has been dropped."""
+        record = self._table.find(owner, storage)
         if record is None:
             return False
+        if is_small(record.info):
+            return self._drop_if(not self._table.is_whole(record), record)
         for run in self._table.cut(record).runs():
             async with self._store.pinned(run.keys) as pinned:
                 slots = [block.slot for block in pinned]
                 intact = await asyncio.to_thread(self._all_intact, slots)
-            if not intact and self._table.get(key) is record:
-                metrics.EVICTED_OBJECTS.labels("damaged").inc()
-                log.error("object %r is damaged in memory and was dropped", record.info.name)
-                self._table.drop(record)
+            if self._drop_if(not intact, record):
                 return True
         return False
+
+    def _drop_if(self, damaged: bool, record: store_pb2.StoredObject) -> bool:
+        if not damaged or self._table.get(record.info.storage) is not record:
+            return False
+        metrics.EVICTED_OBJECTS.labels("damaged").inc()
+        log.error("object %r is damaged in memory and was dropped", record.info.name)
+        self._table.lose(record)
+        return True
 
     def _all_intact(self, slots: list[int]) -> bool:
         return all(map(self._store.host.is_intact, slots))

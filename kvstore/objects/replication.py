@@ -7,7 +7,7 @@ from moonpool.kvstore.objects.errors import PutBroken
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.protos import store_pb2
-from moonpool.transfer import Region, Span
+from moonpool.transfer import Region, Span, checksum
 
 
 async def copy_object(
@@ -28,7 +28,7 @@ async def copy_object(
     unread = [(opened, held)]
     put_id = 0
     try:
-        if not opened.HasField("info"):
+        if opened.absent:
             raise PutBroken(f"store node {source.node_id} has no such object")
         if chunk_nbytes != objects.chunk_nbytes:
             raise PutBroken(
@@ -39,7 +39,10 @@ async def copy_object(
         info.CopyFrom(opened.info)
         info.surplus = surplus
         cut = ChunkPlan.of(info, chunk_nbytes)
-        put_id, put = await objects.begin(owner, info, None)
+        data = opened.data
+        if checksum(data) != opened.checksum:
+            raise PutBroken(f"the copy on store node {source.node_id} is damaged")
+        put_id, put = await objects.begin(owner, info, None, data)
         first = nbytes = 0
         while offsets := put.offsets:
             here = [Span(region.id, offset, cut.nbytes_of(first + i)) for i, offset in enumerate(offsets)]
@@ -50,7 +53,7 @@ async def copy_object(
             await objects.commit(put_id, checksums)
             nbytes += sum(span.nbytes for span in here)
             first += len(offsets)
-        return nbytes
+        return nbytes + len(data)
     except BaseException:
         objects.abort(put_id)
         raise

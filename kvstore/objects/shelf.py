@@ -1,32 +1,43 @@
-"""The objects of a store node: puts, reads and removal."""
+"""The bytes of objects on a store node: puts, reads, and room for them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from moonpool.kvstore.objects import metrics
 from moonpool.kvstore.objects.catalog import Catalogue
-from moonpool.kvstore.objects.errors import BadRequest, OverQuota, PutBroken, PutUnknown, StoreFull
+from moonpool.kvstore.objects.chunks import SMALL_NBYTES, is_small
+from moonpool.kvstore.objects.errors import (
+    BadRequest,
+    OverQuota,
+    PinsFull,
+    PutBroken,
+    PutUnknown,
+    StoreFull,
+)
 from moonpool.kvstore.objects.owner_quota import ObjectQuotas
 from moonpool.kvstore.objects.put import Put
 from moonpool.kvstore.objects.read_leases import ObjectLeases
 from moonpool.kvstore.objects.table import ObjectTable
 from moonpool.kvstore.store import TieredStore
 from moonpool.protos import store_pb2
+from moonpool.transfer import checksum
 
 log = logging.getLogger(__name__)
 
 # A surplus copy not read for this long may be dropped.
 _UNUSED_S = 10.0
+# Small objects take at most this part of the memory for objects, beside it.
+_SMALL_PART = 8
 # Longest that closing waits for the disk.
 _FLUSH_S = 60.0
 
 
 class ObjectShelf:
-    """Objects over a ``TieredStore`` of chunks, on one event loop. An object is visible in ``table`` once its
-    last chunk is committed. Every call that names one names its owner."""
+    """Objects over a ``TieredStore`` of chunks, on one event loop. An object is in ``table`` once its last
+    chunk is committed; what a name means is in the records. Every call that names one names its owner."""
 
     def __init__(
         self,
@@ -47,8 +58,11 @@ class ObjectShelf:
         self.leases = ObjectLeases(store, self.table, clock=clock)
         self._node_id = node_id
         self._store = store
+        self._clock = clock
         self._rng = rng
         self._puts: dict[int, Put] = {}
+        self._added_s: dict[int, float] = {}  # when objects came that no record names yet
+        self._small_capacity = store.host.capacity * chunk_nbytes // _SMALL_PART
 
     @property
     def num_users(self) -> int:
@@ -69,29 +83,34 @@ class ObjectShelf:
 
     def sweep(self) -> None:
         """End puts and leases that have expired. Call it regularly."""
+        self._added_s = {
+            each: at_s for each, at_s in self._added_s.items() if self.table.get(each) is not None
+        }
         self._store.sweep()
 
-    async def begin(self, owner: bytes, info: store_pb2.ObjectInfo, ttl_s: float | None) -> tuple[int, Put]:
+    async def begin(
+        self, owner: bytes, info: store_pb2.ObjectInfo, ttl_s: float | None, data: bytes = b""
+    ) -> tuple[int, Put]:
         """Reserve the first chunks; returns the put and its id. ``ttl_s``: of the grant of each window; None:
         this process itself fills them, and the put does not lapse.
 
-        The id is 0 if there is nothing to write: the object is empty, or this or a later version is here. An
-        owner over its quota loses its least recently used objects.
+        The id is 0 if there is nothing to write: the object is small and here, with its ``data``, or it was
+        here before. An owner over its quota loses its least recently used objects.
 
         Raises ``StoreFull``, ``OverQuota``, ``BadRequest``; nothing is reserved then.
         """
         record = store_pb2.StoredObject(info=info, owner=owner, chunk_nbytes=self.chunk_nbytes)
         put = Put(self._store, record)
-        if self._superseded(record):
+        if self._is_here(record):
             return 0, put
-        if info.nbytes == 0:
-            self._finish(put)
+        if is_small(info):
+            await self._add_small(record, data)
             return 0, put
-        capacity = max(tier.capacity_blocks for tier in self._store.stats.tiers)
-        if self.table.cut(record).num_chunks > capacity:
+        if self.table.taken_nbytes(record) > self.capacity_nbytes:
             # Otherwise it would evict everything else before it turned out not to fit.
-            raise StoreFull(self._node_id, info.nbytes, capacity * self.chunk_nbytes)
+            raise StoreFull(self._node_id, info.nbytes, self.capacity_nbytes)
         await self._keep_quota(record)
+        await self._make_room(record)
         try:
             await self._reserve(put)
         except BaseException:
@@ -138,7 +157,7 @@ class ObjectShelf:
                 )
             del self._puts[put_id]
             self._store.grants.release(put_id)
-            self._finish(put)
+            self._add(put.record)
         except BaseException:
             self.abort(put_id)
             raise
@@ -163,9 +182,53 @@ class ObjectShelf:
             raise PutUnknown(put_id)
         return put
 
+    async def _add_small(self, record: store_pb2.StoredObject, data: bytes) -> None:
+        if len(data) != record.info.nbytes:
+            raise BadRequest(
+                f"objects of at most {SMALL_NBYTES} bytes are sent with the call: {record.info.nbytes} bytes "
+                f"are announced, {len(data)} were sent"
+            )
+        await self._keep_quota(record)
+        excess = self._quotas.small_nbytes + len(data) - self._small_capacity
+        await self._evict(self._quotas.for_room(excess, small=True) if excess > 0 else [], "room")
+        if self._quotas.small_nbytes + len(data) > self._small_capacity:
+            raise StoreFull(self._node_id, len(data), self._small_capacity)
+        record.data, record.tail_checksum = data, checksum(data)
+        self._add(record)
+
+    def _add(self, record: store_pb2.StoredObject) -> None:
+        if self._is_here(record):
+            return
+        self.table.add(record)
+        self._added_s[record.info.storage] = self._clock()
+        self.leases.touch(record)
+        metrics.PUTS.labels("done").inc()
+
+    async def _make_room(self, record: store_pb2.StoredObject) -> None:
+        """Drop whole objects, so that no tier has to choose a chunk to evict."""
+        under_way = sum(self.table.taken_nbytes(put.record) for put in self._puts.values())
+        wanted = self.table.taken_nbytes(record) + under_way
+        excess = self._quotas.chunks_nbytes + wanted - self.capacity_nbytes
+        if excess > 0:
+            for surplus in self.leases.unused_surplus(_UNUSED_S):
+                if excess <= 0:
+                    break
+                excess -= self.table.taken_nbytes(surplus)
+                await self._evict([surplus], "surplus")
+        if excess > 0:
+            await self._evict(self._quotas.for_room(excess, small=False), "room")
+        if self._quotas.chunks_nbytes + wanted > self.capacity_nbytes:
+            raise StoreFull(self._node_id, record.info.nbytes, self.capacity_nbytes)
+
+    async def _evict(self, records: Sequence[store_pb2.StoredObject], reason: str) -> None:
+        for record in records:
+            metrics.EVICTED_OBJECTS.labels(reason).inc()
+            self.table.lose(record, evicted=True)
+        if records:
+            await self.table.settle()
+
     async def _reserve(self, put: Put) -> None:
         await self._store.room()
-        await self._drop_surplus(self.table.cut(put.record).num_chunks)
         if not put.reserve():
             capacity = self._store.host.capacity
             raise StoreFull(self._node_id, put.record.info.nbytes, capacity * self.chunk_nbytes)
@@ -179,52 +242,34 @@ class ObjectShelf:
         if victims and record.info.surplus:
             # A surplus copy is not worth other objects.
             raise OverQuota(self._quotas.nbytes(owner) + wanted_nbytes, self._quotas.limit_nbytes)
-        metrics.EVICTED_OBJECTS.labels("quota").inc(len(victims))
-        await self.remove(owner, victims)
+        await self._evict(victims, "quota")
 
-    async def _drop_surplus(self, num_wanted: int) -> None:
-        """If room is needed, drop unused surplus copies before anything is evicted."""
-        short = num_wanted - self._store.host.num_free
-        if short <= 0:
-            return
-        for record in self.leases.unused_surplus(_UNUSED_S):
-            if short <= 0:
-                break
-            metrics.EVICTED_OBJECTS.labels("surplus").inc()
-            self.table.drop(record)
-            short -= self.table.cut(record).num_chunks
-        await self.table.settle()
+    def _is_here(self, record: store_pb2.StoredObject) -> bool:
+        """Whether these bytes are here. Raises ``BadRequest``: another owner has the storage id."""
+        held = self.table.get(record.info.storage)
+        if held is not None and (held.owner, held.info.key) != (record.owner, record.info.key):
+            raise BadRequest("the object's storage id is not its owner's")
+        return held is not None
 
-    def _finish(self, put: Put) -> None:
-        if self._superseded(put.record):
-            self.table.discard(put.abort())  # a later version was put meanwhile
-            return
-        self.table.show(put.record)
-        self.leases.touch(put.record)
-        metrics.PUTS.labels("done").inc()
+    def name(self, record: store_pb2.StoredObject, named: store_pb2.ObjectRecord) -> None:
+        """The record in Redis, which names these bytes."""
+        self._added_s.pop(record.info.storage, None)
+        self.table.name(record, named)
 
-    def _superseded(self, record: store_pb2.StoredObject) -> bool:
-        """Whether this version or a later one is here. Raises ``BadRequest``: another owner has the key."""
-        held = self.table.get(record.info.key)
-        if held is None:
-            return False
-        if held.owner != record.owner:
-            raise BadRequest("the object's key is not its owner's")
-        return held.info.version >= record.info.version
+    def check_pin(self, record: store_pb2.StoredObject, pin: store_pb2.Pin.ValueType) -> None:
+        """Raise ``StoreFull``: half of the node's room is pinned, and the rest is for what is not."""
+        nbytes = self.table.taken_nbytes(record)
+        if pin != store_pb2.NONE and self._quotas.pinned_nbytes + nbytes > self.capacity_nbytes // 2:
+            raise PinsFull(self._node_id, record.info.nbytes, self.capacity_nbytes // 2)
 
-    async def remove(self, owner: bytes, keys: Iterable[bytes], before_version: int = 0) -> int:
-        """Drop the owner's objects among ``keys`` (versions before ``before_version``; 0: any). Returns how
-        many. Current readers are not affected."""
-        num_removed = 0
-        for key in keys:
-            record = self.table.find(owner, key)
-            if record is not None and (not before_version or record.info.version < before_version):
-                self.table.drop(record)
-                num_removed += 1
-        if num_removed:
-            # Removed objects must not return after a crash.
-            await self.table.settle()
-        return num_removed
+    def age_s(self, record: store_pb2.StoredObject) -> float:
+        """Time since an object came that no record names yet; infinite after a restart."""
+        return self._clock() - self._added_s.get(record.info.storage, float("-inf"))
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """Room for objects in chunks, in memory or on disk."""
+        return max(tier.capacity_blocks for tier in self._store.stats.tiers) * self.chunk_nbytes
 
     def check_integrity(self) -> None:
         """Assert every invariant; only while no put is running."""

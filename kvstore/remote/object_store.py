@@ -46,6 +46,7 @@ class RemoteStore:
         self.node_id = node_id
         self.address = address
         self.healthy = True  # by the index
+        self.host_id = ""  # by the index; empty: unknown
         self._agent = agent
         self._deadline_s = deadline_s
         self._channel = rpc.channel(address)
@@ -181,18 +182,19 @@ class RemoteStore:
     async def reopen(
         self, owner: bytes, info: store_pb2.ObjectInfo, first: int
     ) -> tuple[store_pb2.OpenedObject, HeldGrant]:
-        """Open the same version of an object from chunk ``first``. Raises ``ObjectGone``."""
-        wanted = store_pb2.OpenObject(key=info.key, version=info.version, first_chunk=first)
+        """Open the same bytes of an object from chunk ``first``. Raises ``ObjectGone``."""
+        wanted = store_pb2.OpenObject(key=info.key, storage=info.storage, first_chunk=first)
         (opened,), _, held = await self.open(owner, [wanted])
-        if not opened.HasField("info"):
+        if opened.absent:
             raise ObjectGone(self.node_id, info.name)
         return opened, held
 
     async def begin(
-        self, owner: bytes, objects: Sequence[store_pb2.ObjectInfo]
+        self, owner: bytes, objects: Sequence[store_pb2.ObjectInfo], data: Sequence[bytes] = ()
     ) -> tuple[store_pb2.PutReply, HeldGrant]:
-        """Reserve room for the first chunks of each. Returns the reply and the grant to write them."""
-        request = store_pb2.BeginRequest(owner=owner, objects=objects, ttl_s=2 * self._deadline_s)
+        """Reserve room for the first chunks of each; small objects come with their ``data``, others with
+        none. Returns the reply and the grant to write them."""
+        request = store_pb2.BeginRequest(owner=owner, objects=objects, ttl_s=2 * self._deadline_s, data=data)
         asked_s = holders_clock()
         reply: store_pb2.PutReply = await self.call("Begin", request)
         return reply, self._held(asked_s, reply.granted_s)

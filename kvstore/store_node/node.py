@@ -17,6 +17,7 @@ from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.kvstore.blocks.layout import OpaqueLayout
 from moonpool.kvstore.blocks.tier import Tier
+from moonpool.kvstore.client.connections import IndexDirectory, StoreNodes
 from moonpool.kvstore.index.node_publisher import BATCH_BLOCKS, IndexPublisher
 from moonpool.kvstore.index.redis.changes import batches
 from moonpool.kvstore.index.redis.client import connect
@@ -24,11 +25,14 @@ from moonpool.kvstore.index.redis.kv_index import KVIndex
 from moonpool.kvstore.index.redis.node_record import NodeLoad, NodeRecord
 from moonpool.kvstore.objects.catalog import Catalogue
 from moonpool.kvstore.objects.errors import NodeStopping
+from moonpool.kvstore.objects.records import Records
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.peer_leases import RemoteLeases
 from moonpool.kvstore.store import TieredStore
 from moonpool.kvstore.store.collector import observe_stores
 from moonpool.kvstore.store_node.kv_shelf import KvShelf
+from moonpool.kvstore.store_node.reconciler import EVERY_S, Reconciler
+from moonpool.kvstore.store_node.record_keeper import RecordKeeper
 from moonpool.kvstore.store_node.service import Shelf, StoreService
 from moonpool.kvstore.store_node.shelves import ShelfFactory
 from moonpool.protos import node_pb2, node_pb2_grpc, store_pb2_grpc
@@ -40,12 +44,15 @@ from moonpool.runtime.observing.metrics_server import serve_metrics
 from moonpool.runtime.service.lifecycle import ServiceContext
 from moonpool.runtime.service.vital import vital
 from moonpool.transfer import Region, TransferAgent
+from moonpool.transfer.connections.descriptor import boot_id
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 SWEEP_INTERVAL_S = 0.5
+# After Redis lost its data, every node that runs notices within one turn and restores within the next ones.
+_RESTORING_TURNS = 4
 # Longest that a node that is told to stop waits for its readers and writers.
 _DRAIN_S = 5.0
 
@@ -65,6 +72,8 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         self._draining = asyncio.Event()
         self._objects: ObjectShelf | None = None
         self._object_store: TieredStore | None = None
+        self._keeper: RecordKeeper | None = None
+        self._reconciler: Reconciler | None = None
         self._publisher: IndexPublisher | None = None
 
     async def run(self, context: ServiceContext) -> None:
@@ -105,6 +114,7 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         service = StoreService(
             self.node_id,
             self._objects,
+            self._keeper,
             object_region,
             agent,
             deadline_s=config.transfer.deadline_s,
@@ -124,10 +134,16 @@ class StoreNode(node_pb2_grpc.NodeServicer):
         metrics_port = serve_metrics(config.node.host, config.node.metrics_port)
         self._metrics_url = f"http://{config.node.host}:{metrics_port}/metrics"
         observe_stores(lambda: [(shelf.name, shelf.store) for shelf in self._shelves()])
+        if self._reconciler is not None:
+            # Before anybody is sent here: what was only in memory is gone.
+            await self._reconciler.turn()
         self.state = "ready"
         await self._start_publishing(stack)
         sweeper = vital(self._sweep(), "sweep")
         stack.callback(sweeper.cancel)
+        if self._reconciler is not None:
+            reconciling = asyncio.create_task(self._reconciler.run(), name="reconcile")
+            stack.callback(reconciling.cancel)
 
     async def _start_objects(self, stack: AsyncExitStack, maker: ShelfFactory) -> Region | None:
         own = self.config.store_node
@@ -135,18 +151,42 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             return None
         region = self._agent.allocate(own.object_nbytes, "objects")
         self._object_store = await maker.objects(region, self._chunk_changed)
+        catalogue = None if maker.catalogue is None else Catalogue(maker.catalogue)
         self._objects = ObjectShelf(
             self.node_id,
             self._object_store,
             own.chunk_nbytes,
-            catalogue=None if maker.catalogue is None else Catalogue(maker.catalogue),
+            catalogue=catalogue,
             tenant_nbytes=own.tenant_nbytes,
             clock=self._clock,
             rng=SystemRandom(),
         )
         stack.push_async_callback(self._objects.close)
         await self._objects.start()
+        await self._start_records(stack, self._objects, catalogue)
         return region
+
+    async def _start_records(
+        self, stack: AsyncExitStack, objects: ObjectShelf, catalogue: Catalogue | None
+    ) -> None:
+        """The part of the node that reads and changes the records of objects."""
+        index, deadline_s = self.config.index, self.config.transfer.deadline_s
+        redis = connect(index.redis_url)
+        stack.push_async_callback(redis.aclose)
+        records = Records(
+            KVIndex(redis, index.namespace),
+            restoring_s=_RESTORING_TURNS * EVERY_S,
+            generations=None if catalogue is None else catalogue.generations,
+        )
+        if catalogue is not None:
+            records.on_generation = catalogue.remember_generation
+        directory = IndexDirectory(index.redis_url, index.namespace)
+        stack.push_async_callback(directory.aclose)
+        peers = StoreNodes(directory, self._agent, index.redis_url, deadline_s=deadline_s, clock=self._clock)
+        stack.push_async_callback(peers.close)
+        self._keeper = RecordKeeper(self.node_id, objects, records, peers)
+        stack.push_async_callback(self._keeper.close)
+        self._reconciler = Reconciler(self.node_id, objects, self._keeper, peers, self._kv_address)
 
     async def _start_publishing(self, stack: AsyncExitStack) -> None:
         index = self.config.index
@@ -158,7 +198,11 @@ class StoreNode(node_pb2_grpc.NodeServicer):
             pid=os.getpid(),
             rpc_address=self._rpc_address,
             metrics_url=self._metrics_url,
-            extra={"version": own_version(), "options": agreement_of(self.config)},
+            extra={
+                "version": own_version(),
+                "options": agreement_of(self.config),
+                "host_id": self.config.node.host_id or boot_id() or self.node_id,
+            },
         )
         redis = connect(index.redis_url)
         stack.push_async_callback(redis.aclose)

@@ -13,16 +13,19 @@ import grpc.aio
 from moonpool.kvstore.blocks import keys as block_keys
 from moonpool.kvstore.blocks.keys import KEY_NBYTES, BlockKey
 from moonpool.kvstore.objects import metrics
-from moonpool.kvstore.objects.errors import BadRequest, ObjectsOff
+from moonpool.kvstore.objects.chunks import is_small
+from moonpool.kvstore.objects.errors import BadRequest, ObjectsOff, PutBroken
 from moonpool.kvstore.objects.put import Put
 from moonpool.kvstore.objects.read_leases import Opened
+from moonpool.kvstore.objects.records import Record
 from moonpool.kvstore.objects.replication import copy_object
 from moonpool.kvstore.objects.shelf import ObjectShelf
 from moonpool.kvstore.remote.object_store import RemoteStore
 from moonpool.kvstore.store import TieredStore
+from moonpool.kvstore.store_node.record_keeper import RecordKeeper
 from moonpool.protos import node_pb2, store_pb2, store_pb2_grpc
 from moonpool.runtime.errors import MoonpoolError
-from moonpool.transfer import Region, Span, TransferAgent
+from moonpool.transfer import Region, Span, TransferAgent, checksum
 
 _PROGRESS_INTERVAL_S = 0.1
 _LIST_LIMIT = 1000
@@ -85,6 +88,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         self,
         node_id: str,
         objects: ObjectShelf | None,
+        keeper: RecordKeeper | None,
         region: Region | None,
         agent: TransferAgent,
         *,
@@ -92,9 +96,11 @@ class StoreService(store_pb2_grpc.StoreServicer):
         check_takes_work: Callable[[], None],
         shelves: Callable[[], Sequence[Shelf]],
     ) -> None:
-        """``objects`` and the ``region`` of their memory; None: this node has none."""
+        """``objects``, the ``keeper`` of their records and the ``region`` of their memory; None: this node
+        has none."""
         self._node_id = node_id
         self._shelf = objects
+        self._record_keeper = keeper
         self._region = region
         self._agent = agent
         self._deadline_s = deadline_s
@@ -107,15 +113,26 @@ class StoreService(store_pb2_grpc.StoreServicer):
             raise ObjectsOff(self._node_id)
         return self._shelf
 
+    @property
+    def _keeper(self) -> RecordKeeper:
+        if self._record_keeper is None:
+            raise ObjectsOff(self._node_id)
+        return self._record_keeper
+
     async def Begin(self, request: store_pb2.BeginRequest, context: Context) -> store_pb2.PutReply:
         self._check_takes_work()
         owner = _key(request.owner, "owner")
+        if request.data and len(request.data) != len(request.objects):
+            raise BadRequest(f"data must be given for all {len(request.objects)} objects or for none")
+        # Before any byte is moved: a put without Redis fails.
+        await self._keeper.records.check()
 
-        async def begin(info: store_pb2.ObjectInfo) -> tuple[int, Put]:
+        async def begin(info: store_pb2.ObjectInfo, data: bytes) -> tuple[int, Put]:
             _check_info(info)
-            return await self._objects.begin(owner, info, request.ttl_s)
+            return await self._objects.begin(owner, info, request.ttl_s, data)
 
-        steps = [await self._step(0, begin(info)) for info in request.objects]
+        pairs = zip(request.objects, request.data or [b""] * len(request.objects), strict=True)
+        steps = [await self._step(0, begin(info, data)) for info, data in pairs]
         return self._put_reply(steps, self._objects.chunk_nbytes)
 
     async def Commit(self, request: store_pb2.CommitRequest, context: Context) -> store_pb2.PutReply:
@@ -161,13 +178,21 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def Abort(self, request: store_pb2.AbortRequest, context: Context) -> store_pb2.AbortReply:
         for put_id in request.put_id:
             self._objects.abort(put_id)
+        for storage in request.storage:
+            record = self._objects.table.find(request.owner, storage)
+            if record is not None and not record.HasField("record"):
+                self._objects.table.drop(record)
         return store_pb2.AbortReply()
+
+    async def Publish(self, request: store_pb2.PublishRequest, context: Context) -> store_pb2.PublishReply:
+        owner = _key(request.owner, "owner")
+        return store_pb2.PublishReply(error=await self._keeper.publish(owner, request.objects))
 
     async def Copy(self, request: store_pb2.CopyRequest, context: Context) -> store_pb2.CopyReply:
         self._check_takes_work()
         began_s = time.monotonic()
         owner = _key(request.owner, "owner")
-        wanted = store_pb2.OpenObject(key=_key(request.key, "key"), version=request.version)
+        wanted = store_pb2.OpenObject(key=_key(request.key, "key"), storage=request.storage)
         objects, address = self._objects, request.source.rpc_address
         assert self._region is not None
         async with RemoteStore(
@@ -182,25 +207,61 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 surplus=request.surplus,
             )
         metrics.COPIED_BYTES.labels("objects").inc(nbytes)
+        stored = objects.table.find(owner, request.storage)
+        if request.join and stored is not None:
+            try:
+                await self._keeper.join(stored)
+            except PutBroken:
+                objects.table.drop(stored)
+                raise
         return store_pb2.CopyReply(nbytes=nbytes, seconds=time.monotonic() - began_s)
 
     async def Open(self, request: store_pb2.OpenRequest, context: Context) -> store_pb2.OpenReply:
         owner = _key(request.owner, "owner")
         self._objects.leases.release(request.close_lease_id)
+        asked = [_key(wanted.key, "key") for wanted in request.objects if not wanted.storage]
+        found = dict(
+            zip(asked, await self._keeper.records.read([(owner, key) for key in asked]), strict=True)
+        )
         reply = store_pb2.OpenReply(chunk_nbytes=self._objects.chunk_nbytes, granted_s=request.ttl_s)
         for wanted in request.objects:
-            opened = await self._objects.leases.open(owner, wanted, request.ttl_s)
-            reply.objects.append(self._opened(opened) if opened is not None else store_pb2.OpenedObject())
-            if opened is not None:
-                reply.granted_s = min(reply.granted_s, opened.granted_s)
+            opened, granted_s = await self._open(owner, wanted, found.get(wanted.key), request.ttl_s)
+            reply.objects.append(opened)
+            reply.granted_s = min(reply.granted_s, granted_s)
         return reply
+
+    async def _open(
+        self, owner: bytes, wanted: store_pb2.OpenObject, record: Record | None, ttl_s: float
+    ) -> tuple[store_pb2.OpenedObject, float]:
+        """Returns what is here, and how long it may be read. ``record``: what Redis says; None: there is
+        none, or these bytes are wanted whatever it says."""
+        places: Sequence[str] = ()
+        if not wanted.storage:
+            if record is None:
+                return store_pb2.OpenedObject(absent=True), ttl_s
+            wanted.storage, places = record.storage, record.body.places
+        opened = await self._objects.leases.open(owner, wanted, ttl_s)
+        if opened is not None:
+            return self._opened(opened), opened.granted_s
+        if record is None or self._node_id in places:
+            self._keeper.missing((owner, wanted.key), wanted.storage)
+        info = None if record is None else record.body.info
+        return store_pb2.OpenedObject(info=info, places=places, absent=True), ttl_s
 
     def _opened(self, opened: Opened) -> store_pb2.OpenedObject:
         assert self._region is not None
         chunks = node_pb2.BlockSpans(
             region=[self._region.id] * len(opened.offsets), offset=opened.offsets, checksum=opened.checksums
         )
-        return store_pb2.OpenedObject(info=opened.record.info, chunks=chunks, lease_id=opened.lease_ids)
+        stored = opened.record
+        small = is_small(stored.info)
+        return store_pb2.OpenedObject(
+            info=stored.info,
+            chunks=chunks,
+            lease_id=opened.lease_ids,
+            data=stored.data,
+            checksum=stored.tail_checksum if small else checksum(b""),
+        )
 
     async def Close(self, request: store_pb2.CloseRequest, context: Context) -> store_pb2.CloseReply:
         self._objects.leases.release(request.lease_id)
@@ -208,26 +269,46 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     async def Find(self, request: store_pb2.FindRequest, context: Context) -> store_pb2.FindReply:
         owner = _key(request.owner, "owner")
-        found = (self._objects.table.find(owner, key) for key in block_keys.unpack(request.keys))
-        return store_pb2.FindReply(found=[record.info for record in found if record is not None])
+        keys = block_keys.unpack(request.keys)
+        if request.last_known:
+            known = (_last_known(stored) for key in keys for stored in self._objects.table.of_key(owner, key))
+            return store_pb2.FindReply(found=[record for record in known if record is not None])
+        found = await self._keeper.records.read([(owner, key) for key in keys])
+        return store_pb2.FindReply(found=[record.body for record in found if record is not None])
 
     async def Check(self, request: store_pb2.CheckRequest, context: Context) -> store_pb2.CheckReply:
         owner = _key(request.owner, "owner")
-        keys = block_keys.unpack(request.keys)
-        dropped = [await self._objects.leases.check(owner, key) for key in keys]
+        dropped = [await self._objects.leases.check(owner, each.storage) for each in request.objects]
+        await self._keeper.reported()
         return store_pb2.CheckReply(num_dropped=sum(dropped))
 
     async def List(self, request: store_pb2.ListRequest, context: Context) -> store_pb2.ListReply:
         owner = _key(request.owner, "owner")
-        mine = (record.info for record in self._objects.table if record.owner == owner)
-        after = sorted((info for info in mine if info.key > request.after), key=lambda info: info.key)
-        return store_pb2.ListReply(objects=after[: min(request.limit or _LIST_LIMIT, _LIST_LIMIT)])
+        if request.last_known:
+            mine = [_last_known(stored) for stored in self._objects.table if stored.owner == owner]
+            return store_pb2.ListReply(objects=[record for record in mine if record is not None])
+        reply, cursor = store_pb2.ListReply(), request.cursor
+        while len(reply.objects) < _LIST_LIMIT:
+            page, cursor = await self._keeper.records.scan(cursor, owner)
+            reply.objects.extend(record.body for record in page)
+            if not cursor:
+                break
+        reply.cursor = cursor
+        return reply
 
     async def Remove(self, request: store_pb2.RemoveRequest, context: Context) -> store_pb2.RemoveReply:
         owner = _key(request.owner, "owner")
+        objects = [((owner, _key(each.key, "key")), each.storage) for each in request.objects]
+        return store_pb2.RemoveReply(num_removed=await self._keeper.remove(objects))
+
+    async def Reconcile(
+        self, request: store_pb2.ReconcileRequest, context: Context
+    ) -> store_pb2.ReconcileReply:
+        table = self._objects.table
         keys = block_keys.unpack(request.keys)
-        num_removed = await self._objects.remove(owner, keys, request.before_version)
-        return store_pb2.RemoveReply(num_removed=num_removed)
+        here = [stored for key in keys for stored in table.of_key(request.owner, key)]
+        await self._keeper.compare(here)
+        return store_pb2.ReconcileReply()
 
     async def Usage(self, request: store_pb2.UsageRequest, context: Context) -> store_pb2.UsageReply:
         owner = _key(request.owner, "owner")
@@ -257,6 +338,17 @@ class StoreService(store_pb2_grpc.StoreServicer):
             yield progress
 
 
+def _last_known(stored: store_pb2.StoredObject) -> store_pb2.ObjectRecord | None:
+    """What the record last said, with this node's clock for its end; None: no record has named it."""
+    expires_ms = stored.record.expires_ms
+    if not stored.HasField("record") or (expires_ms and expires_ms <= time.time() * 1000):
+        return None
+    known = store_pb2.ObjectRecord()
+    known.CopyFrom(stored.record)
+    known.info.CopyFrom(stored.info)
+    return known
+
+
 def _key(value: bytes, name: str) -> bytes:
     if len(value) != KEY_NBYTES:
         raise BadRequest(f"{name} must be {KEY_NBYTES} bytes, got {len(value)}")
@@ -265,5 +357,7 @@ def _key(value: bytes, name: str) -> bytes:
 
 def _check_info(info: store_pb2.ObjectInfo) -> None:
     _key(info.key, "object.key")
+    if not info.storage:
+        raise BadRequest("object.storage must not be 0")
     if len(info.name.encode()) > _MOST_NAME_NBYTES:
         raise BadRequest(f"object.name must be at most {_MOST_NAME_NBYTES} bytes")

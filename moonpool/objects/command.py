@@ -199,7 +199,7 @@ def _plain(stat: ObjectStat) -> dict[str, Any]:
 def _objects_table(objects: list[ObjectStat]) -> Table:
     table = plain_table(("name", "dtype", "shape", "put", "on"), right=("size",))
     for each in objects:
-        put_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.version / 1e9))
+        put_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.version / 1e6))
         shape = "×".join(map(str, each.shape)) or "scalar"
         table.add_row(each.name, each.dtype, shape, put_at, ", ".join(each.nodes), size(each.nbytes))
     return table

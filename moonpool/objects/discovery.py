@@ -22,7 +22,13 @@ class ApiDirectory:
 
     async def nodes(self) -> list[NodeAddress]:
         return [
-            NodeAddress(node["node_id"], int(node["epoch"]), node["rpc_address"], node["state"] == "ready")
+            NodeAddress(
+                node["node_id"],
+                int(node["epoch"]),
+                node["rpc_address"],
+                node["state"] == "ready",
+                node.get("host_id", ""),
+            )
             for node in (await self._client.cluster())["nodes"]
             if node["role"] == "store" and node["state"] in ("ready", "unhealthy")
         ]

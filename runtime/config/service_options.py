@@ -13,6 +13,12 @@ class NodeOptions(Section, name="node"):
     host: str = option("127.0.0.1", "address", "address to listen on and to announce to the cluster")
     port: int = option(0, "port", "gRPC port; 0: a free one", least=0, most=65535)
     metrics_port: int = option(0, "port", "HTTP port of /metrics; 0: a free one", least=0, most=65535)
+    host_id: str = option(
+        "",
+        "text",
+        "what store nodes that fail together have in common: copies of an object go to different ones; "
+        "empty: the machine",
+    )
     orphan_s: float = option(
         5.0, "seconds", "how long a decode node keeps the requests of a conductor that disconnected"
     )

@@ -40,6 +40,7 @@ class StoreCluster:
                 "index.redis_url": self.url,
                 "index.lease_ttl_s": 2.0,
                 "node.id": name,
+                "node.host_id": name,
                 "store.host.capacity_nbytes": "4MiB",
                 "store.ssd.deadline_s": 60.0,
                 "store_node.object_nbytes": "16MiB",

@@ -9,7 +9,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 
 import numpy as np
 
@@ -30,7 +29,7 @@ async def main(address: str, nbytes: int, late: bool) -> None:
         region = agent.register(data)
         info = store_pb2.ObjectInfo(
             key=tenant.key("half"),
-            version=time.time_ns(),
+            storage=7,
             name="half",
             nbytes=nbytes,
             dtype="uint8",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -126,31 +124,45 @@ async def test_a_tenant_neither_sees_nor_touches_anothers(shared: StoreCluster) 
             assert await other.remove("mine") is False
             # Even who came to know the key is not its owner.
             key = one.tenant.key("mine")
-            assert await other._stats([key]) == {}
+            assert await other._find([key]) == {}
         assert (await one.get("mine") == np.arange(4)).all()
 
 
 async def test_a_node_serves_an_object_to_its_owner_only(shared: StoreCluster) -> None:
     async with shared.client(tenant="one", salt="s3cret") as one, shared.client(tenant="two") as two:
-        await one.put("mine", np.arange(4), node="a")
+        value = np.arange(40_000)
+        await one.put("mine", value, node="a")
         node = (await one.nodes())["a"]
         key, owner = one.tenant.key("mine"), two.tenant.owner
-        opened, _, _ = await node.open(owner, [store_pb2.OpenObject(key=key)])
-        assert not opened[0].HasField("info")
-        assert not opened[0].lease_id
+        (record,) = (await one._find([key])).values()
+        storage = record.info.storage
+        known = store_pb2.OpenObject(key=key, storage=storage)
+        for wanted in (store_pb2.OpenObject(key=key), known):
+            opened, _, _ = await node.open(owner, [wanted])
+            assert opened[0].absent
+            assert not opened[0].lease_id
         for method, request in (
             ("Find", store_pb2.FindRequest(owner=owner, keys=key)),
+            ("Find", store_pb2.FindRequest(owner=owner, keys=key, last_known=True)),
             ("List", store_pb2.ListRequest(owner=owner)),
-            ("Remove", store_pb2.RemoveRequest(owner=owner, keys=key)),
-            ("Check", store_pb2.CheckRequest(owner=owner, keys=key)),
+            ("List", store_pb2.ListRequest(owner=owner, last_known=True)),
+            ("Remove", store_pb2.RemoveRequest(owner=owner, objects=[known])),
+            ("Check", store_pb2.CheckRequest(owner=owner, objects=[known])),
+            ("Reconcile", store_pb2.ReconcileRequest(owner=owner, keys=key)),
+            ("Abort", store_pb2.AbortRequest(owner=owner, storage=[storage])),
         ):
             answer = await node.call(method, request)
             assert not answer.ListFields(), (method, answer)
         assert (await node.call("Usage", store_pb2.UsageRequest(owner=owner))).num_objects == 0
-        # A put under another's key is refused, whatever its version says.
-        info = store_pb2.ObjectInfo(key=key, version=time.time_ns() + 10**12, name="mine", nbytes=8)
+        # A put of another's bytes is refused; one under another's key is an object of its own.
+        info = store_pb2.ObjectInfo(key=key, storage=storage, name="mine", nbytes=value.nbytes)
         put = await node.call("Begin", store_pb2.BeginRequest(owner=owner, objects=[info], ttl_s=5.0))
         assert "not its owner's" in put.steps[0].error
+        info.storage += 1
+        info.nbytes = 1
+        await node.call("Begin", store_pb2.BeginRequest(owner=owner, objects=[info], ttl_s=5.0, data=[b"x"]))
+        wanted_by = store_pb2.PublishObject(key=key, storage=info.storage, places=["a"], copies=1)
+        await node.call("Publish", store_pb2.PublishRequest(owner=owner, objects=[wanted_by]))
         # Leases are ended by those who were told their names.
         (mine,), _, _ = await node.open(one.tenant.owner, [store_pb2.OpenObject(key=key)])
         guesses = [*range(64), *(each + 1 for each in mine.lease_id)]
@@ -158,7 +170,7 @@ async def test_a_node_serves_an_object_to_its_owner_only(shared: StoreCluster) -
         status = await node_pb2_grpc.NodeStub(node._channel).Status(node_pb2.StatusRequest())
         assert sum(tier.num_used_blocks for tier in status.tiers) >= 1
         node.release([mine])
-        assert (await one.get("mine") == np.arange(4)).all()
+        assert (await one.get("mine") == value).all()
 
 
 async def test_what_cannot_be_stored_is_refused_in_a_sentence(shared: StoreCluster) -> None:

@@ -69,7 +69,10 @@ async def test_what_goes_wrong_is_a_sentence(cluster: StoreCluster, tmp_path: Pa
         "give it one with --name": (2, store("put", "-")),
         "there is no store node 'z'; there are a": (2, store("put", str(file), "--node", "z")),
         "1 to 4096 bytes": (2, store("put", str(file), "--name", "")),
-        "is on 1 nodes, 2 were requested": (1, store("put", str(file), "--name", "y", "--copies", "2")),
+        "it can be on 1 hosts, 2 were requested": (
+            1,
+            store("put", str(file), "--name", "y", "--copies", "2"),
+        ),
         "there is no object 'none'": (1, store("get", "none", str(tmp_path / "out"))),
         "cannot be written: there is no directory": (2, store("get", "x", str(tmp_path / "none" / "out"))),
         "name the objects to drop, or give --all": (2, store("evict")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from moonpool.kvstore.client.errors import PutFailed
 from moonpool.kvstore.objects.errors import OverQuota
 from moonpool.kvstore.objects.owner_quota import ObjectQuotas
+from moonpool.protos import store_pb2
 from tests.store_node.conftest import StoreCluster
 
 CHUNK = 64 << 10
@@ -51,7 +54,8 @@ def test_within_the_bound_after_every_put_and_never_at_anothers_cost(
     steps: list[tuple[int, int, int]], limit: int
 ) -> None:
     quotas = ObjectQuotas(limit)
-    held: dict[tuple[bytes, bytes], int] = {}
+    held: dict[tuple[bytes, bytes], tuple[store_pb2.StoredObject, int]] = {}
+    numbers = itertools.count(1)
     for who, number, nbytes in steps:
         owner, key = bytes([who]), bytes([number])
         try:
@@ -59,14 +63,15 @@ def test_within_the_bound_after_every_put_and_never_at_anothers_cost(
         except OverQuota:
             assert nbytes > limit
             continue
-        assert key not in victims
         for victim in victims:
-            quotas.gone(owner, victim)
-            del held[owner, victim]
+            quotas.gone(victim)
+            assert victim.info.key != key
+            assert held.pop((owner, victim.info.key))[0] is victim
         if (owner, key) in held:
-            quotas.gone(owner, key)
-        quotas.shown(owner, key, nbytes)
-        held[owner, key] = nbytes
+            quotas.gone(held.pop((owner, key))[0])
+        info = store_pb2.ObjectInfo(key=key, storage=next(numbers), nbytes=nbytes)
+        held[owner, key] = (store_pb2.StoredObject(info=info, owner=owner), nbytes)
+        quotas.shown(*held[owner, key])
         for each in (b"x", b"y"):
-            mine = sum(size for (name, _), size in held.items() if name == each)
+            mine = sum(size for (name, _), (_, size) in held.items() if name == each)
             assert quotas.nbytes(each) == mine <= limit

@@ -14,13 +14,13 @@ from moonpool.kvstore.store import TieredStore
 from moonpool.protos import store_pb2
 from moonpool.runtime.config.options import HostTierOptions, StoreOptions
 
-CHUNK = 4096
+CHUNK = 64 << 10
 OWNER = b"o" * 16
 
 
 async def put(shelf: ObjectShelf, name: str, *, surplus: bool = False) -> None:
     info = store_pb2.ObjectInfo(
-        key=name.encode().ljust(16), version=1, name=name, nbytes=2 * CHUNK, surplus=surplus
+        key=name.encode().ljust(16), storage=abs(hash(name)) | 1, name=name, nbytes=2 * CHUNK, surplus=surplus
     )
     put_id, under_way = await shelf.begin(OWNER, info, 5.0)
     await shelf.commit(put_id, [0] * len(under_way.offsets))
@@ -53,7 +53,8 @@ async def test_cold_surplus_copies_go_before_what_is_older() -> None:
     await put(shelf, "cold copy", surplus=True)
     await put(shelf, "new")
     now_s += 60.0
-    opened = await shelf.leases.open(OWNER, store_pb2.OpenObject(key=b"hot copy".ljust(16)), 5.0)
+    (hot,) = shelf.table.of_key(OWNER, b"hot copy".ljust(16))
+    opened = await shelf.leases.open(OWNER, store_pb2.OpenObject(storage=hot.info.storage), 5.0)
     assert opened is not None
     shelf.leases.release(opened.lease_ids)
     # Memory is full now. The unread copy is dropped, though it came after "old" ...

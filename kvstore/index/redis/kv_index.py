@@ -252,6 +252,10 @@ class KVIndex:
                 raise
         return await self._do("EVAL", script.text, len(keys), *keys, *args, name=name)
 
+    async def command(self, *command: object) -> Any:
+        """Run one command on keys of this namespace."""
+        return await self._do(*command)
+
     async def _do(self, *command: object, name: str = "", extra_s: float = 0.0) -> Any:
         task = asyncio.current_task()
         assert task is not None

@@ -1,0 +1,139 @@
+"""The Lua scripts that read and change records of objects, each in one step and on one key.
+
+Records are spread over ``NUM_BUCKETS`` hashes, which a Redis Cluster spreads over its shards.
+
+    NAMESPACE:objects:N   hash   owner + key of an object -> "version expires_ms storage payload";
+                                 "generation" -> random text, made with the hash
+
+A hash without a generation is new, or Redis lost its data. A caller that knows another generation is told so,
+and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from moonpool.kvstore.index.redis.lua_scripts import Script
+
+NUM_BUCKETS = 16
+
+# ARGV 1: the generation that the caller knows, empty: none; 2: the name of a new one.
+_PRELUDE = """
+local known = redis.call('HGET', KEYS[1], 'generation')
+if not known then
+  known = ARGV[2]
+  redis.call('HSET', KEYS[1], 'generation', known)
+end
+if ARGV[1] ~= '' and ARGV[1] ~= known then return {'LOST', known} end
+local time = redis.call('TIME')
+local now_us = time[1] * 1000000 + time[2]
+local now_ms = math.floor(now_us / 1000)
+local function whole(number) return string.format('%.0f', number) end
+local function header(value)
+  local version, expires, storage = string.match(value, '^(%d+) (%d+) (%x+) ')
+  return tonumber(version), tonumber(expires), storage
+end
+local function value_of(version, expires, storage, payload)
+  return whole(version) .. ' ' .. whole(expires) .. ' ' .. storage .. ' ' .. payload
+end
+local reply = {'OK', known, whole(now_ms)}
+"""
+
+# ARGV field…   Replies with each value; empty: there is none. An expired one is deleted.
+read = Script(
+    _PRELUDE
+    + """
+for i = 3, #ARGV do
+  local value = redis.call('HGET', KEYS[1], ARGV[i])
+  if value then
+    local _, expires = header(value)
+    if expires > 0 and expires <= now_ms then
+      redis.call('HDEL', KEYS[1], ARGV[i])
+      value = nil
+    end
+  end
+  reply[#reply + 1] = value or ''
+end
+return reply
+"""
+)
+
+# ARGV (field storage ttl_ms payload)…   Replies with the new value and the former one of each. A repetition
+# changes nothing.
+put = Script(
+    _PRELUDE
+    + """
+for i = 3, #ARGV, 4 do
+  local field, storage, ttl_ms = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
+  local former = redis.call('HGET', KEYS[1], field)
+  local version, same = now_us, false
+  if former then
+    local was, _, stored = header(former)
+    version = math.max(was + 1, now_us)
+    same = stored == storage
+  end
+  local value = former
+  if not same then
+    value = value_of(version, ttl_ms > 0 and now_ms + ttl_ms or 0, storage, ARGV[i + 3])
+    redis.call('HSET', KEYS[1], field, value)
+  end
+  reply[#reply + 1] = value
+  reply[#reply + 1] = not same and former or ''
+end
+return reply
+"""
+)
+
+# ARGV (field storage)…   Deletes those that name this storage. Replies with the deleted values.
+remove = Script(
+    _PRELUDE
+    + """
+for i = 3, #ARGV, 2 do
+  local value = redis.call('HGET', KEYS[1], ARGV[i])
+  local gone = ''
+  if value then
+    local _, _, storage = header(value)
+    if storage == ARGV[i + 1] then
+      redis.call('HDEL', KEYS[1], ARGV[i])
+      gone = value
+    end
+  end
+  reply[#reply + 1] = gone
+end
+return reply
+"""
+)
+
+# ARGV field value payload   Replaces the payload of exactly this value; an empty one deletes it. Replies 1:
+# done.
+swap = Script(
+    _PRELUDE
+    + """
+local value = redis.call('HGET', KEYS[1], ARGV[3])
+if value ~= ARGV[4] then
+  reply[4] = 0
+  return reply
+end
+if ARGV[5] == '' then
+  redis.call('HDEL', KEYS[1], ARGV[3])
+else
+  local version, expires, storage = header(value)
+  redis.call('HSET', KEYS[1], ARGV[3], value_of(version, expires, storage, ARGV[5]))
+end
+reply[4] = 1
+return reply
+"""
+)
+
+# ARGV field version expires_ms storage payload   After Redis lost its data: sets the record unless there is
+# one of this version or a later one. Replies with the value then there.
+restore = Script(
+    _PRELUDE
+    + """
+local value = redis.call('HGET', KEYS[1], ARGV[3])
+if not value or header(value) < tonumber(ARGV[4]) then
+  value = value_of(tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7])
+  redis.call('HSET', KEYS[1], ARGV[3], value)
+end
+reply[4] = value
+return reply
+"""
+)

@@ -1,0 +1,331 @@
+"""The records of objects in Redis: the only truth of what a name means."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any
+
+from moonpool.kvstore.errors import IndexUnavailable
+from moonpool.kvstore.index.redis.kv_index import KVIndex
+from moonpool.kvstore.index.redis.lua_scripts import Script
+from moonpool.kvstore.objects import record_scripts as scripts
+from moonpool.kvstore.objects.errors import ChangeUnknown, RecordsLost, RecordsUnavailable
+from moonpool.protos import store_pb2
+
+# An answer of Redis within this time is taken as a sign that it answers.
+_FRESH_S = 1.0
+_SCAN_COUNT = 512
+# Most objects of one call: it holds Redis for about a millisecond.
+_BATCH = 256
+
+Name = tuple[bytes, bytes]  # owner and key of an object, 16 bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record as read. ``value`` are its bytes in Redis, which ``swap`` compares."""
+
+    body: store_pb2.ObjectRecord
+    value: bytes
+
+    @property
+    def storage(self) -> int:
+        return self.body.info.storage
+
+    @property
+    def name(self) -> Name:
+        return self.body.owner, self.body.info.key
+
+
+@dataclass(slots=True)
+class _Bucket:
+    key: str
+    generation: bytes = b""  # that we know; empty: none yet
+    lost: bytes = b""  # Redis lost this bucket: its new generation; empty: it did not
+    open_s: float = 0.0  # when a lost bucket is used again
+
+
+class Records:
+    """Every method raises ``RecordsUnavailable``: Redis does not answer, nothing has changed; and its
+    subclass ``RecordsLost`` while the records are restored after Redis lost its data. Those that change
+    records raise ``ChangeUnknown``: Redis did not answer, the change may have been made or may still be.
+    """
+
+    def __init__(
+        self,
+        index: KVIndex,
+        *,
+        restoring_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        generations: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """``index``: the connection to Redis and the namespace. ``restoring_s``: how long nodes may take to
+        notice a loss and to restore what they have. ``generations``: by bucket, as this node last knew
+        them."""
+        self._index = index
+        self._restoring_s = restoring_s
+        self._clock = clock
+        self._buckets = [
+            _Bucket(f"{index.namespace}:objects:{number}") for number in range(scripts.NUM_BUCKETS)
+        ]
+        for number, generation in (generations or {}).items():
+            self._buckets[number].generation = generation
+        self._answered_s = float("-inf")
+        self._ahead_ms = 0.0  # Redis's clock less ours
+        # Called with a bucket's number and generation when they are known, to be remembered over a restart.
+        self.on_generation: Callable[[int, bytes], None] = lambda number, generation: None
+
+    # ------------------------------------------------------------------ reading
+
+    async def check(self) -> None:
+        """Raise ``RecordsUnavailable`` unless Redis answered lately or does so now."""
+        if self._clock() - self._answered_s > _FRESH_S:
+            await self._call(0, "read", scripts.read, [], _unavailable)
+
+    async def read(self, names: Sequence[Name]) -> list[Record | None]:
+        """The record of each, one round trip for all; None: there is no such object."""
+        found = await self._each(names, "read", scripts.read, lambda name: [_field(name)], 1, _unavailable)
+        return [_record(value) for (value,) in found]
+
+    async def scan(self, cursor: int, owner: bytes | None = None) -> tuple[list[Record], int]:
+        """A page of all records, or of an owner's, and the next cursor; 0: the first, and after the last one.
+        A record that stays unchanged meanwhile comes at least once."""
+        number, at = cursor % scripts.NUM_BUCKETS, cursor // scripts.NUM_BUCKETS
+        bucket = self._buckets[number]
+        await self._call(number, "read", scripts.read, [], _unavailable)
+        match = f"{owner.hex()}*" if owner is not None else "*"
+        try:
+            reply = await self._index.command("HSCAN", bucket.key, at, "MATCH", match, "COUNT", _SCAN_COUNT)
+        except IndexUnavailable as error:
+            raise RecordsUnavailable(str(error)) from error
+        following, fields = int(reply[0]), reply[1]
+        pairs = fields.items() if isinstance(fields, Mapping) else zip(fields[::2], fields[1::2], strict=True)
+        now_ms = self.now_ms()
+        found = [
+            record
+            for field, value in pairs
+            if field != b"generation" and (record := _record(value)) is not None
+            if not record.body.expires_ms or record.body.expires_ms > now_ms
+        ]
+        if following == 0:
+            number += 1
+        if number == scripts.NUM_BUCKETS:
+            return found, 0
+        return found, following * scripts.NUM_BUCKETS + number
+
+    def now_ms(self) -> float:
+        """Redis's clock as far as it is known, in milliseconds since 1970."""
+        return time.time() * 1000 + self._ahead_ms
+
+    # ------------------------------------------------------------------ changes
+
+    async def put(
+        self, records: Sequence[tuple[store_pb2.ObjectRecord, int]]
+    ) -> list[tuple[Record, Record | None]]:
+        """Make each record (with its time to live in ms, 0: forever) that of its object. Returns the records
+        with the version and expiry that Redis gave them, and the former ones. The bytes must be in place."""
+
+        def args(each: tuple[store_pb2.ObjectRecord, int]) -> list[object]:
+            record, ttl_ms = each
+            return [
+                _field((record.owner, record.info.key)),
+                _hex(record.info.storage),
+                ttl_ms,
+                _payload(record),
+            ]
+
+        found = await self._each(
+            records,
+            "put",
+            scripts.put,
+            args,
+            2,
+            ChangeUnknown,
+            lambda each: (each[0].owner, each[0].info.key),
+        )
+        done: list[tuple[Record, Record | None]] = []
+        for value, former in found:
+            record = _record(value)
+            assert record is not None, "Redis answers a put with the record"
+            done.append((record, _record(former)))
+        return done
+
+    async def remove(self, objects: Sequence[tuple[Name, int]]) -> list[Record | None]:
+        """Delete the records that name this storage; returns them. Repeating it is harmless."""
+        found = await self._each(
+            objects,
+            "remove",
+            scripts.remove,
+            lambda each: [_field(each[0]), _hex(each[1])],
+            1,
+            ChangeUnknown,
+            lambda each: each[0],
+        )
+        return [_record(value) for (value,) in found]
+
+    async def swap(
+        self, former: Record, places: Iterable[str], copies: int | None = None, *, restoring: bool = False
+    ) -> bool:
+        """Change the places of exactly this record (and ``copies``); without places it is deleted. False: it
+        has changed meanwhile, and is left as it is."""
+        body = store_pb2.ObjectRecord()
+        body.CopyFrom(former.body)
+        if copies is not None:
+            body.copies = copies
+        del body.places[:]
+        body.places.extend(places)
+        payload = _payload(body) if body.places else b""
+        number = bucket_of(former.body.info.key)
+        args = [_field(former.name), former.value, payload]
+        (done,) = await self._call(number, "swap", scripts.swap, args, ChangeUnknown, restoring=restoring)
+        return bool(done)
+
+    # ------------------------------------------------------------------ a Redis that lost its data
+
+    def lost_buckets(self) -> list[int]:
+        return [number for number, bucket in enumerate(self._buckets) if bucket.lost]
+
+    async def look(self) -> None:
+        """Notice lost buckets, also where nobody asks."""
+        calls = (
+            self._call(number, "read", scripts.read, [], _unavailable)
+            for number, bucket in enumerate(self._buckets)
+            if not bucket.lost
+        )
+        with suppress(RecordsLost):
+            await asyncio.gather(*calls)
+
+    async def restore(self, record: store_pb2.ObjectRecord) -> Record:
+        """Write a record that this node knows to a lost bucket. Returns the one that is there afterwards:
+        this, or that of another node if it is as new."""
+        args = [
+            _field((record.owner, record.info.key)),
+            record.version,
+            record.expires_ms,
+            _hex(record.info.storage),
+            _payload(record),
+        ]
+        number = bucket_of(record.info.key)
+        (value,) = await self._call(number, "restore", scripts.restore, args, ChangeUnknown, restoring=True)
+        found = _record(value)
+        assert found is not None, "Redis answers with the record"
+        return found
+
+    def restored(self, number: int) -> bool:
+        """This node has restored what it knows of a bucket. True: others had the time to, too; it is used
+        again."""
+        bucket = self._buckets[number]
+        if not bucket.lost or self._clock() < bucket.open_s:
+            return False
+        bucket.generation, bucket.lost = bucket.lost, b""
+        self.on_generation(number, bucket.generation)
+        return True
+
+    # ------------------------------------------------------------------ calls
+
+    async def _each(
+        self,
+        items: Sequence[Any],
+        what: str,
+        script: Script,
+        args_of: Callable[[Any], list[Any]],
+        num_answers: int,
+        failure: Callable[[str], Exception],
+        name_of: Callable[[Any], Name] = lambda name: name,
+    ) -> list[list[bytes]]:
+        """Run a script over many items, one call for each bucket; returns ``num_answers`` for each item."""
+        by_bucket: dict[int, list[int]] = {}
+        for at, item in enumerate(items):
+            by_bucket.setdefault(bucket_of(name_of(item)[1]), []).append(at)
+        answers: list[list[bytes]] = [[]] * len(items)
+
+        async def run(number: int, places: Sequence[int]) -> None:
+            args = [arg for at in places for arg in args_of(items[at])]
+            found = await self._call(number, what, script, args, failure)
+            for i, at in enumerate(places):
+                answers[at] = found[i * num_answers : (i + 1) * num_answers]
+
+        calls: list[Awaitable[None]] = [
+            run(number, places[first : first + _BATCH])
+            for number, places in by_bucket.items()
+            for first in range(0, len(places), _BATCH)
+        ]
+        if len(calls) == 1:
+            await calls[0]
+        else:
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            failures = [each for each in outcomes if isinstance(each, BaseException)]
+            # An unknown outcome must not be taken for a refusal.
+            for each in sorted(failures, key=lambda each: not isinstance(each, ChangeUnknown)):
+                raise each
+        return answers
+
+    async def _call(
+        self,
+        number: int,
+        what: str,
+        script: Script,
+        args: Sequence[object],
+        failure: Callable[[str], Exception],
+        *,
+        restoring: bool = False,
+    ) -> list[Any]:
+        bucket = self._buckets[number]
+        if bucket.lost and not restoring:
+            raise RecordsLost(self._restoring_s)
+        known = bucket.lost or bucket.generation
+        began_ms = time.time() * 1000
+        try:
+            reply = await self._index.run(
+                f"{what} of objects' records", script, [bucket.key], [known, token_hex(8), *args]
+            )
+        except IndexUnavailable as error:
+            raise failure(str(error)) from error
+        self._answered_s = self._clock()
+        if reply[0] == b"LOST":
+            bucket.lost, bucket.open_s = reply[1], self._clock() + self._restoring_s
+            raise RecordsLost(self._restoring_s)
+        if not known:
+            bucket.generation = reply[1]
+            self.on_generation(number, bucket.generation)
+        self._ahead_ms = int(reply[2]) - (began_ms + time.time() * 1000) / 2
+        return list(reply[3:])
+
+
+def bucket_of(key: bytes) -> int:
+    return key[0] % scripts.NUM_BUCKETS
+
+
+def _unavailable(reason: str) -> Exception:
+    return RecordsUnavailable(reason)
+
+
+def _field(name: Name) -> bytes:
+    return name[0].hex().encode() + name[1]
+
+
+def _hex(storage: int) -> str:
+    return f"{storage:016x}"
+
+
+def _payload(record: store_pb2.ObjectRecord) -> bytes:
+    """The record without what the header of its value says."""
+    body = store_pb2.ObjectRecord()
+    body.CopyFrom(record)
+    body.ClearField("version")
+    body.ClearField("expires_ms")
+    return body.SerializeToString()
+
+
+def _record(value: bytes) -> Record | None:
+    if not value:
+        return None
+    version, expires_ms, _, payload = value.split(b" ", 3)
+    body = store_pb2.ObjectRecord.FromString(payload)
+    body.version, body.expires_ms = int(version), int(expires_ms)
+    return Record(body, value)

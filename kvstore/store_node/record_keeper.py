@@ -1,0 +1,219 @@
+"""The records of objects as a store node changes them, and what follows for the bytes that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+
+from moonpool.kvstore.blocks import keys as block_keys
+from moonpool.kvstore.client.connections import StoreNodes
+from moonpool.kvstore.errors import StoreError
+from moonpool.kvstore.objects.errors import PutBroken
+from moonpool.kvstore.objects.records import Name, Record, Records
+from moonpool.kvstore.objects.shelf import ObjectShelf
+from moonpool.protos import store_pb2
+from moonpool.runtime.errors import NodeUnavailable, RemoteError
+
+log = logging.getLogger(__name__)
+
+# Bytes that no record names are published within this time, if the put's client and node are slow ...
+PUBLISH_S = 300.0
+# ... and dropped after this one: a put that is published then has its bytes.
+_ORPHAN_S = 2 * PUBLISH_S
+# News for other nodes wait this long, so that one message carries many.
+_NEWS_DELAY_S = 0.005
+_MOST_TRIES = 5
+
+
+class RecordKeeper:
+    """Every method raises ``RecordsUnavailable`` and ``ChangeUnknown`` as ``Records`` does. One event
+    loop."""
+
+    def __init__(self, node_id: str, shelf: ObjectShelf, records: Records, peers: StoreNodes) -> None:
+        self.records = records
+        self._node_id = node_id
+        self._shelf = shelf
+        self._peers = peers
+        self._news: dict[str, dict[bytes, set[bytes]]] = {}  # keys by node and owner
+        self._lost: dict[int, tuple[store_pb2.StoredObject, bool]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        shelf.table.on_lost = self._on_lost
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ changes
+
+    async def publish(self, owner: bytes, wanted: Sequence[store_pb2.PublishObject]) -> list[str]:
+        """Make objects visible whose bytes are here; returns why each is not, or "". The former bytes are
+        dropped everywhere, soon."""
+        errors = [""] * len(wanted)
+        changes: list[tuple[int, store_pb2.StoredObject, store_pb2.ObjectRecord]] = []
+        for number, each in enumerate(wanted):
+            try:
+                stored = self._publishable(owner, each)
+            except StoreError as error:
+                errors[number] = str(error)
+                continue
+            record = store_pb2.ObjectRecord(
+                info=stored.info, owner=owner, places=each.places, copies=each.copies, pin=each.pin
+            )
+            record.info.surplus = False
+            changes.append((number, stored, record))
+        done = await self.records.put([(record, wanted[number].ttl_ms) for number, _, record in changes])
+        for (_, stored, _), (published, former) in zip(changes, done, strict=True):
+            if self._shelf.table.get(stored.info.storage) is stored:
+                self._shelf.name(stored, published.body)
+            else:
+                self._on_lost(stored, True)  # evicted while Redis was asked
+            self._superseded(former)
+            self._tell(published.name, published.body.places)
+        return errors
+
+    def _publishable(self, owner: bytes, wanted: store_pb2.PublishObject) -> store_pb2.StoredObject:
+        stored = self._shelf.table.find(owner, wanted.storage)
+        if stored is None or stored.info.key != wanted.key:
+            raise PutBroken("its bytes were evicted before it was complete: put less at a time")
+        if self._shelf.age_s(stored) > PUBLISH_S and not stored.HasField("record"):
+            raise PutBroken(f"it was not completed within {PUBLISH_S:g} s")
+        self._shelf.check_pin(stored, wanted.pin)
+        return stored
+
+    async def remove(self, objects: Sequence[tuple[Name, int]]) -> int:
+        """Remove the records that name this storage. Returns how many there were."""
+        removed = [each for each in await self.records.remove(objects) if each is not None]
+        for former in removed:
+            self._superseded(former)
+        return len(removed)
+
+    async def join(self, stored: store_pb2.StoredObject) -> None:
+        """Add this node, which has the bytes, to the places of the record. Raises ``PutBroken``: the record
+        does not name these bytes any more."""
+        name = (stored.owner, stored.info.key)
+        for _ in range(_MOST_TRIES):
+            (record,) = await self.records.read([name])
+            if record is None or record.storage != stored.info.storage:
+                break
+            places = list(record.body.places)
+            if self._node_id in places:
+                self._shelf.name(stored, record.body)
+                return
+            await self.records.swap(record, [*places, self._node_id])
+        raise PutBroken(f"{stored.info.name!r} was replaced or removed meanwhile")
+
+    async def leave(self, name: Name, storage: int, gone: Iterable[str], *, evicted: bool = False) -> None:
+        """These nodes do not have the bytes any more. ``evicted``: they are not to be replaced by others."""
+        lost = set(gone)
+        for _ in range(_MOST_TRIES):
+            (record,) = await self.records.read([name])
+            if record is None or record.storage != storage:
+                return
+            left = [each for each in record.body.places if each not in lost]
+            if len(left) == len(record.body.places):
+                return
+            copies = min(record.body.copies, len(left)) if evicted else record.body.copies
+            if await self.records.swap(record, left, copies):
+                self._tell(name, left)
+                return
+
+    # ------------------------------------------------------------------ what follows here
+
+    def settle(self, stored: store_pb2.StoredObject, record: Record | None, was_named: bool) -> None:
+        """Compare what is here with its record. ``was_named``: a record had named it before this one was
+        read."""
+        table = self._shelf.table
+        if table.get(stored.info.storage) is not stored:
+            return
+        if (
+            record is not None
+            and record.storage == stored.info.storage
+            and self._node_id in record.body.places
+        ):
+            self._shelf.name(stored, record.body)
+        elif was_named or (not stored.HasField("record") and self._shelf.age_s(stored) > _ORPHAN_S):
+            # Replaced, removed, expired, or moved to another node; or never published.
+            table.drop(stored)
+
+    async def compare(self, some: Sequence[store_pb2.StoredObject]) -> None:
+        """Compare objects that are here with their records."""
+        named = [stored.HasField("record") for stored in some]
+        records = await self.records.read([(stored.owner, stored.info.key) for stored in some])
+        for each in zip(some, records, named, strict=True):
+            self.settle(*each)
+
+    def _superseded(self, former: Record | None) -> None:
+        """The record of these bytes was replaced or removed."""
+        if former is None:
+            return
+        stored = self._shelf.table.find(former.body.owner, former.storage)
+        if stored is not None:
+            self._shelf.table.drop(stored)
+        self._tell(former.name, former.body.places)
+
+    def _on_lost(self, stored: store_pb2.StoredObject, evicted: bool) -> None:
+        if stored.HasField("record") or evicted:
+            self._lost[stored.info.storage] = (stored, evicted)
+            self._start("lost", self._report_lost)
+
+    def missing(self, name: Name, storage: int) -> None:
+        """Someone was told that this object is here, and it is not."""
+        info = store_pb2.ObjectInfo(key=name[1], storage=storage)
+        self._lost[storage] = (store_pb2.StoredObject(info=info, owner=name[0]), False)
+        self._start("lost", self._report_lost)
+
+    async def reported(self) -> None:
+        """Wait until the records were told of what was lost here, if Redis answers."""
+        await asyncio.gather(*(task for task in self._tasks if task.get_name() == "lost"))
+
+    async def _report_lost(self) -> None:
+        while self._lost:
+            storage, (stored, evicted) = next(iter(self._lost.items()))
+            name = (stored.owner, stored.info.key)
+            if self._shelf.table.get(storage) is None:
+                await self.leave(name, storage, [self._node_id], evicted=evicted)
+            self._lost.pop(storage, None)
+
+    # ------------------------------------------------------------------ news for other nodes
+
+    def _tell(self, name: Name, node_ids: Iterable[str]) -> None:
+        """The record changed: those nodes compare what they have with it. If they do not hear of it, they
+        find out by themselves in time."""
+        for node_id in node_ids:
+            if node_id != self._node_id:
+                self._news.setdefault(node_id, {}).setdefault(name[0], set()).add(name[1])
+        if self._news:
+            self._start("news", self._send_news)
+
+    async def _send_news(self) -> None:
+        await asyncio.sleep(_NEWS_DELAY_S)
+        while self._news:
+            news, self._news = self._news, {}
+            nodes = await self._peers.current()
+            calls = [
+                nodes[node_id].call(
+                    "Reconcile", store_pb2.ReconcileRequest(owner=owner, keys=block_keys.pack(keys))
+                )
+                for node_id, by_owner in news.items()
+                if node_id in nodes
+                for owner, keys in by_owner.items()
+            ]
+            for outcome in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    log.info("a node did not hear of changed objects: %s", outcome)
+
+    def _start(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Run ``work`` in the background, unless it runs. What it does not finish, ``Reconciler`` does."""
+
+        async def run() -> None:
+            try:
+                await work()
+            except (StoreError, NodeUnavailable, RemoteError) as error:
+                log.info("%s: %s", name, error)
+
+        if not any(task.get_name() == name for task in self._tasks):
+            task = asyncio.create_task(run(), name=name)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
