@@ -17,6 +17,7 @@ from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
 from moonpool.conductor.admission.limits import Admission
 from moonpool.conductor.admission.rejection import REJECTIONS
+from moonpool.conductor.admission.usage import Usage
 from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.coordination.other_conductors import OtherConductors
 from moonpool.conductor.costs.model import CostModel
@@ -93,8 +94,10 @@ class Conductor:
             clock=clock,
             rng=rng,
         )
+        admission, fair_share = Admission(options.max_requests, clock), FairShare()
+        usage = Usage(admission, fair_share, clock)
         arbitration = Arbitration(
-            registry, conductor_id, lease_ttl_s=index.lease_ttl_s, host=peer_host, port=peer_port
+            registry, usage, conductor_id, lease_ttl_s=index.lease_ttl_s, host=peer_host, port=peer_port
         )
         self._other_conductors = OtherConductors(
             kv_index, conductor_id, arbitration.peers.meet, lease_ttl_s=index.lease_ttl_s
@@ -107,11 +110,12 @@ class Conductor:
             arbitration=arbitration,
             cost_model=cost_model,
             activity=activity,
-            admission=Admission(options.max_requests, clock),
+            admission=admission,
             timelines=TimelineRing(_TIMELINES_KEPT),
             policy=POLICIES[options.policy],
             rejection=REJECTIONS[options.rejection],
-            fair_share=FairShare(),
+            fair_share=fair_share,
+            usage=usage,
             batch_queue=BatchQueue(),
             replicator=Replicator(
                 registry,

@@ -31,6 +31,7 @@ class LoadReport(_message.Message):
     NUM_BEGUN_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     conductor_id: _builtins.str
     """new at each start of the process"""
     address: _builtins.str
@@ -49,6 +50,10 @@ class LoadReport(_message.Message):
     def open(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """those of them that are not in `loads` yet"""
 
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantUse]:
+        """that have sent it requests"""
+
     def __init__(
         self,
         *,
@@ -59,14 +64,60 @@ class LoadReport(_message.Message):
         num_begun: _builtins.int = ...,
         open: _abc.Iterable[_builtins.int] | None = ...,
         leaving: _builtins.bool = ...,
+        tenants: _abc.Iterable[Global___TenantUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "conductor_id", b"conductor_id", "leaving", b"leaving", "loads", b"loads", "num_begun", b"num_begun", "open", b"open", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "conductor_id", b"conductor_id", "leaving", b"leaving", "loads", b"loads", "num_begun", b"num_begun", "open", b"open", "tenants", b"tenants", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class TenantUse(_message.Message):
+    """What one tenant uses through one conductor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    weight: _builtins.float
+    """its share of the cluster where tenants compete"""
+    tokens_per_minute: _builtins.int
+    """its limit; 0: none"""
+    num_requests: _builtins.int
+    """in flight"""
+    num_tokens: _builtins.int
+    """prompts and outputs since the conductor's start"""
+    prefill_s: _builtins.float
+    """seconds of all prefill nodes since then"""
+    decode_s: _builtins.float
+    """seconds of all decode nodes since then"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        tokens_per_minute: _builtins.int = ...,
+        num_requests: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        prefill_s: _builtins.float = ...,
+        decode_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "name", b"name", "num_requests", b"num_requests", "num_tokens", b"num_tokens", "prefill_s", b"prefill_s", "tokens_per_minute", b"tokens_per_minute", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantUse: _TypeAlias = TenantUse  # noqa: Y015
 
 @_typing.final
 class BookedLoad(_message.Message):

@@ -51,6 +51,7 @@ NBYTES_PER_S = Range(0.0, 1e15)
 COUNT = Range(0, (1 << 53) - 1)  # what JSON readers keep exactly
 FINITE = Range(-1.7976931348623157e308, 1.7976931348623157e308)
 _COST_S = Range(0.0, 1e6)
+_TOTAL_S = Range(-1e15, 1e15)  # what is given back may make it negative
 _LOGPROB = Range(-math.inf, 1e-3)  # -inf: the token was forbidden
 
 BY_FIELD: Mapping[str, Range] = {
@@ -84,6 +85,10 @@ BY_FIELD: Mapping[str, Range] = {
     "moonpool.BookedLoad.prefill_s": DURATION_S,
     "moonpool.BookRequest.prefill_s": DURATION_S,
     "moonpool.NodeChoice.ttft_s": MEASURED_S,  # without foreign load: it may be negative
+    "moonpool.TenantUse.weight": Range(0.0, 1e6),
+    "moonpool.TenantUse.tokens_per_minute": COUNT,
+    "moonpool.TenantUse.prefill_s": _TOTAL_S,
+    "moonpool.TenantUse.decode_s": _TOTAL_S,
     "moonpool.LeaseRequest.ttl_s": DURATION_S,
     "moonpool.LeaseReply.granted_s": DURATION_S,
     "moonpool.RenewRequest.ttl_s": DURATION_S,

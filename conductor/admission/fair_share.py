@@ -22,6 +22,9 @@ class Work(NamedTuple):
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
+    def plus(self, other: Work) -> Work:
+        return Work(self.prefill_s + other.prefill_s, self.decode_s + other.decode_s)
+
     def minus(self, other: Work) -> Work:
         return Work(self.prefill_s - other.prefill_s, self.decode_s - other.decode_s)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from moonpool.conductor.admission.tenants import Tenant
@@ -48,7 +48,10 @@ class TokenBucket:
 
 
 class Admission:
-    """At most ``max_requests`` requests in flight, by request id."""
+    """At most ``max_requests`` requests in flight, by request id.
+
+    ``tenants``: those that have sent requests; ``num_tokens``: that they used, prompts and outputs.
+    """
 
     def __init__(self, max_requests: int, clock: Callable[[], float]) -> None:
         self._max_requests = max_requests
@@ -58,6 +61,9 @@ class Admission:
         self._waiting: dict[_Run, asyncio.Future[None]] = {}  # for room, in order of arrival
         self._num_batch = 0
         self._of_tenant: Counter[str] = Counter()
+        self._elsewhere: Mapping[str, int] = {}
+        self.tenants: dict[str, Tenant] = {}
+        self.num_tokens: Counter[str] = Counter()
         self._buckets: dict[str, TokenBucket] = {}
         self._mean_s = 1.0  # duration of a request
         self._closed = False
@@ -67,6 +73,20 @@ class Admission:
     def num_requests(self) -> int:
         """Requests in flight."""
         return len(self._runs)
+
+    def num_of_tenant(self, name: str) -> int:
+        """Requests of a tenant in flight."""
+        return self._of_tenant[name]
+
+    def count_elsewhere(self, num_requests: Mapping[str, int]) -> None:
+        """Requests of tenants in flight at other conductors, for their limits."""
+        self._elsewhere = num_requests
+        self._let_in()
+
+    def use(self, tenant: Tenant, num_tokens: int) -> None:
+        """The tenant used tokens, here or at another conductor. Negative: they are given back."""
+        if tenant.tokens_per_minute:
+            self._bucket(tenant).use(num_tokens, self._clock())
 
     async def enter(
         self, request: GenerateRequest, abort: Callable[[Exception], None], unless: asyncio.Future[None]
@@ -101,10 +121,14 @@ class Admission:
         del self._runs[request.request_id]
         self._num_batch -= request.batch
         self._of_tenant[request.client.name] -= 1
-        self._use(request.client, num_output_tokens if pays else -len(request.prompt_token_ids))
+        self._use_here(request.client, num_output_tokens if pays else -len(request.prompt_token_ids))
         if not self._runs and self._empty is not None and not self._empty.done():
             self._empty.set_result(None)
         self._mean_s += _WEIGHT * (self._clock() - run.started_s - self._mean_s)
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """Admit those that wait and have room."""
         for waiting, granted in list(self._waiting.items()):
             if waiting.request.request_id not in self._runs and not self._full(waiting.request):
                 del self._waiting[waiting]
@@ -139,12 +163,12 @@ class Admission:
         self._runs[request.request_id] = replace(run, started_s=self._clock())
         self._num_batch += request.batch
         self._of_tenant[request.client.name] += 1
-        self._use(request.client, len(request.prompt_token_ids))
+        self._use_here(request.client, len(request.prompt_token_ids))
 
     def _full(self, request: GenerateRequest) -> str:
         """The limit that the request would exceed, as a sentence; empty: there is room."""
         client, num_batch = request.client, self._num_batch
-        num_own = self._of_tenant[client.name]
+        num_own = self._of_tenant[client.name] + self._elsewhere.get(client.name, 0)
         if len(self._runs) >= self._max_requests:
             return f"{len(self._runs)} requests are in flight, the limit (conductor.max_requests)"
         if request.batch and num_batch >= self._max_batch:
@@ -158,9 +182,11 @@ class Admission:
             reason = f"tenant {client.name} has used its {client.tokens_per_minute} tokens a minute"
             raise RequestRejected(reason, retry_after_s=wait_s, stage="limit")
 
-    def _use(self, client: Tenant, num_tokens: int) -> None:
-        if client.tokens_per_minute:
-            self._bucket(client).use(num_tokens, self._clock())
+    def _use_here(self, client: Tenant, num_tokens: int) -> None:
+        if client.name:
+            self.tenants[client.name] = client
+            self.num_tokens[client.name] += num_tokens
+            self.use(client, num_tokens)
 
     def _bucket(self, client: Tenant) -> TokenBucket:
         bucket = self._buckets.get(client.name)

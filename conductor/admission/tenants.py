@@ -21,10 +21,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.number_checks import COUNT, NBYTES
 
 INTERACTIVE: Literal["interactive"] = "interactive"
 BATCH: Literal["batch"] = "batch"
 
+LEAST_WEIGHT = 1e-6
 _DIGEST = "sha256:"
 
 
@@ -100,10 +102,10 @@ class _Table(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     keys: list[Annotated[str, Field(min_length=1)]]
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, ge=LEAST_WEIGHT, le=1e6)
     max_requests: int = Field(default=0, ge=0)
-    tokens_per_minute: int = Field(default=0, ge=0)
-    cached_nbytes: Annotated[int, BeforeValidator(_as_nbytes)] = Field(default=0, ge=0)
+    tokens_per_minute: int = Field(default=0, ge=0, le=COUNT.high)
+    cached_nbytes: Annotated[int, BeforeValidator(_as_nbytes)] = Field(default=0, ge=0, le=NBYTES.high)
     service_class: Literal["interactive", "batch"] = Field(default=INTERACTIVE, alias="class")
 
 

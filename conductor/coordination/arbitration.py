@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moonpool.conductor.admission.usage import Usage
 from moonpool.conductor.coordination.bookings import Booking, Bookings, Choice, Wanted
 from moonpool.conductor.coordination.peers import Peers
 from moonpool.conductor.fleet.member import Member
@@ -27,7 +28,14 @@ class Arbitration:
     """Books the placements of one conductor."""
 
     def __init__(
-        self, registry: NodeRegistry, conductor_id: str, *, lease_ttl_s: float, host: str, port: int
+        self,
+        registry: NodeRegistry,
+        usage: Usage,
+        conductor_id: str,
+        *,
+        lease_ttl_s: float,
+        host: str,
+        port: int,
     ) -> None:
         """See ``Peers``."""
         self._registry = registry
@@ -35,6 +43,7 @@ class Arbitration:
         self.peers = Peers(
             conductor_id,
             self._bookings,
+            usage,
             self._own_loads,
             self._on_news,
             lease_ttl_s=lease_ttl_s,

@@ -17,6 +17,9 @@ import grpc
 import grpc.aio
 from grpc.aio import ServicerContext
 
+from moonpool.conductor.admission.fair_share import Work
+from moonpool.conductor.admission.tenants import LEAST_WEIGHT, Tenant
+from moonpool.conductor.admission.usage import TenantUse, Usage
 from moonpool.conductor.coordination.bookings import Booking, Bookings, Choice, Report, Wanted
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.placing.node_view import Load
@@ -62,6 +65,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         self,
         conductor_id: str,
         bookings: Bookings,
+        usage: Usage,
         own_loads: Callable[[], Mapping[str, Load]],
         on_news: Callable[[set[str] | None], None],
         *,
@@ -76,6 +80,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         self.address = ""  # ours, from ``start`` on
         self._conductor_id = conductor_id
         self._bookings = bookings
+        self._usage = usage
         self._own_loads = own_loads
         self._on_news = on_news
         self._lease_ttl_s = lease_ttl_s
@@ -201,6 +206,18 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
             ],
             num_begun=self._num_begun,
             open=self._open,
+            tenants=[
+                conductor_pb2.TenantUse(
+                    name=use.tenant.name,
+                    weight=use.tenant.weight,
+                    tokens_per_minute=use.tenant.tokens_per_minute,
+                    num_requests=use.num_requests,
+                    num_tokens=use.num_tokens,
+                    prefill_s=use.work.prefill_s,
+                    decode_s=use.work.decode_s,
+                )
+                for use in self._usage.own()
+            ],
         )
 
     def _hear(self, peer: _Peer, report: conductor_pb2.LoadReport) -> None:
@@ -208,6 +225,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
         nodes = self._bookings.hear(
             peer.conductor_id, Report(report.version, loads, report.num_begun, frozenset(report.open))
         )
+        self._usage.hear(peer.conductor_id, map(_use, report.tenants))
         peer.heard_s = asyncio.get_running_loop().time()
         if not peer.live:
             peer.live = True
@@ -256,6 +274,7 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
             peer.live = peer.prompt = False
             log.info("%s at %s has left", peer.conductor_id, peer.address)
             self._bookings.forget(peer.conductor_id)
+            self._usage.forget(peer.conductor_id)
             self._on_news(None)
 
     def _arbiter(self) -> _Peer | None:
@@ -274,6 +293,12 @@ class Peers(conductor_pb2_grpc.ConductorPeerServicer):
             peer.beats.cancel()
             await asyncio.wait((peer.beats,))
         await peer.channel.close(None)
+
+
+def _use(use: conductor_pb2.TenantUse) -> TenantUse:
+    weight = max(use.weight, LEAST_WEIGHT)
+    tenant = Tenant(use.name, weight=weight, tokens_per_minute=use.tokens_per_minute)
+    return TenantUse(tenant, use.num_requests, use.num_tokens, Work(use.prefill_s, use.decode_s))
 
 
 def _to_messages(choices: Sequence[Choice]) -> list[conductor_pb2.NodeChoice]:

@@ -10,6 +10,7 @@ from moonpool.conductor.admission.batch_queue import BatchQueue
 from moonpool.conductor.admission.fair_share import FairShare
 from moonpool.conductor.admission.limits import Admission
 from moonpool.conductor.admission.rejection import RejectionPolicy
+from moonpool.conductor.admission.usage import Usage
 from moonpool.conductor.coordination.arbitration import Arbitration
 from moonpool.conductor.costs.model import CostModel
 from moonpool.conductor.fleet.registry import NodeRegistry
@@ -37,6 +38,7 @@ class RequestDependencies:
     rejection: RejectionPolicy
     arbitration: Arbitration
     fair_share: FairShare
+    usage: Usage
     batch_queue: BatchQueue
     replicator: Replicator
     prefixes: PrefixWatch

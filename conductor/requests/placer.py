@@ -192,9 +192,8 @@ class RequestPlacer:
 
     def _use(self, used: Work) -> None:
         """Change what the tenant was charged to ``used``."""
-        client, deps = self._request.client, self._deps
-        if client.name:
-            deps.fair_share.charge(client.name, client.weight, used.minus(self._charged), deps.clock())
+        if self._request.client.name:
+            self._deps.usage.charge(self._request.client, used.minus(self._charged))
         self._charged = used
 
     def _begin_fetch(self, estimate: PrefillEstimate) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.conductor.admission.fair_share import FairShare, Work
+from moonpool.conductor.admission.fair_share import Work
 from moonpool.conductor.admission.tenants import ANYONE, Tenant
 from moonpool.conductor.errors import ConductorClosed, DeadlineExceeded, RequestFailed, RequestRejected
 from moonpool.kvstore.blocks.keys import chain
@@ -187,23 +187,13 @@ async def test_who_is_rejected_pays_nothing(url: str) -> None:
         assert await cluster.generate(request("later", client=FRUGAL)) == continuation(PROMPT, 8)
 
 
-class Charged(FairShare):
-    """What each tenant was charged in all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.work: dict[str, Work] = {}
-
-    def charge(self, tenant: str, weight: float, work: Work, now_s: float) -> None:
-        super().charge(tenant, weight, work, now_s)
-        before = self.work.get(tenant, Work())
-        self.work[tenant] = Work(before.prefill_s + work.prefill_s, before.decode_s + work.decode_s)
-
-
 async def test_a_tenant_pays_once_and_for_what_was_decoded(url: str) -> None:
     async with running(url, "p0", "d0", namespace="pays") as cluster:
-        charged = Charged()
-        cluster.conductor._deps = replace(cluster.conductor._deps, fair_share=charged)
+
+        def charged(name: str) -> Work:
+            (work,) = (use.work for use in cluster.conductor._deps.usage.own() if use.tenant.name == name)
+            return work
+
         profile = {"prefill_base_s": 0.5, "decode_base_s": 0.25}
         for node in cluster.nodes.values():
             node.profile = profile
@@ -216,21 +206,21 @@ async def test_a_tenant_pays_once_and_for_what_was_decoded(url: str) -> None:
         tenants = [Tenant(name) for name in ("retried", "rejected", "gone")]
         assert await cluster.generate(request("a", client=tenants[0])) == continuation(PROMPT, 8)
         assert cluster.names("a").count("retry") == 1
-        work = charged.work["retried"]
+        work = charged("retried")
         assert work.prefill_s == pytest.approx(0.5, rel=0.2), "the retry is not its own doing"
         assert work.decode_s == pytest.approx(8 * 0.25, rel=0.2)
         # A failure before the first token costs nothing; leaving costs what was placed.
         cluster.nodes["p0"].script = breaks
         with pytest.raises(RequestFailed):
             await cluster.generate(request("b", client=tenants[1]))
-        assert charged.work["rejected"] == (0, 0)
+        assert charged("rejected") == (0, 0)
         cluster.nodes["p0"].script = hangs
         leaving = asyncio.create_task(cluster.generate(request("c", client=tenants[2])))
         await cluster.until(lambda: cluster.nodes["p0"].works[-1].request_id == "c")
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
-        assert charged.work["gone"].prefill_s > 0
-        assert charged.work["gone"].decode_s == 0
+        assert charged("gone").prefill_s > 0
+        assert charged("gone").decode_s == 0
 
 
 async def test_batch_requests_leave_half_of_the_room(url: str) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
+from moonpool.conductor.admission.tenants import Tenant
 from moonpool.conductor.coordination import peers
 from moonpool.conductor.core import Conductor
+from moonpool.conductor.errors import RequestRejected
 from moonpool.conductor.observing.slo import Slo
 from moonpool.conductor.placing.cluster_view import PlaceRequest
 from moonpool.conductor.placing.node_view import Load
@@ -29,6 +31,7 @@ from tests.conductor.core_nodes import (
     Cluster,
     ScriptedNode,
     continuation,
+    obedient,
     request,
     running,
 )
@@ -171,3 +174,41 @@ async def test_a_choice_stands_until_others_take_it_and_who_looks_at_no_load_is_
             if (await arbitration.book(placement, 3)).prefill.node_id == "p0":
                 moved.add(placement.policy)
         assert moved == {"goodput", "kv-aware", "local-cache", "least-loaded"}
+
+
+async def test_a_tenants_limits_and_its_share_count_over_all_conductors(url: str) -> None:
+    acme, frugal = Tenant("acme", max_requests=2), Tenant("frugal", tokens_per_minute=60)
+    async with (
+        running(url, "p0", "d0", namespace="tenants") as cluster,
+        conductors(url, cluster, 2) as (one, other),
+    ):
+        cluster.nodes["d0"].script = hangs
+        streams = [one.generate(request(f"r{i}", client=acme)) for i in range(2)]
+        for stream in streams:
+            await anext(stream)
+
+        async def is_rejected(client: Tenant, reason: str) -> None:
+            with pytest.raises(RequestRejected, match=reason):
+                async with aclosing(other.generate(request("o", client=client))) as refused:
+                    await anext(refused)
+
+        admission, shares = other._deps.admission, other._deps.fair_share
+        await cluster.until(lambda: admission._elsewhere.get("acme") == 2)
+        await is_rejected(acme, "tenant acme has 2 requests")
+        assert shares.delay_s("acme", other._deps.clock()) > 0
+        # One that follows waits for room that another conductor makes.
+        waits = asyncio.create_task(anext(other.generate(request("w", client=acme, follows=True))))
+        await cluster.until(lambda: admission._waiting)
+        await streams[0].aclose()
+        assert (await waits).index == 0
+        await streams[1].aclose()
+
+        cluster.nodes["d0"].script = obedient
+        for i in range(2):  # 40 and 8 tokens each
+            _ = [event async for event in one.generate(request(f"f{i}", client=frugal))]
+        await cluster.until(lambda: frugal.name in admission._buckets)
+        await cluster.until(lambda: admission._buckets[frugal.name].wait_s(other._deps.clock()) > 0)
+        await is_rejected(frugal, "60 tokens a minute")
+        # The limits are not left with a conductor that is gone.
+        await one.close()
+        await cluster.until(lambda: not admission._elsewhere.get("acme"))
