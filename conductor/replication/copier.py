@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,10 @@ from moonpool.conductor.fleet.registry import NodeRegistry
 from moonpool.conductor.observing import scheduling_metrics as core_metrics
 from moonpool.conductor.placing.estimates import longest_blocks
 from moonpool.conductor.replication.copy_plan import (
+    Budget,
     Copy,
     Shape,
+    add_copy,
     plan_release,
     plan_replication,
     plan_store_copies,
@@ -44,7 +47,8 @@ class Replicator:
         """``nbytes_per_s``: for all copies together; 0: no copies. ``on_copied``: called for each copy."""
         self._registry = registry
         self._cost_model = cost_model
-        self._nbytes_per_s = nbytes_per_s
+        self._makes_copies = nbytes_per_s > 0
+        self._budget = Budget(nbytes_per_s)
         self._block_size = block_size
         self._clock = clock
         self._on_copied = on_copied
@@ -53,7 +57,7 @@ class Replicator:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        if self._nbytes_per_s:
+        if self._makes_copies:
             self._task = asyncio.create_task(self._run(), name="replicate hot prefixes")
             self._task.add_done_callback(_report)
 
@@ -96,7 +100,8 @@ class Replicator:
             self._made.remove(copy)
             if registry.holders(copy.keys).get(copy.target, 0) >= len(copy.keys):
                 await self._release(copy)
-        shape, budget_nbytes = Shape(self._block_size, layout.block_nbytes), self._nbytes_per_s * _PERIOD_S
+        shape = Shape(self._block_size, layout.block_nbytes)
+        budget_nbytes = self._budget.nbytes(_PERIOD_S, layout.block_nbytes)
         copies = plan_replication(
             self._heat,
             registry.holders,
@@ -110,14 +115,24 @@ class Replicator:
         stored = plan_store_copies(
             self._heat, registry.holders, registry.stores(), shape, budget_nbytes=budget_nbytes, now_s=now_s
         )
+        self._budget.spend(sum(copy.nbytes for copy in [*copies, *stored]))
+        by_target: dict[str, list[Copy]] = {}
+        for copy in [*copies, *stored]:
+            by_target.setdefault(copy.target, []).append(copy)
+        made = await asyncio.gather(*map(self._copy_in_order, by_target.values()))
         # Copies on store nodes need no release: the nodes evict unused blocks.
-        made = await asyncio.gather(*map(self._copy, [*copies, *stored]))
-        self._made += [copy for copy, done in zip(copies, made, strict=False) if done]
+        for copy in itertools.chain.from_iterable(made):
+            if copy in copies:
+                add_copy(self._made, copy)
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_PERIOD_S)
             await self.round()
+
+    async def _copy_in_order(self, copies: Sequence[Copy]) -> list[Copy]:
+        """Make copies to one target: later ones may need blocks of earlier ones. Returns the made ones."""
+        return [copy for copy in copies if await self._copy(copy)]
 
     async def _copy(self, copy: Copy) -> bool:
         """Returns whether anything was copied."""

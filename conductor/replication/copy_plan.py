@@ -7,8 +7,10 @@ requests the wait for one. As many nodes should hold a prefix as its requests ke
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.placing.node_table import NodeTable
@@ -32,13 +34,44 @@ _COPIES = 16
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """``target`` reads its missing blocks of ``keys`` from ``source``: the last ``num_blocks``."""
+    """``target`` reads its missing blocks of ``keys`` from ``source``: the last ``num_blocks``.
+
+    ``keys`` is the beginning of a hot chain that ends with the block ``chain``; later copies bring the rest.
+    """
 
     source: str
     target: str
     keys: tuple[BlockKey, ...]
     num_blocks: int
     nbytes: int
+    chain: BlockKey
+
+
+def add_copy(made: list[Copy], copy: Copy) -> None:
+    """Add a copy that was made. With the one that it continues it becomes one."""
+    for i, former in enumerate(made):
+        begins = len(former.keys) == len(copy.keys) - copy.num_blocks
+        if begins and (former.target, former.chain) == (copy.target, copy.chain):
+            num_blocks, nbytes = former.num_blocks + copy.num_blocks, former.nbytes + copy.nbytes
+            made[i] = replace(copy, num_blocks=num_blocks, nbytes=nbytes)
+            return
+    made.append(copy)
+
+
+class Budget:
+    """The bandwidth of copies. What a round leaves is kept for the next ones, up to one block."""
+
+    def __init__(self, nbytes_per_s: float) -> None:
+        self._nbytes_per_s = nbytes_per_s
+        self._left_nbytes = 0.0
+
+    def nbytes(self, seconds: float, block_nbytes: int) -> float:
+        """For the round that begins, ``seconds`` after the one before."""
+        self._left_nbytes = min(self._left_nbytes, block_nbytes) + self._nbytes_per_s * seconds
+        return self._left_nbytes
+
+    def spend(self, nbytes: float) -> None:
+        self._left_nbytes -= nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +92,11 @@ def plan_replication(
     budget_nbytes: float,
     now_s: float,
 ) -> list[Copy]:
-    """Copies of at most ``budget_nbytes`` together, the most wanted first.
+    """Copies of at most ``budget_nbytes`` together, the longest shared parts first, then the most wanted.
 
-    ``holders``: leading blocks of a chain on each node. Sources may have any role; targets are prefill nodes
-    in ``fleet`` that read faster than they compute.
+    A chain that does not fit is copied from its beginning; the next rounds go on. Copies to one target must
+    be made in order: they may share leading blocks. ``holders``: leading blocks of a chain on each node.
+    Sources may have any role; targets are prefill nodes in ``fleet`` that read faster than they compute.
     """
     wanted = []
     for chain in heat.hottest(_CONSIDERED, now_s):
@@ -73,30 +107,37 @@ def plan_replication(
             missing -= sum(fleet.get(node_id) is not None for node_id in have)
             if have:
                 wanted += [(nth, chain, have, held) for nth in range(min(missing, _COPIES))]
-    # First copies before second ones, hotter prefixes first: the sort is stable.
-    wanted.sort(key=lambda entry: entry[0])
     if not wanted:
         return []
+    # First copies before second ones. Of those, the beginning that most requests have in common. Then hotter
+    # prefixes first: the sort is stable.
+    lengths = _shared_blocks([chain.keys for nth, chain, _, _ in wanted if nth == 0])
+    wanted.sort(key=lambda entry: (entry[0], -lengths.get(entry[1].keys[-1], 0)))
 
     idle_first = sorted(fleet, key=lambda node: (node.queue.wait_s(now_s), node.num_placed, node.node_id))
     copies: list[Copy] = []
     busy = dict(links.busy(now_s))
     for _, chain, have, held in wanted[:_COPIES]:
         source = min(have, key=lambda node_id: (busy.get(node_id, 0.0), node_id))
-        taken = {copy.target for copy in copies if copy.keys is chain.keys}
-        target = _target(chain, held, fleet, idle_first, taken)
+        will_hold = dict(held)
+        for copy in copies:
+            length = _common_blocks(copy.keys, chain.keys)
+            will_hold[copy.target] = max(will_hold.get(copy.target, 0), length)
+        taken = {copy.target for copy in copies if copy.chain == chain.keys[-1]}
+        target = _target(chain, will_hold, fleet, idle_first, taken)
         if target is None:
             continue
-        num_blocks = len(chain.keys) - held.get(target.node_id, 0)
-        nbytes = num_blocks * shape.block_nbytes
-        num_tokens = num_blocks * shape.block_size
-        held_tokens = len(chain.keys) * shape.block_size - num_tokens
-        compute_s = target.cost.prefill_s(num_tokens, held_tokens, now_s)
-        if nbytes > budget_nbytes or links.seconds(source, target.node_id, nbytes, now_s) >= compute_s:
+        part = _part(chain.keys, source, target.node_id, will_hold, shape, budget_nbytes)
+        if part is None:
             continue
-        budget_nbytes -= nbytes
-        busy[source] = busy.get(source, 0.0) + nbytes
-        copies.append(Copy(source, target.node_id, chain.keys, num_blocks, nbytes))
+        num_tokens = part.num_blocks * shape.block_size
+        held_tokens = len(part.keys) * shape.block_size - num_tokens
+        compute_s = target.cost.prefill_s(num_tokens, held_tokens, now_s)
+        if links.seconds(source, target.node_id, part.nbytes, now_s) >= compute_s:
+            continue
+        budget_nbytes -= part.nbytes
+        busy[source] = busy.get(source, 0.0) + part.nbytes
+        copies.append(part)
     return copies
 
 
@@ -117,11 +158,10 @@ def plan_store_copies(
         if not have or not set(have).isdisjoint(stores):
             continue
         target = sorted(stores)[int.from_bytes(chain.keys[0][:8], "little") % len(stores)]
-        num_blocks = length - held.get(target, 0)
-        nbytes = num_blocks * shape.block_nbytes
-        if nbytes <= budget_nbytes:
-            budget_nbytes -= nbytes
-            copies.append(Copy(min(have), target, chain.keys, num_blocks, nbytes))
+        part = _part(chain.keys, min(have), target, held, shape, budget_nbytes)
+        if part is not None:
+            budget_nbytes -= part.nbytes
+            copies.append(part)
     return copies
 
 
@@ -142,7 +182,7 @@ def plan_release(
                 length >= len(copy.keys) and fleet.get(node_id) is not None
                 for node_id, length in held.items()
             )
-            chain = heat.of(key)
+            chain = heat.of(copy.chain)
             wanted = copies_wanted(heat, chain, now_s, _HYSTERESIS) if chain is not None else 1
             spare[key] = have - max(wanted, 1)
         if spare[key] > 0:
@@ -154,6 +194,38 @@ def plan_release(
 def copies_wanted(heat: Heat, chain: HotChain, now_s: float, factor: float = 1.0) -> int:
     """Nodes that should hold the prefix at ``factor`` times its recent demand."""
     return math.ceil(factor * heat.nodes_worth(chain, now_s) / _BUSY_PART)
+
+
+def _part(
+    keys: tuple[BlockKey, ...],
+    source: str,
+    target: str,
+    held: Mapping[str, int],
+    shape: Shape,
+    budget_nbytes: float,
+) -> Copy | None:
+    """The next blocks of a chain that ``target`` lacks, as many as the budget allows; None: no block."""
+    start = held.get(target, 0)
+    num_blocks = min(len(keys) - start, int(budget_nbytes // shape.block_nbytes))
+    if num_blocks <= 0:
+        return None
+    nbytes = num_blocks * shape.block_nbytes
+    return Copy(source, target, keys[: start + num_blocks], num_blocks, nbytes, keys[-1])
+
+
+def _shared_blocks(chains: Sequence[tuple[BlockKey, ...]]) -> dict[BlockKey, int]:
+    """By its last block: the leading blocks that a chain has in common with any other, the most."""
+    longest: dict[BlockKey, int] = {}
+    for keys, others in combinations(chains, 2):
+        length = _common_blocks(keys, others)
+        for key in (keys[-1], others[-1]):
+            longest[key] = max(longest.get(key, 0), length)
+    return longest
+
+
+def _common_blocks(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
+    """Keys are chained: where two are equal, so are all before."""
+    return bisect_left(range(min(len(keys), len(others))), True, key=lambda i: keys[i] != others[i])
 
 
 def _target(

@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 
 from moonpool.conductor.placing.estimates import longest_blocks
 from moonpool.conductor.placing.placement import Placement
-from moonpool.conductor.replication.copy_plan import Copy, Shape, plan_release, plan_replication
+from moonpool.conductor.replication.copy_plan import (
+    Budget,
+    Copy,
+    Shape,
+    add_copy,
+    plan_release,
+    plan_replication,
+)
 from moonpool.conductor.replication.heat import Heat
 from moonpool.kvstore.blocks.keys import BlockKey
 from moonpool.simulator.cluster.clock import Clock
@@ -33,7 +40,8 @@ class HotPrefixCopies:
         self.num_released = 0
         self._cluster = cluster
         self._clock = clock
-        self._nbytes_per_s = nbytes_per_s
+        self._makes_copies = nbytes_per_s > 0
+        self._budget = Budget(nbytes_per_s)
         self._shape = Shape(block_tokens, cluster.block_nbytes)
         self._has_open_requests = has_open_requests
         self._heat = Heat()
@@ -43,7 +51,7 @@ class HotPrefixCopies:
 
     def note(self, keys: Sequence[bytes], placement: Placement) -> None:
         """Count a placed request."""
-        if self._nbytes_per_s:
+        if self._makes_copies:
             chain = [BlockKey(key) for key in keys]
             held = longest_blocks(self._cluster.holders(chain))
             self._heat.touch(chain[:held], self._clock.now_s, placement.prefill.compute_s)
@@ -54,16 +62,16 @@ class HotPrefixCopies:
             self._made.remove(copy)
             if (node := cluster.nodes.get(copy.target)) is not None:
                 self.num_released += bool(node.memory.drop(copy.keys, copy.num_blocks))
-        budget_nbytes = self._nbytes_per_s * _PERIOD_S
         for copy in plan_replication(
             self._heat,
             cluster.holders,
             cluster.prefill,
             cluster.links,
             self._shape,
-            budget_nbytes=budget_nbytes,
+            budget_nbytes=self._budget.nbytes(_PERIOD_S, self._shape.block_nbytes),
             now_s=now_s,
         ):
+            self._budget.spend(copy.nbytes)
             self._copy(copy)
         if self._has_open_requests():
             self._clock.at(now_s + _PERIOD_S, self._round)
@@ -81,7 +89,7 @@ class HotPrefixCopies:
                 arrived = PinnedBlocks()
                 target.memory.bring(arrived, copy.keys)
                 target.memory.release(arrived)
-                self._made.append(copy)
+                add_copy(self._made, copy)
                 self.num_made += 1
 
         self._cluster.links.begin(copy.source, copy.target, copy.nbytes, self._clock.now_s)

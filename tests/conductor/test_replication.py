@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,16 +13,18 @@ from hypothesis import strategies as st
 from moonpool.conductor.costs.links import LinkModel
 from moonpool.conductor.placing.node_table import NodeTable
 from moonpool.conductor.replication.copy_plan import (
+    Budget,
     Copy,
     Holders,
     Shape,
+    add_copy,
     copies_wanted,
     plan_release,
     plan_replication,
     plan_store_copies,
 )
 from moonpool.conductor.replication.heat import Heat
-from tests.conductor.views import node
+from tests.conductor.views import PROFILE, node
 
 SHAPE = Shape(block_size=16, block_nbytes=65536)
 HOT = [b"hot-%012d" % i for i in range(10)]
@@ -97,8 +100,11 @@ def test_who_has_a_part_of_it_gets_the_rest_and_any_role_can_be_the_source() -> 
 def test_the_bandwidth_is_kept_and_what_is_faster_computed_is_not_copied() -> None:
     fleet = NodeTable([node(f"p{i}") for i in range(8)])
     heat = in_demand(9.0)
-    assert len(plan(heat, held(p0=10), fleet, budget_nbytes=2.5 * 655360)) == 2
-    assert plan(heat, held(p0=10), fleet, budget_nbytes=655359) == []
+    copies = plan(heat, held(p0=10), fleet, budget_nbytes=2.5 * 655360)
+    assert [(c.num_blocks, len(c.keys)) for c in copies] == [(10, 10), (10, 10), (5, 5)], (
+        "the rest comes later"
+    )
+    assert plan(heat, held(p0=10), fleet, budget_nbytes=65535) == []
     slow = LinkModel(latency_s=10.0)
     assert plan_replication(heat, held(p0=10), fleet, slow, SHAPE, budget_nbytes=1e9, now_s=0.0) == []
 
@@ -119,6 +125,82 @@ def test_unwanted_copies_are_released_and_one_always_stays() -> None:
     assert plan_release(heat, made, held(p0=10, p2=10), fleet, now_s=0.0) == made[:1]
 
 
+class Nodes:
+    """What nodes hold, as copies change it."""
+
+    def __init__(self, **chains: Sequence[bytes]) -> None:
+        self.keys = {node_id: list(keys) for node_id, keys in chains.items()}
+
+    def holders(self, keys: Sequence[bytes]) -> Mapping[str, int]:
+        lengths = {node_id: shared(held, keys) for node_id, held in self.keys.items()}
+        return {node_id: length for node_id, length in lengths.items() if length}
+
+    def copy(self, copy: Copy) -> None:
+        held = self.keys.setdefault(copy.target, [])
+        assert shared(self.keys[copy.source], copy.keys) == len(copy.keys)
+        assert len(copy.keys) - copy.num_blocks <= shared(held, copy.keys), "in order"
+        held += [key for key in copy.keys if key not in held]
+
+
+def shared(held: Sequence[bytes], keys: Sequence[bytes]) -> int:
+    return next((i for i, key in enumerate(keys) if key not in held), len(keys))
+
+
+def test_a_long_chain_of_a_large_model_is_copied_over_several_rounds() -> None:
+    """8,192 tokens of Llama 3 70B: ten times what one second may copy."""
+    shape = Shape(block_size=16, block_nbytes=80 * 2 * 8 * 128 * 2 * 16)
+    long = [b"long%012d" % i for i in range(512)]
+    heat, nodes, made = Heat(half_life_s=1e9), Nodes(p0=long), list[Copy]()
+    for i in range(100):
+        heat.touch(long, i / 10, compute_s=0.3)
+    slow = NodeTable([node(name) for name in ("p0", "p1")])
+    for view in slow:
+        view.cost.profile = replace(PROFILE, prefill_token_s=1e-3)
+    budget = Budget(256 << 20)
+    for second in range(12):
+        now_s = 10.0 + second
+        assert plan_release(heat, made, nodes.holders, slow, now_s=now_s) == [], "not while it is copied"
+        left_nbytes = budget.nbytes(1.0, shape.block_nbytes)
+        copies = plan_replication(
+            heat, nodes.holders, slow, LinkModel(), shape, budget_nbytes=left_nbytes, now_s=now_s
+        )
+        assert sum(copy.nbytes for copy in copies) <= left_nbytes
+        budget.spend(sum(copy.nbytes for copy in copies))
+        for copy in copies:
+            nodes.copy(copy)
+            add_copy(made, copy)
+    assert nodes.keys["p1"] == long
+    assert [(copy.keys, copy.num_blocks) for copy in made] == [(tuple(long), 512)], "one copy, in the end"
+    assert plan_release(heat, made, nodes.holders, slow, now_s=1e11) == made
+
+
+def test_blocks_larger_than_a_second_of_bandwidth_are_saved_up_for() -> None:
+    budget, seen = Budget(100.0), []
+    for _ in range(6):
+        nbytes = budget.nbytes(1.0, 250)
+        seen.append(nbytes // 250)
+        budget.spend(nbytes // 250 * 250)
+    assert seen == [0, 0, 1, 0, 1, 0]
+
+
+def test_the_longest_shared_part_comes_first_and_is_copied_once() -> None:
+    """Two of three chains share eight blocks: those are read once, and before the hotter third chain."""
+    prompt = [b"sys-%012d" % i for i in range(8)]
+    chains = [prompt + [b"tail%012d" % (10 * n + i) for i in range(2)] for n in range(2)]
+    heat = Heat(half_life_s=10.0)
+    for i in range(500):
+        for keys in (*chains, HOT, HOT):
+            heat.touch(keys, i / 10 - 50, compute_s=0.08)
+    nodes, fleet = Nodes(p0=[*chains[0], *chains[1], *HOT]), NodeTable([node("p0"), node("p1")])
+    copies = plan(heat, nodes.holders, fleet, budget_nbytes=15 * 65536)
+    assert {copy.target for copy in copies} == {"p1"}
+    assert sorted(copy.num_blocks for copy in copies) == [2, 3, 10]
+    assert [copy.chain in (chains[0][-1], chains[1][-1]) for copy in copies] == [True, True, False]
+    for copy in copies:
+        nodes.copy(copy)
+    assert nodes.holders(chains[0])["p1"] == nodes.holders(chains[1])["p1"] == 10
+
+
 @given(seed=st.integers(0, 10_000), worth=st.floats(0.1, 20), budget=st.floats(0, 5e6))
 def test_a_plan_makes_no_copy_twice_and_none_that_is_there(seed: int, worth: float, budget: float) -> None:
     rng = Random(seed)
@@ -135,7 +217,8 @@ def test_a_plan_makes_no_copy_twice_and_none_that_is_there(seed: int, worth: flo
     for copy in copies:
         lengths = holders(copy.keys)
         assert lengths[copy.source] == len(HOT)
-        assert lengths.get(copy.target, 0) == len(HOT) - copy.num_blocks
+        assert lengths.get(copy.target, 0) == len(copy.keys) - copy.num_blocks
+        assert list(copy.keys) == HOT[: len(copy.keys)] and copy.chain == HOT[-1]
         assert copy.num_blocks > 0
     full = sum(length == len(HOT) for length in holders(HOT).values())
     assert full + len(copies) <= max(full, copies_wanted(heat, heat.hottest(1, 0.0)[0], 0.0))
@@ -161,6 +244,8 @@ def test_nothing_is_lent_that_was_used_once_or_costs_too_much_or_has_no_place() 
     assert lend(once, held(p0=10), "s0") == []
     once.touch(HOT, 0.0)
     assert len(lend(once, held(p0=10), "s0")) == 1
-    assert lend(once, held(p0=10), "s0", budget_nbytes=655359) == []
+    (part,) = lend(once, held(p0=10), "s0", budget_nbytes=655359)
+    assert (part.num_blocks, len(part.keys)) == (9, 9)
+    assert lend(once, held(p0=10), "s0", budget_nbytes=65535) == []
     assert lend(once, held(p0=10)) == []
     assert lend(once, held(p0=9), "s0") == [], "no node has all of it"

@@ -19,13 +19,13 @@ def redis() -> Iterator[RedisProcess]:
         yield process
 
 
-def replicator_of(conductor: Conductor, clock_s: list[float]) -> Replicator:
+def replicator_of(conductor: Conductor, clock_s: list[float], nbytes_per_s: float = 1e9) -> Replicator:
     """The conductor's own, by another clock and not running by itself."""
     deps = conductor._deps
     return Replicator(
         deps.registry,
         deps.cost_model,
-        nbytes_per_s=1e9,
+        nbytes_per_s=nbytes_per_s,
         block_size=MODEL.block_size,
         clock=lambda: clock_s[0],
     )
@@ -66,6 +66,35 @@ async def test_a_hot_prefix_is_copied_and_released_when_it_has_cooled(redis: Red
         await replicator.round()
         await cluster.until(lambda: list(registry.holders(keys)) == ["p0"])
         assert core_metrics.hot_released_blocks._value.get() == released + 2 * len(keys)
+
+
+async def test_a_chain_beyond_one_rounds_bandwidth_is_copied_in_several_and_released_whole(
+    redis: RedisProcess,
+) -> None:
+    async with running(redis.url, "p0", "p1", "d0", namespace="rounds", replicate_nbytes_per_s=0) as cluster:
+        clock_s, registry = [0.0], cluster.conductor._deps.registry
+        layout, root_key = registry.layout, registry.root_key("")
+        assert layout is not None and root_key is not None
+        replicator = replicator_of(cluster.conductor, clock_s, nbytes_per_s=80 * layout.block_nbytes)
+        keys = chain(root_key, list(range(3200)), MODEL.block_size)
+        cluster.nodes["p0"].hold(keys)
+        for node in cluster.nodes.values():  # so slow that copying pays
+            node.profile = {"prefill_token_s": 1.0, "decode_base_s": 1e-3}
+            await node.announce()
+        await cluster.until(lambda: registry.holders(keys).get("p0") == len(keys))
+        await cluster.until(
+            lambda: all(v.cost.profile.prefill_token_s == 1.0 for v in registry.fleet("prefill"))
+        )
+        for i in range(100):
+            clock_s[0] = i / 10
+            replicator.note(keys, registry.holders(keys), compute_s=0.12)
+        for num_held in (80, 160, 200, 200):
+            await replicator.round()
+            await cluster.until(lambda n=num_held: registry.holders(keys).get("p1") == n)
+        assert cluster.nodes["p1"].copied == [("p0", 80), ("p0", 80), ("p0", 40)]
+        clock_s[0] += 600.0
+        await replicator.round()
+        await cluster.until(lambda: list(registry.holders(keys)) == ["p0"])
 
 
 async def test_what_is_used_again_is_lent_to_a_store_node_and_left_there(redis: RedisProcess) -> None:
