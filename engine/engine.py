@@ -22,6 +22,7 @@ from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.checkpoint.fingerprint import fingerprint
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.device import Device
+from moonpool.engine.device.threads import use_threads
 from moonpool.engine.errors import DuplicateSequence, EngineClosed, RankLost
 from moonpool.engine.execution.cost_profile import NOT_MEASURED, StepCosts, measure
 from moonpool.engine.execution.runner import ModelRunner
@@ -34,6 +35,7 @@ from moonpool.engine.setup import EngineSetup
 from moonpool.engine.sharding.expert_placement import ExpertPlacement
 from moonpool.engine.stats import EngineStats
 from moonpool.runtime.config.options import EngineOptions, ModelOptions
+from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.service.load_progress import Progress
 
 
@@ -138,8 +140,8 @@ class Engine:
         Raises CheckpointError, which names the bad tensor, or GpuMemoryShort where the pool does not fit. The
         engine can then only be closed.
         """
-        # OpenMP keeps its thread count per calling thread; steps run on this thread and on the worker.
-        torch.set_num_threads(self.options.threads)
+        # Steps run on this thread and on the worker.
+        use_threads(self.options)
         loop = asyncio.get_running_loop()
 
         def report(done: int, total: int, name: str) -> None:
@@ -175,7 +177,7 @@ class Engine:
             self.ranks = RankGroup(
                 self.plan.world_size, parallel.timeout_s, self._hosts, separate_pools=self._separate_pools
             )
-            await self.ranks.start(self.options.threads)
+            await self.ranks.start(self.options.compute_threads(usable_cores()))
         return await self.ranks.open(
             self.config,
             assignment,

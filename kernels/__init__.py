@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from moonpool.kernels.packed import PackedExperts, PackedLinear
     from moonpool.kernels.report import backend_report
+    from moonpool.kernels.threads import get_num_threads, set_num_threads
 
 __all__ = [
     "PackedExperts",
@@ -37,6 +38,7 @@ __all__ = [
     "argmax_rows",
     "backend_report",
     "combine_experts",
+    "get_num_threads",
     "group_by_expert",
     "group_rows",
     "grouped_matmul",
@@ -46,6 +48,7 @@ __all__ = [
     "rms_norm",
     "rotate_and_write",
     "route_experts",
+    "set_num_threads",
     "silu_mul",
     "write_kv",
 ]
@@ -54,6 +57,8 @@ _ELSEWHERE = {
     "PackedExperts": "moonpool.kernels.packed",
     "PackedLinear": "moonpool.kernels.packed",
     "backend_report": "moonpool.kernels.report",
+    "get_num_threads": "moonpool.kernels.threads",
+    "set_num_threads": "moonpool.kernels.threads",
 }
 
 

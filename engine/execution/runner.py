@@ -16,6 +16,7 @@ from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.link import Link
 from moonpool.engine.device.device import Device
 from moonpool.engine.device.selection import TORCH_DTYPES, page_dtype
+from moonpool.engine.device.threads import use_threads
 from moonpool.engine.errors import WeightsTooLarge
 from moonpool.engine.execution.decode_graphs import DecodeGraphs
 from moonpool.engine.execution.gpu_memory import choose_num_blocks
@@ -68,7 +69,7 @@ class ModelRunner:
 
         Raises CheckpointError, WeightsTooLarge, or GpuMemoryShort where the pool does not fit.
         """
-        torch.set_num_threads(options.threads)
+        use_threads(options)
         self.config = config
         self.options = options
         self.device = device

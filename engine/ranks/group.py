@@ -10,12 +10,12 @@ from concurrent.futures import Executor
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from moonpool.engine.checkpoint.config import ModelConfig
 from moonpool.engine.collectives.board import SharedBoard
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.device import Device
+from moonpool.engine.device.threads import use_threads
 from moonpool.engine.errors import LinkBroken, RankLost
 from moonpool.engine.ranks.assignment import Assignment, check_identity
 from moonpool.engine.ranks.group_memory import GroupMemory
@@ -139,7 +139,7 @@ class RankGroup:
         clock = ExchangeClock()
 
         def load() -> ParallelRunner:
-            torch.set_num_threads(assignment.options.threads)
+            use_threads(assignment.options)
             link = open_link(assignments[0], config, board, clock)
             try:
                 return ParallelRunner(

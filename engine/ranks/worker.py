@@ -26,6 +26,7 @@ from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.board import SharedBoard, SharedMemory
 from moonpool.engine.collectives.exchange_clock import ExchangeClock
 from moonpool.engine.device.selection import TORCH_DTYPES, page_dtype
+from moonpool.engine.device.threads import use_threads
 from moonpool.engine.errors import RankLost
 from moonpool.engine.execution.runner import pool_tensor
 from moonpool.engine.experts.load import ExpertLoad
@@ -142,7 +143,7 @@ def serve(assignment: Assignment, commands: LeaderCommands) -> None:
     Raises RankLost when the group is aborted, MoonpoolError when loading fails.
     """
     options, parallel = assignment.options, assignment.options.parallel
-    torch.set_num_threads(options.threads)
+    use_threads(options)
     board = SharedBoard(
         SharedMemory.open(assignment.board), assignment.rank, assignment.plan.world_size, parallel.timeout_s
     )

@@ -15,17 +15,14 @@ from moonpool.runtime.machine.compiled_library import CompiledLibrary
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 _FLAGS = (
     "-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast", "-w",
-    _NATIVE,
+    "-pthread", _NATIVE,
 )  # fmt: skip
 KERNELS = CompiledLibrary(
     "kernels",
     "the CPU kernels",
     "slower torch forms are used",
     Path(__file__).parent / "native",
-    (
-        *["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast", "-w"],
-        _NATIVE,
-    ),
+    _FLAGS,
 )
 
 if __name__ == "__main__":

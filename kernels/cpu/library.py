@@ -59,6 +59,8 @@ _FUNCTIONS: dict[str, tuple[dict[Any, str], list[Any]]] = {
     "prefill": (POOL_PAIRS, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _F, _F, _I, _F]),
     "linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I]),
     "grouped_linear": (LINEAR_PAIRS, [_P, _P, _P, _P, _I, _I, _I, _I]),
+    "set_threads": (_UNTYPED, [_I]),
+    "get_threads": (_UNTYPED, []),
 }
 
 Function = Callable[..., Any]
@@ -121,7 +123,7 @@ def _bind(loaded: ctypes.CDLL) -> dict[str, dict[Any, Function]]:
         for key, suffix in forms.items():
             function = getattr(loaded, f"{name}_{suffix}" if suffix else name)
             function.argtypes = arguments
-            function.restype = _I if name == "packed_size" else None
+            function.restype = _I if name in ("packed_size", "get_threads") else None
             table[name][key] = function
     return table
 

@@ -23,6 +23,7 @@ from moonpool.runtime.config.model_directory import ModelMissing
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.health.gpu import nvml_report
 from moonpool.runtime.health.monitor import HealthMonitor
+from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.service.tied_command import tied_command
 
 
@@ -142,10 +143,11 @@ def huge_pages(config: Config) -> Finding:
 
 
 def threads(config: Config) -> Finding:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     nodes = config.cluster.prefill + config.cluster.decode
-    fact = f"{cores} cores for {nodes} nodes of {config.engine.threads} compute threads"
-    if nodes * config.engine.threads > 2 * cores:
+    num_threads = config.engine.compute_threads(cores, max(1, nodes))
+    fact = f"{cores} cores for {nodes} nodes of {num_threads} compute threads a rank"
+    if nodes * num_threads > 2 * cores:
         advice = "the nodes share cores: fewer of them (--prefill 1 --decode 1) or engine.threads=1"
         return Finding("cores", "slow", fact, advice)
     return Finding("cores", "ok", fact)

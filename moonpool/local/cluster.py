@@ -24,6 +24,7 @@ from moonpool.runtime.config.loading import to_toml
 from moonpool.runtime.config.options import Config
 from moonpool.runtime.errors import ChildFailed
 from moonpool.runtime.machine.gpus import computes_on_gpus
+from moonpool.runtime.machine.processor import usable_cores
 from moonpool.runtime.service.child import Child
 from moonpool.runtime.service.fork_server import use_fork_server
 
@@ -61,8 +62,14 @@ class LocalCluster:
         report: Callable[[str], None] = lambda sentence: None,
         loaded: Callable[[str, int, int], None] = lambda name, nbytes_done, nbytes_total: None,
     ) -> None:
-        # No load balancer is in front of it.
-        self.config = replace(config, conductor=replace(config.conductor, leave_s=0.0))
+        num_nodes = max(1, config.cluster.prefill + config.cluster.decode)
+        threads = config.engine.compute_threads(usable_cores(), num_nodes)
+        self.config = replace(
+            config,
+            # No load balancer is in front of it.
+            conductor=replace(config.conductor, leave_s=0.0),
+            engine=replace(config.engine, threads=threads),
+        )
         self.directory = directory or Path()  # chosen in start
         self.redis: RedisServer | None = None
         self.children: dict[str, Child] = {}

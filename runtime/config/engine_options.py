@@ -153,7 +153,12 @@ class EngineOptions(Section, name="engine"):
     max_batch_tokens: int = option(
         512, "tokens", "most tokens in one step; longer prompts are computed in chunks", least=1
     )
-    threads: int = option(1, "threads", "compute threads of a node process", least=1)
+    threads: int = option(
+        0,
+        "threads",
+        "compute threads of a rank; 0: the cores divided by the ranks (in `moonpool up`: of all nodes)",
+        least=0,
+    )
     parallel: ParallelOptions = section(ParallelOptions)
 
     def _check(self) -> None:
@@ -161,6 +166,11 @@ class EngineOptions(Section, name="engine"):
         most = max(1, self.max_batch_tokens // self.block_size)
         must_be = f"at most {most}, the blocks of a step (engine.max_batch_tokens / engine.block_size)"
         require(self.parallel.cp <= most, "engine.parallel.cp", must_be, self.parallel.cp)
+
+    def compute_threads(self, cores: int, nodes: int = 1) -> int:
+        """Return the threads of each rank where so many equal nodes share ``cores``."""
+        ranks = nodes * self.parallel.dp * self.parallel.ranks_per_host
+        return self.threads or max(1, cores // ranks)
 
     @property
     def host_pool_nbytes(self) -> int:

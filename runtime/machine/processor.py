@@ -1,7 +1,9 @@
-"""Name and instruction sets of the processor."""
+"""Name, instruction sets and cores of the processor."""
 
 from __future__ import annotations
 
+import math
+import os
 import platform
 from pathlib import Path
 
@@ -27,3 +29,13 @@ def processor_name() -> str:
     info = cpuinfo()
     wanted = ("model name", "flags", "Features", "CPU part")
     return "\n".join([platform.machine(), *(info[name] for name in wanted if name in info)])
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use: its affinity, and the quota of its container (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cgroup.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moonpool.runtime.config.loading import HIDDEN, explain, load_config, shown_options, to_toml
-from moonpool.runtime.config.options import Config
+from moonpool.runtime.config.options import Config, EngineOptions, ParallelOptions
 from moonpool.runtime.errors import ConfigError
+from moonpool.runtime.machine.processor import usable_cores
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -35,7 +37,7 @@ def test_file_then_sets_win(tmp_path: Path) -> None:
         ("engine = 4", ["m.toml:1", "engine is a section", "engine.block_size"]),
         ('[engine]\n\nthreads = "many"', ["m.toml:3", "engine.threads", "whole number", "many"]),
         ("[engine]\nthreads = true", ["m.toml:2", "engine.threads", "whole number"]),
-        ("[engine]\nthreads = 0", ["m.toml:2", "engine.threads", "at least 1", "0"]),
+        ("[engine]\nthreads = -1", ["m.toml:2", "engine.threads", "at least 0", "-1"]),
         ('[engine]\npool_nbytes = "1 cow"', ["m.toml:2", "engine.pool_nbytes", "4MiB"]),
         ("[transfer]\ntransports = [1]", ["m.toml:2", "transfer.transports", "list of texts"]),
         ('[transfer]\ntransports = ["pigeon"]', ["m.toml:2", "transfer.transports", "pigeon"]),
@@ -122,3 +124,24 @@ def test_options_are_shown_without_secrets() -> None:
     assert shown["cluster.prefill_options"]["value"] == (f"transfer.secret={HIDDEN}", "engine.threads=2")
     assert shown["transfer.secret"]["changed"] and not shown["engine.threads"]["changed"]
     assert shown_options(Config())[0]["changed"] is False
+
+
+def test_threads_divide_the_cores_of_a_host() -> None:
+    def threads(nodes: int, cores: int = 16, **parallel: Any) -> int:
+        return EngineOptions(parallel=ParallelOptions(**parallel)).compute_threads(cores, nodes)
+
+    assert (threads(1), threads(2), threads(3), threads(40)) == (16, 8, 5, 1)
+    assert threads(4, cores=2) == 1
+    assert threads(2, tp=2, pp=2) == 2
+    assert threads(1, tp=2, dp=2) == 4
+    assert threads(1, pp=4, hosts=2, listen="10.0.0.1:1") == 8
+    assert EngineOptions(threads=3).compute_threads(2, 2) == 3
+
+
+def test_cores_are_bounded_by_the_containers_quota(tmp_path: Path) -> None:
+    cores, quota = len(os.sched_getaffinity(0)), tmp_path / "cpu.max"
+    assert usable_cores(quota) == cores
+    quota.write_text("max 100000\n")
+    assert usable_cores(quota) == cores
+    quota.write_text("50000 100000\n")
+    assert usable_cores(quota) == 1

@@ -11,11 +11,13 @@
 #include "run.h"
 #include "scores.h"
 #include "softmax.h"
+#include "threads.h"
 #include "values.h"
 
 namespace {
 
 constexpr int64_t PREFETCH_NBYTES = 4096;  // distance of the prefetch
+constexpr double READ_NS = 0.1;            // nanoseconds of one thread for a byte of K and one of V, roughly
 
 // Scratch of one sequence.
 struct Gathered {
@@ -34,23 +36,24 @@ struct Gathered {
     }
 };
 
-// The blocks of one layer of one sequence.
+// Some kv heads of the blocks of one layer of one sequence.
 template <class T>
 struct Blocks {
     const Pool& pool;
     int64_t layer;
     const int32_t* table;
+    int64_t first_head, heads;
 
-    // K (kv = 0) or V (kv = 1) of a whole block and head.
+    // K (kv = 0) or V (kv = 1) of a whole block and the head `first_head + head`.
     MP_INLINE const T* at(int64_t block, int64_t head, int64_t kv) const {
-        return block_k<T>(pool, table[block], layer, head) + kv * pool.kv_stride;
+        return block_k<T>(pool, table[block], layer, first_head + head) + kv * pool.kv_stride;
     }
 
     // Calls f(kv head, run, tokens before it) for tokens first … end - 1, block by block, and head by head in a
     // block. `then`: memory that is read afterwards, or null; its prefetch starts near the end.
     template <class F>
     MP_INLINE void walk(int64_t first, int64_t end, int64_t kv, const T* then, F f) const {
-        const int64_t size = pool.block_size, heads = pool.num_kv_heads, last_block = (end - 1) / size;
+        const int64_t size = pool.block_size, last_block = (end - 1) / size;
         const int64_t steps = 1 + PREFETCH_NBYTES / (size * pool.head_dim * (int64_t)sizeof(T));
         int64_t prefetch_block = first / size + steps / heads, prefetch_head = steps % heads;
         for (int64_t token = first; token < end;) {
@@ -77,11 +80,12 @@ struct Seen {
     bool empty() const { return end <= first; }
 };
 
+// heads: query heads of the blocks' kv heads; q, out and lse are of the first of them.
 template <class Q, class T>
 void attend(const Blocks<T>& blocks, const Q* q, Seen seen, int64_t heads, const Rules& rules, Gathered& gathered,
             const T* then, Q* out, float* lse) {
     const int64_t dim = blocks.pool.head_dim, size = blocks.pool.block_size;
-    const int64_t group = heads / blocks.pool.num_kv_heads;
+    const int64_t group = heads / blocks.heads;
     const Score<Wide<T>> score = score_for<Wide<T>>(dim);
     gathered.begin(heads, dim);
     float* converted = gathered.converted.data();
@@ -139,18 +143,30 @@ void decode(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, con
     const auto seen_by = [&](int64_t i) {
         return Seen(positions ? positions[i] : contexts[i] - 1, contexts[i], rules);
     };
-    static thread_local Gathered gathered;
-    const int64_t stride = heads * pool.head_dim;
-    for (int64_t i = 0; i < batch; i++) {
-        const Blocks<T> blocks{pool, layer, tables + i * table_stride};
-        const T* then = nullptr;
-        if (i + 1 < batch && !seen_by(i + 1).empty()) {
-            const Blocks<T> next{pool, layer, blocks.table + table_stride};
-            then = next.at(seen_by(i + 1).first / pool.block_size, 0, 0);
+    // One thread reads all kv heads of a sequence in memory order. Several threads divide the sequences, and the
+    // heads of each where there are few sequences.
+    if (batch == 0) return;
+    const int64_t kv_heads = pool.num_kv_heads, group = heads / kv_heads, wanted = 2 * num_threads();
+    const int64_t parts = num_threads() == 1 ? 1 : std::min(kv_heads, (wanted - 1) / batch + 1);
+    double keys = 0;
+    for (int64_t i = 0; i < batch; i++) keys += (double)std::max<int64_t>(0, seen_by(i).end - seen_by(i).first);
+    const double ns = keys / (double)(batch * parts) * (double)(kv_heads * pool.head_dim * sizeof(T)) * READ_NS;
+    parallel_ranges(batch * parts, ns, [=, &pool, &rules](int64_t begin, int64_t end) {
+        static thread_local Gathered gathered;
+        for (int64_t task = begin; task < end; task++) {
+            const int64_t i = task / parts, part = task % parts;
+            const int64_t head = kv_heads * part / parts, num = kv_heads * (part + 1) / parts - head;
+            const Blocks<T> blocks{pool, layer, tables + i * table_stride, head, num};
+            const T* then = nullptr;
+            if (i + 1 < batch && parts == 1 && !seen_by(i + 1).empty()) {
+                const Blocks<T> next{pool, layer, blocks.table + table_stride, head, num};
+                then = next.at(seen_by(i + 1).first / pool.block_size, 0, 0);
+            }
+            const int64_t first = i * heads + head * group;
+            attend(blocks, q + first * pool.head_dim, seen_by(i), num * group, rules, gathered, then,
+                   out + first * pool.head_dim, lse ? lse + first : nullptr);
         }
-        attend(blocks, q + i * stride, seen_by(i), heads, rules, gathered, then, out + i * stride,
-               lse ? lse + i * heads : nullptr);
-    }
+    });
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "lanes.h"
 #include "pool.h"
+#include "threads.h"
 
 namespace {
 
@@ -103,18 +104,29 @@ void write_kv(const Q* k, const Q* v, const Pool& pool, int64_t layer, const int
 
 }  // namespace
 
-// head_dim: at most 1024.
+// Nanoseconds of one thread for a value, roughly.
+constexpr double ROTATE_NS = 0.5, COPY_NS = 0.1;
+
+// head_dim: at most 1024. Tokens have different slots.
 #define MP_KV(Q, T, NAME)                                                                                     \
     MP_EXPORT void rotate_and_write_##NAME(                                                                   \
         const Q* qkv, const int64_t* positions, const float* cos, const float* sin, int64_t half,             \
         const Pool* pool, int64_t layer, const int64_t* slots, Q* q, int64_t n, int64_t num_heads,            \
         const Q* q_norm, const Q* k_norm, float eps, float k_factor, float v_factor) {                        \
-        rotate_and_write<Q, T>(qkv, positions, Rotary{cos, sin, half}, *pool, layer, slots, q, n, num_heads,  \
-                               q_norm, k_norm, eps, Factors{k_factor, v_factor});                             \
+        const int64_t width = (num_heads + 2 * pool->num_kv_heads) * pool->head_dim;                          \
+        parallel_ranges(n, ROTATE_NS * width, [=](int64_t first, int64_t end) {                               \
+            rotate_and_write<Q, T>(qkv + first * width, positions + first, Rotary{cos, sin, half}, *pool,     \
+                                   layer, slots + first, q + first * num_heads * pool->head_dim, end - first, \
+                                   num_heads, q_norm, k_norm, eps, Factors{k_factor, v_factor});              \
+        });                                                                                                   \
     }                                                                                                         \
     MP_EXPORT void write_kv_##NAME(const Q* k, const Q* v, const Pool* pool, int64_t layer,                   \
                                    const int64_t* slots, int64_t n, float k_factor, float v_factor) {         \
-        write_kv<Q, T>(k, v, *pool, layer, slots, n, Factors{k_factor, v_factor});                            \
+        const int64_t width = pool->num_kv_heads * pool->head_dim;                                            \
+        parallel_ranges(n, COPY_NS * width, [=](int64_t first, int64_t end) {                                 \
+            write_kv<Q, T>(k + first * width, v + first * width, *pool, layer, slots + first, end - first,    \
+                           Factors{k_factor, v_factor});                                                      \
+        });                                                                                                   \
     }
 
 MP_FOR_POOLS(MP_KV)

@@ -10,12 +10,14 @@
 #include <algorithm>
 #include <vector>
 
+#include "threads.h"
 #include "tile.h"
 
 namespace {
 
 constexpr int PANEL = 4 * W;            // outputs in a panel
 constexpr int64_t CHUNK = 512;          // inputs of a panel that stay in the L1/L2 caches for all rows
+constexpr int64_t MIN_ROWS_A_TASK = 192;  // a block of rows reads, and perhaps converts, its weights anew
 constexpr int64_t ROWS_TO_WIDEN = 48;   // from this many rows on, a chunk of bf16 is converted once for all
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -146,19 +148,53 @@ void finish(const float* sums, const float* bias, Y* y, int64_t ldy, int64_t row
         });
 }
 
-// stored: inputs as packed, rounded up to a pair for bf16.
+// Rows first … end - 1 of one matrix product: rows of x and y, and the packed weight.
 template <class X, class T, class Y>
-void all_panels(const X* x, int64_t ldx, const T* w, const float* bias, Y* y, int64_t rows, int64_t inputs,
-                int64_t stored, int64_t outputs) {
-    static thread_local std::vector<float> scratch;
-    if ((int64_t)scratch.size() < rows * PANEL) scratch.resize(rows * PANEL);
-    float* sums = scratch.data();
-    for (int64_t first = 0; first < outputs; first += PANEL) {
-        const int64_t count = std::min<int64_t>(PANEL, outputs - first);
-        const T* weights = w + first * stored;
-        with_constant<4>((count + W - 1) / W, [&](auto C) { panel<C>(x, ldx, rows, weights, inputs, sums); });
-        finish(sums, bias ? bias + first : nullptr, y + first, outputs, rows, count);
+struct Product {
+    const X* x;
+    int64_t ldx;
+    const T* w;
+    const float* bias;  // or null
+    Y* y;
+    int64_t rows, inputs;
+    int64_t stored;  // inputs as packed, rounded up to a pair for bf16
+    int64_t outputs;
+
+    // Panels first … end - 1 of the outputs.
+    void panels(int64_t first, int64_t end) const {
+        static thread_local std::vector<float> scratch;
+        if ((int64_t)scratch.size() < rows * PANEL) scratch.resize(rows * PANEL);
+        float* sums = scratch.data();
+        for (int64_t at = first * PANEL; at < std::min(end * PANEL, outputs); at += PANEL) {
+            const int64_t count = std::min<int64_t>(PANEL, outputs - at);
+            const T* weights = w + at * stored;
+            with_constant<4>((count + W - 1) / W, [&](auto C) { panel<C>(x, ldx, rows, weights, inputs, sums); });
+            finish(sums, bias ? bias + at : nullptr, y + at, outputs, rows, count);
+        }
     }
+
+    int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
+    // Nanoseconds of one thread for a panel, roughly: it is read from memory, and multiplied.
+    double panel_ns() const { return (double)(stored * PANEL) * (sizeof(T) / 20.0 + (double)rows / 60.0); }
+    Product part(int64_t first, int64_t end) const {
+        return {x + first * ldx, ldx, w, bias, y + first * outputs, end - first, inputs, stored, outputs};
+    }
+};
+
+// Parts of a product for the threads: ranges of panels and, where there are few panels, of rows too.
+template <class P>
+void multiply(const P& product) {
+    const int64_t panels = product.num_panels(), wanted = num_threads() * TASKS_A_THREAD;
+    const int64_t blocks = num_threads() == 1 ? 1
+                           : std::clamp<int64_t>(product.rows / MIN_ROWS_A_TASK, 1, 1 + (wanted - 1) / panels);
+    if (blocks == 1)
+        return parallel_ranges(panels, product.panel_ns(), [&](int64_t first, int64_t end) {
+            product.panels(first, end);
+        });
+    parallel(panels * blocks, [&](int64_t i) {
+        const int64_t block = i % blocks, rows = product.rows;
+        product.part(rows * block / blocks, rows * (block + 1) / blocks).panels(i / blocks, i / blocks + 1);
+    });
 }
 
 // Rows as To, each padded with zeros to `stored` values.
@@ -174,20 +210,29 @@ const To* converted(const X* x, int64_t rows, int64_t inputs, int64_t stored) {
     return scratch.data();
 }
 
-template <class X, class T>
-void linear(const X* x, const T* w, const float* bias, X* y, int64_t rows, int64_t inputs, int64_t outputs) {
+// Calls f(product) with activations in the type that is multiplied. The product is valid until the thread
+// makes the next one.
+template <class X, class T, class F>
+void with_product(const X* x, const T* w, const float* bias, X* y, int64_t rows, int64_t inputs, int64_t outputs,
+                  F f) {
     const int64_t stored = round_up(inputs, std::is_same_v<T, bf16> ? 2 : 1);
 #if defined(MP_BF16_DOT)
     if constexpr (std::is_same_v<X, bf16> && std::is_same_v<T, bf16>) {
         const bf16* even = inputs == stored ? x : converted<bf16>(x, rows, inputs, stored);
-        return all_panels(even, stored, w, bias, y, rows, stored, stored, outputs);
+        return f(Product<bf16, T, X>{even, stored, w, bias, y, rows, stored, stored, outputs});
     }
 #endif
     if constexpr (std::is_same_v<X, float>) {
-        all_panels(x, inputs, w, bias, y, rows, inputs, stored, outputs);
+        f(Product<float, T, X>{x, inputs, w, bias, y, rows, inputs, stored, outputs});
     } else {
-        all_panels(converted<float>(x, rows, inputs, inputs), inputs, w, bias, y, rows, inputs, stored, outputs);
+        const float* wide = converted<float>(x, rows, inputs, inputs);
+        f(Product<float, T, X>{wide, inputs, w, bias, y, rows, inputs, stored, outputs});
     }
+}
+
+template <class X, class T>
+void linear(const X* x, const T* w, const float* bias, X* y, int64_t rows, int64_t inputs, int64_t outputs) {
+    with_product(x, w, bias, y, rows, inputs, outputs, [](const auto& product) { multiply(product); });
 }
 
 template <class T>
@@ -201,10 +246,25 @@ template <class X, class T>
 void grouped_linear(const X* x, const T* w, const int32_t* offsets, X* y, int64_t m, int64_t experts,
                     int64_t inputs, int64_t outputs) {
     const int64_t size = packed_size<T>(inputs, outputs);
-    for (int64_t e = 0; e < experts; e++) {
-        const int64_t first = offsets[e], rows = offsets[e + 1] - first;
-        if (rows) linear(x + first * inputs, w + e * size, nullptr, y + first * outputs, rows, inputs, outputs);
-    }
+    with_product(x, w, nullptr, y, offsets[experts], inputs, outputs, [&](auto all) {
+        static thread_local std::vector<decltype(all)> products;
+        products.clear();
+        for (int64_t e = 0; e < experts; e++) {
+            if (offsets[e + 1] == offsets[e]) continue;
+            products.push_back(all.part(offsets[e], offsets[e + 1]));
+            products.back().w = w + e * size;
+        }
+        const auto* some = products.data();
+        const int64_t panels = all.num_panels(), count = (int64_t)products.size();
+        if (count == 0) return;
+        all.rows /= count;  // of an average product
+        parallel_ranges(count * panels, all.panel_ns(), [&](int64_t first, int64_t end) {
+            for (int64_t at = first, next; at < end; at = next) {
+                next = std::min(end, (at / panels + 1) * panels);
+                some[at / panels].panels(at % panels, at % panels + next - at);
+            }
+        });
+    });
     const int64_t end = offsets[experts];
     memset((void*)(y + end * outputs), 0, (m - end) * outputs * sizeof(X));
 }

@@ -10,12 +10,14 @@
 
 #include "pool.h"
 #include "softmax.h"
+#include "threads.h"
 #include "tile.h"
 
 namespace {
 
 constexpr int64_t TILE = 64;        // keys
 constexpr int64_t BLOCK_ROWS = 96;  // query rows
+constexpr double ATTEND_NS = 0.02;  // nanoseconds of one thread for a row, key and dimension, roughly
 
 // Scratch of one block of rows. dim is head_dim rounded up to whole vectors; the padding is zero.
 struct Scratch {
@@ -108,11 +110,12 @@ struct Block {
     int64_t position;   // of the first token
     int64_t tokens;
     int64_t context;    // number of keys
+    int64_t head;       // kv head
+    const int32_t* table;
 };
 
 template <class Q, class T>
-void attend(Scratch& s, const Block<Q>& block, const Pool& pool, int64_t layer, int64_t head, const int32_t* table,
-            const Rules& rules) {
+void attend(Scratch& s, const Block<Q>& block, const Pool& pool, int64_t layer, const Rules& rules) {
     const int64_t head_dim = pool.head_dim, dim = (head_dim + W - 1) / W * W, rows = block.tokens * block.group;
     for (int64_t row = 0; row < rows; row++) {
         const Q* q = block.q + row / block.group * block.stride + row % block.group * head_dim;
@@ -127,7 +130,7 @@ void attend(Scratch& s, const Block<Q>& block, const Pool& pool, int64_t layer, 
     for (int64_t tile = first / TILE * TILE; tile < end; tile += TILE) {
         const T* found[TILE];
         const int64_t from = std::max(first, tile), to = std::min(end, tile + TILE);
-        find_tokens(pool, layer, head, table, from, to, found);
+        find_tokens(pool, layer, block.head, block.table, from, to, found);
         take_tile(s, found, from - tile, to - tile, pool.kv_stride, head_dim, dim);
         score(s, rows, head_dim, dim);
         for (int64_t row = 0; row < rows; row++) {
@@ -157,8 +160,9 @@ template <class Q, class T>
 void prefill(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, const int32_t* tables,
              int64_t table_stride, const int32_t* starts, const int32_t* positions, const int32_t* contexts,
              int64_t batch, int64_t num_heads, const Rules& rules) {
-    static thread_local Scratch scratch;
-    scratch.fit((pool.head_dim + W - 1) / W * W);
+    static thread_local std::vector<Block<Q>> blocks;
+    blocks.clear();
+    double keys = 0;
     const int64_t group = num_heads / pool.num_kv_heads, stride = num_heads * pool.head_dim;
     // A kv head with more query heads than a block has rows is split.
     const int64_t part = std::min(group, BLOCK_ROWS), step = std::max<int64_t>(1, BLOCK_ROWS / part);
@@ -170,18 +174,29 @@ void prefill(const Pool& pool, int64_t layer, const Q* q, Q* out, float* lse, co
                 for (int64_t token = 0; token < tokens; token += step) {
                     const int64_t row = (starts[i] + token) * num_heads + head * group + member;
                     const int64_t at = row * pool.head_dim;
-                    const Block<Q> block{q + at,
-                                         out + at,
-                                         lse ? lse + row : nullptr,
-                                         num_heads,
-                                         stride,
-                                         std::min(part, group - member),
-                                         first + token,
-                                         std::min(step, tokens - token),
-                                         contexts[i]};
-                    attend<Q, T>(scratch, block, pool, layer, head, tables + i * table_stride, rules);
+                    blocks.push_back({q + at,
+                                      out + at,
+                                      lse ? lse + row : nullptr,
+                                      num_heads,
+                                      stride,
+                                      std::min(part, group - member),
+                                      first + token,
+                                      std::min(step, tokens - token),
+                                      contexts[i],
+                                      head,
+                                      tables + i * table_stride});
+                    keys += (double)std::min(contexts[i] * 1.0, (double)(first + token + step));
                 }
     }
+    if (blocks.empty()) return;
+    const Block<Q>* all = blocks.data();
+    const double ns = keys / (double)blocks.size() * (double)(std::min<int64_t>(BLOCK_ROWS, step * part) + 16) *
+                      (double)pool.head_dim * ATTEND_NS;
+    parallel_ranges((int64_t)blocks.size(), ns, [=, &pool, &rules](int64_t begin, int64_t end) {
+        static thread_local Scratch scratch;
+        scratch.fit((pool.head_dim + W - 1) / W * W);
+        for (int64_t i = begin; i < end; i++) attend<Q, T>(scratch, all[i], pool, layer, rules);
+    });
 }
 
 }  // namespace
