@@ -6,7 +6,7 @@ tenants.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
@@ -31,7 +31,12 @@ _rank = attrgetter("rank")
 
 def join(queue: list[T], one: T) -> None:
     """Insert ``one`` into a queue sorted by ``order``, and assign the turns of its tenant again, by rank."""
-    insort(queue, one, key=_order)
+    at = bisect_left(queue, one.order, key=_order)
+    queue.insert(at, one)
+    before = next((other for other in queue[at - 1 :: -1] if other.tenant == one.tenant), one) if at else one
+    after = next((other for other in queue[at + 1 :] if other.tenant == one.tenant), one)
+    if before.rank <= one.rank <= after.rank:
+        return  # mostly: without priorities
     places = [i for i, other in enumerate(queue) if other.tenant == one.tenant]
     orders = [queue[i].order for i in places]
     ranked = sorted((queue[i] for i in places), key=_rank)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -13,7 +14,7 @@ from moonpool.client import Client, Reply
 from moonpool.errors import ApiError
 from moonpool.local.cluster import LocalCluster
 from moonpool.runtime.service.child import Child
-from tests.cluster.conftest import another, eventually
+from tests.cluster.conftest import another, eventually, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -81,3 +82,32 @@ async def test_a_killed_conductor_takes_only_its_own_requests_along(
 
     # Nobody tells the nodes: they find out by themselves, within the bound that is set for it.
     await eventually(idle, timeout_s=BUSY_S + cluster.config.node.orphan_s + cluster.config.store.lease_ttl_s)
+
+
+async def test_a_small_conductor_serves_large_requests_in_turn_and_leaves_in_order(
+    cluster: LocalCluster,
+) -> None:
+    small = another(
+        cluster, "conductor-small", "conductor", "conductor.max_requests=2", "conductor.leave_s=4"
+    )
+    async with started(small), aiohttp.ClientSession() as http:
+        url = str(small.ready["url"])
+
+        async def serves() -> bool:
+            async with http.get(f"{url}/readyz") as response:
+                return response.status == 200
+
+        async def leaves() -> bool:
+            return not await serves()
+
+        await eventually(serves)
+        body = {"prompt": ["In the beginning", "And it came", "Of the"], "n": 2, "max_tokens": 4}
+        async with http.post(f"{url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            assert len((await response.json())["choices"]) == 6
+
+        small.terminate()
+        await eventually(leaves)
+        async with aiohttp.ClientSession() as fresh, fresh.post(f"{url}/v1/completions", json=body) as late:
+            assert late.status == 200, "the load balancer has not noticed yet"
+        assert await asyncio.wait_for(small.wait(), 60) == 0

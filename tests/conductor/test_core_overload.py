@@ -150,6 +150,27 @@ async def test_a_request_of_more_sequences_than_the_limit_runs_them_in_turn(
         assert admission.num_requests == 0
 
 
+async def test_a_part_waits_where_a_request_of_its_own_would_miss_its_slo(url: str) -> None:
+    async with running(url, "p0", "d0", namespace="slo-parts", slo_ttft_s=0.5) as cluster:
+        node = cluster.nodes["p0"]
+        node.profile = {"prefill_base_s": 0.4, "decode_base_s": 1e-3}
+        await node.announce()
+        computed = asyncio.Event()
+
+        async def waits(node: ScriptedNode, work: node_pb2.Work, index: int) -> None:
+            await computed.wait()
+
+        node.script = waits
+        names = ["first", "second", "alone"]
+        first, second, alone = (
+            asyncio.create_task(cluster.generate(request(name, follows=name == "second"))) for name in names
+        )
+        with pytest.raises(RequestRejected, match="first token would take"):
+            await alone
+        computed.set()
+        assert await first == await second == continuation(PROMPT, 8)
+
+
 async def test_a_part_that_waits_can_be_cancelled_and_is_ended_with_the_conductor(url: str) -> None:
     async with running(url, "p0", "d0", namespace="part", max_requests=1) as cluster:
         cluster.nodes["d0"].script = hangs
