@@ -35,7 +35,9 @@ class _StoresCollector(Collector):
             "Blocks in transit: write (to disk), demoting (those evicted from memory), promote (from disk)",
             labels=["shelf", "queue"],
         )
-        leases = GaugeMetricFamily("moonpool_store_leases", "Leases in effect", labels=["shelf"])
+        leases = GaugeMetricFamily(
+            "moonpool_store_leases", "Grants in effect: leases of readers, puts", labels=["shelf"]
+        )
         for shelf, store in self._stores():
             stats = store.stats
             rates = {"host": stats.host_load_nbytes_per_s, "ssd": stats.ssd_load_nbytes_per_s}

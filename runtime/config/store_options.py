@@ -49,7 +49,7 @@ class SsdTierOptions(Section, name="store.ssd"):
 @dataclass(frozen=True, slots=True)
 class StoreOptions(Section, name="store"):
     lease_ttl_s: float = option(
-        10.0, "seconds", "longest a peer may keep blocks pinned without a renewal", above=0
+        10.0, "seconds", "longest a peer may keep blocks without a renewal; it is told how long", above=0
     )
     write_policy: str = option(
         "write-back",

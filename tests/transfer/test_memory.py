@@ -41,6 +41,14 @@ def test_memory_is_zeroed_present_and_ours(backing: memory.Backing, nbytes: int)
             os.ftruncate(allocated.fd, 0)
         with pytest.raises(OSError):
             memory.map_shared(allocated.fd, nbytes + 1)
+        # Nor write to it: writes need a grant.
+        with pytest.raises(PermissionError):
+            mmap.mmap(allocated.fd, nbytes)
+        with pytest.raises(PermissionError):
+            os.pwrite(allocated.fd, b"x", 0)
+        allocated.array[:] = 254
+        assert (mapped == 254).all()
+        allocated.array[:] = 255
     allocated.close()
     assert (allocated.array == 255).all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -19,6 +20,8 @@ Backing = Literal["anonymous", "memfd", "registered", "cuda"]
 HUGE_PAGE_NBYTES = 2 << 20
 # If another process shrinks a mapped file, its readers die of SIGBUS. So only sealed files are mapped.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+# Peers map the file only for reading: what they write goes through us, under a grant. Not before Linux 5.1.
+_SEAL_FUTURE_WRITE = 0x10
 _PREFAULT_STEP_NBYTES = 64 << 20
 
 
@@ -94,6 +97,8 @@ def _allocate_memfd(nbytes: int, name: str) -> Memory:
         # Takes effect on hosts that allow huge pages for shared memory; most do not.
         libc.madvise(address_of(memory), nbytes, libc.MADV_HUGEPAGE)
         _prefault(memory)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
     except OSError as error:
         os.close(fd)
         raise MemoryError(f"cannot map {nbytes} bytes of shared memory: {error}") from error
