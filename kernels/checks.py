@@ -131,7 +131,9 @@ def _check_tensors(operation: str, a: Arguments) -> None:
         kind, _, shape = spec.removesuffix("]").partition("[")
         strided = kind.startswith("strided")
         dtype = getattr(torch, kind.strip()) if kind and not strided else _first(a)[1].dtype
-        _require(x.dtype == dtype, f"{name} must be {dtype}, is {x.dtype}")
+        # Norms that add 1 to their weights have them in float32.
+        wide = name in ("weight", "q_norm", "k_norm") and x.dtype == torch.float32
+        _require(wide or x.dtype == dtype, f"{name} must be {dtype}, is {x.dtype}")
         symbols = shape.split(", ")
         fits = x.dim() == len(symbols) and all(
             sizes.setdefault(symbol, size) == size for symbol, size in zip(symbols, x.shape, strict=True)

@@ -118,14 +118,16 @@ def randomize(model: Model) -> None:
     A CPU's are packed and stay 0, which takes as long; so do experts, which are not measured on a GPU yet.
     """
     matrices = [model.embedding, model.head.weight]
-    model.norm.fill_(1)
+    norms = [model.norm]
     for layer in model.layers:
         parts = [layer.qkv, layer.o]
         if isinstance(layer.mlp, Mlp):
             parts += [layer.mlp.gate_up, layer.mlp.down]
         matrices += [part.weight for part in parts]
-        layer.input_norm.fill_(1)
-        layer.post_norm.fill_(1)
+        norms += [layer.attention_in, layer.mlp_in]
+    for norm in norms:
+        assert norm is not None
+        norm.fill_(1)
     for matrix in matrices:
         matrix.normal_(0, 0.02)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from typing import Literal
 
 from moonpool.engine.checkpoint import families
 from moonpool.engine.checkpoint.rope import RopeConfig
+from moonpool.engine.checkpoint.weights import Derived
 from moonpool.engine.errors import UnsupportedModel
 from moonpool.runtime.config.model_directory import read_model_config
 
@@ -61,9 +64,17 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "all"] = ""  # of queries and keys: of each head, or of all heads as one row
     norms: Norms = Norms()
+    norm_offset: float = 0.0  # added to the stored weights of norms
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLPs' gates
+    scale: float = 0.0  # of attention scores; 0: head_dim ** -0.5
+    soft_cap: float = 0.0  # of attention scores, cap * tanh(score / cap); 0: none
+    logit_soft_cap: float = 0.0
+    embedding_scale: float = 1.0
     moe: MoeConfig | None = None  # None: every layer is dense
+    # Tensors that the checkpoint stores in another form than Llama's; None: it stores all of them so.
+    derived: Callable[[ModelConfig], dict[str, Derived]] | None = None
 
     @classmethod
     def from_checkpoint(cls, path: Path | str) -> ModelConfig:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moonpool.engine.checkpoint.config import ModelConfig, MoeConfig
 from moonpool.engine.checkpoint.rope import RopeConfig
 from moonpool.engine.errors import CheckpointError, UnsupportedModel
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 class ConfigWords:
@@ -21,16 +26,19 @@ class ConfigWords:
         self.path = path
         self.raw = {**defaults, **raw}
 
-    def decoder(self) -> ModelConfig:
+    def decoder(self, activation: str = "hidden_act", *, partial_rotary: bool = False) -> ModelConfig:
         """Return the model as Llama's layers would compute it: without biases, windows and experts.
+
+        ``activation``: the field that names it. ``partial_rotary``: partial_rotary_factor has a meaning.
 
         Raises CheckpointError or UnsupportedModel, which name the field.
         """
         path, raw = self.path, self.raw
         if "quantization_config" in raw:
             raise UnsupportedModel(path, "quantized weights (quantization_config)")
-        if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-            raise UnsupportedModel(path, f"hidden_act {activation!r}: only silu is computed")
+        if (gate := raw.get(activation, "silu")) not in _ACTIVATIONS:
+            known = ", ".join(_ACTIVATIONS)
+            raise UnsupportedModel(path, f"{activation} {gate!r}: only {known} are computed")
         num_heads = self.size("num_attention_heads")
         num_kv_heads = self.size("num_key_value_heads", num_heads)
         hidden_size = self.size("hidden_size")
@@ -56,11 +64,12 @@ class ConfigWords:
             head_dim=head_dim,
             max_position=max_position,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            ropes=(RopeConfig.from_words(path, raw, max_position),) * num_layers,
+            ropes=(RopeConfig.from_words(path, raw, max_position, partial=partial_rotary),) * num_layers,
             windows=(0,) * num_layers,
             tie_word_embeddings=self.flag("tie_word_embeddings"),
             stored_dtype=self._stored_dtype(),
             eos_token_ids=self._eos_token_ids(),
+            activation=_ACTIVATIONS[gate],
         )
 
     def size(self, name: str, default: int | None = None) -> int:

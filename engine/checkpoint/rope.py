@@ -28,10 +28,16 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0  # multiplies cos and sin
     truncate: bool = True
+    rotary_factor: float = 1.0  # the fraction of a head that is rotated
+    is_rounded: bool = True  # cos and sin have the dtype of computation, as in most models of transformers
 
     @classmethod
-    def from_words(cls, path: Path, raw: Mapping[str, Any], max_position: int) -> RopeConfig:
+    def from_words(
+        cls, path: Path, raw: Mapping[str, Any], max_position: int, *, partial: bool = False
+    ) -> RopeConfig:
         """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``, of config.json.
+
+        ``partial``: the family rotates ``partial_rotary_factor`` of a head.
 
         Raises UnsupportedModel for an unknown kind, CheckpointError for a missing field.
         """
@@ -39,7 +45,8 @@ class RopeConfig:
         kind = str(words.get("rope_type") or words.get("type") or "default")
         if kind not in _FREQUENCIES:
             raise UnsupportedModel(path, f"rope type {kind!r}: only {', '.join(_FREQUENCIES)} are computed")
-        if float(words.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
+        rotary_factor = float(words.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+        if rotary_factor != 1.0 and not partial:
             raise UnsupportedModel(path, "partial_rotary_factor: only whole heads are rotated")
         theta = words.get("rope_theta") or raw.get("rope_theta") or 10000.0
         original = int(
@@ -67,15 +74,17 @@ class RopeConfig:
             beta_slow=float(words.get("beta_slow") or 1.0),
             attention_factor=_attention_factor(words, float(factor or 1.0)) if kind == "yarn" else 1.0,
             truncate=bool(words.get("truncate", True)),
+            rotary_factor=rotary_factor,
         )
 
 
 def rope_tables(
     rope: RopeConfig, head_dim: int, max_position: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin: float32 [max_position, head_dim / 2], rounded to ``dtype`` as transformers does:
-    finer values would change the logits."""
-    frequencies = _FREQUENCIES[rope.kind](rope, head_dim)
+    """Return cos and sin: float32 [max_position, rotated dimensions / 2], rounded to ``dtype`` where
+    transformers does so: finer values would change the logits."""
+    frequencies = _FREQUENCIES[rope.kind](rope, int(head_dim * rope.rotary_factor))
+    dtype = dtype if rope.is_rounded else torch.float32
     angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
     cos = (angles.cos() * rope.attention_factor).to(dtype).float()
     sin = (angles.sin() * rope.attention_factor).to(dtype).float()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import mmap
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -35,6 +36,14 @@ class _Entry:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A tensor that is made from others, the sources (name → shape), which ``make`` gets in this order."""
+
+    sources: Mapping[str, tuple[int, ...]]
+    make: Callable[..., Tensor]
+
+
 # Not reported as unused: frequencies are computed, scales are for float8 pages.
 _OPTIONAL = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 
@@ -57,19 +66,33 @@ class Checkpoint:
         self._maps: dict[Path, mmap.mmap] = {}
         for file in weight_files(path):
             self._entries.update(_read_header(path, file))
+        self._derived: Mapping[str, Derived] = {}
+        self._uses: Counter[str] = Counter()
         self._nbytes_total = self._nbytes_done = 0
         self._unread: set[str] = set()
+
+    def derive(self, tensors: Mapping[str, Derived]) -> None:
+        """Read these names as tensors made from others. Before ``check``."""
+        self._derived = tensors
+
+    def _sources(self, names: Iterable[str]) -> list[str]:
+        """Return the names of the stored tensors that make up ``names``."""
+        return [s for n in names for s in (self._derived[n].sources if n in self._derived else (n,))]
 
     def check(self, expected: Mapping[str, tuple[int, ...]], others: Collection[str] = ()) -> None:
         """Raise CheckpointError or UnsupportedModel unless all of ``expected`` (name → shape) exist.
 
         ``others``: tensors for other ranks.
         """
-        missing = [name for name in expected if name not in self._entries]
+        stored = dict(expected)
+        for name in self._derived.keys() & expected.keys():
+            del stored[name]
+            stored |= self._derived[name].sources
+        missing = [name for name in stored if name not in self._entries]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(self.path, f"tensor {missing[0]}{more} is missing")
-        for name, shape in expected.items():
+        for name, shape in stored.items():
             entry = self._entries[name]
             if entry.shape != shape:
                 raise CheckpointError(
@@ -80,9 +103,10 @@ class Checkpoint:
             if entry.dtype not in _DTYPES:
                 raise UnsupportedModel(self.path, f"tensor {name} is stored as {entry.dtype}")
         self._unread = set(expected)
+        self._uses = Counter(self._sources(expected))
         self._nbytes_total = sum(self._nbytes(name) for name in expected)
         # With tied embeddings a head is a copy.
-        used = {*expected, *others, "lm_head.weight"}
+        used = {*self._sources(expected), *self._sources(others), "lm_head.weight"}
         ignored = [n for n in self._entries if n not in used and not n.endswith(_OPTIONAL)]
         if ignored:
             log.warning(
@@ -90,7 +114,18 @@ class Checkpoint:
             )
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor's part in its stored dtype, a read-only view of the mapped file."""
+        """Return the tensor's part in its stored dtype: a read-only view of the mapped file, or made from
+        such."""
+        if name in self._unread:
+            self._unread.discard(name)
+            self._nbytes_done += self._nbytes(name)
+        if self._progress is not None:
+            self._progress(self._nbytes_done, self._nbytes_total, name)
+        derived = self._derived.get(name)
+        whole = self._stored(name) if derived is None else derived.make(*map(self._stored, derived.sources))
+        return whole[self._part(name)]
+
+    def _stored(self, name: str) -> Tensor:
         entry = self._entries[name]
         mapped = self._maps.get(entry.file)
         if mapped is None:
@@ -99,16 +134,11 @@ class Checkpoint:
             self._maps[entry.file] = mapped
         dtype = _DTYPES[entry.dtype]
         tensor = torch.frombuffer(mapped, dtype=dtype, count=prod(entry.shape), offset=entry.start)
-        if name in self._unread:
-            self._unread.discard(name)
-            self._nbytes_done += self._nbytes(name)
-        if self._progress is not None:
-            self._progress(self._nbytes_done, self._nbytes_total, name)
-        return tensor.view(entry.shape)[self._part(name)]
+        return tensor.view(entry.shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype."""
-        return _DTYPES[self._entries[name].dtype]
+        return _DTYPES[self._entries[self._sources([name])[0]].dtype]
 
     def drop_pages(self) -> None:
         """Unmap the pages read so far. Views stay valid, but read their pages again."""
@@ -120,7 +150,10 @@ class Checkpoint:
         return self.read(name) if name in self._entries else None
 
     def _nbytes(self, name: str) -> int:
-        """Return the size of the tensor's part."""
+        """Return the size of the tensor's part; of a derived one about its share of the sources."""
+        if name in self._derived:
+            sources = {source: self._entries[source] for source in self._sources([name])}
+            return sum((entry.end - entry.start) // self._uses[s] for s, entry in sources.items())
         entry, nbytes = self._entries[name], 1
         part = self._part(name) + (slice(None),) * len(entry.shape)
         for size, cut in zip(entry.shape, part, strict=False):

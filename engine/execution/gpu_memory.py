@@ -111,7 +111,7 @@ def largest_step(model: Model, device: Device, options: EngineOptions, layout: K
     hidden = model.forward(
         StepInputs(
             token_ids=torch.zeros(n, dtype=torch.int64, device=device.torch),
-            positions=torch.arange(n, device=device.torch) % model.attention.cos.shape[0],
+            positions=torch.arange(n, device=device.torch) % model.attention.max_len,
             slots=torch.full((n,), -1, dtype=torch.int64, device=device.torch),
             num_decodes=0,
             decode_table=torch.zeros((0, 1), dtype=torch.int32, device=device.torch),

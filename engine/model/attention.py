@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.checkpoint.config import ModelConfig
-from moonpool.engine.checkpoint.rope import rope_tables
+from moonpool.engine.checkpoint.rope import RopeConfig, rope_tables
 from moonpool.engine.collectives.link import Link
 from moonpool.engine.model.inputs import ChunkKeys, RemoteTokens, StepInputs
 from moonpool.engine.model.weight_loader import Layer
@@ -39,9 +39,13 @@ class Attention:
         self._shard = shard
         self._link = link
         self._dtype = dtype
-        self._scale = config.head_dim**-0.5
-        cos, sin = rope_tables(config.ropes[0], config.head_dim, max_len, dtype)
-        self.cos, self.sin = cos.to(device), sin.to(device)
+        self.max_len = max_len
+        self._scale = config.scale or config.head_dim**-0.5
+        tables: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+        for rope in dict.fromkeys(config.ropes):
+            cos, sin = rope_tables(rope, config.head_dim, max_len, dtype)
+            tables[rope] = cos.to(device), sin.to(device)
+        self._cos_sin = [tables[config.ropes[i]] for i in shard.layers]
 
     def __call__(self, qkv: Tensor, inputs: StepInputs, pool: Tensor, i: int, layer: Layer) -> Tensor:
         """Write K and V of all cp ranks' tokens to layer ``i`` of ``pool``, and attend.
@@ -53,23 +57,25 @@ class Attention:
         scales: dict[str, Any] = {}
         if pool.dtype != self._dtype:
             scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
-        rules = {"scale": self._scale, "window": layer.window, **scales}
+        rules = {"scale": self._scale, "window": layer.window, "soft_cap": self._config.soft_cap, **scales}
         num_heads, head_dim = len(self._shard.heads), self._config.head_dim
+        norms_heads = self._config.qk_norm == "head"
+        if self._config.qk_norm == "all":
+            self._norm_all(qkv, layer)
 
         def write(qkv: Tensor, tokens: StepInputs | RemoteTokens, num_heads: int) -> Tensor:
             return rotate_and_write(
                 qkv,
                 tokens.positions,
-                self.cos,
-                self.sin,
+                *self._cos_sin[i],
                 pool,
                 i,
                 tokens.slots,
                 num_heads=num_heads,
                 num_kv_heads=len(self._shard.kv_heads),
                 head_dim=head_dim,
-                q_norm=layer.q_norm if num_heads else None,
-                k_norm=layer.k_norm,
+                q_norm=layer.q_norm if num_heads and norms_heads else None,
+                k_norm=layer.k_norm if norms_heads else None,
                 eps=self._config.rms_norm_eps,
                 **scales,
             )
@@ -92,6 +98,24 @@ class Attention:
         else:
             attended = _attend_in_parts(q, inputs, receive, pool, i, **rules)
         return attended.view(len(qkv), -1)
+
+    def _norm_all(self, qkv: Tensor, layer: Layer) -> None:
+        """Norm q over all heads of all tp ranks, and k, in place."""
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        config, shard = self._config, self._shard
+        parts = torch.split(qkv, [len(layer.q_norm), len(layer.k_norm), len(layer.k_norm)], dim=1)[:2]
+        squares = torch.stack([part.float().square().sum(-1) for part in parts], dim=1)
+        if shard.tp > 1 and self._link is not None:
+            # Ranks that have the same KV head count it once together.
+            squares[:, 1] *= config.num_kv_heads / (len(shard.kv_heads) * shard.tp)
+            squares = self._link.all_reduce(squares)
+        sizes = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
+        for part, weight, square, size in zip(
+            parts, (layer.q_norm, layer.k_norm), squares.unbind(1), sizes, strict=True
+        ):
+            scale = torch.rsqrt(square / size + config.rms_norm_eps)
+            part.copy_(part.float() * scale[:, None] * weight.float())
 
 
 def _attend(q: Tensor, inputs: StepInputs, pool: Tensor, layer: int, **rules: Any) -> Tensor:

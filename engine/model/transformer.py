@@ -1,5 +1,4 @@
-"""One decoder for Llama, Mistral, Mixtral, Qwen2 and Qwen3, dense and MoE. Their differences are
-configuration."""
+"""One decoder for all families, dense and MoE. Their differences are configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from moonpool.engine.experts.load import new_table
 from moonpool.engine.experts.parallel_mixture import ExpertParallelMixture
 from moonpool.engine.model.attention import Attention
 from moonpool.engine.model.inputs import StepInputs
-from moonpool.engine.model.weight_loader import Loader
+from moonpool.engine.model.weight_loader import Layer, Loader
 from moonpool.engine.sharding.parallel_plan import ParallelPlan, Shard, run_of
 from moonpool.kernels import rms_norm
 
@@ -45,12 +44,14 @@ class Model:
         loader = Loader(config, checkpoint, dtype, device, shard, self.expert_load, link)
         self.config = config
         self.dtype = dtype
+        # Rounded, as transformers multiplies.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.layers = [loader.layer(i) for i in shard.layers]
         if shard.is_first:
             self.embedding = loader.embedding()
         if shard.is_last:
             self.head = loader.head()
-            self.norm = loader.tensor("model.norm.weight")
+            self.norm = loader.norm("model", "norm")
         self.attention = Attention(config, shard, link, dtype=dtype, device=device, max_len=max_len)
 
     def forward(self, inputs: StepInputs, pool: Tensor, hidden: Tensor | None = None) -> Tensor:
@@ -63,28 +64,36 @@ class Model:
         hidden = self.embed(inputs.token_ids) if hidden is None else hidden
         residual: Tensor | None = None
         for i, layer in enumerate(self.layers):
-            x, residual = self._norm(hidden, layer.input_norm, residual)
+            x, residual = self._norm(hidden, layer.attention_in, residual)
             part = layer.o(self.attention(layer.qkv(x), inputs, pool, i, layer))
             if isinstance(layer.mlp, ExpertParallelMixture) and layer.mlp.worth_exchanging(len(part)):
-                hidden, residual = self._exchange(part, residual, layer.post_norm, layer.mlp), None
+                hidden, residual = self._exchange(part, residual, layer, layer.mlp), None
                 continue
-            x, residual = self._norm(self._sum(part), layer.post_norm, residual)
-            hidden = self._sum(layer.mlp(x))
+            x, residual = self._norm(
+                self._normed(self._sum(part), layer.attention_out), layer.mlp_in, residual
+            )
+            hidden = self._normed(self._sum(layer.mlp(x)), layer.mlp_out)
         if not shard.is_last:
             return hidden if residual is None else hidden + residual
         normed, _ = self._norm(hidden, self.norm, residual)
         return normed
 
-    def _norm(self, hidden: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the normed sum of both, and the sum."""
+    def _norm(self, hidden: Tensor, weight: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the normed sum of both, and the sum. ``weight``: None: the sum is not normed."""
         eps = self.config.rms_norm_eps
+        if weight is None:
+            total = hidden if residual is None else hidden + residual
+            return total, total
         if residual is None:
             return rms_norm(hidden, weight, eps), hidden
         normed, residual = rms_norm(hidden, weight, eps, residual=residual)
         return normed, residual
 
+    def _normed(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
+        return hidden if weight is None else rms_norm(hidden, weight, self.config.rms_norm_eps)
+
     def _exchange(
-        self, part: Tensor, residual: Tensor, norm: Tensor, mixture: ExpertParallelMixture
+        self, part: Tensor, residual: Tensor, layer: Layer, mixture: ExpertParallelMixture
     ) -> Tensor:
         """Run the rest of a layer with the step's tokens distributed over the tp ranks.
 
@@ -94,23 +103,27 @@ class Model:
         assert self.link is not None
         runs = [run_of(len(part), self.shard.tp, tp_rank) for tp_rank in range(self.shard.tp)]
         counts, own = [len(run) for run in runs], runs[self.shard.tp_rank]
-        attended = self.link.reduce_scatter(part, counts)
-        x, residual = self._norm(attended, norm, residual[own.start : own.stop])
-        return self.link.all_gather(mixture.exchange(x, counts) + residual, counts)
+        attended = self._normed(self.link.reduce_scatter(part, counts), layer.attention_out)
+        x, residual = self._norm(attended, layer.mlp_in, residual[own.start : own.stop])
+        mixed = self._normed(mixture.exchange(x, counts), layer.mlp_out)
+        return self.link.all_gather(mixed + residual, counts)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: int64 [n]. Returns [n, hidden]; each tp rank looks up its own words."""
         words = self.shard.vocab
         if self.shard.tp == 1:
-            return F.embedding(token_ids, self.embedding).to(self.dtype)
-        row = token_ids - words.start
-        elsewhere = (row < 0) | (row >= len(words))
-        hidden = F.embedding(row.masked_fill_(elsewhere, 0), self.embedding).to(self.dtype)
-        return self._sum(hidden.masked_fill_(elsewhere[:, None], 0))
+            hidden = F.embedding(token_ids, self.embedding).to(self.dtype)
+        else:
+            row = token_ids - words.start
+            elsewhere = (row < 0) | (row >= len(words))
+            hidden = F.embedding(row.masked_fill_(elsewhere, 0), self.embedding).to(self.dtype)
+            hidden = self._sum(hidden.masked_fill_(elsewhere[:, None], 0))
+        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden]. Returns [n, words of the shard]."""
-        return self.head(hidden)
+        logits, cap = self.head(hidden), self.config.logit_soft_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def _sum(self, part: Tensor) -> Tensor:
         """Return the sum over the tp ranks. May overwrite ``part``."""

@@ -13,9 +13,10 @@ from moonpool.engine.checkpoint.weights import Checkpoint
 from moonpool.engine.collectives.link import Link
 from moonpool.engine.experts.mixture import Experts, MixtureOfExperts, Router, SharedExpert
 from moonpool.engine.experts.parallel_mixture import ExpertParallelMixture
+from moonpool.engine.model.activations import ACTIVATIONS, Activation
 from moonpool.engine.sharding.parallel_plan import Shard, run_of
 from moonpool.engine.sharding.tensor_slices import expected_tensors
-from moonpool.kernels import PackedExperts, PackedLinear, silu_mul
+from moonpool.kernels import PackedExperts, PackedLinear
 
 
 @dataclass(slots=True)
@@ -24,20 +25,23 @@ class Mlp:
 
     gate_up: PackedLinear
     down: PackedLinear
+    activate: Activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x)))
+        return self.down(self.activate(self.gate_up(x)))
 
 
 @dataclass(slots=True)
 class Layer:
-    input_norm: Tensor
+    attention_in: Tensor | None  # norms, see ``Norms``
     qkv: PackedLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: PackedLinear
-    post_norm: Tensor
+    attention_out: Tensor | None
+    mlp_in: Tensor | None
     mlp: Callable[[Tensor], Tensor]
+    mlp_out: Tensor | None
     window: int
     k_scale: float = 1.0  # of float8 pages, if the checkpoint has them
     v_scale: float = 1.0
@@ -58,6 +62,8 @@ class Loader:
     ) -> None:
         """``link``: for expert parallelism. ``expert_load``: int64 [num_layers, num_experts], counters of the
         mixtures. Raises CheckpointError or UnsupportedModel before any tensor is loaded."""
+        if config.derived is not None:
+            checkpoint.derive(config.derived(config))
         checkpoint.check(expected_tensors(config, shard), expected_tensors(config))
         self._config = config
         self._shard = shard
@@ -84,16 +90,18 @@ class Loader:
 
     def layer(self, i: int) -> Layer:
         config = self._config
-        attention = f"model.layers.{i}.self_attn"
+        layer, attention, norms = f"model.layers.{i}", f"model.layers.{i}.self_attn", config.norms
         sparse = config.moe is not None and i in config.moe.layers
         return Layer(
-            input_norm=self.tensor(f"model.layers.{i}.input_layernorm.weight"),
+            attention_in=self.norm(layer, norms.attention_in),
             qkv=self._linear([f"{attention}.{part}_proj" for part in "qkv"], bias=config.qkv_bias),
-            q_norm=self.tensor(f"{attention}.q_norm.weight") if config.qk_norm else None,
-            k_norm=self.tensor(f"{attention}.k_norm.weight") if config.qk_norm else None,
+            q_norm=self.norm(attention, "q_norm" if config.qk_norm else ""),
+            k_norm=self.norm(attention, "k_norm" if config.qk_norm else ""),
             o=self._linear([f"{attention}.o_proj"], bias=config.o_bias and self._adds_bias),
-            post_norm=self.tensor(f"model.layers.{i}.post_attention_layernorm.weight"),
-            mlp=self._mixture(i) if sparse else self._mlp(f"model.layers.{i}.mlp", bias=config.mlp_bias),
+            attention_out=self.norm(layer, norms.attention_out),
+            mlp_in=self.norm(layer, norms.mlp_in),
+            mlp=self._mixture(i) if sparse else self._mlp(f"{layer}.mlp", bias=config.mlp_bias),
+            mlp_out=self.norm(layer, norms.mlp_out),
             window=config.windows[i],
             k_scale=self._scale(attention, "k"),
             v_scale=self._scale(attention, "v"),
@@ -103,6 +111,7 @@ class Loader:
         return Mlp(
             gate_up=self._linear([f"{name}.gate_proj", f"{name}.up_proj"], bias=bias),
             down=self._linear([f"{name}.down_proj"], bias=bias and self._adds_bias),
+            activate=ACTIVATIONS[self._config.activation],
         )
 
     def _mixture(self, i: int) -> MixtureOfExperts | ExpertParallelMixture:
@@ -139,6 +148,7 @@ class Loader:
                 Mlp(
                     PackedLinear(torch.cat([gate[c], up[c]]), None, self._dtype),
                     PackedLinear(down[:, c].contiguous(), None, self._dtype),
+                    ACTIVATIONS[self._config.activation],
                 ),
                 self._shared_gate(name),
             )
@@ -160,6 +170,15 @@ class Loader:
             if found is not None:
                 return float(found)
         return 1.0
+
+    def norm(self, module: str, name: str) -> Tensor | None:
+        """Load the weight of a norm; None for the name "". With an offset it is float32, so that the sum is
+        not rounded."""
+        if not name:
+            return None
+        offset = self._config.norm_offset
+        dtype = torch.float32 if offset else self._dtype
+        return self._stacked([f"{module}.{name}.weight"], dtype).add_(offset)
 
     def tensor(self, *names: str) -> Tensor:
         """Load tensors, stacked along the first dimension, in the model's dtype."""

@@ -30,6 +30,8 @@ class TensorSlices:
             "embed_tokens": vocab,
             "lm_head": vocab,
         }
+        if config.qk_norm == "all":
+            self._rows |= {"q_norm": heads, "k_norm": kv_heads}
         self._columns = {"o_proj": heads}
         # By the module that contains the MLP.
         self._inter = {
@@ -76,9 +78,13 @@ def expected_tensors(config: ModelConfig, shard: Shard | None = None) -> dict[st
         "mlp.up_proj": (inter, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, inter, config.mlp_bias),
     }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if config.qk_norm:
+    named = config.norms
+    norms = dict.fromkeys((named.attention_in, named.attention_out, named.mlp_in, named.mlp_out), hidden)
+    norms.pop("", None)
+    if config.qk_norm == "head":
         norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
+    elif config.qk_norm == "all":
+        norms |= {"self_attn.q_norm": q_size, "self_attn.k_norm": kv_size}
     tied = config.tie_word_embeddings
     tensors: dict[str, tuple[int, ...]] = {}
     if shard.is_first or (shard.is_last and tied):

@@ -124,7 +124,8 @@ def rotate_and_write(
 ) -> Tensor:
     view = view_of(pool)
     function = _rotate_and_write.get((qkv.dtype, view.dtype))
-    if function is None or not qkv.is_contiguous():
+    mixed = k_norm is not None and k_norm.dtype is not qkv.dtype
+    if function is None or mixed or not qkv.is_contiguous():
         return reference.rotate_and_write(
             qkv, positions, cos, sin, pool, layer, slot_mapping, num_heads=num_heads,
             num_kv_heads=num_kv_heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=eps,

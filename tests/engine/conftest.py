@@ -45,6 +45,7 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 40},
     "qwen3_moe": _EXPERTS,
+    "glm4": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
 
 
@@ -81,7 +82,9 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., R
                 family, **{**_SHAPE, **_FAMILY_SHAPES.get(family, {}), **words}
             )
             torch.manual_seed(crc32(key.encode()))
-            model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).eval()
+            # Other attentions of transformers leave out soft caps and sinks.
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            model = model.to(getattr(torch, dtype)).eval()
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     # Fresh biases are 0 and norms 1: a model that forgot them would pass.

@@ -69,6 +69,37 @@ FAMILIES = {
         },
     ),
 }
+FAMILIES |= {
+    "olmo2": ("olmo2", {}),
+    "olmo2-biases": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma2": (
+        "gemma2",
+        {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 12,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "sliding_window": 12,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("phi3", {"head_dim": 8, "sliding_window": 12}),
+    "phi4": ("phi3", {"head_dim": 8, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    "glm4": ("glm4", {}),
+}
 # With blocks of 8: shorter than, equal to and across block borders.
 LENGTHS = (1, 5, 8, 9, 16, 23, 40)
 

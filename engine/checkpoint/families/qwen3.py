@@ -22,4 +22,4 @@ def read(path: Path, raw: Mapping[str, Any]) -> ModelConfig:
         head_dim=128,
     )
     bias = words.flag("attention_bias")
-    return replace(words.decoder(), qkv_bias=bias, o_bias=bias, qk_norm=True, windows=windows(words))
+    return replace(words.decoder(), qkv_bias=bias, o_bias=bias, qk_norm="head", windows=windows(words))

@@ -26,7 +26,7 @@ def read(path: Path, raw: Mapping[str, Any]) -> ModelConfig:
         decoder,
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=True,
+        qk_norm="head",
         windows=words.windows() if words.flag("use_sliding_window") else decoder.windows,
         moe=words.mixture(128),
     )

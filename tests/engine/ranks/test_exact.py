@@ -25,6 +25,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("qwen2_moe", {"mlp_only_layers": [1]}),
     "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
 }
+# Families whose layers differ from Llama's in more than these.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo2": ("olmo2", {}),
+    "gemma2": ("gemma2", {"sliding_window": 12, "attn_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3_text", {"sliding_window": 12, "sliding_window_pattern": 2, "layer_types": None}),
+    "phi3": ("phi3", {}),
+    "glm4": ("glm4", {}),
+}
 # With blocks of 8: shorter than, equal to and across block borders.
 LENGTHS = (1, 8, 9, 23, 40)
 NUM_TOKENS = 16
@@ -59,6 +67,21 @@ def named(plan: dict[str, Any]) -> str:
 @pytest.mark.parametrize("plan", PLANS, ids=named)
 async def test_greedy_tokens_equal_transformers(plan, make_checkpoint) -> None:
     await are_exact(plan, make_checkpoint, MODELS)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"tp": 2},
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in ({"pp": 2}, {"cp": 2}, {"tp": 4}, {"cp": 2, "tp": 2})
+        ),
+    ],
+    ids=named,
+)
+async def test_other_families_give_the_tokens_of_transformers(plan, make_checkpoint) -> None:
+    await are_exact(plan, make_checkpoint, FAMILIES)
 
 
 async def test_a_prompt_shared_out_gives_the_tokens_of_transformers(make_checkpoint) -> None:

@@ -20,7 +20,7 @@ from moonpool.protos import node_pb2
 from moonpool.runtime.config.options import Config, EngineOptions, ModelOptions, ParallelOptions
 from moonpool.transfer import ChecksumMismatch, TransferAgent
 from tests.engine.conftest import Driver, Result
-from tests.engine.ranks.test_exact import SHAPE
+from tests.engine.ranks.test_exact import FAMILIES, SHAPE
 
 PLANS = [*itertools.product((1, 2), (1, 2)), (1, 1, 2), (2, 1, 2)]  # tp, pp, cp
 NUM_TOKENS = 12
@@ -164,6 +164,19 @@ async def test_other_plans_continue_exactly_and_whole_blocks_come_out(make_check
         assert bytes_.copy_in([source], sequence.block_table[:1], [checksum]) is None
         assert (bytes_.view(sequence.block_table[0]) == source).all()
         assert bytes_.copy_in([source], sequence.block_table[:1], [checksum ^ 1]) == 0
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_every_family_is_continued_exactly(make_checkpoint, name, tp) -> None:
+    family, words = FAMILIES[name]
+    reference = make_checkpoint(family, **SHAPE, **words)
+    async with (
+        side(reference.path, "source", 1, 1) as source,
+        side(reference.path, "target", tp, 1) as target,
+    ):
+        await continues_exactly(reference, source, target, 1)
+        await continues_exactly(reference, target, source, 2)
 
 
 async def test_every_rank_that_shares_tokens_has_all_blocks(make_checkpoint) -> None:

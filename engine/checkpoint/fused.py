@@ -1,0 +1,38 @@
+"""Tensors that checkpoints store in another order or in one piece: how each is made from what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from moonpool.engine.checkpoint.weights import Derived
+
+
+def split_rows(source: str, sizes: Mapping[str, int], width: int) -> dict[str, Derived]:
+    """The parts of a matrix [sum(sizes), width] of several with the same input (name → rows), in order."""
+    stored, tensors, start = {source: (sum(sizes.values()), width)}, {}, 0
+    for name, size in sizes.items():
+        tensors[name] = Derived(stored, partial(_rows, start=start, count=size))
+        start += size
+    return tensors
+
+
+def _rows(whole: Tensor, start: int, count: int) -> Tensor:
+    return whole[start : start + count]
+
+
+def half_split(name: str, shape: tuple[int, ...], head_dim: int, rotary_dim: int) -> Derived:
+    """The rows of q or k with the rotated pairs (2 j, 2 j + 1) of each head as (j, rotary_dim / 2 + j).
+
+    q · k stays the same, and kernels rotate only such pairs.
+    """
+    return Derived({name: shape}, partial(_half_split, head_dim=head_dim, rotary_dim=rotary_dim))
+
+
+def _half_split(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:]).clone()
+    pairs = heads[:, :rotary_dim].reshape(len(heads), rotary_dim // 2, 2, *rows.shape[1:])
+    heads[:, :rotary_dim] = pairs.transpose(1, 2).flatten(1, 2)
+    return heads.view(rows.shape)
