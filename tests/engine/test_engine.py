@@ -251,6 +251,20 @@ async def test_the_only_one_that_runs_may_have_to_wait_for_room(checkpoint, serv
         assert driver.engine.stats().num_failed_steps == 0
 
 
+async def test_the_context_of_the_whole_batch_is_counted(checkpoint, serve) -> None:
+    async with serve(checkpoint.path) as driver:
+        engine, report, seen = driver.engine, driver.engine.on_step, []
+
+        def on_step(events) -> None:
+            seen.append(engine.stats().num_context_tokens)
+            report(events)
+
+        engine.on_step = on_step
+        await driver.run(*(driver.sequence(prompt(20, seed=seed), max_tokens=10) for seed in range(2)))
+        assert 2 * 20 < max(seen) <= 2 * 30
+        assert engine.stats().num_context_tokens == 0
+
+
 async def test_what_cannot_run_is_refused_at_once(checkpoint, serve) -> None:
     async with serve(checkpoint.path, num_blocks=6) as driver:
         assert driver.engine.max_model_len == 48, "the pool is the limit"
